@@ -46,6 +46,7 @@ class ChatTokenizer:
             config.json.
         pad_id: fills rows where nothing is learned: `pad_token`, or `eos_token` where none is named.
         writes_date: the chat template writes the date.
+        note: a sentence if transformers 5 reads the folder's tokenizer otherwise.
     """
 
     def __init__(self, folder: Path, date: datetime.date | None = None) -> None:
@@ -55,7 +56,7 @@ class ChatTokenizer:
             date: of the run, for templates that write one; None: today's, in UTC.
         """
         files = read_tokenizer(folder)
-        self._tokenizer = files.tokenizer
+        self._tokenizer, self.note = files.tokenizer, files.note
         if "eos_token" not in files.special:
             raise ConfigError(f"{folder}/tokenizer_config.json names no eos_token")
         self._template = ChatTemplates(read_templates(folder, files.settings), files.special, date)

@@ -26,6 +26,8 @@ class Family:
         gemma2: embeddings are scaled by √hidden_size and always tied, norms multiply by 1 + weight, and what attention
             and feed-forward part give is normalized too; what its numbers are says `config.Gemma2`.
         activation: of the feed-forward part.
+        tokenizer: class of transformers 5 that reads a tokenizer whose class no file names.
+        forces_tokenizer: it reads every tokenizer, whatever class a file names.
     """
 
     architecture: str
@@ -38,6 +40,8 @@ class Family:
     experts: bool = False
     gemma2: bool = False
     activation: str = "silu"
+    tokenizer: str = "PreTrainedTokenizerFast"
+    forces_tokenizer: bool = False
 
 
 # Defaults are those of the configuration classes of transformers 4.51 to 5.12.
@@ -48,6 +52,7 @@ FAMILIES: Mapping[str, Family] = {
         neutral={"attention_bias": (False,), "use_sliding_window": (False,)},
         written={"attention_bias": False, "use_sliding_window": False},
         qk_norm=True,
+        tokenizer="Qwen2Tokenizer",
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -65,6 +70,7 @@ FAMILIES: Mapping[str, Family] = {
             "mlp_only_layers": [],
         },
         qk_norm=True,
+        tokenizer="Qwen2Tokenizer",
         experts=True,
     ),
     "qwen2": Family(
@@ -73,6 +79,8 @@ FAMILIES: Mapping[str, Family] = {
         neutral={"use_sliding_window": (False,)},
         written={"use_sliding_window": False},
         qkv_bias=True,
+        tokenizer="Qwen2Tokenizer",
+        forces_tokenizer=True,
     ),
     "llama": Family(
         "LlamaForCausalLM",
@@ -94,6 +102,7 @@ FAMILIES: Mapping[str, Family] = {
         written={"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"},
         gemma2=True,
         activation="gelu_pytorch_tanh",
+        tokenizer="GemmaTokenizer",
     ),
 }
 NAMES = (

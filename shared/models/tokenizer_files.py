@@ -8,7 +8,7 @@ transformers resets both, so both are off here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from shared.errors import ConfigError
+from shared.models.tokenizer_classes import TokenizerClass, class_of, prefix_space, replaced
 
-_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_GENERIC = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend")
-"""Classes of transformers that have no special tokens of their own."""
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FOLDER = "model.path must name a Hugging Face folder with a tokenizer"
 
 
@@ -27,7 +26,8 @@ _FOLDER = "model.path must name a Hugging Face folder with a tokenizer"
 class TokenizerFiles:
     """`special`: texts of the named special tokens; `end_ids`: tokens that the model's files say end a text.
 
-    `unnamed`: special tokens that the files do not name, and for which the tokenizer's class may have a default.
+    `unnamed`: special tokens that the files do not name, and for which the tokenizer's class may have a default that is
+    not known, or not in the vocabulary. `note`: how transformers 5 reads the folder otherwise, if it does.
     """
 
     tokenizer: Tokenizer
@@ -35,6 +35,7 @@ class TokenizerFiles:
     special: Mapping[str, str]
     end_ids: frozenset[int]
     unnamed: frozenset[str]
+    note: str | None
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
@@ -52,21 +53,72 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
             f"{folder}/tokenizer_config.json: clean_up_tokenization_spaces removes spaces from the text of tokens",
             "set it to false, so that a text and its tokens stay the same",
         )
+    config = _object(folder / "config.json") if (folder / "config.json").is_file() else None
+    picked = class_of(settings, config)
     padding = tokenizer.padding
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
-    if "added_tokens_decoder" not in settings and (legacy := folder / "special_tokens_map.json").is_file():
-        settings |= _object(legacy)
+    parts = replaced(tokenizer, picked, settings)
+    _check_space(tokenizer, picked, settings, folder)
+    if "added_tokens_decoder" not in settings:
+        settings |= _legacy(folder, tokenizer, settings)
+    absent = _take_defaults(settings, picked, tokenizer)
     if padding:
         settings.setdefault("pad_token", padding["pad_token"])
     special = _special(settings)
     _add(tokenizer, settings, special, folder)
     ids = [_end_ids(folder / name) for name in ("config.json", "generation_config.json")]
-    by_model = "tokenizer_class" not in settings and (folder / "config.json").is_file()
-    generic = settings.get("tokenizer_class") in (*_GENERIC, None) and not by_model
-    unnamed = frozenset() if generic else frozenset(_NAMES) - settings.keys() - special.keys()
-    return TokenizerFiles(tokenizer, settings, special, frozenset().union(*ids), unnamed)
+    unnamed = frozenset(NAMES) - settings.keys() - special.keys() if picked.special is None else absent
+    note = _note(folder, picked, [*parts, *["added_tokens"] * bool(absent)])
+    return TokenizerFiles(tokenizer, settings, special, frozenset().union(*ids), unnamed, note)
+
+
+def _take_defaults(settings: dict[str, Any], picked: TokenizerClass, tokenizer: Tokenizer) -> frozenset[str]:
+    """Add the special tokens of the class that no file names; returns those that are not in the vocabulary."""
+    missing = {name: text for name, text in (picked.special or {}).items() if name not in settings}
+    absent = {name for name, text in missing.items() if text and tokenizer.token_to_id(text) is None}
+    settings |= {name: text for name, text in missing.items() if name not in absent}
+    return frozenset(absent)
+
+
+def _check_space(tokenizer: Tokenizer, picked: TokenizerClass, settings: Mapping[str, Any], folder: Path) -> None:
+    """Raise ConfigError if a setting says otherwise than tokenizer.json whether a text begins with a space."""
+    asked, found = settings.get("add_prefix_space"), prefix_space(tokenizer)
+    if picked.parts is not None and isinstance(asked, bool) and found is not None and asked != found:
+        raise ConfigError(
+            f"{folder}/tokenizer_config.json: add_prefix_space={str(asked).lower()}, but tokenizer.json"
+            f" {'puts a' if found else 'puts no'} space before a text",
+            "correct the one that the model was not trained with",
+        )
+
+
+def _legacy(folder: Path, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of older versions: special tokens, and tokens that tokenizer.json does not have as added ones."""
+    names, added = (folder / name for name in ("special_tokens_map.json", "added_tokens.json"))
+    found = _object(names) if names.is_file() else {}
+    if added.is_file():
+        named = {**settings, **found}
+        special = {*map(_text, named.values()), *_extra(named)}
+        known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        texts = [text for text in _object(added) if text not in known]
+        found["added_tokens_decoder"] = {
+            str(i): {"content": text, "normalized": text not in special, "special": text in special}
+            for i, text in enumerate(texts)
+        }
+    return found
+
+
+def _note(folder: Path, picked: TokenizerClass, parts: Sequence[str]) -> str | None:
+    """A sentence if the class makes anew what Volley takes from tokenizer.json."""
+    if picked.special is not None and not parts:
+        return None
+    what = f"with another {' and '.join(dict.fromkeys(parts))}" if parts else "which Volley does not know"
+    return (
+        f"{folder}: AutoTokenizer of transformers 5 reads the tokenizer as {picked.name}, {what}: its token ids may"
+        " differ. Volley reads tokenizer.json as it is, as transformers 4 does. If the model was trained with the ids"
+        " of transformers 5, load the tokenizer there, write it with save_pretrained, and give that folder."
+    )
 
 
 def _special(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -80,7 +132,7 @@ def _special(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _is_named(key: str, value: Any) -> bool:
     saved = isinstance(value, str) or (isinstance(value, dict) and value.get("__type") == "AddedToken")
-    return key in _NAMES or (key.endswith("_token") and saved)
+    return key in NAMES or (key.endswith("_token") and saved)
 
 
 def _add(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str], folder: Path) -> None:
@@ -93,10 +145,8 @@ def _add(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{folder}/tokenizer_config.json: added_tokens_decoder: {error}") from error
     tokens = [token for token in tokens if repr(token) not in flags]
-    more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    extra = more if isinstance(more, list) else []
     present = {token.content for token in (*known, *tokens)}
-    for text in dict.fromkeys([*special.values(), *filter(None, map(_text, extra))]):
+    for text in dict.fromkeys([*special.values(), *_extra(settings)]):
         if text not in present:
             tokens.append(AddedToken(text, special=True))
     for token in tokens:
@@ -108,6 +158,12 @@ def _add(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str
             )
         token.special = token.special or token.content in special.values()
     tokenizer.add_tokens(tokens)
+
+
+def _extra(settings: Mapping[str, Any]) -> list[str]:
+    """Special tokens without a name."""
+    more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    return [text for one in more if (text := _text(one))] if isinstance(more, list) else []
 
 
 def _text(value: Any) -> str | None:

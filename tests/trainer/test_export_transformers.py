@@ -27,6 +27,8 @@ TEXTS = (
 )
 TURNS = [{"role": "user", "content": "How  many?\n"}, {"role": "assistant", "content": "17"}]
 TURNS += [{"role": "user", "content": "Sure?"}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Größe <b>", "parameters": {"type": "object"}}}
 
 
 def exported(folder: Path, name: str, **settings: Any) -> tuple[Path, dict[str, Any]]:
@@ -49,8 +51,9 @@ def assert_read_alike(folder: Path, theirs: Any) -> None:
         assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
     found = theirs.apply_chat_template(TURNS, add_generation_prompt=True, tokenize=True, return_dict=False)
     assert found == ours.encode(theirs.apply_chat_template(TURNS, add_generation_prompt=True, tokenize=False))
-    first = theirs.apply_chat_template(TURNS[:1], add_generation_prompt=True, tokenize=True, return_dict=False)
-    assert first == ours.render_prompt(TURNS[:1])
+    for turns, tools in ((TURNS[:1], ()), (TURNS, ()), (TURNS, (TOOL,)), ([SYSTEM, *TURNS], (TOOL,))):
+        options = {"tools": tools or None, "add_generation_prompt": True, "return_dict": False}
+        assert theirs.apply_chat_template(turns, **options) == ours.render_prompt(turns, tools)
     assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eos_id, ours.pad_id)
 
 
@@ -60,6 +63,41 @@ def test_token_ids_are_the_same(name: str, tokenizer_class: str | None, tmp_path
     folder, told = exported(tmp_path, name, tokenizer_class=tokenizer_class)
     assert "warning" not in told
     assert_read_alike(folder, AutoTokenizer.from_pretrained(folder))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_class", "bos"), [(None, None), ("GPT2Tokenizer", "<|endoftext|>"), ("Qwen2Tokenizer", None)]
+)
+def test_special_tokens_of_the_tokenizers_class_are_written(
+    tokenizer_class: str | None, bos: str | None, tmp_path: Path
+) -> None:
+    """The exported tokenizer has another class, and its template reads the same tokens."""
+    template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    folder, told = exported(tmp_path, "llama-tied", tokenizer_class=tokenizer_class, chat_template=template)
+    assert "warning" not in told
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert_read_alike(folder, theirs)
+    assert theirs.bos_token == bos
+    first = TURNS[:1]
+    assert ChatTokenizer(folder).render_prompt(first) == ChatTokenizer(tmp_path / "model").render_prompt(first)
+
+
+@pytest.mark.parametrize(
+    ("template", "asked"),
+    [
+        ("{{ strftime_now('%H:%M:%S') }}", "user"),  # Volley writes the date alone
+        ("{% if tools %}{{ strftime_now('%H:%M:%S') }}{% endif %}", "user with tools"),
+        ("{% if messages[0].role == 'system' %}{{ strftime_now('%H:%M:%S') }}{% endif %}", "system, user"),
+        ("{{ strftime_now('%Y-%m-%d') }}", None),
+        ("{{ raise_exception('no') if messages[0].role == 'system' }}", None),
+    ],
+)
+def test_a_template_that_transformers_renders_otherwise_is_named(
+    template: str, asked: str | None, tmp_path: Path
+) -> None:
+    turns = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    _, told = exported(tmp_path, "llama-tied", chat_template=template + turns)
+    assert (asked is None and "warning" not in told) or f"conversation of {asked}" in told["warning"]
 
 
 @pytest.mark.parametrize("name", families.NAMES)

@@ -170,10 +170,15 @@ def supervise(
 
 
 def _of_the_model(loaded: LoadedConfig, folder: Path) -> list[str]:
-    with suppress(ConfigError):  # the services refuse the folder
-        note = beyond_positions(loaded.config, ModelConfig.read(folder))
-        return [] if note is None else [note]
-    return []
+    """Sentences on the model; none of a folder that the services refuse."""
+    from shared.models.tokenizer_files import read_tokenizer
+
+    notes: list[str | None] = []
+    with suppress(ConfigError):
+        notes.append(beyond_positions(loaded.config, ModelConfig.read(folder)))
+    with suppress(ConfigError):
+        notes.append(read_tokenizer(folder).note)
+    return [note for note in notes if note is not None]
 
 
 def check_inputs(loaded: LoadedConfig) -> Path:

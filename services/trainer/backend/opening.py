@@ -14,6 +14,7 @@ from services.trainer.backend.tunix import (
     TunixBackend,
     check_vocabulary,
     note_positions,
+    note_tokenizer,
 )
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
@@ -89,6 +90,7 @@ def _backend(
     described = ModelConfig.read(model.folder)
     check_vocabulary(tokenizer, described)
     note_positions(config, described)
+    note_tokenizer(tokenizer)
     tokens = TokenLimits(described.vocab_size, tokenizer.pad_id, described.routing)
     options = from_run.supervised_options(config, tokens) if config.sft.trains else None
     policy, warm_start = from_run.policy_options(config, tokens), options.layout if options else None

@@ -297,6 +297,12 @@ def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:
         )
 
 
+def note_tokenizer(tokenizer: ChatTokenizer) -> None:
+    """Log once if transformers 5 makes other tokens of a text."""
+    if tokenizer.note is not None:
+        _log.warning("transformers 5 reads the tokenizer otherwise", note=tokenizer.note)
+
+
 def note_positions(config: RunConfig, model: ModelConfig) -> None:
     """Log once if sequences may be longer than the model was trained for."""
     if (note := beyond_positions(config, model)) is not None:

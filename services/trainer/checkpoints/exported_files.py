@@ -6,9 +6,11 @@ for others, or without one, it makes the pre-tokenizer anew by the model's type,
 
 from __future__ import annotations
 
+import datetime
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import orjson
 from shared.errors import InputError, WeightsError
 from shared.models.chat import ChatTokenizer
 from shared.models.config import GENERATION_CONFIG
+from shared.models.templates import Messages, Tools
+from shared.models.tokenizer_files import NAMES, read_tokenizer
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
@@ -24,7 +28,11 @@ _COPIED = (TOKENIZER, "special_tokens_map.json", "*.jinja", "additional_chat_tem
 _CODE = ("auto_map", "backend", "tokenizer_file", "name_or_path", "_commit_hash", "processor_class")
 """Keys that lead transformers to other code or files."""
 _TOKENS = ("bos_token_id", "pad_token_id")
-_CONVERSATION = [{"role": "user", "content": "How many are 3 x 17?\n\n  Say it's so."}]
+_ASKED = [{"role": "user", "content": "How many are 3 x 17?\n\n  Say it's so."}]
+_TURNS = [*_ASKED, {"role": "assistant", "content": "It's 51."}, {"role": "user", "content": " Sure? "}]
+_CONVERSATIONS = (_ASKED, _TURNS, [{"role": "system", "content": "Be brief.\n"}, *_TURNS])
+_PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "größe": {"type": "number"}}}
+_TOOL = {"type": "function", "function": {"name": "add", "description": "Größe <b>", "parameters": _PARAMETERS}}
 _TEXTS = (
     "Hello, world! I'm sure you'll see\tthat it's 12345.678 or 1,000",
     "  two spaces,\n\n\nthree lines \r\n and the end  ",
@@ -46,9 +54,10 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
     try:
         settings: dict[str, Any] = orjson.loads((source / TOKENIZER_CONFIG).read_bytes())
         kept = {key: value for key, value in settings.items() if key not in _CODE}
+        special = {name: text for name, text in read_tokenizer(source).special.items() if name in NAMES}
     except (OSError, ValueError, AttributeError) as error:
         raise WeightsError(f"the model's {source / TOKENIZER_CONFIG} cannot be read any more: {error}") from error
-    write_json(target / TOKENIZER_CONFIG, {**kept, "tokenizer_class": TOKENIZER_CLASS})
+    write_json(target / TOKENIZER_CONFIG, {**special, **kept, "tokenizer_class": TOKENIZER_CLASS})
     return True
 
 
@@ -68,31 +77,44 @@ def token_ids(folder: Path, end_ids: Iterable[int], config: Mapping[str, Any]) -
 
 
 def difference(folder: Path) -> str | None:
-    """Load the folder with transformers: how it reads the tokenizer or the end tokens otherwise than Volley, if so."""
+    """Load the folder with transformers: how it reads tokenizer, chat template or end tokens otherwise, if it does."""
     from transformers import AutoTokenizer, GenerationConfig
 
-    ours = ChatTokenizer(folder)
+    ours = ChatTokenizer(folder, datetime.datetime.now().astimezone().date())  # the date that transformers writes
     try:
         theirs: Any = AutoTokenizer.from_pretrained(folder)
         generation: Any = GenerationConfig.from_pretrained(folder)
     except Exception as error:  # noqa: BLE001 - it names no exceptions of its own
         return f"transformers cannot read it: {type(error).__name__}: {error}"
-    if any(theirs.encode(text, add_special_tokens=False) != ours.encode(text) for text in (*_TEXTS, *_prompt(ours))):
+    if any(theirs.encode(text, add_special_tokens=False) != ours.encode(text) for text in _TEXTS):
         return (
             f"transformers reads the {TOKENIZER} of this model_type as {type(theirs).__name__}, which gives other token"
             f" ids: load it with transformers.{TOKENIZER_CLASS}.from_pretrained"
         )
+    for turns, tools in product(_CONVERSATIONS, ([], [_TOOL])):
+        if (rendered := _rendered(theirs, turns, tools)) != _prompt(ours, turns, tools):
+            what = "refuses" if rendered is None else "makes other tokens of"
+            roles = ", ".join(turn["role"] for turn in turns)
+            return f"transformers' apply_chat_template {what} a conversation of {roles}{' with tools' * bool(tools)}"
     written = orjson.loads((folder / GENERATION_CONFIG).read_bytes())
     if generation.eos_token_id != written["eos_token_id"]:
         return f"transformers ends a text with {generation.eos_token_id}, Volley with {written['eos_token_id']}"
     return None
 
 
-def _prompt(tokenizer: ChatTokenizer) -> list[str]:
-    """A conversation as its template writes it; none if the template refuses it."""
+def _rendered(tokenizer: Any, turns: Messages, tools: Tools) -> list[int] | None:
+    """Ids of the prompt that transformers makes; None if the template refuses the conversation."""
+    try:
+        return tokenizer.apply_chat_template(turns, tools=tools or None, add_generation_prompt=True, return_dict=False)
+    except Exception:  # noqa: BLE001 - those of the template, and of Python within it
+        return None
+
+
+def _prompt(tokenizer: ChatTokenizer, turns: Messages, tools: Tools) -> list[int] | None:
+    """Ids of the prompt that Volley makes; None if the template refuses the conversation."""
     with suppress(InputError):
-        return [tokenizer.decode(tokenizer.render_prompt(_CONVERSATION))]
-    return []
+        return tokenizer.render_prompt(turns, tools)
+    return None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.trainer import options as from_run
-from services.trainer.backend.tunix import check_vocabulary, note_positions
+from services.trainer.backend.tunix import check_vocabulary, note_positions, note_tokenizer
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.settings import TokenLimits
@@ -28,6 +28,7 @@ def open_backend(
     described = ModelConfig.read(model.folder)
     check_vocabulary(tokenizer, described)
     note_positions(config, described)
+    note_tokenizer(tokenizer)
     options = from_run.supervised_options(config, TokenLimits(described.vocab_size, tokenizer.pad_id))
     root, kept = RunFolder(config.run.folder.absolute()).checkpoints, config.trainer.checkpointing_options.max_to_keep
     checkpoints = CheckpointFolders(root, config.run.name, kept, OrbaxArrays())

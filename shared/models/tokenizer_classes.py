@@ -1,0 +1,149 @@
+"""Classes of transformers 5 that take only vocabulary and merges from a tokenizer.json, and make the rest anew.
+
+Volley reads tokenizer.json as it is, as transformers 4 does and as the authors of models published for it did. Where
+`AutoTokenizer` of transformers 5 picks one of these classes, its token ids can be others: `replaced` names the parts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+
+from shared.models.families import FAMILIES
+
+GENERIC = "PreTrainedTokenizerFast"
+_GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")  # without "Fast"
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_STEPS = ("normalizers", "pretokenizers", "decoders")
+_OFF = ("ignore_merges", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
+"""Settings of BPE that no class takes over."""
+_END = "<|endoftext|>"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerClass:
+    """A class under its name without "Fast".
+
+    Attributes:
+        special: its special tokens where the files name none; None for a class that is not known.
+        parts: normalizer, pre_tokenizer and decoder that it makes, from tokenizer_config.json; None: it keeps all.
+        pieces: its tokens are of SentencePiece, and unknown letters are bytes.
+    """
+
+    name: str
+    special: Mapping[str, str | None] | None
+    parts: Callable[[Mapping[str, Any]], tuple[Any, Any, Any]] | None = None
+    pieces: bool = False
+
+
+def _qwen2(settings: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    words = pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=bool(settings.get("add_prefix_space")), use_regex=False)
+    return normalizers.NFC(), pre_tokenizers.Sequence([words, level]), decoders.ByteLevel()
+
+
+def _gpt2(settings: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    level = pre_tokenizers.ByteLevel(add_prefix_space=bool(settings.get("add_prefix_space")))
+    return None, level, decoders.ByteLevel()
+
+
+def _llama(settings: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    space = settings.get("add_prefix_space") in (None, True)
+    scheme = "never" if not space else "always" if settings.get("legacy") else "first"
+    strip = [decoders.Strip(" ", 1, 0)] if space else []
+    written = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    return None, pre_tokenizers.Metaspace("▁", scheme, split=False), decoders.Sequence(written)
+
+
+def _gemma(_: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    written = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    words = pre_tokenizers.Split(" ", "merged_with_previous")
+    return normalizers.Replace(" ", "▁"), words, decoders.Sequence(written)
+
+
+_CLASSES = {
+    one.name: one
+    for one in (
+        TokenizerClass(GENERIC, {}),
+        TokenizerClass(
+            "Qwen2Tokenizer", {"unk_token": _END, "bos_token": None, "eos_token": _END, "pad_token": _END}, _qwen2
+        ),
+        TokenizerClass(
+            "GPT2Tokenizer", {"unk_token": _END, "bos_token": _END, "eos_token": _END, "pad_token": None}, _gpt2
+        ),
+        TokenizerClass(
+            "LlamaTokenizer", {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}, _llama, pieces=True
+        ),
+        TokenizerClass(
+            "GemmaTokenizer",
+            {f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")},
+            _gemma,
+            pieces=True,
+        ),
+    )
+}
+
+
+def class_of(settings: Mapping[str, Any], config: Mapping[str, Any] | None) -> TokenizerClass:
+    """The class that AutoTokenizer picks, from tokenizer_config.json and config.json (None: there is none)."""
+    described = config or {}
+    family = FAMILIES.get(str(described.get("model_type")))
+    own = family.tokenizer if family else "" if described.get("model_type") else GENERIC
+    named = settings.get("tokenizer_class") or described.get("tokenizer_class")
+    if family and family.forces_tokenizer and "auto_map" not in settings:
+        named = own
+    name = str(named or own).removesuffix("Fast")
+    name = GENERIC if name in _GENERIC else name
+    return _CLASSES.get(name) or TokenizerClass(name, None)
+
+
+def replaced(tokenizer: Tokenizer, picked: TokenizerClass, settings: Mapping[str, Any]) -> list[str]:
+    """Parts of a tokenizer.json that the class makes anew, and otherwise."""
+    if picked.parts is None:
+        return []
+    names = ("normalizer", "pre_tokenizer", "decoder")
+    made = zip(names, picked.parts(settings), strict=True)
+    found = [name for name, part in made if _steps(getattr(tokenizer, name)) != _steps(part)]
+    model: Any = tokenizer.model
+    if type(model).__name__ != "BPE" or model.byte_fallback != picked.pieces or any(map(model.__getattribute__, _OFF)):
+        found.append("model")
+    kept = settings.get("added_tokens_decoder")
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    if isinstance(kept, dict) and known - {one.get("content") for one in kept.values() if isinstance(one, dict)}:
+        found.append("added_tokens")
+    return found
+
+
+def prefix_space(tokenizer: Tokenizer) -> bool | None:
+    """Whether a tokenizer.json puts a space before a text; None if it has no step that can."""
+    steps = [*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)]
+    found = [
+        step.get("add_prefix_space", step.get("prepend_scheme") != "never")
+        for step in steps
+        if step["type"] in ("ByteLevel", "Metaspace", "Prepend")
+    ]
+    return any(found) if found else None
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """Steps of a part of a tokenizer, without settings that change neither ids nor text."""
+    steps = [] if part is None else _flat(json.loads(part.__getstate__()))
+    return [{"type": one["type"]} if _is_level(one, part) else one for one in steps]
+
+
+def _is_level(step: Mapping[str, Any], part: Any) -> bool:
+    """Whether it is the decoder of bytes, which has the settings of the pre-tokenizer, but uses none."""
+    return step["type"] == "ByteLevel" and isinstance(part, decoders.Decoder)
+
+
+def _flat(step: dict[str, Any]) -> list[dict[str, Any]]:
+    if step["type"] == "Sequence":
+        inner = next(step[key] for key in _STEPS if key in step)
+        return [one for each in inner for one in _flat(each)]
+    return [{key: value for key, value in step.items() if key != "trim_offsets"}]
