@@ -14,6 +14,7 @@ from shared.errors import ConfigError
 MAX_THETA = 1e30
 _DEFAULT_THETA = 10_000.0
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_OWN_THETA = "rope_parameters.rope_theta"
 _HINT = "supported are plain rotary positions, and Llama 3's scaling for Llama models"
 
 
@@ -64,14 +65,26 @@ def parse(raw: Mapping[str, Any], where: str, *, llama3: bool) -> tuple[float, L
         if "rope_theta" in entries:
             thetas[f"{name}.rope_theta"] = number(entries["rope_theta"], f"{name}.rope_theta", where, MAX_THETA)
         scalings.add(_scaling(entries, name, where, llama3=llama3))
+    if len(scalings) > 1:
+        raise ConfigError(
+            f"{where}: rope_scaling and rope_parameters say different things",
+            "keep the one that the weights were trained with",
+        )
     if len(set(thetas.values())) > 1:
         said = ", ".join(f"{key}={value:g}" for key, value in thetas.items())
         raise ConfigError(
             f"{where} gives several values of θ: {said}", "keep the one that the weights were trained with"
         )
-    if len(scalings) > 1:
+    if raw.get("rope_scaling") and thetas.keys() == {_OWN_THETA} and thetas[_OWN_THETA] != _DEFAULT_THETA:
         raise ConfigError(
-            f"{where}: rope_scaling and rope_parameters say different things",
+            f"{where}: {_OWN_THETA}={thetas[_OWN_THETA]:g} has no effect in transformers, which leaves"
+            " rope_parameters out beside rope_scaling",
+            "remove rope_scaling, or write rope_theta beside it",
+        )
+    length = raw.get(_LLAMA3[-1])
+    if length is not None and any(one and one.original_max_position_embeddings != length for one in scalings):
+        raise ConfigError(
+            f"{where}: {_LLAMA3[-1]}={shown(length)} is not that of the scaling",
             "keep the one that the weights were trained with",
         )
     return next(iter(thetas.values()), _DEFAULT_THETA), next(iter(scalings), None)

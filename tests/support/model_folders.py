@@ -178,7 +178,36 @@ def transposed(weights: models.Weights) -> models.Weights:
     return weights | {name: np.ascontiguousarray(weights[name].T)}
 
 
+def beside_it(prefix: str, *names: str) -> Callable[[models.Weights], models.Weights]:
+    """Other weights under the names of these parameters, with another prefix than "model."."""
+    return lambda weights: weights | {prefix + name.removeprefix("model."): OLD[name] for name in names}
+
+
+def with_dtype(dtype: str, width: int) -> Layout:
+    """A matrix in numbers of a type that numpy has not: its bytes are zeros."""
+
+    def layout(folder: Path) -> None:
+        single(folder)
+        file = folder / "model.safetensors"
+        data = file.read_bytes()
+        n = int.from_bytes(data[:8], "little")
+        header, at, body = json.loads(data[8 : 8 + n]), 0, b""
+        for name, said in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = said["data_offsets"]
+            content = data[8 + n + start : 8 + n + end]
+            if name == FFN:
+                said["dtype"], content = dtype, bytes(len(content) // 4 * width)
+            said["data_offsets"], body, at = [at, at + len(content)], body + content, at + len(content)
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+    return layout
+
+
 HEAD, EMBEDDINGS, FFN = "lm_head.weight", "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"
+QUERY, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
 LAYOUTS: Mapping[str, Layout] = {
     "model.safetensors": single,
     "an index with its shards": shards,
@@ -214,6 +243,33 @@ LAYOUTS: Mapping[str, Layout] = {
         single(folder, NEW, CONFIG | {"transformers_weights": "old.safetensors"}),
         save_file(OLD, folder / "old.safetensors", metadata={"format": "pt"}),
     )[0],
+    # what transformers reads as one parameter: the first in alphabetical order counts
+    "all with and without model.": changed(beside_it("", *(name for name in NEW if name.startswith("model.")))),
+    "a matrix with and without model.": changed(beside_it("", QUERY)),
+    "the norm with and without model.": changed(beside_it("", NORM)),
+    "the embeddings with and without model.": changed(beside_it("", EMBEDDINGS)),
+    "a matrix with model.model.": changed(beside_it("model.model.", QUERY)),
+    "the norm with model.model.": changed(beside_it("model.model.", NORM)),
+    "lm_head with and without model.": changed(beside_it("model.", HEAD)),
+    "tied, another lm_head with model.": changed(lambda w: beside_it("model.", HEAD)(without(HEAD)(w)), TIED),
+    "lm_head with model. only": changed(lambda w: without(HEAD)(w) | {"model.lm_head.weight": w[HEAD]}),
+    "a matrix without model.": changed(lambda w: without(QUERY)(w) | {QUERY.removeprefix("model."): w[QUERY]}),
+    **{
+        f"a matrix also under {prefix}": changed(beside_it(prefix, QUERY))
+        for prefix in ("transformer.", "base_model.model.model.", "module.model.", "model.language_model.")
+    },
+    "the norm's old name": changed(lambda w: without(NORM)(w) | {"model.norm.gamma": w[NORM]}),
+    "the norm's old name beside": changed(lambda w: w | {"model.norm.gamma": OLD[NORM]}),
+    "an empty tensor beside": changed(lambda w: w | {"empty": np.zeros((0, 2), np.float32)}),
+    "tied, lm_head of another shape": changed(lambda w: w | {HEAD: w[HEAD][:-1]}, TIED),
+    "a matrix in int8": changed(lambda w: w | {FFN: (w[FFN] * 100).astype(np.int8)}),
+    "a matrix of booleans": changed(lambda w: w | {FFN: w[FFN] > 0}),
+    "a matrix in float8": with_dtype("F8_E4M3", 1),
+    "a matrix in complex64": with_dtype("C64", 8),
+    "an empty matrix": changed(lambda w: w | {FFN: w[FFN][:0]}),
+    "a scalar norm": changed(lambda w: w | {NORM: np.ones((), np.float32)}),
+    "the norm as a matrix": changed(lambda w: w | {NORM: w[NORM][None]}),
+    "a flat matrix": changed(lambda w: w | {QUERY: w[QUERY].reshape(-1)}),
     # what transformers refuses
     "an empty folder": lambda folder: models.write_hf(folder, CONFIG) and None,
     "an index without shards": lacking_shards("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),

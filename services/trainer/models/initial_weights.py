@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ type Leaves = Callable[[str, tuple[int, ...]], HostArray]
 _log = telemetry.Log("model")
 _LENGTH = 8
 _ROWS = 4096
+_PREFIX = "model."
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 """Constants that older versions of transformers saved beside the parameters."""
@@ -85,7 +86,7 @@ class FileLeaves:
     """Leaves by name and shape, read from `where` their tensors lie."""
 
     def __init__(self, folder: Path, where: dict[str, _Place]) -> None:
-        self._folder, self._where = folder, where
+        self._folder, self._where, self._alike = folder, where, _alike(where)
         self._unread = {name for name in where if name not in _TIED and not name.endswith(_BUFFERS)}
 
     @property
@@ -107,6 +108,12 @@ class FileLeaves:
                 "with tied embeddings, config.json says tie_word_embeddings: true"
                 if called in _TIED
                 else "is it complete, and of the family that config.json names?",
+            )
+        if others := [name for name in self._alike[_bare(called)] if name != called]:
+            raise ConfigError(
+                f"model file {source.file} holds {called}, and the folder also {others[0]}, which transformers reads as"
+                " the same parameter",
+                "write the model anew without the one that does not belong to it",
             )
         self._unread.discard(called)
         try:
@@ -183,13 +190,33 @@ def _places_of(files: Sequence[Path]) -> dict[str, _Place]:
     return where
 
 
+def _bare(name: str) -> str:
+    """Name of a parameter without the prefix of the base model, which transformers adds and removes as it fits."""
+    while name.startswith(_PREFIX):
+        name = name.removeprefix(_PREFIX)
+    return name
+
+
+def _alike(where: Iterable[str]) -> dict[str, list[str]]:
+    """Names in files that transformers reads as the same parameter, by their bare name."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(where):
+        found.setdefault(_bare(name), []).append(name)
+    return found
+
+
 def _check_tied(where: dict[str, _Place]) -> None:
     """Raises ConfigError if the files hold another lm_head than the embeddings, which transformers 4 would ignore and
     transformers 5 would use.
     """
-    head, embeddings = (where.get(name) for name in _TIED)
-    if head is None or embeddings is None:
-        return
+    alike = _alike(where)
+    heads, embeddings = ([where[name] for name in alike.get(_bare(name), ())] for name in _TIED)
+    for head in heads if embeddings else ():
+        _check_head(head, embeddings[0])
+
+
+def _check_head(head: _Place, embeddings: _Place) -> None:
+    """Raises ConfigError if the two tensors differ."""
     try:
         one, other = head.mapped(), embeddings.mapped()
     except (ValueError, OSError) as error:
