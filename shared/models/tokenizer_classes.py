@@ -114,10 +114,19 @@ def replaced(tokenizer: Tokenizer, picked: TokenizerClass, settings: Mapping[str
     if type(model).__name__ != "BPE" or model.byte_fallback != picked.pieces or any(map(model.__getattribute__, _OFF)):
         found.append("model")
     kept = settings.get("added_tokens_decoder")
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    if isinstance(kept, dict) and known - {one.get("content") for one in kept.values() if isinstance(one, dict)}:
+    if isinstance(kept, dict) and _normalized(tokenizer) - _given(kept):
         found.append("added_tokens")
     return found
+
+
+def _normalized(tokenizer: Tokenizer) -> set[tuple[Any, Any]]:
+    return {(token.content, token.normalized) for token in tokenizer.get_added_tokens_decoder().values()}
+
+
+def _given(tokens: Mapping[str, Any]) -> set[tuple[Any, Any]]:
+    """The same of added_tokens_decoder, with the default of an AddedToken."""
+    known = [one for one in tokens.values() if isinstance(one, dict)]
+    return {(str(one.get("content")), one.get("normalized", not one.get("special"))) for one in known}
 
 
 def prefix_space(tokenizer: Tokenizer) -> bool | None:

@@ -61,6 +61,8 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
     parts = replaced(tokenizer, picked, settings)
     _check_space(tokenizer, picked, settings, folder)
+    if "extra_special_tokens" in settings:
+        settings.pop("additional_special_tokens", None)
     if "added_tokens_decoder" not in settings:
         settings |= _legacy(folder, tokenizer, settings)
     absent = _take_defaults(settings, picked, tokenizer)
@@ -162,8 +164,9 @@ def _add(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str
 
 def _extra(settings: Mapping[str, Any]) -> list[str]:
     """Special tokens without a name."""
-    more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    return [text for one in more if (text := _text(one))] if isinstance(more, list) else []
+    both = (settings.get(key) for key in ("extra_special_tokens", "additional_special_tokens"))
+    more: list[Any] = next((found for found in both if isinstance(found, list) and found), [])
+    return [text for one in more if (text := _text(one))]
 
 
 def _text(value: Any) -> str | None:

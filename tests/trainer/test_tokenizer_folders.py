@@ -126,6 +126,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"added_tokens.json": {"<new>": 700}},
     ),
     "special_tokens_map.json": ({}, {"special_tokens_map.json": {"bos_token": token("hether")}}),
+    "two kinds of special tokens": (
+        {"extra_special_tokens": {"image": "<s>"}},
+        {"special_tokens_map.json": {"additional_special_tokens": ["<new>"]}},
+    ),
     "auto_map": ({"auto_map": {"AutoTokenizer": ["a.B", "a.C"]}}, {}),
     "vocab.json": ({}, {"vocab.json": {"a": 0}}),
 }
@@ -134,7 +138,7 @@ SPACES = {
     "LlamaTokenizer": ("add_prefix_space False", "legacy, no space"),
 }
 """Settings that are not those of tokenizer.json."""
-NEW = ("a new special token", "added_tokens_decoder, new", "added_tokens.json, new")
+NEW = ("a new special token", "two kinds of special tokens", "added_tokens_decoder, new", "added_tokens.json, new")
 
 
 @pytest.mark.parametrize("name", SETTINGS)
