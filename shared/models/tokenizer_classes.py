@@ -34,12 +34,14 @@ class TokenizerClass:
         special: its special tokens where the files name none; None for a class that is not known.
         parts: normalizer, pre_tokenizer and decoder that it makes, from tokenizer_config.json; None: it keeps all.
         pieces: its tokens are of SentencePiece, and unknown letters are bytes.
+        plain: its special tokens take no spaces beside them, whatever the files say.
     """
 
     name: str
     special: Mapping[str, str | None] | None
     parts: Callable[[Mapping[str, Any]], tuple[Any, Any, Any]] | None = None
     pieces: bool = False
+    plain: bool = False
 
 
 def _qwen2(settings: Mapping[str, Any]) -> tuple[Any, Any, Any]:
@@ -72,7 +74,10 @@ _CLASSES = {
     for one in (
         TokenizerClass(GENERIC, {}),
         TokenizerClass(
-            "Qwen2Tokenizer", {"unk_token": _END, "bos_token": None, "eos_token": _END, "pad_token": _END}, _qwen2
+            "Qwen2Tokenizer",
+            {"unk_token": _END, "bos_token": None, "eos_token": _END, "pad_token": _END},
+            _qwen2,
+            plain=True,
         ),
         TokenizerClass(
             "GPT2Tokenizer", {"unk_token": _END, "bos_token": _END, "eos_token": _END, "pad_token": None}, _gpt2

@@ -19,6 +19,7 @@ from shared.errors import ConfigError
 from shared.models.tokenizer_classes import TokenizerClass, class_of, prefix_space, replaced
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 _FOLDER = "model.path must name a Hugging Face folder with a tokenizer"
 
 
@@ -72,7 +73,8 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     _add(tokenizer, settings, special, folder)
     ids = [_end_ids(folder / name) for name in ("config.json", "generation_config.json")]
     unnamed = frozenset(NAMES) - settings.keys() - special.keys() if picked.special is None else absent
-    note = _note(folder, picked, [*parts, *["added_tokens"] * bool(absent)])
+    flagged = picked.plain and _flagged(tokenizer) & {*special.values(), *_extra(settings)}
+    note = _note(folder, picked, [*parts, *["added_tokens"] * bool(absent or flagged)])
     return TokenizerFiles(tokenizer, settings, special, frozenset().union(*ids), unnamed, note)
 
 
@@ -148,9 +150,12 @@ def _add(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str
         raise ConfigError(f"{folder}/tokenizer_config.json: added_tokens_decoder: {error}") from error
     tokens = [token for token in tokens if repr(token) not in flags]
     present = {token.content for token in (*known, *tokens)}
+    values = [*settings.values(), *_more(settings)]
+    saved = {text: value for value in values if isinstance(value, dict) and (text := _text(value))}
     for text in dict.fromkeys([*special.values(), *_extra(settings)]):
         if text not in present:
-            tokens.append(AddedToken(text, special=True))
+            flags_of = {key: value for key, value in saved.get(text, {}).items() if key in _FLAGS}
+            tokens.append(AddedToken(text, special=True, **flags_of))
     for token in tokens:
         if tokenizer.token_to_id(token.content) is None:
             named = next((f"{name} " for name, text in special.items() if text == token.content), "")
@@ -162,11 +167,20 @@ def _add(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str
     tokenizer.add_tokens(tokens)
 
 
+def _flagged(tokenizer: Tokenizer) -> set[str]:
+    """Added tokens with one of the flags."""
+    known = tokenizer.get_added_tokens_decoder().values()
+    return {token.content for token in known if any(getattr(token, name) for name in _FLAGS)}
+
+
 def _extra(settings: Mapping[str, Any]) -> list[str]:
     """Special tokens without a name."""
+    return [text for one in _more(settings) if (text := _text(one))]
+
+
+def _more(settings: Mapping[str, Any]) -> list[Any]:
     both = (settings.get(key) for key in ("extra_special_tokens", "additional_special_tokens"))
-    more: list[Any] = next((found for found in both if isinstance(found, list) and found), [])
-    return [text for one in more if (text := _text(one))]
+    return next((found for found in both if isinstance(found, list) and found), [])
 
 
 def _text(value: Any) -> str | None:

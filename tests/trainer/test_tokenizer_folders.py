@@ -21,7 +21,7 @@ TEXTS = (
     "<|im_start|>user\n_O_\nX12<|im_end|>\nthe <s> x</s>y",
     "你好 🙂 ▁x",
     " lead",
-    "a<new>b <two> c, whether weather ether",
+    "a<new>b <two> c, whether weather wet hether",
     "a <unk> <bos> <eos> <mask>",
 )
 TURNS = [{"role": "user", "content": "How  many?\n"}, {"role": "assistant", "content": "17"}]
@@ -110,6 +110,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no unk_token": ({"unk_token": None, "bos_token": None}, {}),
     "a new special token": ({"extra_special_tokens": ["<new>"]}, {}),
     "a known special token": ({"additional_special_tokens": ["<s>"]}, {}),
+    "a special word that strips": (
+        {"additional_special_tokens": [token("hether", lstrip=True) | {"__type": "AddedToken"}]},
+        {},
+    ),
+    "a named word that strips": ({"cls_token": token("hether", lstrip=True) | {"__type": "AddedToken"}}, {}),
     "added_tokens_decoder, new": ({"added_tokens_decoder": {"900": token("<new>")}}, {}),
     "added_tokens_decoder, stripping": (
         {"added_tokens_decoder": {"8": token("<|im_start|>", lstrip=True, rstrip=True)}},
@@ -155,6 +160,7 @@ def test_settings_of_a_tokenizer_are_read_noted_or_refused(picked: str, name: st
     tokenizer = ChatTokenizer(path)
     assert tokenizer.note or is_read_alike(path, tokenizer)
     noted = name.startswith("added_tokens_decoder") or name.endswith("added_tokens_decoder") or "legacy T" in name
+    noted |= picked == "Qwen2Tokenizer" and name.endswith("strips")
     assert noted or tokenizer.note is None
 
 
