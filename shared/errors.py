@@ -52,6 +52,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 from shared.outcomes import FilterRule
+from shared.services import ServiceName
 
 MAX_DETAIL = 2000
 """Characters: an error names what is wrong, and does not send it back whole."""
@@ -61,7 +62,7 @@ MAX_RETRY_AFTER_S = 60.0
 
 type Cause = Literal["infrastructure", "request", "defect"]
 type Action = Literal["again", "fail", "stop"]
-type Party = Literal["trainer", "orchestrator", "redis", "env", "rollout", "teacher", "disk", "peer"]
+type Party = ServiceName | Literal["redis", "teacher", "disk", "peer"]
 """Whom somebody waits for."""
 type Why = Literal["exception", "crash", "memory", "cpu", "time", "output", "protocol", "refused"]
 """Why a sandbox failed."""

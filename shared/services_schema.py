@@ -38,6 +38,11 @@ class Endpoint(Section):
     port: Port = 0
     url: Url | None = None
 
+    @property
+    def n_local(self) -> int:
+        """Processes that one host runs of the service."""
+        return 1
+
 
 class EnvEndpoint(Endpoint):
     """`folder` keeps submitted environments (default: in the run's folder). `unsandboxed` names those that may be
@@ -82,6 +87,10 @@ class TrainerEndpoint(Endpoint):
     num_processes: PositiveInt = 1
     process_id: NonNegativeInt = 0
     coordinator_address: str | None = None
+
+    @property
+    def n_local(self) -> int:
+        return self.num_processes if self.coordinator_address is None else 1
 
     @model_validator(mode="after")
     def _one_of_them(self) -> TrainerEndpoint:
@@ -163,6 +172,20 @@ class ServicesSection(Section):
     rollout_urls: tuple[Url, ...] = ()
     rollout_replicas: PositiveInt = 1
     limits: Limits = Limits()
+
+    def urls_of(self, name: str) -> dict[str, str]:
+        """Return the services `name` that others started: base addresses by name of the process."""
+        info, endpoint = SERVICES[name], getattr(self, name)
+        if info.replicated:
+            urls: tuple[str, ...] = getattr(self, f"{name}_urls")
+            return {info.process(i): url.rstrip("/") for i, url in enumerate(urls)}
+        return {name: self.base_url(name)} if info.shared and endpoint.url is not None else {}
+
+    def n_local(self, name: str) -> int:
+        """Return how many processes of the service `name` this host starts."""
+        if self.urls_of(name):
+            return 0
+        return getattr(self, f"{name}_replicas") if SERVICES[name].replicated else getattr(self, name).n_local
 
     def base_url(self, name: str) -> str:
         """How others reach the service `name`."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shared.errors import Party
+from shared.services import SERVICES
 
 QUIET_S, CYCLE_S, BUSY_S = 60.0, 15.0, 1800.0
 """So long may nothing advance, in seconds: usually, where services wait in a circle, and while one of them is at work.
@@ -110,7 +111,7 @@ def judge(seen: Sequence[ServiceReport]) -> Verdict:
         )
     if "trainer" in {s.kind for s in seen} and all(s.error is not None for s in seen):
         return Verdict("stopped", ("none of its services answers",))
-    core = [s for s in seen if s.kind in ("trainer", "orchestrator")]
+    core = [s for s in seen if s.kind in SERVICES and SERVICES[s.kind].run_key]
     if core and all(s.said.get("untold") for s in core):
         return Verdict("unknown", tuple(f"{s.name} tells nothing: {s.said['untold']}" for s in core))
     walk = _Walk(nodes(seen))
@@ -142,8 +143,8 @@ class _Walk:
     """
 
     def __init__(self, found: Sequence[WaitNode]) -> None:
-        order = {"trainer": 0, "orchestrator": 1, "rollout": 2}
-        self.nodes = sorted(found, key=lambda node: order.get(node.kind, 3))
+        order = list(SERVICES)
+        self.nodes = sorted(found, key=lambda node: -order.index(node.kind) if node.kind in SERVICES else 1)
         self.chain: list[str] = []
         self.cycle = self.waits_unseen = False
         self._told: set[str] = set()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from itertools import chain, islice
 
-from tools.chaos.plan import LINKS, SERVICES, Amounts, Round, counts, endless, kills, plan
+from tools.chaos.plan import LINKS, TARGETS, Amounts, Round, counts, endless, kills, plan
 
 CI = Amounts(kills=300, wipes=10, zombies=20)
 
@@ -25,7 +25,7 @@ def test_it_has_what_was_asked_for():
     faults = list(chain(*plan(1, CI)))
     assert sum(kills(faults).values()) == 300
     assert (counts(faults)["wipe"], counts(faults)["zombie"]) == (10, 20)
-    assert kills(faults).keys() == set(SERVICES)
+    assert kills(faults).keys() == set(TARGETS)
     assert min(kills(faults).values()) >= 5
 
 

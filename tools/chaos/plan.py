@@ -14,18 +14,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from shared.services import SERVICES, kind_of
+
 type Kind = Literal["kill", "pause", "flush", "lose", "zombie", "disk_full", "delay", "stall", "cut"]
-SERVICES = ("redis", "env", "trainer", "orchestrator", "rollout-0", "rollout-1")
-LINKS = ("redis", "env", "rollout-0", "rollout-1")
+PROCESSES = tuple(info.process(i) for info in SERVICES.values() for i in range(1 + info.replicated))
+_OF_NO_RUN = tuple(name for name in PROCESSES if SERVICES[kind_of(name)].run_key is None)
+TARGETS = ("redis", *PROCESSES)
+LINKS = ("redis", *_OF_NO_RUN)
 WIPES: tuple[Kind, ...] = ("flush", "lose")
 _SPREAD_S = 0.8
 _LATER_S = 0.5
 """How much later those come without whom nothing is in flight: before them, episodes lose their server or environment.
 """
 _LINK_FAULTS: tuple[Kind, ...] = ("delay", "stall", "cut")
-_IN_FLIGHT = ("env", "rollout")
-_LIGHT = ("env", "orchestrator", "rollout-0", "rollout-1")
-_BESIDE_AN_ORCHESTRATOR = ("env", "rollout-0", "rollout-1")
+_LIGHT = tuple(name for name in PROCESSES if name != "trainer")
+_BESIDE_AN_ORCHESTRATOR = _OF_NO_RUN
 """Half of the rounds spare the orchestrator: what it repeats would die with it, and nobody would see that it was
 repeated.
 """
@@ -96,7 +99,7 @@ def endless(seed: int) -> Iterator[Round]:
             *(_fault(dice, kind, "redis") for kind in WIPES),
             *_disk_full(dice),
         ]
-        light = [_fault(dice, "kill", name) for name in SERVICES if name != "trainer"]
+        light = [_fault(dice, "kill", name) for name in TARGETS if name != "trainer"]
         light += [_pause(dice), *(_fault(dice, kind, dice.choice(LINKS)) for kind in _LINK_FAULTS)]
         dice.shuffle(heavy)
         dice.shuffle(light)
@@ -125,13 +128,13 @@ def _in_order(faults: Iterable[Fault]) -> Round:
 
 def _fault(dice: random.Random, kind: Kind, at: str) -> Fault:
     length_s = round(dice.uniform(0.3, 2.0), 3) if kind in ("delay", "stall") else 0.0
-    later_s = 0.0 if at.startswith(_IN_FLIGHT) else _LATER_S
+    later_s = 0.0 if at in _OF_NO_RUN else _LATER_S
     return Fault(kind, at, round(later_s + dice.uniform(0.0, _SPREAD_S), 3), length_s)
 
 
 def _pause(dice: random.Random) -> Fault:
     return Fault(
-        "pause", dice.choice(SERVICES), round(dice.uniform(0.0, _SPREAD_S), 3), round(dice.uniform(0.1, 2.0), 3)
+        "pause", dice.choice(TARGETS), round(dice.uniform(0.0, _SPREAD_S), 3), round(dice.uniform(0.1, 2.0), 3)
     )
 
 

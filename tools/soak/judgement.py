@@ -23,6 +23,7 @@ from itertools import batched
 from typing import Any
 
 from shared.schema import RunConfig
+from shared.services import kind_of
 from tools.soak.samples import ProcessUsage, QueueUsage
 from tools.soak.trend import trend
 
@@ -70,7 +71,7 @@ def judged(samples: Sequence[SoakSample], config: RunConfig) -> dict[str, Any]:
 
 def _allowed(name: str, steps_per_hour: float) -> float:
     """MB an hour."""
-    return LIMIT_MB_PER_HOUR + KEPT_MB_PER_STEP.get(name.partition("-")[0], 0.0) * steps_per_hour
+    return LIMIT_MB_PER_HOUR + KEPT_MB_PER_STEP.get(kind_of(name), 0.0) * steps_per_hour
 
 
 def _service(name: str, samples: Sequence[SoakSample], allowed_mb_per_hour: float) -> dict[str, Any]:

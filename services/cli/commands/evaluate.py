@@ -32,22 +32,26 @@ from shared.errors import ConfigError
 from shared.models import origin
 from shared.run import trust
 from shared.run.folder import RunFolder
+from shared.services import SERVICES
 
 _NAME = "eval"
 _POLL_S = 0.3
 _TOLD_S = 10.0
-_ALONE: Mapping[str, Any] = {
-    "run.name": _NAME,
-    "run.bucket": None,
-    "mode": "rl",
-    "sft.max_steps": 0,
-    "sft.epochs": None,
-    "services.redis_url": None,
-    "services.rollout_urls": [],
-    **{f"services.{name}.port": 0 for name in ("env", "rollout", "orchestrator", "trainer")},
-    **{f"services.{name}.url": None for name in ("rollout", "orchestrator", "trainer")},
-}
-"""What a configuration says of a run that is somebody else's: its bucket, warm start, queue, servers and ports."""
+
+
+def _alone() -> Mapping[str, Any]:
+    """Settings in the place of those of the run that is measured: its bucket, warm start, queue, servers and ports."""
+    return {
+        "run.name": _NAME,
+        "run.bucket": None,
+        "mode": "rl",
+        "sft.max_steps": 0,
+        "sft.epochs": None,
+        "services.redis_url": None,
+        **{f"services.{name}.port": 0 for name in SERVICES},
+        **{f"services.{name}.url": None for name, info in SERVICES.items() if not info.shared},
+        **{f"services.{name}_urls": [] for name, info in SERVICES.items() if info.replicated},
+    }
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +127,7 @@ def _configured(target: str, paths: Sequence[str], overrides: Sequence[str]) -> 
     weights = {} if asked else {"model.initial_weights": "folder"}
     if is_run:
         loaded = dated(loaded, read_record(run))
-    changed = config.changed(loaded, {"model.path": path, **weights, **_ALONE})
+    changed = config.changed(loaded, {"model.path": path, **weights, **_alone()})
     changed = config.rooted(changed, Path.cwd())
     train.check_inputs(changed)
     return changed, run if is_run else None

@@ -16,7 +16,7 @@ from services.cli.local import stack
 from services.cli.printing import printed
 from services.cli.reporting import report
 from services.cli.reporting.progress import RecordTails, shown
-from services.cli.runs.addresses import FOLLOWED
+from services.cli.runs.addresses import followed
 from services.cli.runs.elapsed import counting
 from services.cli.runs.record import claimed, read_record
 from shared import config
@@ -60,7 +60,7 @@ def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
 async def _watch(loaded: LoadedConfig, folder: RunFolder) -> None:
     """Raises Stopped when a signal ends it, or VolleyError."""
     services = loaded.config.services
-    urls = {name: services.base_url(name) for name in FOLLOWED}
+    urls = followed(services)
     printed(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
     running = stack.LocalStack(urls, token_for(services.token_files, Role.VIEWER), services.tls.ca_file, [])
     async with train.stopping_on_signal():

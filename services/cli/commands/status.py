@@ -23,7 +23,7 @@ from shared.errors import ConfigError, ServiceUnreachable, VolleyError
 from shared.process import wedge
 from shared.process.wedge import ServiceReport, Verdict
 from shared.run.folder import RunFolder
-from shared.services import SERVICES
+from shared.services import SERVICES, kind_of
 from shared.web.access import Role, read_token, token_for
 
 _TIMEOUT_S = 5.0
@@ -121,7 +121,7 @@ async def _of_run(folder: RunFolder) -> tuple[list[ServiceReport], Verdict]:
         return await observe(_services(found))
     errors = {name: identity.STRANGER if name in known else "nothing answers" for name in found.urls}
     seen = [
-        ServiceReport(name, name.partition("-")[0], url, errors[name], external=name in found.external)
+        ServiceReport(name, kind_of(name), url, errors[name], external=name in found.external)
         for name, url in found.urls.items()
     ]
     return seen, Verdict("stopped", (identity.told(folder),))
@@ -132,7 +132,7 @@ def _services(found: Addresses) -> list[ServiceStatus]:
     return [
         ServiceStatus(
             name,
-            name.partition("-")[0],
+            kind_of(name),
             HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=found.ca_file),
             external=name in found.external,
         )
@@ -155,13 +155,17 @@ async def _ask(service: ServiceStatus) -> ServiceReport:
         seen = ServiceReport(service.name, service.kind or "", client.base_url, external=service.external)
         try:
             kind = service.kind or str((await client.get("/health", attempts=1)).get("service"))
-            seen = replace(seen, kind=kind, name=service.name if service.kind or kind == "rollout" else kind)
+            seen = replace(seen, kind=kind, name=service.name if service.kind or _may_be_several(kind) else kind)
             await client.get("/ready", attempts=1)
         except ServiceUnreachable as error:
             return replace(seen, error=error.detail)
         except VolleyError as error:
             seen = replace(seen, not_ready=error.detail, waits_on=error.waits_on)
         return replace(seen, said=await _details(client, seen.kind))
+
+
+def _may_be_several(kind: str) -> bool:
+    return kind in SERVICES and SERVICES[kind].replicated
 
 
 async def _details(client: HttpClient, kind: str) -> dict[str, Any]:

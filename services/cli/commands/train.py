@@ -39,6 +39,7 @@ from shared.process import wedge
 from shared.run import commits
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
+from shared.services import kind_of
 
 _POLL_S = 0.3
 _GOING = ("running", "evaluating")
@@ -303,7 +304,7 @@ async def _refused(running: stack.LocalStack) -> str:
 
 async def _waiting_for(running: stack.LocalStack) -> str:
     """The chain of waits, from the service that waits to the one that keeps all waiting."""
-    services = [ServiceStatus(name, name.partition("-")[0], running.client(name)) for name in running.urls]
+    services = [ServiceStatus(name, kind_of(name), running.client(name)) for name in running.urls]
     seen = await ask_all(services)
     chain = wedge.judge(seen).chain
     return "; ".join(chain or unready(seen)) or "all services are ready"

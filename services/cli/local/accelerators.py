@@ -17,6 +17,7 @@ from typing import Literal
 
 from shared.errors import ConfigError
 from shared.schema import RunConfig
+from shared.services import SERVICES
 
 type Kind = Literal["tpu", "gpu"]
 
@@ -72,7 +73,8 @@ def shares(config: RunConfig, n_rollout: int, root: Path = Path("/")) -> dict[st
     if device == "cpu":
         return {}
     here = found(device, os.environ, root)
-    needed = {"trainer": math.prod(config.trainer.mesh.shape)} | {f"rollout-{i}": tp_size for i in range(n_rollout)}
+    servers = [SERVICES["rollout"].process(i) for i in range(n_rollout)]
+    needed = {"trainer": math.prod(config.trainer.mesh.shape)} | dict.fromkeys(servers, tp_size)
     if sum(needed.values()) > len(here.names):
         raise ConfigError(
             f"this machine has {len(here.names)} {device.upper()}s for the run, and it needs {sum(needed.values())}:"

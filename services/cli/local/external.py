@@ -24,6 +24,7 @@ from shared.errors import (
     VolleyError,
 )
 from shared.schema import RunConfig
+from shared.services import SERVICES, ServiceInfo, kind_of
 from shared.services_schema import ServicesSection
 from shared.web.access import Role, token_for
 
@@ -35,20 +36,26 @@ def find(services: ServicesSection) -> dict[str, str]:
 
     Raises ConfigError: the configuration names the address of a service that this machine is to start itself.
     """
-    for name in ("orchestrator", "trainer"):
-        if getattr(services, name).url is not None:
-            raise ConfigError(
-                f"services.{name}.url is set, but `volley train` starts the {name} itself",
-                "leave it out; to watch a run whose services others start, use `volley follow`",
-            )
-    if services.rollout.url is not None:
-        raise ConfigError(
-            "services.rollout.url is how one rollout server registers itself, but `volley train` may start several and"
+    found: dict[str, str] = {}
+    for name, info in SERVICES.items():
+        if not info.shared and getattr(services, name).url is not None:
+            raise _started_here(info)
+        found |= services.urls_of(name)
+    return found
+
+
+def _started_here(info: ServiceInfo) -> ConfigError:
+    name = info.name
+    if info.replicated:
+        return ConfigError(
+            f"services.{name}.url is how one {name} server registers itself, but `volley train` may start several and"
             " knows where",
-            "leave it out; name rollout servers that run elsewhere in services.rollout_urls",
+            f"leave it out; name {name} servers that run elsewhere in services.{name}_urls",
         )
-    env = {} if services.env.url is None else {"env": services.base_url("env")}
-    return env | {f"rollout-{i}": url.rstrip("/") for i, url in enumerate(services.rollout_urls)}
+    return ConfigError(
+        f"services.{name}.url is set, but `volley train` starts the {name} itself",
+        "leave it out; to watch a run whose services others start, use `volley follow`",
+    )
 
 
 async def check(config: RunConfig) -> None:
@@ -59,13 +66,18 @@ async def check(config: RunConfig) -> None:
     settings).
     """
     for name, url in find(config.services).items():
-        key = "services.env.url" if name == "env" else "services.rollout_urls"
-        role = Role.SERVICE if name == "env" else Role.ADMIN
+        kind = kind_of(name)
+        replicated = SERVICES[kind].replicated
+        key = f"services.{kind}_urls" if replicated else f"services.{kind}.url"
+        role = Role.ADMIN if replicated else Role.SERVICE
         token = token_for(config.services.token_files, role)
         async with HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=config.services.tls.ca_file) as client:
             await _answers(client, key)
             try:
-                await (_offers_environments(client, config) if name == "env" else _takes_weights(client))
+                if kind == "env":
+                    await _offers_environments(client, config)
+                elif kind == "rollout":
+                    await _takes_weights(client)
             except Forbidden as error:
                 raise _refused(f"{key}: {url}", error, role, given=token is not None) from error
     await _teacher_is_there(config)

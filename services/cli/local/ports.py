@@ -11,6 +11,7 @@ from typing import Any
 
 from shared.errors import ConfigError
 from shared.process.ports import hold, hold_free, host_problem
+from shared.services import SERVICES
 from shared.services_schema import ServicesSection
 
 
@@ -21,7 +22,7 @@ def choose(
     before: Mapping[str, int] | None = None,
     say: Callable[[str], None] = lambda _line: None,
 ) -> dict[str, list[int]]:
-    """Ports by service; several for rollout, in a row if the user named the first.
+    """Ports by service; several for one that is replicated, in a row if the user named the first.
 
     Args:
         given: the section `services` as the user wrote it; a port named there is kept.
@@ -38,23 +39,16 @@ def choose(
             first = int((given.get(service) or {}).get("port") or 0)
             ports[service] = []
             for i in range(n):
-                old = (before or {}).get(name_of(service, i))
+                name = SERVICES[service].process(i)
+                old = (before or {}).get(name)
                 listener = held.enter_context(
                     _named(service, host, first + i) if first else _chosen(service, host, old)
                 )
                 port = int(listener.getsockname()[1])
                 ports[service].append(port)
                 if not first and old not in (None, port):
-                    say(
-                        f"{name_of(service, i)} listens on port {port} now: another program uses {old}, its port"
-                        " until now"
-                    )
+                    say(f"{name} listens on port {port} now: another program uses {old}, its port until now")
     return ports
-
-
-def name_of(service: str, i: int) -> str:
-    """The name of a process: env, rollout-0, …, orchestrator, trainer, and trainer-1, … where it has several."""
-    return f"{service}-{i}" if i or service == "rollout" else service
 
 
 def _named(service: str, host: str, port: int) -> socket.socket:
@@ -87,7 +81,7 @@ def _unusable(service: str, host: str, problem: str) -> ConfigError:
 def urls(services: ServicesSection, ports: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """Base address of every process by its name."""
     return {
-        name_of(service, i): services.local_url(service, port)
+        SERVICES[service].process(i): services.local_url(service, port)
         for service, all_of in ports.items()
         for i, port in enumerate(all_of)
     }

@@ -40,6 +40,7 @@ from shared.process.ports import free_port
 from shared.queue import client as redis_client
 from shared.queue import server as redis_server
 from shared.run.folder import RunFolder
+from shared.schema import RunConfig
 from shared.services import SERVICES
 from shared.services_schema import ServicesSection, TokenFiles
 from shared.web.access import Role, token_for
@@ -140,16 +141,11 @@ class _Builder:
         self._folder, self._seams, self._say = folder, seams, say
         services = loaded.config.services
         self.external = external.find(services)
-        n_rollout = 0 if services.rollout_urls else services.rollout_replicas
-        n_trainer = services.trainer.num_processes if services.trainer.coordinator_address is None else 1
-        counts = {"env": int("env" not in self.external), "rollout": n_rollout, "orchestrator": 1, "trainer": n_trainer}
-        if alone := loaded.config.is_supervised:
-            needs_env = loaded.config.needs_environment and not folder.demonstrations.exists()
-            counts |= {"env": counts["env"] if needs_env else 0, "rollout": 0, "orchestrator": 0}
+        counts = _counts(loaded.config, folder)
         self._accelerators = accelerators.shares(loaded.config, counts["rollout"])
         given: Mapping[str, Any] = loaded.tree.get("services") or {}
         self._ports = ports.choose(services, given, counts, addresses.ports_before(folder), say)
-        self._has_queue = not alone
+        self._has_queue = not loaded.config.is_supervised
         is_ours = services.redis_url is None and self._has_queue
         self.redis = redis_server.prepare(folder.redis) if is_ours else None
         self.urls = ports.urls(services, self._ports)
@@ -212,18 +208,19 @@ class _Builder:
         return [self._member(kind, i) for kind in kinds for i in range(len(self._ports[kind]))]
 
     def _member(self, kind: str, i: int) -> SupervisedProcess:
-        name = ports.name_of(kind, i)
-        module, url = self._seams.modules.get(kind, SERVICES[kind].module), self.urls[name]
+        info = SERVICES[kind]
+        name = info.process(i)
+        module, url = self._seams.modules.get(kind, info.module), self.urls[name]
         command = [str(python_of(self._environment_of(kind))), "-P", "-m", module]
         command += ["--config", str(self._folder.config), "--config", str(self._folder.services)]
         command += [f"services.{kind}.port={self._ports[kind][i]}"]
-        command += [f"services.{kind}.process_id={i}"] if i and kind == "trainer" else []
+        command += [f"services.{kind}.process_id={i}"] if i and not info.replicated else []
         reached = self._seams.reach(name, url)
         command += [f"services.{kind}.url={reached}"] if reached != url else []
         variables = variables_of(self._environment_of(kind), cpu=self._cpu) | self._accelerators.get(name, {})
         spec = ProcessSpec(name, tuple(command), variables, self._folder.logs / f"{name}.log", self._stop_s)
         return SupervisedProcess(
-            spec, lambda: _is_healthy(url, self.ca_file), SERVICES[kind].start_s, prepare=self._files.restore
+            spec, lambda: _is_healthy(url, self.ca_file), info.start_s, prepare=self._files.restore
         )
 
     def _environment_of(self, kind: str) -> str:
@@ -238,8 +235,9 @@ class _Builder:
         if services.trainer.num_processes > 1 and services.trainer.coordinator_address is None:
             address = {"coordinator_address": f"127.0.0.1:{free_port()}"}
             update["trainer"] = update["trainer"].model_copy(update=address)
-        if "env" in update and (reached := self._seams.reach("env", self.urls["env"])) != self.urls["env"]:
-            update["env"] = update["env"].model_copy(update={"url": reached})
+        for name in update.keys() & {name for name, info in SERVICES.items() if info.shared}:
+            if (reached := self._seams.reach(name, self.urls[name])) != self.urls[name]:
+                update[name] = update[name].model_copy(update={"url": reached})
         if self.redis is not None:
             update |= {
                 "redis_url": self._seams.reach("redis", f"redis://127.0.0.1:{self.redis.port}/0"),
@@ -250,6 +248,16 @@ class _Builder:
                 **{role: secret(self._folder, f"token_{role}") for role in TokenFiles.model_fields}
             )
         return services.model_copy(update=update)
+
+
+def _counts(config: RunConfig, folder: RunFolder) -> dict[str, int]:
+    """Processes to start here, by service."""
+    counts = {name: config.services.n_local(name) for name in SERVICES}
+    if config.is_supervised:
+        counts |= {name: 0 for name, info in SERVICES.items() if not info.supervised}
+        if not config.needs_environment or folder.demonstrations.exists():
+            counts["env"] = 0
+    return counts
 
 
 async def _ping(services: ServicesSection) -> None:

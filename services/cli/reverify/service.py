@@ -18,6 +18,7 @@ from shared.clients.env import EnvClient
 from shared.errors import ConfigError, Unavailable, VolleyError
 from shared.process.ports import hold_free
 from shared.run.folder import RunFolder
+from shared.services import SERVICES
 from shared.web.access import Role, token_for
 
 _START_S = 120.0
@@ -42,7 +43,7 @@ async def _own(folder: RunFolder) -> EnvClient | None:
         known = await identity.met(folder, found)
     except ConfigError:
         return None
-    if not known.get("env") or not (known.get("orchestrator") or known.get("trainer")):
+    if not known.get("env") or not any(known.get(name) for name, info in SERVICES.items() if info.run_key):
         return None
     return EnvClient(found.urls["env"], token=token_for(found.token_files, Role.SERVICE), ca_file=found.ca_file)
 

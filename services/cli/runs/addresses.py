@@ -23,8 +23,6 @@ from shared.services import SERVICES
 from shared.services_schema import ServicesSection, TokenFiles
 
 _MAX_RECORD = 2**20
-FOLLOWED = tuple(sorted(name for name, service in SERVICES.items() if not service.replicated))
-"""Services of a run that others started; its rollout servers are known to the orchestrator."""
 
 
 class Addresses(BaseModel):
@@ -63,6 +61,11 @@ def read(folder: RunFolder) -> Addresses:
     return found.model_copy(update={"token_files": _absolute(found.token_files, base), "ca_file": ca_file})
 
 
+def followed(services: ServicesSection) -> dict[str, str]:
+    """Services of a run that others started; its rollout servers are known to the orchestrator."""
+    return {name: services.base_url(name) for name in sorted(SERVICES) if not SERVICES[name].replicated}
+
+
 def newest_run() -> RunFolder:
     """The run of runs/ that was started last. Raises ConfigError if there is none."""
     found = sorted(Path("runs").glob("*/processes.json"), key=lambda path: path.stat().st_mtime)
@@ -91,8 +94,9 @@ def _recorded(folder: RunFolder) -> Addresses | None:
 
 def _configured(folder: RunFolder) -> Addresses:
     services = config.load([folder.config]).config.services
-    urls = {name: services.base_url(name) for name in FOLLOWED}
-    urls |= {f"rollout-{i}": url.rstrip("/") for i, url in enumerate(services.rollout_urls)}
+    urls = followed(services)
+    for name in SERVICES:
+        urls |= services.urls_of(name)
     return Addresses(urls=urls, token_files=services.token_files, ca_file=services.tls.ca_file, external=tuple(urls))
 
 

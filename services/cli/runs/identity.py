@@ -11,13 +11,11 @@ from shared import config
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, ServiceUnreachable, Unauthorized, VolleyError
 from shared.run.folder import RunFolder
+from shared.services import SERVICES, kind_of
 from shared.web.access import Role, token_for
 
 STRANGER = "another run's service answers there"
 _TIMEOUT_S = 3.0
-_ROUTES = {"trainer": "/status", "orchestrator": "/runs", "rollout": "/weights", "env": "/environments"}
-_OF_A_RUN = {"trainer": "run", "orchestrator": "name"}
-"""Services that serve one run, and the key of its name in what they tell."""
 
 
 async def met(folder: RunFolder, found: Addresses) -> dict[str, bool]:
@@ -31,7 +29,7 @@ async def met(folder: RunFolder, found: Addresses) -> dict[str, bool]:
     for name, url in found.urls.items():
         with suppress(ServiceUnreachable):
             known[name] = await _ours(folder, found, name, url)
-    core = [ours for name, ours in known.items() if name in _OF_A_RUN]
+    core = [ours for name, ours in known.items() if (info := SERVICES.get(kind_of(name))) and info.run_key]
     if not all(known.values()) and not any(core):
         return dict.fromkeys(known, False)
     return known
@@ -48,23 +46,23 @@ def told(folder: RunFolder) -> str:
 
 async def _ours(folder: RunFolder, found: Addresses, name: str, url: str) -> bool:
     """Raises ServiceUnreachable: nothing answers."""
-    kind, token, readable = name.partition("-")[0], None, False
+    info, token, readable = SERVICES.get(kind_of(name)), None, False
     with suppress(ConfigError):
         token, readable = token_for(found.token_files, Role.VIEWER), True
     async with HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=found.ca_file) as client:
-        if not await _is_service(client, kind):
+        if info is None or not await _is_service(client, info.name):
             return False
-        if name in found.external and kind not in _OF_A_RUN:
+        if name in found.external and info.run_key is None:
             return True
         try:
-            said = await client.get(_ROUTES[kind], attempts=1)
+            said = await client.get(info.guarded, attempts=1)
         except ServiceUnreachable:
             raise
         except Unauthorized:
             return not readable
         except VolleyError:
             return True
-    return kind not in _OF_A_RUN or _serves(said, _OF_A_RUN[kind], _name(folder))
+    return info.run_key is None or _serves(said, info.run_key, _name(folder))
 
 
 async def _is_service(client: HttpClient, kind: str) -> bool:
