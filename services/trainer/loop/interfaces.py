@@ -106,7 +106,7 @@ class Backend(Protocol):
 
 
 class CheckpointStore(Protocol):
-    """The part of `Checkpoints` that the loop needs to take over a run; every method blocks."""
+    """The part of `CheckpointFolders` that the loop needs to take over a run; every method blocks."""
 
     bad: dict[str, str]
 
