@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from tokenizers import Encoding
 
 from shared.errors import ConfigError, InputError
+from shared.models.masks import in_spans, of_whole
 from shared.models.templates import ChatTemplates, Messages, Tools, Variables, read_templates
 from shared.models.tokenizer_files import read_tokenizer
 from shared.models.turns import Turn, TurnRenderer
@@ -174,18 +176,30 @@ class ChatTokenizer:
         before = [*takewhile(lambda message: message["role"] != "assistant", messages)]
         return bool(tools) and self._template.render(before, tools) == self._template.render(before)
 
+    def with_variables(self, variables: Variables) -> ChatTokenizer:
+        """The same tokenizer with more variables for its templates; those of every conversation if there are none."""
+        if not variables:
+            return self
+        made = copy(self)
+        made._template = self._template.with_variables(variables)
+        made._turns = TurnRenderer(made._template)
+        return made
+
     def render_demonstration(
         self, messages: Messages, tools: Tools = (), learned: Sequence[bool] | None = None
     ) -> tuple[list[int], list[int]]:
         """Ids and loss mask of a finished conversation, token for token as a rollout of it would be recorded.
 
+        The mask is 1 on what the assistant says; of a template with `{% generation %}` blocks, on the part of it that
+        transformers marks in the whole conversation.
+
         Args:
-            learned: for each message whether its tokens have mask 1, if it is the assistant's; None: all of them.
+            learned: for each message whether its tokens may have mask 1, if it is the assistant's; None: all of them.
         """
         if not messages or messages[-1]["role"] != "assistant" or messages[0]["role"] == "assistant":
             raise InputError("a demonstration must end with an assistant message")
         counts = [True] * len(messages) if learned is None else learned
-        ids, mask = list[int](), list[int]()
+        ids, marks, turns = list[int](), list[int](), list[tuple[int, range]]()
         last, at = None, 0
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -195,9 +209,17 @@ class ChatTokenizer:
             if last is not None and last.tail is None and before[:1] and before[0] in self.end_ids:
                 ids[-1] = before.pop(0)  # the next turn's header ends this one
             ids += before + said.ids
-            mask += [0] * len(before) + [mark * bool(counts[i]) for mark in said.marks]
+            marks += [0] * len(before) + said.marks
+            turns.append((i, range(len(ids) - len(said.ids), len(ids))))
             last, at = said, i + 1
-        if any(counts[i] for i, one in enumerate(messages) if one["role"] == "assistant") and not any(mask):
+        text, spans = self._template.render_marked(messages, tools)
+        if spans is not None:
+            whole = self._encoded(text)
+            marks = of_whole(ids, marks, [turn for _, turn in turns], whole.ids, in_spans(whole, spans))
+        mask = [0] * len(ids)
+        for i, turn in turns:
+            mask[turn.start : turn.stop] = [mark * bool(counts[i]) for mark in marks[turn.start : turn.stop]]
+        if any(counts[i] for i, _ in turns) and not any(mask):
             raise InputError("the chat template marks nothing that the assistant says with {% generation %}")
         return ids, mask
 
@@ -218,8 +240,7 @@ class ChatTokenizer:
             )
         marks = [1] * len(ids)
         if turn.spans is not None:
-            places = [(a - start, b - start) for a, b in encoding.offsets[n:]]
-            marks = [int(any(a < end and b > begin for begin, end in turn.spans)) for a, b in places]
+            marks = in_spans(encoding, [(begin + start, end + start) for begin, end in turn.spans])[n:]
         if not ends:
             return _Said([*ids, self.eos_id], [*marks, 1], None, turn.whole)
         return _Said(ids[: ends[0] + 1], marks[: ends[0] + 1], turn.said[after:], turn.whole)

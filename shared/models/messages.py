@@ -1,8 +1,8 @@
 """Messages of a conversation, from the forms that files and OpenAI's clients write to the one that templates expect.
 
-Chat templates expect content as text, and the arguments of a call as an object. OpenAI's clients also write content as
-a list of parts, or null beside a call, and arguments as JSON text. Demonstrations and `/v1/chat/completions` read
-messages here, so both give a template the same values.
+Chat templates expect content as text. OpenAI's clients also write content as a list of parts, or null beside a call.
+Demonstrations and `/v1/chat/completions` read messages here, so both give a template the same values. The arguments of
+a call stay as they are given, an object or JSON text of one: see `templates` for which of the two a template gets.
 """
 
 from __future__ import annotations
@@ -41,6 +41,12 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
 def call_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
     """Name and arguments of a call; older formats have them in the call itself."""
     return call.get("function") or call
+
+
+def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call from `read_messages` as an object, also where they are given as text."""
+    given = call_of(call).get("arguments")
+    return (parsed(given) if isinstance(given, str) else given) or {}
 
 
 def kind(value: Any) -> str:
@@ -133,5 +139,5 @@ def _call(call: Any, at: str) -> dict[str, Any]:
     if not isinstance(arguments, dict | None):
         what = "text that is not a JSON object" if isinstance(given, str) else kind(given)
         raise InputError(f"{at}: its arguments are {what}", _CALL)
-    function = {**inner, "arguments": arguments or {}}
+    function = {**inner, "arguments": given if arguments else {}}
     return {**call, "type": "function", "function": function} if call.get("function") else function

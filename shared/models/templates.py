@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from copy import copy
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from shared.errors import ConfigError, InputError
-from shared.models.messages import call_of
+from shared.models.messages import arguments_of, call_of
 
 type Messages = Sequence[Mapping[str, Any]]
 type Tools = Sequence[Mapping[str, Any]]
@@ -34,11 +35,11 @@ type Spans = tuple[tuple[int, int], ...]
 """Parts of a text, in characters, from the first to before the last."""
 _NOT_MEANT = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
 """Errors of a template given values that it was not written for: bytes, a decimal, text in place of a list."""
-_BEGIN, _END = "\ue0f0", "\ue0f1"
-_marked: ContextVar[bool] = ContextVar("_marked", default=False)
 _PROBE = {"name": "probe_name", "arguments": {"probe_key": "1"}}
 _REPR = repr(_PROBE["arguments"])
 """Arguments that a template writes as they are: it expects JSON text."""
+_TEXT = '{"probe_key":"1"}'
+"""Arguments as text, spaced as no template spaces an object."""
 _NONE: Variables = {}
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 """Names that a template reads and that are no variables of its own."""
@@ -58,20 +59,26 @@ class ChatTemplates:
     def __init__(self, texts: Mapping[str, str], special: Mapping[str, str], date: datetime.date | None = None) -> None:
         """Args: special: texts of the special tokens by name. Raises ConfigError."""
         self._templates = {name: compile_template(text, date) for name, text in texts.items()}
-        self._special = dict(special)
-        self._names = {name: _names(text) for name, text in texts.items()}
+        self._given: dict[str, Any] = dict(special)
+        parsed = {name: _parsed(text) for name, text in texts.items()}
+        self._names = {name: jinja2.meta.find_undeclared_variables(one) for name, one in parsed.items()}
+        self._marked = {name for name, one in parsed.items() if _has_blocks(one)}
         self.names = frozenset[str]().union(*self._names.values())
         self.writes_date = "strftime_now" in self.names
         self._form = cache(self._form_of_calls)
+
+    def with_variables(self, variables: Variables) -> ChatTemplates:
+        """The same templates with more variables; those that they do not read have no effect, as in transformers."""
+        made = copy(self)
+        made._given = {**self._given, **variables}
+        made._form = cache(made._form_of_calls)
+        return made
 
     def render(
         self, messages: Messages, tools: Tools = (), variables: Variables = _NONE, *, prompt: bool = True
     ) -> str:
         """Text of a conversation; with `prompt` up to the header of the assistant's next turn. Raises InputError."""
-        try:
-            return self._render(messages, tools, prompt, variables)
-        except (jinja2.TemplateError, *_NOT_MEANT) as error:
-            raise InputError(f"the chat template refuses the conversation: {error}") from error
+        return self._render(messages, tools, prompt, variables)
 
     def render_unfinished(self, messages: Messages, tools: Tools = (), variables: Variables = _NONE) -> str:
         """Text of a conversation up to the last word of its last message, as `continue_final_message` asks for.
@@ -92,54 +99,138 @@ class ChatTemplates:
         return text if after.startswith(" ") else text.rstrip()
 
     def render_marked(self, messages: Messages, tools: Tools) -> tuple[str, Spans | None]:
-        """Text of a finished conversation, and what lies in `{% generation %}` blocks; None without such blocks."""
-        plain = self.render(messages, tools, prompt=False)
-        with _marking():
-            text = self.render(messages, tools, prompt=False)
-        if text == plain:
-            return plain, None
-        spans = tuple(_spans(text))
-        if text.replace(_BEGIN, "").replace(_END, "") != plain:
+        """Text of a finished conversation, and the places that transformers gives its `{% generation %}` blocks; None
+        if the template has no such blocks. Raises InputError, also for a block whose text stands at another place.
+        """
+        if self._name(tools) not in self._marked:
+            return self.render(messages, tools, prompt=False), None
+        blocks = _Blocks()
+        text = self._render(messages, tools, False, blocks=blocks)
+        if any(text[begin : begin + len(written)] != written for begin, written in blocks.found):
             raise InputError(
-                "the chat template edits the text of its {% generation %} blocks",
-                "put the blocks around what is written, or remove them",
+                "transformers marks other text than that in the chat template's {% generation %} blocks",
+                "move the blocks out of macros and variables, and do not edit their text",
             )
-        return plain, spans
+        return text, tuple((begin, begin + len(written)) for begin, written in blocks.found)
 
-    def _render(self, messages: Messages, tools: Tools, prompt: bool, variables: Variables = _NONE) -> str:
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+    def _name(self, tools: Tools) -> str:
+        return "tool_use" if tools and "tool_use" in self._templates else "default"
+
+    def _render(
+        self,
+        messages: Messages,
+        tools: Tools,
+        prompt: bool,
+        variables: Variables = _NONE,
+        blocks: _Blocks | None = None,
+    ) -> str:
+        name = self._name(tools)
         if unread := sorted(variables.keys() - (self._names[name] - _OWN)):
-            known = ", ".join(sorted(self._names[name] - _OWN - self._special.keys()))
+            known = ", ".join(sorted(self._names[name] - _OWN - self._given.keys()))
             raise InputError(
                 f"the chat template has no variable {unread[0][:80]!r}", f"variables that it reads: {known or 'none'}"
             )
-        if any(message.get("tool_calls") for message in messages):
-            null, text = self._form(name)
-            messages = [_with_calls(message, null=null, text=text) for message in messages]
-        given = {**self._special, **variables}
-        return self._templates[name].render(
-            messages=messages, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **given
-        )
+        try:
+            if any(message.get("tool_calls") for message in messages):
+                form = self._form(name)
+                messages = [form.apply(message) for message in messages]
+            own = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": prompt}
+            given = {"documents": None, **own, **self._given, **variables}
+            return (blocks.write if blocks else jinja2.Template.render)(self._templates[name], given)
+        except (jinja2.TemplateError, *_NOT_MEANT) as error:
+            raise InputError(f"the chat template refuses the conversation: {error}") from error
 
-    def _form_of_calls(self, name: str) -> tuple[bool, bool]:
-        """Form in which a template writes calls: whether content has to be null, and arguments to be JSON text.
-
-        A form whose arguments are written as Python's repr is taken if there is no other.
+    def _form_of_calls(self, name: str) -> _Form:
+        """Form in which a template writes calls. One that writes an object as Python's repr is taken if there is no
+        other.
         """
-        call = {"id": "call00000", "type": "function", "function": _PROBE}
-        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        found = []
-        for null, text in ((False, False), (True, False), (False, True), (True, True)):
-            messages = [_with_calls(message, null=null, text=text) for message in asked]
-            try:
-                written = self._templates[name].render(
-                    messages=messages, tools=None, documents=None, add_generation_prompt=False, **self._special
-                )
-            except (jinja2.TemplateError, *_NOT_MEANT):
-                continue
+        found, texts = list[tuple[bool, bool, bool]](), list[bool]()
+        for as_text, null in ((False, False), (False, True), (True, False), (True, True)):
+            written = self._probe(name, json.dumps(_PROBE["arguments"]) if as_text else _PROBE["arguments"], null)
             if "probe_name" in written and "probe_key" in written:
-                found.append((_REPR in written, null, text))
-        return min(found, default=(False, False, False), key=lambda one: one[0])[1:]
+                found.append((_REPR in written, as_text, null))
+        for null in (False, True):
+            written = self._probe(name, _TEXT, null)
+            if "probe_name" in written and _TEXT in written:
+                texts.append(null)
+        _, as_text, null = min(found, default=(False, False, False), key=lambda one: one[0])
+        return _Form(null, as_text, next(iter(texts), None))
+
+    def _probe(self, name: str, arguments: Any, null: bool) -> str:
+        """Text of a conversation with a call; empty if the template refuses it."""
+        call = {"id": "call00000", "type": "function", "function": {**_PROBE, "arguments": arguments}}
+        said = {"role": "assistant", "content": None if null else "", "tool_calls": [call]}
+        variables = {"messages": [{"role": "user", "content": "?"}, said], "tools": None, "documents": None}
+        try:
+            return self._templates[name].render(add_generation_prompt=False, **variables, **self._given)
+        except (jinja2.TemplateError, *_NOT_MEANT):
+            return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Form of the calls that a template writes: whether content beside them has to be null, and objects of arguments
+    JSON text. `text_null` is `null` for arguments given as text, None if the template does not write them as given.
+    """
+
+    null: bool
+    as_text: bool
+    text_null: bool | None
+
+    def apply(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message with its calls in this form: text stays text where the template writes it as it is."""
+        calls = message.get("tool_calls")
+        if not calls:
+            return message
+        kept = self.text_null is not None and any(isinstance(call_of(call).get("arguments"), str) for call in calls)
+        null = self.text_null if kept else self.null
+        content = None if null and not message.get("content") else message.get("content")
+        return {**message, "content": content, "tool_calls": [self._call(call) for call in calls]}
+
+    def _call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        inner = call_of(call)
+        given = inner.get("arguments")
+        if isinstance(given, str) and self.text_null is not None:
+            return call
+        arguments = arguments_of(call)
+        made = {**inner, "arguments": json.dumps(arguments, ensure_ascii=False) if self.as_text else arguments}
+        return {**call, "function": made} if call.get("function") else made
+
+
+class _Blocks:
+    """Places of `{% generation %}` blocks in a text, as transformers' `AssistantTracker` counts them: a block begins
+    where the text ends that the template has given out before it. Those within another block are not counted.
+
+    Attributes:
+        found: (beginning, text) of each.
+    """
+
+    def __init__(self) -> None:
+        self.found = list[tuple[int, str]]()
+        self._length, self._depth = 0, 0
+
+    def write(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+        """Text of the template."""
+        chunks, token = list[str](), _blocks.set(self)
+        try:
+            for chunk in template.generate(variables):
+                chunks.append(chunk)
+                self._length += len(chunk)
+        finally:
+            _blocks.reset(token)
+        return "".join(chunks)
+
+    def block(self, write: Callable[[], str]) -> str:
+        """Text of a block."""
+        self._depth += 1
+        text = write()
+        self._depth -= 1
+        if not self._depth:
+            self.found.append((self._length, text))
+        return text
+
+
+_blocks: ContextVar[_Blocks | None] = ContextVar("_blocks", default=None)
 
 
 def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -194,47 +285,9 @@ class _Generation(jinja2.ext.Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(line)
 
-    def _write(self, caller: Any) -> str:
-        return f"{_BEGIN}{caller()}{_END}" if _marked.get() else caller()
-
-
-@contextmanager
-def _marking() -> Iterator[None]:
-    token = _marked.set(True)
-    try:
-        yield
-    finally:
-        _marked.reset(token)
-
-
-def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """Parts between marks, in characters of the text without marks."""
-    at, depth, begin = 0, 0, 0
-    for letter in text:
-        if letter == _BEGIN:
-            begin = begin if depth else at
-            depth += 1
-        elif letter == _END:
-            depth -= 1
-            if not depth:
-                yield begin, at
-        else:
-            at += 1
-
-
-def _with_calls(message: Mapping[str, Any], *, null: bool, text: bool) -> Mapping[str, Any]:
-    """A message with its calls in the form that a template writes."""
-    calls = message.get("tool_calls")
-    if not calls or not (null or text):
-        return message
-    made = {**message, "content": None if null and not message.get("content") else message.get("content")}
-    return {**made, "tool_calls": [_with_text(call) for call in calls]} if text else made
-
-
-def _with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    inner = call_of(call)
-    made = {**inner, "arguments": json.dumps(inner.get("arguments"), ensure_ascii=False)}
-    return {**call, "function": made} if call.get("function") else made
+    def _write(self, caller: Callable[[], str]) -> str:
+        blocks = _blocks.get()
+        return blocks.block(caller) if blocks else caller()
 
 
 def _to_json(
@@ -243,9 +296,13 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _names(text: str) -> set[str]:
-    parsed = jinja2.Environment(extensions=[_Generation, jinja2.ext.loopcontrols], autoescape=True).parse(text)
-    return jinja2.meta.find_undeclared_variables(parsed)
+def _parsed(text: str) -> jinja2.nodes.Template:
+    return jinja2.Environment(extensions=[_Generation, jinja2.ext.loopcontrols], autoescape=True).parse(text)
+
+
+def _has_blocks(parsed: jinja2.nodes.Template) -> bool:
+    """Whether there are `{% generation %}` blocks, written or not."""
+    return any(node.identifier == _Generation.identifier for node in parsed.find_all(jinja2.nodes.ExtensionAttribute))
 
 
 def _read(path: Path) -> str:

@@ -8,13 +8,14 @@ it is given, after what the prompt has opened.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from shared.errors import InputError
-from shared.models.messages import REASONING, call_of
+from shared.models.messages import REASONING, arguments_of, call_of
 from shared.models.templates import ChatTemplates, Messages, Spans, Tools
 
 MARKER = "\u0001assistant\u0001"
@@ -140,10 +141,8 @@ class TurnRenderer:
                     f"the chat template leaves out the call of {inner['name']}: it knows no tool_calls",
                     "write calls into content, in the format that the model is to use",
                 )
-            written = call_of(probed["tool_calls"][i])["arguments"]
-            for (key, value), (probe, other) in zip(
-                (inner.get("arguments") or {}).items(), written.items(), strict=True
-            ):
+            written = arguments_of(probed["tool_calls"][i])
+            for (key, value), (probe, other) in zip(arguments_of(call).items(), written.items(), strict=True):
                 if probe not in text or (other != value and other not in text):
                     raise InputError(f"the chat template leaves out the argument {key} of the call of {inner['name']}")
 
@@ -249,7 +248,8 @@ def _probed_call(call: Mapping[str, Any], i: int) -> Mapping[str, Any]:
     inner = call_of(call)
     arguments = {
         _probe(i, n, "key"): _probe(i, n, "value") if value and isinstance(value, str) else value
-        for n, value in enumerate((inner.get("arguments") or {}).values())
+        for n, value in enumerate(arguments_of(call).values())
     }
-    made = {**inner, "name": _probe(i), "arguments": arguments}
+    is_text = isinstance(inner.get("arguments"), str)
+    made = {**inner, "name": _probe(i), "arguments": json.dumps(arguments) if is_text else arguments}
     return {**call, "function": made} if call.get("function") else made

@@ -3,7 +3,7 @@
 import pytest
 
 from shared.errors import InputError
-from shared.models.messages import read_messages, read_tools
+from shared.models.messages import arguments_of, read_messages, read_tools
 
 
 def call(**function):
@@ -15,9 +15,10 @@ def assistant(**keys):
 
 
 @pytest.mark.parametrize("arguments", ['{"a": 2}', {"a": 2}])
-def test_arguments_of_a_call_become_an_object(arguments):
+def test_arguments_of_a_call_stay_as_they_are_given(arguments):
     found = assistant(content=None, tool_calls=[call(arguments=arguments)])
-    assert found == {"role": "assistant", "content": "", "tool_calls": [call(arguments={"a": 2})]}
+    assert found == {"role": "assistant", "content": "", "tool_calls": [call(arguments=arguments)]}
+    assert arguments_of(found["tool_calls"][0]) == {"a": 2}
 
 
 @pytest.mark.parametrize("arguments", [None, "", "{}", {}])
