@@ -13,6 +13,7 @@ import transformers
 
 from shared.errors import ConfigError, InputError
 from shared.models.chat import ChatTokenizer
+from shared.models.messages import read_messages
 from tests.support.templates import model_folder, published, tiny_folder, write_json
 
 transformers.logging.set_verbosity_error()
@@ -234,6 +235,29 @@ def test_masks_are_those_of_generation_blocks(name, pairs):
                 n = mask[i:].index(1) if 1 in mask[i:] else 0
                 header = reference.decode(ids[i : i + n])
                 assert ids[i - 1] in tokenizer.end_ids or header in prompt or "tool" in header, (case, header)
+
+
+AS_TEXT = '{"b":3, "a": 2.0,  "c": "\\u00e9"}'
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_arguments_given_as_text_stay_as_they_are_where_the_template_writes_text(name, pairs):
+    """Where it writes objects, they are given as objects: as text they would be encoded twice, or refused."""
+    reference, tokenizer = pairs(name)
+    function = {"name": "add", "arguments": AS_TEXT}
+    content = None if "r1" in name else ""
+    messages = [user("2+3?"), assistant(content, tool_calls=[{**CALL, "function": function}]), answer("5")]
+    options = {"add_generation_prompt": True, "return_dict": False}
+    try:
+        expected = reference.apply_chat_template(messages, tools=[ADD], **options)
+    except (jinja2.TemplateError, TypeError, AttributeError):
+        expected = None
+    if expected is None or AS_TEXT not in reference.decode(expected):
+        function["arguments"] = json.loads(AS_TEXT)
+        expected = theirs(reference, name, messages, [ADD], **options)
+        function["arguments"] = AS_TEXT
+    found = ours(tokenizer.render_prompt, read_messages(messages), [ADD])
+    assert isinstance(found, InputError) if expected is None else found == expected
 
 
 @pytest.mark.parametrize("name", PARTS)
