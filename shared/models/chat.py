@@ -177,9 +177,7 @@ class ChatTokenizer:
         return bool(tools) and self._template.render(before, tools) == self._template.render(before)
 
     def with_variables(self, variables: Variables) -> ChatTokenizer:
-        """The same tokenizer with more variables for its templates; those of every conversation if there are none."""
-        if not variables:
-            return self
+        """The same tokenizer with more variables for its templates."""
         made = copy(self)
         made._template = self._template.with_variables(variables)
         made._turns = TurnRenderer(made._template)

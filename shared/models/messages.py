@@ -28,13 +28,15 @@ def read_messages(value: Any, key: str = "messages") -> list[dict[str, Any]]:
     return [_message(one, f"{key}[{i}]") for i, one in enumerate(value)]
 
 
-def read_tools(value: Any) -> list[dict[str, Any]]:
-    """JSON schemas of tools, also from JSON text, as Parquet files hold them. Raises InputError."""
+def read_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
+    """JSON schemas of tools, also from JSON text, as Parquet files hold them; `key` names them in errors. Raises
+    InputError.
+    """
     tools = parsed(value) if isinstance(value, str) else value
     if tools is None or tools == []:
         return []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InputError(f"tools is {kind(tools)}, not a list of JSON schemas")
+        raise InputError(f"{key} is {kind(tools)}, not a list of JSON schemas")
     return tools
 
 

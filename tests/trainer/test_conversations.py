@@ -179,20 +179,51 @@ def test_a_prompt_that_the_answers_repeat_is_rendered_once(prompt: Any, before: 
         ([SYSTEM, {"role": "user", "content": ASKED}], f"{ASKED} Up", "Up"),
         ("which way is it", "which way is it: Up", ": Up"),
         ("天空是什么颜色？", "天空是什么颜色？蓝色", "蓝色"),
-        ("go", "going", "going"),  # by chance
-        ("Hi", "Hi there", "Hi there"),
-        ("which way is it", "which way is italics", "which way is italics"),
-        (ASKED, ASKED, ASKED),  # an echo is an answer
+        ("go", "going", None),  # by chance
+        ("Hi", "Hi there", None),
+        ("which way is it", "which way is italics", None),
     ],
 )
-def test_a_text_prompt_that_the_completion_repeats_is_rendered_once(prompt: Any, completion: str, said: str):
-    record = {"prompt": prompt, "completion": completion}
-    assert learned(record) == [f"{said}<|im_end|>"]
-    found = tokenized(TOKENIZER, [("here", record)], "conversations", 400, "error")
-    assert found.told()["prompt_repeated"] == int(said != completion)
+def test_text_that_begins_with_the_prompt_stays_unless_both_answers_of_a_pair_do(
+    prompt: Any, completion: str, said: str | None
+):
+    """One text alone may quote the question: TRL leaves it."""
+    kept = [f"{completion}<|im_end|>"]
+    record, pair = {"prompt": prompt, "completion": completion}, {"prompt": prompt, "chosen": completion}
+    assert learned(record) == kept
+    told = tokenized(TOKENIZER, [("here", record)], "conversations", 400, "error").told()
+    assert (told["prompt_repeated"], told["prompt_kept"]) == (0, int(said is not None))
+    assert learned({**pair, "rejected": "no"}, kind="pairs") == [*kept, "no<|im_end|>"]
+    other = f"{ASKED if said is None else prompt[-1]['content'] if isinstance(prompt, list) else prompt} no"
+    both = tokenized(TOKENIZER, [("here", {**pair, "rejected": other})], "pairs", 400, "error")
+    answers = kept if said is None else [f"{said}<|im_end|>", "no<|im_end|>"]
+    assert learned({**pair, "rejected": other}, kind="pairs")[: len(answers)] == answers
+    assert (both.told()["prompt_repeated"], both.told()["prompt_kept"]) == (int(said is not None), 0)
     assert len(conversation(record).messages) == (1 if isinstance(prompt, str) else len(prompt)) + 1
-    pair = {"prompt": prompt, "chosen": completion, "rejected": "no"}
-    assert learned(pair, kind="pairs") == [f"{said}<|im_end|>", "no<|im_end|>"]
+
+
+def test_an_answer_that_is_the_prompt_stays_unless_the_other_goes_on():
+    assert learned({"prompt": ASKED, "completion": ASKED}) == [f"{ASKED}<|im_end|>"]
+    pair = {"prompt": ASKED, "chosen": f"{ASKED} Up", "rejected": ASKED}
+    assert learned(pair, kind="pairs") == ["Up<|im_end|>", "<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ([USER], [SAID, USER, UP]),
+        ("go", [SAID, USER, UP]),
+        ([USER, SAID, USER], [SAID, USER, UP]),
+    ],
+)
+def test_messages_that_begin_with_an_answer_are_all_of_it(prompt: Any, answer: list[Any]):
+    """Though they hold the prompt's messages again, later."""
+    found = conversation({"prompt": prompt, "completion": answer})
+    before = [USER] if isinstance(prompt, str) else prompt
+    assert found.messages == [*before, *answer]
+    assert [i for i, one in enumerate(found.learned) if one] == [len(before), len(before) + 2]
+    assert not found.repeats_prompt
+    assert not found.keeps_prompt
 
 
 PARTS = {"role": "assistant", "content": [{"type": "text", "text": "z"}]}
@@ -385,7 +416,8 @@ def test_only_columns_that_are_known_are_read_and_a_row_that_is_no_text_is_named
         for file in (tmp_path / f"{name}.parquet", tmp_path / f"{name}.arrow"):
             if why is None:
                 found = [record for _, record in records([file], "train")]
-                assert found[0] == {"prompt": "Right", "completion": "Right"}
+                unread = {"made": None, "by": None}
+                assert found[0] == {"prompt": "Right", "completion": "Right"} | unread
                 continue
             with pytest.raises(ConfigError, match=why) as refused:
                 list(records([file], "train"))

@@ -24,6 +24,8 @@ OTHERS = {
     "identical": "with one answer twice and dropped",
     "without_tools": "whose tools the chat template leaves out",
     "prompt_repeated": "whose answer began with the prompt, which was taken out",
+    "prompt_kept": "whose answer begins with the text of the prompt, and keeps it",
+    "not_learned": "with a flag that says not to learn them",
 }
 """What the first line of a supervised run says of data that are not there as they were given."""
 

@@ -25,6 +25,7 @@ from shared.schema import RunConfig
 TRAIN: Split = "train"
 EVAL: Split = "eval"
 _log = telemetry.Log("conversations")
+_NAMED = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,11 @@ def _read(settings: DataSettings, tokenizer: ChatTokenizer, found: Iterable[tupl
     files = rendered(records(settings.held_out, "eval")) if settings.held_out else None
     if n := sum(one.n_without_tools for one in (whole, files) if one):
         _log.warning("the chat template leaves out the tools: the model is not shown them", conversations=n)
+    for name, one in (("train", whole), ("eval", files)):
+        if one and one.unused:
+            _log.info("columns not used", data=name, columns=", ".join(one.unused[:_NAMED]), n=len(one.unused))
+        if one and one.n_prompt_kept:
+            _log.warning("answers begin with the text of their prompt, and keep it", data=name, rows=one.n_prompt_kept)
     digests = {
         str(file.absolute()): weights.digest(file)
         for paths, name in ((settings.train, TRAIN), (settings.held_out, EVAL))

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import blake3
 import numpy as np
 
-from services.trainer.conversations.formats import Conversation, conversation, preference_pair
+from services.trainer.conversations.flags import is_row_learned
+from services.trainer.conversations.formats import Conversation, conversation, preference_pair, unread
 from shared.errors import ConfigError, InputError
 from shared.models.chat import ChatTokenizer
 
@@ -44,7 +45,9 @@ type Example = tuple[TokenSequence, ...]
 class Dataset:
     """`examples` that are used; how many others were too long and dropped, and how many of these were truncated; how
     many pairs were dropped because both answers are the same tokens, of how many examples the chat template leaves out
-    the tools, and in how many an answer began with the prompt, which was taken out there.
+    the tools, and in how many an answer began with the prompt, which was taken out there, or kept in text that may
+    quote it; how many rows have a flag that says not to learn them. `unused` are the names of columns that nothing
+    reads.
     """
 
     examples: Sequence[Example]
@@ -53,6 +56,9 @@ class Dataset:
     n_identical: int = 0
     n_without_tools: int = 0
     n_prompt_repeated: int = 0
+    n_prompt_kept: int = 0
+    n_not_learned: int = 0
+    unused: Sequence[str] = ()
 
     def told(self) -> dict[str, int]:
         """How many of what."""
@@ -64,7 +70,8 @@ class Dataset:
         """How many are not there as they were given."""
         counts = {"dropped": self.n_dropped, "truncated": self.n_truncated}
         counts |= {"identical": self.n_identical, "without_tools": self.n_without_tools}
-        return counts | {"prompt_repeated": self.n_prompt_repeated}
+        counts |= {"prompt_repeated": self.n_prompt_repeated, "prompt_kept": self.n_prompt_kept}
+        return counts | {"not_learned": self.n_not_learned}
 
 
 def tokenized(
@@ -75,9 +82,13 @@ def tokenized(
     Raises ConfigError naming the place: a record that cannot be read, one that is too long where that is an error; and
     if none is left.
     """
-    examples, n = list[Example](), Counter[str]()
+    examples, n, unused = list[Example](), Counter[str](), dict[str, None]()
     for place, record in records:
+        unused |= dict.fromkeys(unread(record))
         example, noted = _rendered(tokenizer, record, kind, place)
+        if not example:
+            n["not_learned"] += 1
+            continue
         length = max(len(one.ids) for one in example)
         if length > longest:
             if too_long == "error":
@@ -97,17 +108,24 @@ def tokenized(
         told = f"of {n_pairs} pairs {n_dropped} are too long, and {n_identical} have one answer twice"
         hint = "chosen and rejected have to differ within the length that is trained on"
         raise ConfigError(f"{told}, in tokens as they are trained on", hint)
+    if not examples and n["not_learned"] and not n["dropped"]:
+        raise ConfigError("every row has a flag that says not to learn it", "drop or rename the column of the flag")
     if not examples:
         raise ConfigError(f"none of {n['dropped']} conversations fits into {longest} tokens", _LONGER)
-    return Dataset(examples, n["dropped"], n["truncated"], n["identical"], n["without_tools"], n["prompt_repeated"])
+    names = ("dropped", "truncated", "identical", "without_tools", "prompt_repeated", "prompt_kept", "not_learned")
+    return Dataset(examples, *(n[name] for name in names), unused=[*unused])
 
 
 _LONGER = "raise trainer.length_buckets, or choose another sft.too_long"
 
 
 def _rendered(tokenizer: ChatTokenizer, record: Any, kind: Kind, place: str) -> tuple[Example, list[str]]:
-    """And what has to be counted: whether the chat template leaves out its tools, and an answer repeats the prompt."""
+    """And what has to be counted: whether the chat template leaves out its tools, and an answer repeats the prompt. The
+    example is empty if the row is not to be learned.
+    """
     try:
+        if not is_row_learned(record):
+            return (), []
         if kind == "conversations":
             found = (conversation(record),)
         else:
@@ -115,8 +133,9 @@ def _rendered(tokenizer: ChatTokenizer, record: Any, kind: Kind, place: str) -> 
             found = (pair.chosen, pair.rejected)
         example = tuple(_sequence(tokenizer, one) for one in found)
         noted = {
-            "without_tools": tokenizer.leaves_out(found[0].messages, found[0].tools),
+            "without_tools": _variant(tokenizer, found[0]).leaves_out(found[0].messages, found[0].tools),
             "prompt_repeated": found[0].repeats_prompt,
+            "prompt_kept": found[0].keeps_prompt,
         }
         return example, [name for name, is_so in noted.items() if is_so]
     except InputError as error:
@@ -124,8 +143,12 @@ def _rendered(tokenizer: ChatTokenizer, record: Any, kind: Kind, place: str) -> 
 
 
 def _sequence(tokenizer: ChatTokenizer, given: Conversation) -> TokenSequence:
-    ids, mask = tokenizer.render_demonstration(given.messages, given.tools, given.learned)
+    ids, mask = _variant(tokenizer, given).render_demonstration(given.messages, given.tools, given.learned)
     return TokenSequence(np.asarray(ids, np.int32), np.asarray(mask, np.uint8))
+
+
+def _variant(tokenizer: ChatTokenizer, given: Conversation) -> ChatTokenizer:
+    return tokenizer.with_variables(given.variables) if given.variables else tokenizer
 
 
 def split(examples: Sequence[Example], held_out: float, seed: int) -> tuple[list[Example], list[Example]]:

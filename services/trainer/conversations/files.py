@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from services.trainer.conversations.flags import may_say
 from services.trainer.conversations.formats import COLUMNS
 from shared.errors import ConfigError
 from shared.files import rows
@@ -76,5 +77,5 @@ def _split_of(file: Path) -> Split | None:
 def _rows(file: Path) -> Iterator[tuple[str, Any]]:
     from services.trainer.conversations import tables
 
-    for n, row in enumerate(tables.rows(file, COLUMNS)):
+    for n, row in enumerate(tables.rows(file, COLUMNS, may_say)):
         yield f"{file}, row {n}", row

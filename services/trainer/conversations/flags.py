@@ -1,58 +1,92 @@
-"""Flags of a message that take it out of the loss, under the names that other trainers use.
+"""Flags that take a message or a row out of the loss, under the names that other trainers use.
 
-A flag that this module knows is honoured or refused, never ignored.
+A key whose name may say what is learned is honoured or refused, never ignored.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from shared.errors import InputError
 
-FLAGS = ("train", "training", "trainable", "train_on_turn", "loss", "loss_mask", "loss_weight", "weight")
-"""All of them: 1 or true means that the message is learned, 0 or false that it is not."""
-_UNCLEAR = ("mask", "masked", "ignore", "train_detail", "training_detail")
-_WORDS = {"true": True, "1": True, "false": False, "0": False}
+FLAGS = (
+    *("train", "training", "trainable", "is_trainable", "train_on_turn", "learn", "learnable", "learned"),
+    *("loss", "loss_mask", "loss_weight", "loss_scale", "compute_loss", "calculate_loss", "weight"),
+)
+"""1 or true means that it is learned, 0 or false that it is not."""
+OPPOSITES = ("no_loss", "no_train", "no_training", "skip_loss", "ignore_loss", "exclude_from_loss")
+"""1 or true means that it is not learned, 0 or false says nothing."""
+SKIP = "skip"
+"""Of a row, one of the opposites; of a message it may mean more than the loss."""
+_VALUES = {"true": True, "1": True, "false": False, "0": False}
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_NAMES = re.compile(
+    "(no|non|not|un|is|do|dont)?"
+    "(mask|loss|train|weight|learn|skip|ignor|supervis|exclud|detach|backprop|grad(ient)?s?$|labels$)"
+)
+
+
+def may_say(key: str) -> bool:
+    """Whether the name of a key may say what is learned."""
+    return any(_NAMES.match(word.lower()) for word in _WORD.findall(key))
 
 
 def is_learned(message: Mapping[str, Any], at: str) -> bool:
     """Read from the flags of a message if its tokens are learned. Raises InputError."""
-    found = {key: _meant(message[key], key, at) for key in FLAGS if message.get(key) is not None}
-    if unclear := next((key for key in _UNCLEAR if message.get(key) is not None), None):
-        raise InputError(f"{at} has the flag {unclear}, whose meaning differs between programs", _HINT)
-    if any(found.values()) and not all(found.values()):
-        told = ", ".join(f"{key}: {message[key]!r}" for key in found)
-        raise InputError(f"{at} has flags that contradict each other: {told}", _HINT)
+    found = _read(message, at, OPPOSITES, _MESSAGE)
     if message["role"] != "assistant":
-        if any(found.values()):
-            told = next(iter(found))
-            raise InputError(f"{at} is the {message['role']}'s and has {told}: {message[told]!r}", _ONLY)
+        if wrong := next((key for key in found if key in FLAGS and found[key]), None):
+            raise InputError(f"{at} is the {message['role']}'s and has {wrong}: {message[wrong]!r}", _ONLY)
         return False
     return all(found.values())
+
+
+def is_row_learned(row: Any) -> bool:
+    """Read from the flags of a row if it is learned. Raises InputError."""
+    return not isinstance(row, Mapping) or all(_read(row, "the row", (*OPPOSITES, SKIP), _ROW).values())
 
 
 def check_parts(content: Any, at: str) -> None:
     """Raises InputError if a part of the content has a flag that takes it out of the loss."""
     for part in content if isinstance(content, list) else ():
-        named = [key for key in (*FLAGS, *_UNCLEAR) if isinstance(part, Mapping) and part.get(key) is not None]
-        if any(key in _UNCLEAR or not _meant(part[key], key, at) for key in named):
-            raise InputError(
-                f"{at} has a part with {named[0]}: parts of a message cannot be left out of the loss", _HINT
-            )
+        found = _read(part, f"a part of {at}", OPPOSITES, _MESSAGE) if isinstance(part, Mapping) else {}
+        if named := next((key for key in found if not found[key]), None):
+            raise InputError(f"{at} has a part with {named}: parts of a message cannot be left out of the loss", _HINT)
 
 
 def without(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message as the chat template sees it."""
-    return {key: value for key, value in message.items() if key not in (*FLAGS, *_UNCLEAR)}
+    return {key: value for key, value in message.items() if key not in (*FLAGS, *OPPOSITES)}
 
 
-def _meant(value: Any, key: str, at: str) -> bool:
-    found = _WORDS.get(value.strip().lower()) if isinstance(value, str) else value
+def _read(given: Mapping[str, Any], at: str, opposites: tuple[str, ...], hint: str) -> dict[str, bool]:
+    """Whether it is learned, by flag."""
+    found = dict[str, bool]()
+    for key, value in given.items():
+        if value is None:
+            continue
+        if key in FLAGS:
+            found[key] = _meant(value, key, at, hint)
+        elif key in opposites:
+            found[key] = not _meant(value, key, at, hint)
+        elif may_say(key):
+            raise InputError(f"{at} has the flag {key}, whose meaning differs between programs", hint)
+    if any(found.values()) and not all(found.values()):
+        told = ", ".join(f"{key}: {given[key]!r}" for key in found)
+        raise InputError(f"{at} has flags that contradict each other: {told}", hint)
+    return found
+
+
+def _meant(value: Any, key: str, at: str, hint: str) -> bool:
+    found = _VALUES.get(value.strip().lower()) if isinstance(value, str) else value
     if isinstance(found, list | dict) or found not in (0, 1):
-        raise InputError(f"{at}: {key} is {repr(value)[:50]}, neither true or 1 nor false or 0", _HINT)
+        raise InputError(f"{at}: {key} is {repr(value)[:50]}, neither true or 1 nor false or 0", hint)
     return bool(found)
 
 
 _HINT = "write train: false in a message that is not to be learned"
+_MESSAGE = f"{_HINT}, and remove or rename a key that says something else"
+_ROW = "write train: false in a row that is not to be learned, and drop or rename a column that says something else"
 _ONLY = "only what the assistant says is learned: remove the flag"

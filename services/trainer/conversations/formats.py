@@ -6,39 +6,52 @@ The formats are those of Hugging Face's datasets:
     {"prompt": …, "completion": …}                                  only the completion
     {"prompt": …, "chosen": …, "rejected": …}, or without a prompt  a pair; what both begin with is the prompt
 
-Prompts and completions are text (a user's message, the assistant's) or lists of messages; a completion that begins
-with the prompt has it once (see `prompts`). A message of the assistant with `train: false`, or another flag of that
-meaning (see `flags`), is context and not learned. Other columns are left alone.
+Prompts and completions are text (a user's message, the assistant's) or lists of messages; what repeats the prompt has
+it once (see `prompts`). A message of the assistant or a row with `train: false`, or another flag of that meaning (see
+`flags`), is not learned. Beside them a row may have `system`, `functions` and `chat_template_kwargs`. Other columns are
+not used; those that hold images or sounds are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from services.trainer.conversations import flags
-from services.trainer.conversations.prompts import divided, without_prompt
+from services.trainer.conversations.prompts import divided, repeats, without_prompt
 from shared.errors import InputError
-from shared.models.messages import kind, read_messages, read_tools
+from shared.models.messages import kind, parsed, read_messages, read_tools
 
 _FORMATS = ("messages", "completion", "chosen")
-COLUMNS = (*_FORMATS, "rejected", "prompt", "tools")
-"""All that is looked at in a record."""
+_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+_OTHERS = ("system", "tools", "functions", "chat_template_kwargs")
+COLUMNS = (*_FORMATS, "rejected", "prompt", *_OTHERS, *_MEDIA)
+"""All that is looked at in a record, beside flags."""
+_ARGUMENTS = (
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+"""Other arguments of `apply_chat_template`, and a variable that it sets."""
 _EXPECTED = "expected messages, or prompt and completion; pairs have chosen and rejected"
+_UNPAIRED = "keep the good answers, and drop or rename label; or make pairs of chosen and rejected"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`messages` end with the assistant's last one; `learned` says of each whether its tokens are. `repeats_prompt`:
-    the answer began with the prompt, which is there once now.
+    """`messages` end with the assistant's last one; `learned` says of each whether its tokens are. `variables` are
+    those that the chat template gets beside them. `repeats_prompt`: the answer began with the prompt, which is there
+    once now. `keeps_prompt`: it begins with the prompt's text, and keeps it.
     """
 
     messages: Sequence[Mapping[str, Any]]
     learned: Sequence[bool]
     tools: Sequence[Mapping[str, Any]] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     repeats_prompt: bool = False
+    keeps_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +67,18 @@ def conversation(record: Any) -> Conversation:
     found = _format(record)
     if found == "chosen":
         raise InputError("it is a preference pair", "train on pairs with mode=dpo (`volley dpo`)")
-    tools = read_tools(record.get("tools"))
+    if isinstance(record.get("label"), bool):
+        raise InputError("its label says whether the answer is good: it is an unpaired preference", _UNPAIRED)
+    shared = _shared(record)
     if found == "messages":
         if record.get("prompt") is not None:
             raise InputError("it has messages and a prompt: which of them is meant?", _EXPECTED)
-        return _whole(_messages(record["messages"], "messages"), 0, tools)
+        return _whole(_with_system(record, _messages(record["messages"], "messages")), 0, shared)
     if record.get("prompt") is None:
         raise InputError("it has a completion, but no prompt")
-    prompt, (answer,), repeats = _answers(record, ("completion",))
-    return _whole([*prompt, *answer], len(prompt), tools, repeats)
+    prompt, (answer,), noted = _answers(record, ("completion",))
+    prompt = _with_system(record, prompt)
+    return _whole([*prompt, *answer], len(prompt), shared | noted)
 
 
 def preference_pair(record: Any) -> PreferencePair:
@@ -72,33 +88,68 @@ def preference_pair(record: Any) -> PreferencePair:
     for one, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if record.get(other) is None:
             raise InputError(f"it has {one}, but no {other}")
-    tools = read_tools(record.get("tools"))
-    prompt, sides, repeats = _answers(record, ("chosen", "rejected"))
-    if not prompt:
+    shared = _shared(record)
+    prompt, sides, noted = _answers(record, ("chosen", "rejected"))
+    if prompt:
+        prompt = _with_system(record, prompt)
+    else:
+        sides = [_with_system(record, side) for side in sides]
         n = _in_common(*sides)
         prompt, sides = sides[0][:n], [side[n:] for side in sides]
-    return PreferencePair(*(_whole([*prompt, *side], len(prompt), tools, repeats) for side in sides))
+    return PreferencePair(*(_whole([*prompt, *side], len(prompt), shared | noted) for side in sides))
 
 
 type _Messages = list[dict[str, Any]]
 
 
-def _answers(record: Mapping[str, Any], keys: Sequence[str]) -> tuple[_Messages, list[_Messages], bool]:
-    """The prompt, empty if there is none; without it what the record has under each of `keys`; whether one of these
-    began with it.
+def _shared(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Tools and variables of the row's conversations. Raises InputError."""
+    if media := next((key for key in _MEDIA if record.get(key)), None):
+        raise InputError(f"it has {media}: images and sounds cannot be trained on", f"drop the row or its {media}")
+    tools, functions = read_tools(record.get("tools")), read_tools(record.get("functions"), "functions")
+    if tools and functions:
+        raise InputError("it has tools and functions: which of them is meant?", "keep tools")
+    given = record.get("chat_template_kwargs")
+    variables = parsed(given) if isinstance(given, str) else given
+    if not isinstance(variables, dict | None):
+        raise InputError(f"chat_template_kwargs is {kind(variables)}, not an object")
+    if wrong := sorted(_ARGUMENTS & set(variables or {})):
+        raise InputError(
+            f"chat_template_kwargs has {wrong[0]}, which is no variable of a chat template", "leave it out"
+        )
+    wrapped = [one if "function" in one else {"type": "function", "function": one} for one in functions]
+    return {"tools": tools or wrapped, "variables": variables or {}}
+
+
+def _with_system(record: Mapping[str, Any], messages: _Messages) -> _Messages:
+    """The messages after the row's system prompt, if it has one. Raises InputError if they begin with another one."""
+    if not record.get("system"):
+        return messages
+    (system,) = read_messages([{"role": "system", "content": record["system"]}], "system")
+    if not messages or messages[0]["role"] not in ("system", "developer"):
+        return [system, *messages]
+    if messages[0]["content"].strip() != system["content"].strip():
+        raise InputError("it has system, and its messages begin with another system prompt", "keep one of them")
+    return messages
+
+
+def _answers(record: Mapping[str, Any], keys: Sequence[str]) -> tuple[_Messages, list[_Messages], dict[str, bool]]:
+    """The prompt, empty if there is none; without it what the record has under each of `keys`; which of the notes of a
+    `Conversation` hold.
     """
     given, answers = record.get("prompt"), [record[key] for key in keys]
     prompt = [] if given is None else _side(given, "user", "prompt")
-    texts = answers
+    texts, keeps = answers, False
     if prompt and prompt[-1]["role"] == "user" and all(isinstance(text, str) for text in texts):
         texts = without_prompt(prompt[-1]["content"], texts)
+        keeps = texts == answers and any(repeats(prompt[-1]["content"], text) for text in texts)
     sides = [_side(text, "assistant", key) for key, text in zip(keys, texts, strict=True)]
     parts = [divided(prompt, side, key) for key, side in zip(keys, sides, strict=True)]
     first = parts[0][0]
     if any(prompt != first for prompt, _ in parts):
         raise InputError(f"{' and '.join(keys)} begin with different prompts")
     divisions = [answer for _, answer in parts]
-    return first, divisions, texts != answers or sides != divisions
+    return first, divisions, {"repeats_prompt": texts != answers or sides != divisions, "keeps_prompt": keeps}
 
 
 def _in_common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
@@ -108,6 +159,11 @@ def _in_common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
         max((i for i, one in enumerate(side) if one["role"] == "assistant"), default=0) for side in (chosen, rejected)
     ]
     return min([*same, False].index(False), *last)
+
+
+def unread(record: Any) -> list[str]:
+    """Names of the columns of a record that are not looked at."""
+    return [key for key in record if key not in COLUMNS and not flags.may_say(key)] if isinstance(record, dict) else []
 
 
 def _format(record: Any) -> str:
@@ -124,10 +180,10 @@ def _format(record: Any) -> str:
     return found[0]
 
 
-def _whole(
-    messages: _Messages, first: int, tools: Sequence[Mapping[str, Any]], repeats_prompt: bool = False
-) -> Conversation:
-    """Up to the assistant's last message; of those from number `first` on the assistant's are learned."""
+def _whole(messages: _Messages, first: int, others: Mapping[str, Any]) -> Conversation:
+    """Up to the assistant's last message; of those from number `first` on the assistant's are learned. Args: others:
+    the other fields of the conversation.
+    """
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if len(messages) <= first:
@@ -143,7 +199,7 @@ def _whole(
     learned = [i >= first and one for i, one in enumerate(told)]
     if not any(learned):
         raise InputError("every message of the assistant has train: false, so there is nothing to learn")
-    return Conversation([flags.without(one) for one in messages], learned, tools, repeats_prompt)
+    return Conversation([flags.without(one) for one in messages], learned, **others)
 
 
 def _side(value: Any, role: str, key: str) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """The prompt of a record, which its answers may repeat.
 
-Many public data sets hold the prompt in a column of its own and again at the beginning of every answer. It is rendered
-once, and never learned.
+Many public data sets hold the prompt in a column of its own and again at the beginning of every answer. There it is
+taken out of messages, and of the text of a pair of which both answers begin with it. Any other text that begins with
+the prompt may be an answer that quotes it, and stays, as TRL leaves it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from services.trainer.conversations import flags
 from shared.errors import InputError
 
 type Messages = list[dict[str, Any]]
@@ -18,9 +20,10 @@ _WORDS, _CHARACTERS = 3, 12
 def divided(prompt: Messages, side: Messages, key: str) -> tuple[Messages, Messages]:
     """The prompt and the answer to it, of messages that may begin with the prompt, or with the end of it.
 
-    Raises InputError if it cannot be told which messages are the prompt. Args: key: of `side`, for messages.
+    Messages that begin with the assistant's are an answer as they are. Raises InputError if it cannot be told which
+    messages are the prompt. Args: key: of `side`, for messages.
     """
-    if not prompt:
+    if not prompt or side[0]["role"] == "assistant":
         return prompt, side
     told = [*map(_said, prompt)], [*map(_said, side)]
     for n in range(min(len(prompt), len(side)), 0, -1):
@@ -40,17 +43,18 @@ _ONE = "leave out the column prompt, or begin the answer with the assistant's me
 
 
 def without_prompt(prompt: str, answers: Sequence[str]) -> list[str]:
-    """Text that answers the prompt, without the prompt that it begins with.
+    """Texts of the answers without the prompt, if there are several and all of them begin with it.
 
-    An answer that is the prompt and nothing else stays, unless another one goes on after it.
+    Answers that are the prompt and nothing else stay, unless another one goes on after it.
     """
-    if not any(_repeats(prompt, one) and one.strip() != prompt.strip() for one in answers):
+    goes_on = any(one.strip() != prompt.strip() for one in answers)
+    if len(answers) < 2 or not goes_on or not all(repeats(prompt, one) for one in answers):
         return list(answers)
-    return [one.lstrip()[len(prompt.strip()) :].lstrip() if _repeats(prompt, one) else one for one in answers]
+    return [one.lstrip()[len(prompt.strip()) :].lstrip() for one in answers]
 
 
-def _repeats(prompt: str, answer: str) -> bool:
-    """A short prompt that is a word or two may be the beginning of an answer by chance."""
+def repeats(prompt: str, answer: str) -> bool:
+    """Whether an answer begins with the prompt. A short prompt that is a word or two may begin one by chance."""
     prompt, answer = prompt.strip(), answer.strip()
     if not prompt or not answer.startswith(prompt):
         return False
@@ -61,5 +65,5 @@ def _repeats(prompt: str, answer: str) -> bool:
     return is_long and not rest[:1].isalnum()
 
 
-def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    return message["role"], message["content"].strip(), message.get("tool_calls")
+def _said(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {**flags.without(message), "content": message["content"].strip()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,21 @@ _ROWS = 512
 _UNREADABLE = (pa.ArrowException, ValueError, OverflowError)
 
 
-def rows(file: Path, columns: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Rows as JSON would hold them, of those `columns` that there are: what stands in others is not looked at. A struct
-    of Arrow has the fields of all rows: those that are null are left out. Raises ConfigError naming the file, and the
-    row if one holds a value that Python does not have: text that is no UTF-8, a date after its last one.
+def rows(file: Path, columns: Collection[str], is_read: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
+    """Rows as JSON would hold them, of those `columns` that there are and of others whose name `is_read`; further ones
+    are null. A struct of Arrow has the fields of all rows: those that are null are left out.
+
+    Raises ConfigError naming the file, and the row if one holds a value that Python does not have: text that is no
+    UTF-8, a date after its last one.
     """
     try:
         with open_file(file) as opened:
-            n = 0
-            for batch in _batches(file, opened, columns):
+            n, (schema, batches) = 0, _batches(file, opened)
+            found = _known(file, schema, columns, is_read)
+            unread = dict.fromkeys(name for name in schema.names if name not in found)
+            for batch in batches(found):
                 for row in _values(batch, f"{file}, row", n):
-                    yield _present(row)
+                    yield unread | _present(row)
                 n += batch.num_rows
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}", "give an existing file") from error
@@ -34,22 +38,20 @@ def rows(file: Path, columns: Collection[str]) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"{file} cannot be read: {_first_line(error)}", "is the file complete?") from error
 
 
-def _batches(file: Path, opened: Any, columns: Collection[str]) -> Iterator[Any]:
+def _batches(file: Path, opened: Any) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
+    """The schema, and the batches of the columns with given names."""
     if file.suffix == ".parquet":
         whole = pq.ParquetFile(opened)
-        yield from whole.iter_batches(_ROWS, columns=_known(file, whole.schema_arrow, columns))
-    else:
-        stream = pa.ipc.open_stream(opened)
-        known = _known(file, stream.schema, columns)
-        yield from (batch.select(known) for batch in stream)
+        return whole.schema_arrow, lambda names: whole.iter_batches(_ROWS, columns=names)
+    stream = pa.ipc.open_stream(opened)
+    return stream.schema, lambda names: (batch.select(names) for batch in stream)
 
 
-def _known(file: Path, schema: Any, columns: Collection[str]) -> list[str]:
-    found = [name for name in schema.names if name in columns]
-    if not found:
+def _known(file: Path, schema: Any, columns: Collection[str], is_read: Callable[[str], bool]) -> list[str]:
+    if not any(name in columns for name in schema.names):
         there = ", ".join(schema.names[:8]) or "no column"
         raise ConfigError(f"{file} holds no conversation: it has {there}", f"known are {', '.join(columns)}")
-    return found
+    return [name for name in schema.names if name in columns or is_read(name)]
 
 
 def _values(batch: Any, place: str, first: int) -> list[dict[str, Any]]:
