@@ -113,10 +113,8 @@ def _shared(record: Mapping[str, Any]) -> dict[str, Any]:
     variables = parsed(given) if isinstance(given, str) else given
     if not isinstance(variables, dict | None):
         raise InputError(f"chat_template_kwargs is {kind(variables)}, not an object")
-    if wrong := sorted(_ARGUMENTS & set(variables or {})):
-        raise InputError(
-            f"chat_template_kwargs has {wrong[0]}, which is no variable of a chat template", "leave it out"
-        )
+    if wrong := next((key for key in variables or {} if key in _ARGUMENTS), None):
+        raise InputError(f"chat_template_kwargs has {wrong}, which is no variable of a chat template", "leave it out")
     wrapped = [one if "function" in one else {"type": "function", "function": one} for one in functions]
     return {"tools": tools or wrapped, "variables": variables or {}}
 
