@@ -37,7 +37,7 @@ def is_learned(message: Mapping[str, Any], at: str) -> bool:
     """Read from the flags of a message if its tokens are learned. Raises InputError."""
     found = _read(message, at, OPPOSITES, _MESSAGE)
     if message["role"] != "assistant":
-        if wrong := next((key for key in found if key in FLAGS and found[key]), None):
+        if wrong := next((key for key in found if found[key]), None):
             raise InputError(f"{at} is the {message['role']}'s and has {wrong}: {message[wrong]!r}", _ONLY)
         return False
     return all(found.values())
@@ -70,7 +70,7 @@ def _read(given: Mapping[str, Any], at: str, opposites: tuple[str, ...], hint: s
         if key in FLAGS:
             found[key] = _meant(value, key, at, hint)
         elif key in opposites:
-            found[key] = not _meant(value, key, at, hint)
+            found |= {key: False} if _meant(value, key, at, hint) else {}
         elif may_say(key):
             raise InputError(f"{at} has the flag {key}, whose meaning differs between programs", hint)
     if any(found.values()) and not all(found.values()):
