@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from services.rollout.api.validation import GREEDY_BELOW, MAX_TEMPERATURE, MAX_TOP_K, MIN_TOP_P
 from services.rollout.engines.sglang_jax.scheduling.sampling import sample
 from tests.support.decoder_reference import log_softmax
 
@@ -95,3 +96,14 @@ def test_logprobs_are_of_the_whole_distribution() -> None:
     np.testing.assert_allclose(logprobs, log_softmax(SCORES.astype(float), 0.7)[tokens], atol=1e-5)
     tokens, logprobs = draw(1, temperature=0.0)
     np.testing.assert_allclose(logprobs, log_softmax(SCORES.astype(float))[tokens], atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, GREEDY_BELOW, MAX_TEMPERATURE])
+@pytest.mark.parametrize(("top_p", "top_k"), [(1e-320, ALL), (1e-38, ALL), (MIN_TOP_P, 1), (1.0, MAX_TOP_K)])
+def test_every_parameter_that_a_request_may_have_gives_finite_logprobs(
+    temperature: float, top_p: float, top_k: int
+) -> None:
+    tokens, logprobs = draw(8, temperature=temperature, top_p=top_p, top_k=top_k, scores=SCORES * 1000)
+    assert np.isfinite(logprobs).all()
+    assert (logprobs <= 0).all()
+    assert temperature > 1 or set(tokens.tolist()) == {int(SCORES.argmax())}
