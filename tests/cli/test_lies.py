@@ -18,11 +18,11 @@ import pytest
 
 from services.cli.reporting import report
 from services.cli.verify import command
-from shared.run import commits, ledger
+from shared.run import commits, ledger, weights
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.support import lies
-from tests.support.lies import LIES, PARTS, REMOVALS, SETTINGS, Lie, Part, Remake, Removal
+from tests.support.lies import DESCRIPTIONS, LIES, PARTS, REMOVALS, SETTINGS, Lie, Part, Remake, Removal
 from tests.support.small_run import RUN, Incarnation
 
 _OF_A_LIE = 6
@@ -70,6 +70,38 @@ def test_a_lie_is_named_unless_everything_is_remade(valid: Path, tmp_path: Path,
         Remake(run, left)()
         if not same(run.path, whole.path):
             assert command.verify(run)["violations"], sorted(left)
+
+
+@pytest.mark.parametrize("key", DESCRIPTIONS)
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_the_newest_checkpoint_cannot_describe_its_weights_otherwise(
+    valid: Path, tmp_path: Path, key: str, is_alone: bool
+):
+    """Its digests, and its line of checkpoints.jsonl, are made again; nothing is written after it."""
+    run = copied(valid, tmp_path)
+    lies.describe(run, key, lies.NEWEST)
+    Remake(run, frozenset(["described", "records", "lines", "beginnings"]))()
+    for version in weights.versions(run.checkpoints) if is_alone else ():
+        if version != lies.NEWEST:
+            shutil.rmtree(run.checkpoints / str(version))
+    assert command.verify(run)["violations"]
+
+
+def lost_records(run: RunFolder) -> None:
+    for path in run.archive.glob("e*/*.json"):
+        path.unlink()
+
+
+def archived_steps_beyond(run: RunFolder) -> None:
+    """Rolled back by two steps, whose groups are left."""
+    lost, kept = (WeightVersion(2, 4), lies.NEWEST), WeightVersion(2, 3)
+    for version in lost:
+        shutil.rmtree(run.checkpoints / str(version))
+        commits.path_of(run.archive, version).unlink()
+    for path in (run.ledger, run.metrics, run.handovers, run.evals, run.samples, run.saved):
+        lies.rewrite(path, [line for line in lies.lines(path) if line["step"] <= kept.step])
+    record = orjson.loads(run.record.read_bytes())
+    run.record.write_bytes(orjson.dumps(record | {"finished": False, "final": None}))
 
 
 @pytest.mark.parametrize("key", SETTINGS)
@@ -236,6 +268,8 @@ def test_evaluations_that_an_honest_run_repeats_are_not_named(valid: Path, tmp_p
         one_key_of_evaluations_twice,
         one_key_of_a_state_twice,
         lost_checkpoints,
+        lost_records,
+        archived_steps_beyond,
         evaluation_without_versions,
         only_evaluations_without_versions,
         evaluation_of_more_than_all,

@@ -369,10 +369,19 @@ def test_a_torn_last_line_was_promised_to_nobody(run: RunFolder):
     assert verify(run)["ok"]
 
 
-def test_steps_beyond_the_newest_checkpoint_of_a_run_without_records_are_named_as_undone(run: RunFolder):
-    shutil.rmtree(run.path / HEAD)
+def as_before_there_were_records(run: RunFolder) -> None:
     for version in commits.versions(run.archive):
         commits.path_of(run.archive, version).unlink()
+    run.saved.unlink()
+    for version in weights.versions(run.checkpoints):
+        state = run.checkpoints / str(version) / "state.json"
+        edit_json(state, files=None)
+        edit_json(state.with_name(weights.MANIFEST), state=weights.digest(state))
+
+
+def test_steps_beyond_the_newest_checkpoint_of_a_run_without_records_are_named_as_undone(run: RunFolder):
+    shutil.rmtree(run.path / HEAD)
+    as_before_there_were_records(run)
     edit_json(run.record, finished=False, final=None)
     result = verify(run)
     assert result["ok"]

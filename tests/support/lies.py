@@ -24,7 +24,8 @@ import yaml
 
 from services.cli.runs.record import claimed, finished
 from shared import config
-from shared.run import archive, commits, held, weights
+from shared.run import archive, checksums, commits, held, weights
+from shared.run import state as states
 from shared.run.archive import Archive
 from shared.run.chain import Chain
 from shared.run.commits import CommitRecord
@@ -34,8 +35,8 @@ from shared.run.state import TrainerState, in_lineage
 from shared.types import Group, WeightVersion
 from tests.support.small_run import RUN, Incarnation, write_config
 
-type Part = Literal["digests", "lines", "beginnings", "records", "states", "saved"]
-PARTS: tuple[Part, ...] = ("digests", "lines", "beginnings", "records", "states", "saved")
+type Part = Literal["digests", "lines", "beginnings", "records", "states", "saved", "described"]
+PARTS: tuple[Part, ...] = ("digests", "lines", "beginnings", "records", "states", "saved", "described")
 type Lie = Callable[[RunFolder, random.Random], object]
 NEWEST = WeightVersion(2, 5)
 
@@ -96,6 +97,8 @@ class Remake:
 
     def __call__(self) -> None:
         run = self._run
+        if "described" not in self._left:
+            self._describe()
         versions = sorted({*weights.versions(run.checkpoints), *commits.versions(run.archive)})
         head = commits.read(run.archive, versions[-1]).state
         for version in versions:
@@ -110,6 +113,18 @@ class Remake:
                 commits.path_of(run.archive, version).write_bytes(text)
             if there is not None:
                 self._checkpoint(path.parent, there, {} if "states" in self._left else told)
+
+    def _describe(self) -> None:
+        """Lines of metrics tell how the manifests describe their weights."""
+        found = lines(self._run.metrics)
+        for version in weights.versions(self._run.checkpoints):
+            folder = self._run.checkpoints / str(version)
+            told, made = weights.read_manifest(folder), checksums.made_as(states.read(folder)[0])
+            described = checksums.description(told.model, told.tree, told.adapter, told.probe)
+            for line in found:
+                if line["version"] == str(made):
+                    line["checksums"]["description"] = described
+        rewrite(self._run.metrics, found)
 
     def _record(self, version: WeightVersion) -> dict[str, Any] | None:
         path = commits.path_of(self._run.archive, version)
@@ -247,23 +262,33 @@ def _other_number(path: Path, rng: random.Random) -> None:
     np.save(path, np.asarray(rng.random(), value.dtype))
 
 
-def _described(run: RunFolder, rng: random.Random, **change: Any) -> None:
-    folder = run.checkpoints / str(rng.choice(weights.versions(run.checkpoints)))
-    manifest = orjson.loads((folder / weights.MANIFEST).read_bytes())
-    (folder / weights.MANIFEST).write_bytes(orjson.dumps(manifest | change, option=orjson.OPT_INDENT_2))
+DESCRIPTIONS: Mapping[str, Any] = {
+    "model": {"rope_theta": 1e6},
+    "probe": {"input_ids": [1, 2], "logprobs": [-1.0], "noise": None},
+    "tree": [{"key": "w", "shape": [3, 2], "dtype": "float32"}],
+}
+"""How a manifest may describe its weights otherwise than a run of ours does."""
+
+
+def describe(run: RunFolder, key: str, *versions: WeightVersion) -> None:
+    """Otherwise, in the manifests of these versions, or of all."""
+    for version in versions or weights.versions(run.checkpoints):
+        path = run.checkpoints / str(version) / weights.MANIFEST
+        told = orjson.loads(path.read_bytes()) | {key: DESCRIPTIONS[key]}
+        path.write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2))
 
 
 def other_model(run: RunFolder, rng: random.Random) -> None:
-    """Its config.json as the checkpoint describes it."""
-    _described(run, rng, model={"rope_theta": 1e6})
+    """Its config.json as the checkpoints describe it."""
+    describe(run, "model")
 
 
 def other_probe(run: RunFolder, rng: random.Random) -> None:
-    _described(run, rng, probe={"input_ids": [1, 2], "logprobs": [-1.0], "noise": None})
+    describe(run, "probe")
 
 
 def other_shapes(run: RunFolder, rng: random.Random) -> None:
-    _described(run, rng, tree=[{"key": "w", "shape": [3, 2], "dtype": "float32"}])
+    describe(run, "tree")
 
 
 LIES: tuple[Lie, ...] = (

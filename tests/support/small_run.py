@@ -33,10 +33,11 @@ from services.trainer.status import TrainerStatus
 from shared.config import load
 from shared.errors import NonFinite
 from shared.queue.records import StreamEntry
-from shared.run import pinned
+from shared.run import checksums, pinned
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog
 from shared.run.state import TrainerState
+from shared.run.weights import ManifestLeaf
 from shared.schema import RunConfig
 from shared.types import Group, Lineage, Trajectory, VersionSpan, WeightVersion
 from shared.weights.manifest import Chunk
@@ -124,6 +125,10 @@ class Weightless:
 
     def checksum(self) -> str:
         return str(self.weight)
+
+    def checksums(self) -> Mapping[str, str]:
+        described = checksums.description({}, [ManifestLeaf("w", (), "float32")], None, None)
+        return {"params": self.checksum(), "optimizer": self.checksum(), "description": described}
 
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
         return [None for _ in held]

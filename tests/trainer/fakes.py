@@ -103,6 +103,9 @@ class FakeBackend:
     def checksum(self) -> str:
         return str(self.weights)
 
+    def checksums(self) -> Mapping[str, str]:
+        return {"params": self.checksum(), "optimizer": str(len(self.weights))}
+
     def logprob_diffs(self, held: Any, present: WeightVersion) -> list[float | None]:
         self.events.append(f"compare {[h.group.ticket for h in held]}")
         return [self.diffs.get(h.group.ticket, 0.0) if h.newest == present else None for h in held]

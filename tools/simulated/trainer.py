@@ -29,10 +29,12 @@ from shared.errors import ConfigError, WeightsError
 from shared.models.config import ModelConfig
 from shared.models.origin import Origin
 from shared.process.boot import RunningService, main
+from shared.run import checksums
+from shared.run.checksums import Checksums
 from shared.run.folder import RunFolder
 from shared.run.pinned import Flat
-from shared.run.state import TrainerState
-from shared.run.weights import ManifestLeaf
+from shared.run.state import OPTIMIZER, TrainerState
+from shared.run.weights import PARAMS, ManifestLeaf
 from shared.schema import RunConfig
 from shared.types import Group, WeightVersion
 from tools.simulated.content import content_of
@@ -55,6 +57,10 @@ class NumpyArrays:
             return {path.stem: np.load(path, allow_pickle=False) for path in sorted(folder.glob("*.npy"))}
         except ValueError as error:
             raise WeightsError(f"{folder} cannot be restored: {error}") from error
+
+    def checksums(self, folder: Path) -> Checksums:
+        """None that a log tells: those of the simulated trainer are of another kind."""
+        return {}
 
 
 class SimulatedBackend:
@@ -114,6 +120,11 @@ class SimulatedBackend:
             told.update(self.params[name].tobytes())
         return told.hexdigest()
 
+    def checksums(self) -> Checksums:
+        count = blake3.blake3(self._count.tobytes()).hexdigest()
+        described = checksums.description(self._model, self._leaves(), None, None)
+        return {PARAMS: self.checksum(), OPTIMIZER: count, checksums.DESCRIPTION: described}
+
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
         """It computes no log-probabilities: nothing to compare."""
         return [None for _ in held]
@@ -133,9 +144,12 @@ class SimulatedBackend:
 
     def publish(self, version: WeightVersion) -> PublishedVersion:
         assert self._publications is not None
-        leaves = [ManifestLeaf(name, value.shape, str(value.dtype)) for name, value in self.params.items()]
+        leaves = self._leaves()
         arrays = {name: partial(np.asarray, value) for name, value in self.params.items()}
         return self._publications.publish(version, leaves, arrays, self._model, None)
+
+    def _leaves(self) -> list[ManifestLeaf]:
+        return [ManifestLeaf(name, value.shape, str(value.dtype)) for name, value in self.params.items()]
 
     def _learn(self, group: Group) -> float:
         """One group changes every weight; returns by how much, as a Euclidean norm."""

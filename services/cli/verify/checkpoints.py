@@ -4,13 +4,15 @@ newest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from services.cli.verify.violation import Violation, ViolationKind
-from shared.errors import DecodeError, VolleyError, WeightsError
+from shared.errors import ConfigError, DecodeError, VolleyError, WeightsError
+from shared.models.config import ModelConfig
 from shared.run import commits, saved, weights
 from shared.run import state as states
 from shared.run.folder import RunFolder
@@ -107,13 +109,32 @@ def check(found: Sequence[RetainedCheckpoint], head: TrainerState, root: Path) -
     violations = [_of(root, head, detail) for detail in details]
     mine = [one for one in found if states.in_lineage(one.version, head.lineage)]
     for one in mine:
-        if one.manifest.adapter != mine[-1].manifest.adapter:
-            detail = f"its weights are adapters of another base than those of {mine[-1].version}"
-            violations.append(_of(root, one.state, detail))
+        if (detail := _differs(one.manifest, mine[-1].manifest)) is not None:
+            violations.append(_of(root, one.state, f"{detail} those of {mine[-1].version}"))
         base = _parsed(one.manifest.base_version)
         if base is not None and not states.in_lineage(base, head.lineage):
             violations.append(_of(root, one.state, f"its base {base} is not in the lineage"))
     return violations
+
+
+def _differs(one: Manifest, newest: Manifest) -> str | None:
+    """What two versions of a run have in common, whichever versions of Volley described them."""
+    if one.adapter != newest.adapter:
+        return "its weights are adapters of another base than"
+    if {leaf.key: leaf for leaf in one.tree} != {leaf.key: leaf for leaf in newest.tree}:
+        return "its arrays have other names, shapes or dtypes than"
+    if (one.probe and one.probe.input_ids) != (newest.probe and newest.probe.input_ids):
+        return "its probe is of other tokens than"
+    if one.model != newest.model and not _computes_the_same(one.model, newest.model):
+        return "its weights are of another model than"
+    return None
+
+
+def _computes_the_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    try:
+        return ModelConfig.parse(one).difference(ModelConfig.parse(other)) is None
+    except ConfigError:
+        return False
 
 
 def check_states(ancestors: Sequence[TrainerState], root: Path, groups_per_step: int) -> list[Violation]:

@@ -56,6 +56,8 @@ def check(
         if record is not None and record.state != replace(one.state, schema=record.state.schema):
             yield _of(one.version, f"it tells another state than checkpoint {one.version}")
     if not mine:
+        if found and _has_lost_all(found[-1], folder):
+            yield _of(found[-1].version, "no step has a record, though its trainer made it after one")
         return
     archived = set(archive.versions(folder.archive))
     first = min(version.step for version in mine)
@@ -71,6 +73,15 @@ def check(
             yield _of(version, f"it has {what}")
     if more := max(0, n_missing - _MOST_MISSING) + beyond:
         yield Violation(ViolationKind.COMMIT, f"and {more} more steps without a record", n=more)
+
+
+def _has_lost_all(newest: RetainedCheckpoint, folder: RunFolder) -> bool:
+    """Tell if the trainer that made the newest checkpoint had made its record before: not where an epoch begins with
+    the step of another trainer, perhaps an older version of Volley, nor where the folder is as the bucket filled it.
+    """
+    state = newest.state
+    is_own = bool(state.step) and epoch_of(state.step, state.lineage) == state.epoch
+    return is_own and state.files is not None and not folder.bucket.exists()
 
 
 def gone(

@@ -1,4 +1,4 @@
-"""The parameters of the retained checkpoints against the checksums of the commit records.
+"""The retained checkpoints against what the log tells of them: checksums of their arrays, and their description.
 
 Their arrays are read by a process of the trainer's virtual environment, for the CLI has no library that can. Where that
 is not installed the result says so.
@@ -6,6 +6,7 @@ is not installed the result says so.
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,14 +19,17 @@ from services.cli.verify import budget
 from services.cli.verify.checkpoints import RetainedCheckpoint
 from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import ConfigError
+from shared.run import checksums
+from shared.run.checksums import DESCRIPTION, Told, description
 from shared.run.commits import CommitRecord
 from shared.run.folder import RunFolder
-from shared.run.state import epoch_of
-from shared.run.weights import MANIFEST
+from shared.run.weights import MANIFEST, PARAMS
 from shared.types import WeightVersion
 
-_ORBAX = "params/manifest.ocdbt"
+_ORBAX = f"{PARAMS}/manifest.ocdbt"
 _MODULE = "services.trainer.checkpoints.parameters"
+_OF_ARRAYS = re.compile(r"[0-9a-f]{32}")
+"""Checksum of a trainer's arrays; that of the simulated trainer, which has other files, is another."""
 _START_S, _BYTES_A_SECOND = 20.0, 10**7
 
 
@@ -33,40 +37,76 @@ def check(
     folder: RunFolder, found: Sequence[RetainedCheckpoint], records: Sequence[CommitRecord]
 ) -> tuple[list[Violation], list[str]]:
     """Differences found, and comparisons that could not be made."""
-    known = {record.version: record.checksum for record in records}
-    expected = dict[WeightVersion, str]()
+    told = _by_log(folder, found, {record.version: record for record in records})
+    violations = [_of(folder, one, why) for one in found if (why := _misdescribed(one, found, told)) is not None]
+    readable = dict[str, RetainedCheckpoint]()
     for one in found:
-        version, step = one.version, one.version.step
-        made = WeightVersion(epoch_of(step, one.state.lineage) or version.epoch, step)
-        checksum = known.get(version) or known.get(made)  # an epoch begins with the parameters of the step before it
-        if checksum is not None and (folder.checkpoints / str(version) / _ORBAX).exists():
-            expected[version] = checksum
-    absent = [str(one.version) for one in found if one.version not in expected]
-    why = "no commit record tells their checksum, or they are no arrays of Orbax"
+        expected = [theirs[PARAMS] for _, theirs in told[one.version] if PARAMS in theirs]
+        if (folder.checkpoints / str(one.version) / _ORBAX).exists():
+            readable |= {str(one.version): one} if expected else {}
+        elif any(map(_OF_ARRAYS.fullmatch, expected)):
+            violations.append(_of(folder, one, f"it has no {_ORBAX}, and the log tells the checksum of its parameters"))
+    absent = [str(one.version) for one in found if str(one.version) not in readable]
+    why = "no commit record and no line of metrics tells their checksum, or they are no arrays of Orbax"
     missing = [f"parameters of {', '.join(absent)}: {why}"] if absent else []
-    if not expected:
-        return [], missing
-    told = _told(folder, [one for one in found if one.version in expected])
-    if isinstance(told, str):
-        return [], [f"parameters: {told}", *missing]
-    return [
-        Violation(ViolationKind.CHECKPOINT, detail, step=version.step, file=f"{folder.checkpoints.name}/{version}")
-        for version, checksum in expected.items()
-        if (detail := _differs(told, str(version), checksum)) is not None
-        and (folder.checkpoints / str(version) / MANIFEST).exists()  # else a running trainer has removed it
+    if not readable:
+        return violations, missing
+    answer = _answer(folder, [*readable])
+    if isinstance(answer, str):
+        return violations, [f"parameters: {answer}", *missing]
+    return violations + [
+        _of(folder, one, why)
+        for name, one in readable.items()
+        if (why := _differs(answer, name, told[one.version])) is not None
+        and (folder.checkpoints / name / MANIFEST).exists()  # else a running trainer has removed it
     ], missing
 
 
-def _differs(told: Mapping[str, Any], version: str, expected: str) -> str | None:
-    if (why := told["damaged"].get(version)) is not None:
-        return str(why)
-    found = told["checksums"].get(version)
-    return None if found == expected else f"the checksum of its parameters is {found}, the log says {expected}"
+def _by_log(
+    folder: RunFolder, found: Sequence[RetainedCheckpoint], records: Mapping[WeightVersion, CommitRecord]
+) -> Mapping[WeightVersion, Sequence[Told]]:
+    """What the log tells of each checkpoint."""
+    try:
+        lines = [*checksums.lines_of(folder, {checksums.made_as(one.state) for one in found})]
+    except OSError:
+        lines = []  # whoever reads the steps names it
+    return {one.version: checksums.told(one.state, records, lines) for one in found}
 
 
-def _told(folder: RunFolder, found: Sequence[RetainedCheckpoint]) -> Mapping[str, Any] | str:
+def _misdescribed(
+    one: RetainedCheckpoint, found: Sequence[RetainedCheckpoint], told: Mapping[WeightVersion, Sequence[Told]]
+) -> str | None:
+    """How the manifest describes its weights otherwise than the trainer that made the step; None if it does not, or
+    another trainer may have described them.
+    """
+    by_version, at = {str(other.version): other for other in found}, one
+    made, manifest = str(checksums.made_as(one.state)), one.manifest
+    while str(at.version) != made and at.manifest.base_version != made:
+        base = by_version.get(at.manifest.base_version or "")
+        if base is None or at.version.step != base.version.step or not base.version < at.version:
+            return None
+        at = base
+    is_copy = str(at.version) == made or at.manifest.base_version == made
+    described = description(manifest.model, manifest.tree, manifest.adapter, manifest.probe)
+    for source, theirs in told[one.version] if is_copy else ():
+        if theirs.get(DESCRIPTION, described) != described:
+            return f"its manifest does not describe model, arrays and probe as {source} does"
+    return None
+
+
+def _differs(answer: Mapping[str, Any], version: str, log: Sequence[Told]) -> str | None:
+    if (found := answer["checksums"].get(version)) is None:
+        return str(answer["damaged"].get(version, "its arrays were not read"))
+    return checksums.contradiction(found, log)
+
+
+def _of(folder: RunFolder, one: RetainedCheckpoint, detail: str) -> Violation:
+    file = f"{folder.checkpoints.name}/{one.version}"
+    return Violation(ViolationKind.CHECKPOINT, detail, step=one.version.step, file=file)
+
+
+def _answer(folder: RunFolder, versions: Sequence[str]) -> Mapping[str, Any] | str:
     """Answer of the process, or the reason why there is none."""
-    versions = [str(one.version) for one in found]
     n_bytes = sum(path.stat().st_size for version in versions for path in _files(folder.checkpoints / version))
     try:
         python = python_of("trainer")

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from services.cli.verify import evaluations
-from services.cli.verify.violation import Violation, ViolationKind
+from services.cli.verify.violation import MOST_OF_A_KIND, Violation, ViolationKind
 from shared import codec
 from shared.bounds import MAX_LINE_VALUES
 from shared.errors import DecodeError
@@ -43,19 +43,27 @@ class MadeVersions:
         self._archived = set(archive.versions(folder.archive))
         self._claimed = archive.epochs(folder.archive)
         self._has_records = bool(commits.versions(folder.archive))
-        self._newest = max([head.version, *commits.committed(folder)])
+        self.newest = max([head.version, *commits.committed(folder)])
         self._is_partial = folder.bucket.exists()
-        self.last_step = max(self._newest.step, *(version.step for version in self._archived), 0)
+        self.last_step = max(self.newest.step, *(version.step for version in self._archived), 0)
+        self.has_log = self._has_records or head.files is not None
+
+    def unrecorded(self) -> list[WeightVersion]:
+        """Archived steps of the newest epoch that its trainer cannot have begun: the groups of a step are archived
+        after the record of the step before.
+        """
+        epoch, step = self.newest.epoch, self.newest.step
+        return sorted(v for v in self._archived if self.has_log and v.epoch == epoch and v.step > step + 1)
 
     def why_not(self, version: WeightVersion) -> str | None:
         """Why no trainer can have told of the version; None if one can."""
-        newest, head = self._newest, self._head
+        newest, head = self.newest, self._head
         if counted.is_ancestor(version, head) or (
             head.epoch == version.epoch and head.step < version.step <= newest.step
         ):
             return None
         if version.epoch == newest.epoch and version.step > newest.step:
-            is_made = version in self._archived and not self._has_records
+            is_made = version in self._archived and not self.has_log
             return None if is_made else f"{version} was never made: the newest step is {newest}"
         if version in self._archived or (self._is_partial and version.epoch < newest.epoch):
             return None
@@ -101,6 +109,9 @@ def check(folder: RunFolder, head: TrainerState, but: Set[WeightVersion]) -> Ite
             is_late = path == folder.metrics and version.epoch < head.epoch and version.step <= head.step
             if version not in but and not is_late and (why := made.why_not(version)) is not None:
                 yield _of(path, f"line {number}: {why}", version.step)
+    for version in made.unrecorded()[:MOST_OF_A_KIND]:
+        detail = f"it was made after step {version.step - 1}, which has no record: the newest is {made.newest}"
+        yield Violation(ViolationKind.COMMIT, detail, step=version.step, file=folder.archive.name)
     yield from bad
     if not folder.bucket.exists() and sampled > max([made.last_step, *(version.step for version in but)]):
         yield _of(folder.samples, f"samples of step {sampled}, the newest step is {made.last_step}", sampled)

@@ -43,9 +43,11 @@ from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from shared.models.origin import Origin
 from shared.process import telemetry
+from shared.run import checksums
+from shared.run.checksums import Checksums
 from shared.run.pinned import Flat
-from shared.run.state import TrainerState
-from shared.run.weights import Adapter, BaseWeights, ManifestLeaf, Probe
+from shared.run.state import OPTIMIZER, TrainerState
+from shared.run.weights import PARAMS, Adapter, BaseWeights, ManifestLeaf, Probe
 from shared.schema import RunConfig
 from shared.types import WeightVersion
 from shared.weights.manifest import PublishedAdapter, WeightTree
@@ -208,6 +210,14 @@ class TunixBackend:
         """Of the bits of all parameters under training."""
         assert self._policy is not None
         return self._policy.checksum()
+
+    def checksums(self) -> Checksums:
+        """Of all that a checkpoint of the present weights holds. Raises NonFinite."""
+        assert self._policy is not None
+        leaves, _, model, probe = self._policy.published()
+        described = checksums.description(model, leaves, self._adapter, probe)
+        optimizer = self._policy.optimizer_checksum()
+        return {PARAMS: self._policy.checksum(), OPTIMIZER: optimizer, checksums.DESCRIPTION: described}
 
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
         """See `Policy.logprob_diffs`; `present` is the version of the present weights."""

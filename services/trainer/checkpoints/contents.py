@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from shared.run.checksums import Checksums
 from shared.run.state import TrainerState
 from shared.run.weights import Adapter, Probe
 
@@ -33,6 +34,10 @@ class ArrayFiles(Protocol):
 
     def read(self, folder: Path) -> dict[str, HostArray]:
         """Raises WeightsError if the folder does not hold arrays, Unavailable, and OSError."""
+        ...
+
+    def checksums(self, folder: Path) -> Checksums:
+        """Of a whole checkpoint, as the log tells them; empty where they are of another kind. Raises as `read`."""
         ...
 
 

@@ -14,7 +14,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from services.trainer.checkpoints.contents import Arrays, HostArray
+from services.trainer.checkpoints.parameters import checksums_of
 from services.trainer.checkpoints.stored_arrays import open_arrays
+from shared.run.checksums import Checksums
 from shared.weights.array_files import os_error
 
 
@@ -44,6 +46,10 @@ class OrbaxArrays:
     def read(self, folder: Path) -> dict[str, HostArray]:
         """Each array is read when it is used. Raises WeightsError, and Unavailable if it cannot be read now."""
         return dict(open_arrays(folder))
+
+    def checksums(self, folder: Path) -> Checksums:
+        """Of a checkpoint. Raises WeightsError, and Unavailable if it cannot be read now."""
+        return checksums_of(folder)
 
 
 def _handler(arrays: Arrays) -> ocp.PyTreeCheckpointHandler:

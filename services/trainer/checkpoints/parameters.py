@@ -1,4 +1,4 @@
-"""The parameters of a run's checkpoints by the checksum that the commit records tell: `python -m
+"""The arrays of a run's checkpoints by the checksums that its log tells: `python -m
 services.trainer.checkpoints.parameters RUN_DIR VERSION…`, which writes {ok, checksums, damaged}, both by version, after
 each of them; the last line holds all.
 
@@ -22,9 +22,10 @@ import orjson
 from services.trainer.checkpoints.stored_arrays import StoredArray, open_arrays
 from shared.errors import VolleyError, WeightsError
 from shared.run import weights
+from shared.run.checksums import Checksums
 from shared.run.folder import RunFolder
 from shared.run.state import OPTIMIZER
-from shared.run.weights import Manifest
+from shared.run.weights import PARAMS, Manifest
 
 _MASTER, _OPTIMIZER, _CRITIC = "master.", "optimizer.", "critic."
 _BESIDE_BYTES = 768 * 2**20
@@ -42,21 +43,22 @@ _GOLDEN, _FIRST, _SECOND = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: always 0; what a checkpoint is damaged by is told."""
     run_dir, *versions = sys.argv[1:] if argv is None else argv
-    checksums, damaged = dict[str, str](), dict[str, str]()
+    found, damaged = dict[str, Checksums](), dict[str, str]()
     for version in versions:
         try:
-            checksums[version] = checksum_of(RunFolder(Path(run_dir)).checkpoints / version)
+            found[version] = checksums_of(RunFolder(Path(run_dir)).checkpoints / version)
         except VolleyError as error:
             damaged[version] = error.detail
         except (OSError, ValueError, MemoryError, OverflowError) as error:
             damaged[version] = f"{type(error).__name__}: {error}"[:300]
-        sys.stdout.write(orjson.dumps({"ok": True, "checksums": checksums, "damaged": damaged}).decode() + "\n")
+        sys.stdout.write(orjson.dumps({"ok": True, "checksums": found, "damaged": damaged}).decode() + "\n")
         sys.stdout.flush()
     return 0
 
 
-def checksum_of(folder: Path) -> str:
-    """Checksum of the parameters under training in a checkpoint, those of a critic included, as in `Policy.checksum`.
+def checksums_of(folder: Path) -> Checksums:
+    """Checksums of the parameters under training in a checkpoint and of the optimizer's state, those of a critic
+    included, as in `Policy.checksum` and `optimizer_checksum`.
 
     Raises WeightsError if its arrays are none, or others than its manifest says, and Unavailable.
     """
@@ -68,7 +70,7 @@ def checksum_of(folder: Path) -> str:
     critic = {f"critic {name}": value for name, value in state.items() if name.startswith(_CRITIC)}
     if master:
         _as_rounded(master, params)
-    return checksum({**(master or params), **critic})
+    return {PARAMS: checksum({**(master or params), **critic}), OPTIMIZER: checksum(state)}
 
 
 def checksum(arrays: Mapping[str, StoredArray | np.ndarray]) -> str:

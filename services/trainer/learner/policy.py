@@ -163,6 +163,10 @@ class Policy:
         critic = self._critic.state() if self._critic else {}
         return checksum(dict(self._learner.trained) | {f"critic {k}": v for k, v in critic.items()})
 
+    def optimizer_checksum(self) -> str:
+        """Of the bits of the optimizer's state, and of that of a critic."""
+        return checksum(self._learner.optimizer_state() | (self._critic.state() if self._critic else {}))
+
     def base(self) -> Params:
         """The parameters that the adapters are of, in the dtype they are published in; none without adapters."""
         return self._learner.frozen

@@ -26,6 +26,7 @@ from shared.process import telemetry
 from shared.process.sinks import MetricsFanout
 from shared.queue.records import Finished, QueueState, StreamEntry
 from shared.run.archive import Archive
+from shared.run.checksums import Checksums
 from shared.run.commits import CommitLog
 from shared.run.pinned import Flat
 from shared.run.state import TrainerState
@@ -86,6 +87,10 @@ class Backend(Protocol):
 
     def checksum(self) -> str:
         """Of the bits of all parameters under training."""
+        ...
+
+    def checksums(self) -> Checksums:
+        """Of all that a checkpoint of the present weights would hold."""
         ...
 
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:

@@ -21,6 +21,8 @@ from services.trainer.settlement.settlement import Settlement
 from services.trainer.status import TrainerStatus
 from shared.errors import NonFinite, WeightsError
 from shared.process import telemetry
+from shared.run import checksums
+from shared.run.weights import PARAMS
 from shared.types import WeightVersion
 
 _MOST_SKIPPED = 3
@@ -70,8 +72,9 @@ class StepRunner:
             self._status.trained(metrics)
             line = self._line_of(metrics, groups, {"step": step_s, "wait": wait_s, "archive": archive_s})
             trained = time.perf_counter()
-            checksum = await self._waiter.blocking(self._parts.backend.checksum)
-            await self._settlement.record(groups, digests, after, line, checksum)
+            found = await self._waiter.blocking(self._parts.backend.checksums)
+            line |= {checksums.CHECKSUMS: dict(found)}
+            await self._settlement.record(groups, digests, after, line, found[PARAMS])
         recorded = time.perf_counter()
         await self._settlement.settle(line)
         timings = {"record_s": recorded - trained, "commit_s": time.perf_counter() - recorded}

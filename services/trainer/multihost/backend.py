@@ -20,6 +20,7 @@ from services.trainer.multihost.processes import SAVES, Calls, Leader, stream, t
 from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.supervised.metrics import SupervisedMetrics
 from services.trainer.supervised.training import SupervisedOptions
+from shared.run.checksums import Checksums
 from shared.run.pinned import Flat
 from shared.run.state import TrainerState
 from shared.types import Group, WeightVersion
@@ -75,6 +76,9 @@ class LeadingBackend:
     def checksum(self) -> str:
         return self._together("checksum", {}, self._own.checksum)
 
+    def checksums(self) -> Checksums:
+        return self._together("checksums", {}, self._own.checksums)
+
     def take(self, state: TrainerState, base: WeightVersion) -> Callable[[], Path]:
         arguments = {"state": state.to_json(), "version": str(base)}
         ours = self._together("take", arguments, lambda: self._own.take(state, base))
@@ -120,6 +124,7 @@ class FollowingCalls:
             "logprob_diffs": lambda given: own.logprob_diffs(_groups(given), _version(given)),
             "rewind": lambda given: own.rewind(_version(given)),
             "checksum": lambda _: own.checksum(),
+            "checksums": lambda _: own.checksums(),
             "take": self._take,
             "publish": lambda given: own.publish(_version(given)),
         }

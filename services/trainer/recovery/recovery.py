@@ -1,11 +1,11 @@
 """From an empty process to the end of the log: the newest whole checkpoint is restored, and what the log holds after it
 is trained again.
 
-The parameters of the checkpoint must be those that the commit record of its step tells by a checksum, else an older
-checkpoint is used. Every step is trained again under the settings that were in force when it was made, and must give
-the parameters that its own record tells. Then nothing was undone: versions that were published stay what they were, and
-other settings begin after the last one. Where one differs (another backend or topology), its groups cannot be read or
-its record is gone, the lineage branches at the last step that agreed.
+Parameters and optimizer of the checkpoint must have the checksums that the log tells of its step, in the commit record
+or in metrics.jsonl, else an older checkpoint is used. Every step is trained again under the settings that were in force
+when it was made, and must give the parameters that its own record tells. Then nothing was undone: versions that were
+published stay what they were, and other settings begin after the last one. Where one differs (another backend or
+topology), its groups cannot be read or its record is gone, the lineage branches at the last step that agreed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from services.trainer.recovery.resuming import under_settings
 from services.trainer.status import TrainerStatus
 from shared.errors import ConfigError, DecodeError, NonFinite, WeightsError
 from shared.process import telemetry
-from shared.run import commits, pinned
+from shared.run import checksums, commits, pinned
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog, CommitRecord
+from shared.run.folder import RunFolder
 from shared.run.ledger import TRAINED
 from shared.run.state import TrainerState, epoch_of, in_lineage
 from shared.types import Group, WeightVersion
@@ -155,21 +156,12 @@ class Recovery:
         self._status.memory, self._status.plan = self._parts.backend.memory, self._parts.backend.plan
 
     async def _contradicted(self, checkpoint: TrainerState) -> str | None:
-        """Objection of the log to the parameters that were built from the checkpoint. Raises Unavailable."""
-        step = checkpoint.step
-        made = WeightVersion(epoch_of(step, checkpoint.lineage) or checkpoint.epoch, step)
-        for version in {checkpoint.version, made}:  # an epoch begins with the parameters of the step before it
-            try:
-                record = await asyncio.to_thread(commits.read, self._parts.commits.root, version)
-            except WeightsError:
-                continue
-            found = await self._waiter.blocking(self._parts.backend.checksum)
-            if found != record.checksum:
-                return (
-                    f"{checkpoint.version}: the checksum of its parameters is {found}, the commit record of {version}"
-                    f" says {record.checksum}"
-                )
-        return None
+        """Objection of the log to what was built from the checkpoint. Raises Unavailable."""
+        told = await asyncio.to_thread(checksums.told_in, RunFolder(self._parts.commits.root.parent), checkpoint)
+        if not told:
+            return None
+        why_not = checksums.contradiction(await self._waiter.blocking(self._parts.backend.checksums), told)
+        return None if why_not is None else f"{checkpoint.version}: {why_not}"
 
     def _head(self, checkpoint: TrainerState) -> TrainerState:
         record = self._newest_record()

@@ -1,0 +1,109 @@
+"""What the log tells of the contents of a checkpoint: checksums of its arrays, and a digest of how it describes them.
+
+A commit record has the checksum of the parameters, a line of metrics all of them (`checksums`), and the chain is over
+that line. Invariant: who made the step computed them from memory, before there was a checkpoint of it. So whoever
+changes a checkpoint and makes the digests in its folder anew contradicts the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, cast
+
+import blake3
+import orjson
+
+from shared import codec
+from shared.bounds import MAX_LINE_VALUES
+from shared.errors import DecodeError, WeightsError
+from shared.files.reading import whole_lines
+from shared.run import commits
+from shared.run.commits import CommitRecord
+from shared.run.folder import RunFolder
+from shared.run.state import OPTIMIZER, STATE, TrainerState, epoch_of
+from shared.run.weights import PARAMS, Adapter, ManifestLeaf, Probe, unreadable
+from shared.types import WeightVersion
+
+CHECKSUMS = "checksums"
+DESCRIPTION = "description"
+_ARRAYS = {PARAMS: "parameters", OPTIMIZER: "optimizer"}
+
+type Checksums = Mapping[str, str]
+"""By part: of the parameters under training, of the optimizer's state (a critic's included), and the description."""
+type Told = tuple[str, Checksums]
+"""Who tells, and what."""
+
+
+def description(
+    model: Mapping[str, Any], tree: Iterable[ManifestLeaf], adapter: Adapter | None, probe: Probe | None
+) -> str:
+    """blake3 of what a manifest says of its weights and is the same in all versions of a run, in hex: not what the
+    probe gave.
+    """
+    of_adapter = None if adapter is None else [adapter.rank, float(adapter.alpha), adapter.base.digest]
+    leaves = sorted((asdict(leaf) for leaf in tree), key=lambda leaf: leaf["key"])
+    prompt = None if probe is None else probe.input_ids
+    told = {"model": model, "tree": leaves, "adapter": of_adapter, "prompt": prompt}
+    return blake3.blake3(orjson.dumps(told, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def made_as(state: TrainerState) -> WeightVersion:
+    """The version whose step made these weights: an epoch begins with those of the step before it."""
+    return WeightVersion(epoch_of(state.step, state.lineage) or state.epoch, state.step)
+
+
+def told(
+    state: TrainerState, records: Mapping[WeightVersion, CommitRecord], lines: Sequence[Mapping[str, Any]]
+) -> list[Told]:
+    """What records, `state.json` and lines of metrics tell of the weights that `state` is of.
+
+    Args:
+        lines: of metrics.jsonl, of any versions.
+    """
+    made, found = made_as(state), list[Told]()
+    for version in dict.fromkeys((state.version, made)):
+        if (record := records.get(version)) is not None:
+            found.append((f"the commit record of {version}", {PARAMS: record.checksum}))
+            found += _of_lines(f"the commit record of {version}", record.state.metrics, made)
+    return [*found, *_of_lines(STATE, state.metrics, made), *_of_lines("metrics.jsonl", lines, made)]
+
+
+def told_in(run: RunFolder, state: TrainerState) -> list[Told]:
+    """The same, from the run's folder. Raises Unavailable if it cannot be read now, and WeightsError if metrics.jsonl
+    is no file.
+    """
+    records, made = dict[WeightVersion, CommitRecord](), made_as(state)
+    for version in {state.version, made}:
+        with suppress(WeightsError):
+            records[version] = commits.read(run.archive, version)
+    try:
+        return told(state, records, [*lines_of(run, {made})])
+    except OSError as error:
+        raise unreadable(str(run.metrics), error) from error
+
+
+def lines_of(run: RunFolder, versions: Iterable[WeightVersion]) -> Iterator[Mapping[str, Any]]:
+    """The lines of metrics.jsonl that tell checksums of these versions. Raises OSError."""
+    names = [str(version).encode() for version in versions]
+    for text in whole_lines(run.metrics) if names else ():
+        if f'"{CHECKSUMS}"'.encode() in text and any(name in text for name in names):
+            with suppress(DecodeError):
+                line = codec.from_record(text, "a line of metrics", MAX_LINE_VALUES)
+                if isinstance(line, dict):
+                    yield cast(dict[str, Any], line)
+
+
+def contradiction(found: Checksums, log: Iterable[Told]) -> str | None:
+    """How the arrays of a checkpoint differ from what the log tells of them, if they do."""
+    for source, theirs in log:
+        for part, name in _ARRAYS.items():
+            if part in found and part in theirs and found[part] != theirs[part]:
+                return f"the checksum of its {name} is {found[part]}, {source} says {theirs[part]}"
+    return None
+
+
+def _of_lines(source: str, lines: Iterable[Mapping[str, Any]], made: WeightVersion) -> list[Told]:
+    mine = (line.get(CHECKSUMS) for line in lines if line.get("version") == str(made))
+    return [(source, {str(part): str(value) for part, value in one.items()}) for one in mine if isinstance(one, dict)]
