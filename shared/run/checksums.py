@@ -39,14 +39,11 @@ type Told = tuple[str, Checksums]
 def description(
     model: Mapping[str, Any], tree: Iterable[ManifestLeaf], adapter: Adapter | None, probe: Probe | None
 ) -> str:
-    """blake3 of what a manifest says of its weights and is the same in all versions of a run, in hex: not what the
-    probe gave.
-    """
+    """blake3 of what a manifest says of its weights beside their files, in hex."""
     of_adapter = None if adapter is None else [adapter.rank, float(adapter.alpha), adapter.base.digest]
     leaves = sorted((asdict(leaf) for leaf in tree), key=lambda leaf: leaf["key"])
-    prompt = None if probe is None else probe.input_ids
-    told = {"model": model, "tree": leaves, "adapter": of_adapter, "prompt": prompt}
-    return blake3.blake3(orjson.dumps(told, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    plain = {"model": model, "tree": leaves, "adapter": of_adapter, "probe": None if probe is None else asdict(probe)}
+    return blake3.blake3(orjson.dumps(plain, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def made_as(state: TrainerState) -> WeightVersion:

@@ -86,10 +86,10 @@ def _trajectory(ticket: int, sample_index: int, version: WeightVersion, reward: 
 
 
 class Weightless:
-    """The loop's backend: the one weight is the number of steps."""
+    """The loop's backend: the one weight is the number of steps, and so is the state of the optimizer."""
 
     def __init__(self, checkpoints: CheckpointFolders) -> None:
-        self._checkpoints, self.weight = checkpoints, 0.0
+        self._checkpoints, self.weight, self.count = checkpoints, 0.0, 0.0
         self._restored: RestoredCheckpoint | None = None
         self.memory: Mapping[str, float] = {}
         self.plan = ""
@@ -105,6 +105,7 @@ class Weightless:
     def build(self) -> None:
         assert self.may_build.wait(10)
         self.weight = float(self._restored.params["w"]) if self._restored else 0.0
+        self.count = float(self._restored.optimizer["count"]) if self._restored else 0.0
 
     def start(self, state: TrainerState) -> Path:
         assert self.may_start.wait(10)
@@ -119,6 +120,7 @@ class Weightless:
             self.weight = np.inf
             raise NonFinite("not finite", what=["w"])
         self.weight += 1
+        self.count += 1
         return step_metrics(held, before)
 
     def under(self, settings: Mapping[str, Any]) -> None: ...
@@ -128,25 +130,24 @@ class Weightless:
 
     def checksums(self) -> Mapping[str, str]:
         described = checksums.description({}, [ManifestLeaf("w", (), "float32")], None, None)
-        return {"params": self.checksum(), "optimizer": self.checksum(), "description": described}
+        return {"params": self.checksum(), "optimizer": str(self.count), "description": described}
 
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
         return [None for _ in held]
 
     def rewind(self, version: WeightVersion) -> None:
-        self.weight = float(self._checkpoints.restored(version).params["w"])
+        restored = self._checkpoints.restored(version)
+        self.weight, self.count = float(restored.params["w"]), float(restored.optimizer["count"])
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
-        contents = CheckpointContents(
-            {"w": np.float32(self.weight)}, {"count": np.float32(self.weight)}, None, {}, None
-        )
-        return self._written(state, contents, base)
+        return self._written(state, self._contents(), base)
 
     def take(self, state: TrainerState, base: WeightVersion) -> Callable[[], Path]:
-        contents = CheckpointContents(
-            {"w": np.float32(self.weight)}, {"count": np.float32(self.weight)}, None, {}, None
-        )
+        contents = self._contents()
         return lambda: self._written(state, contents, base)
+
+    def _contents(self) -> CheckpointContents:
+        return CheckpointContents({"w": np.float32(self.weight)}, {"count": np.float32(self.count)}, None, {}, None)
 
     def _written(self, state: TrainerState, contents: CheckpointContents, base: WeightVersion | None) -> Path:
         assert self.may_save.wait(10)

@@ -162,10 +162,8 @@ def test_the_newest_record_of_a_run_that_was_killed_is_damaged(
     assert {t for t, line in settled.items() if line["disposition"] == "trained"} == {1, 2, 3, 4, 5, 6}
 
 
-@pytest.mark.parametrize(
-    ("file", "left"),
-    [("params/w.npy", {"saved"}), ("optimizer/optimizer.count.npy", {"saved"}), ("params/w.npy", set[lies.Part]())],
-)
+@pytest.mark.parametrize("file", ["params/w.npy", "optimizer/optimizer.count.npy"])
+@pytest.mark.parametrize("left", [{"saved"}, set[lies.Part]()])
 def test_foreign_arrays_under_digests_made_anew_are_not_gone_on_from(
     stopped_at_3: Path, executor: ThreadPoolExecutor, file: str, left: set[lies.Part]
 ):
@@ -180,6 +178,21 @@ def test_foreign_arrays_under_digests_made_anew_are_not_gone_on_from(
     assert list(trainer.status.to_json()["set_aside"]) == ["e000001-s000003"]
     result = command.verify(RunFolder(stopped_at_3))
     assert result["ok"], result["violations"]
+
+
+def test_foreign_arrays_are_not_gone_on_from_where_no_commit_record_is_left(
+    stopped_at_3: Path, executor: ThreadPoolExecutor
+):
+    path = stopped_at_3 / "checkpoints" / "e000001-s000003" / "params" / "w.npy"
+    path.unlink()
+    np.save(path, np.float32(7.0))
+    lies.Remake(RunFolder(stopped_at_3))()
+    for version in commits.versions(stopped_at_3 / "archive"):
+        commits.path_of(stopped_at_3 / "archive", version).unlink()
+    trainer = Incarnation(stopped_at_3, executor)
+    asyncio.run(trainer.run_until(lambda status: status.phase == "waiting"))
+    assert list(trainer.status.to_json()["set_aside"]) == ["e000001-s000003"]
+    assert trainer.backend.weight == 2.0
 
 
 def test_checkpoints_that_lost_their_lines_are_named_again_by_the_next_start(
