@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import orjson
 import pytest
 import yaml
 from safetensors.numpy import load_file
@@ -21,11 +22,14 @@ from services.trainer.models.initial_weights import leaves_of
 from shared.errors import ConfigError, WeightsError
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
-from shared.run import trust
+from shared.models.origin import Origin
+from shared.run import trust, weights
 from shared.run.folder import RunFolder
 from shared.run.state import initial_state
 from tests.support import families, models
 from tests.support.tokenizer import FOLDER as TOKENIZER
+
+VERSION = "e000001-s000001"
 
 
 def make_run(folder: Path, case: families.FamilyCase, dtype: type) -> dict[str, np.ndarray]:
@@ -38,9 +42,9 @@ def make_run(folder: Path, case: families.FamilyCase, dtype: type) -> dict[str, 
     checkpoints.fence(1)
     params: dict[str, np.ndarray] = {}
     for step in (0, 1):
-        weights = models.to_tunix(models.random_weights(case.config, step), case.config)
-        params = {leaf: value.astype(dtype) for leaf, value in weights.items()}
-        master = None if dtype is np.float32 else weights
+        exact = models.to_tunix(models.random_weights(case.config, step), case.config)
+        params = {leaf: value.astype(dtype) for leaf, value in exact.items()}
+        master = None if dtype is np.float32 else exact
         contents = CheckpointContents(params, {"count": np.zeros((), np.int32)}, master, case.config, None)
         checkpoints.save(replace(initial_state(0).under(1, keep_reference=False), step=step, low=step), contents, None)
     config = {"run": {"name": "run", "dir": str(folder)}, "model": {"path": str(model)}, "data": {"env": "frozen_lake"}}
@@ -73,6 +77,36 @@ def test_what_is_exported_is_loaded_as_the_same_arrays(name: str, dtype: type, t
     written = json.loads((tmp_path / "out" / "config.json").read_bytes())
     assert (written["torch_dtype"], written["bos_token_id"]) == (np.dtype(dtype).name, 1)
     assert ChatTokenizer(tmp_path / "out").eos_id == ChatTokenizer(TOKENIZER).eos_id
+
+
+@pytest.mark.parametrize("part", ["params", "optimizer"])
+@pytest.mark.parametrize("is_of_a_run", [True, False])
+def test_arrays_that_the_log_tells_otherwise_are_neither_exported_nor_started_from(
+    tmp_path: Path, part: str, *, is_of_a_run: bool
+) -> None:
+    """Their digests, and the manifest's in checkpoints.jsonl, are those of the arrays."""
+    make_run(tmp_path, families.case("llama-tied"), np.float32)
+    run = RunFolder(tmp_path / "run")
+    checkpoints = CheckpointFolders(run.checkpoints, "run", 3, OrbaxArrays())
+    found = checkpoints.foreign(Origin("run", str(run.path), VERSION, weights.digest(manifest_of(run))))
+    told = OrbaxArrays().checksums(found.folder)
+    line = {"step": 1, "version": VERSION, "checksums": told}
+    run.metrics.write_bytes(orjson.dumps(line) + b"\n")
+    load(run, checkpoints, tmp_path / "before", is_of_a_run=is_of_a_run)
+    run.metrics.write_bytes(orjson.dumps(line | {"checksums": dict(told) | {part: "0" * 32}}) + b"\n")
+    with pytest.raises(ConfigError if is_of_a_run else WeightsError, match="the checksum of its"):
+        load(run, checkpoints, tmp_path / "after", is_of_a_run=is_of_a_run)
+
+
+def load(run: RunFolder, checkpoints: CheckpointFolders, out: Path, *, is_of_a_run: bool) -> None:
+    if is_of_a_run:
+        checkpoints.foreign(Origin("run", str(run.path), VERSION, weights.digest(manifest_of(run))))
+    else:
+        export.export(run.path, out, VERSION)
+
+
+def manifest_of(run: RunFolder) -> Path:
+    return run.checkpoints / VERSION / weights.MANIFEST
 
 
 def test_what_cannot_be_exported_is_named_and_leaves_nothing(tmp_path: Path) -> None:
