@@ -7,7 +7,7 @@ changes a checkpoint and makes the digests in its folder anew contradicts the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, cast
@@ -23,7 +23,7 @@ from shared.run import commits
 from shared.run.commits import CommitRecord
 from shared.run.folder import RunFolder
 from shared.run.state import OPTIMIZER, STATE, TrainerState, epoch_of
-from shared.run.weights import PARAMS, Adapter, ManifestLeaf, Probe, unreadable
+from shared.run.weights import PARAMS, Adapter, Manifest, ManifestLeaf, Probe, unreadable
 from shared.types import WeightVersion
 
 CHECKSUMS = "checksums"
@@ -39,7 +39,7 @@ type Told = tuple[str, Checksums]
 def description(
     model: Mapping[str, Any], tree: Iterable[ManifestLeaf], adapter: Adapter | None, probe: Probe | None
 ) -> str:
-    """blake3 of what a manifest says of its weights beside their files, in hex."""
+    """blake3 of what a manifest says of its weights beside their files, in hex. Logs hold it: it stays as it is."""
     of_adapter = None if adapter is None else [adapter.rank, float(adapter.alpha), adapter.base.digest]
     leaves = sorted((asdict(leaf) for leaf in tree), key=lambda leaf: leaf["key"])
     plain = {"model": model, "tree": leaves, "adapter": of_adapter, "probe": None if probe is None else asdict(probe)}
@@ -98,6 +98,28 @@ def contradiction(found: Checksums, log: Iterable[Told]) -> str | None:
         for part, name in _ARRAYS.items():
             if part in found and part in theirs and found[part] != theirs[part]:
                 return f"the checksum of its {name} is {found[part]}, {source} says {theirs[part]}"
+    return None
+
+
+def misdescribed(
+    manifest: Manifest, state: TrainerState, log: Iterable[Told], of_version: Callable[[str], Manifest | None]
+) -> str | None:
+    """How a manifest describes its weights otherwise than the log tells, if it does. None where the trainer that made
+    the step did not write it: another one may describe the same weights in other words.
+
+    Args:
+        of_version: gives the manifest of another version, if that is retained: an epoch begins with a copy.
+    """
+    made, at = made_as(state), manifest
+    while str(made) not in (at.version, at.base_version):
+        base = None if at.base_version is None else of_version(at.base_version)
+        if base is None or base.step != at.step or base.weight_version >= at.weight_version:
+            return None
+        at = base
+    described = description(manifest.model, manifest.tree, manifest.adapter, manifest.probe)
+    for source, theirs in log:
+        if theirs.get(DESCRIPTION, described) != described:
+            return f"its manifest does not describe model, arrays, adapters and probe as {source} does"
     return None
 
 

@@ -23,7 +23,7 @@ from shared.errors import ConfigError, WeightsError
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from shared.models.origin import Origin
-from shared.run import trust, weights
+from shared.run import checksums, trust, weights
 from shared.run.folder import RunFolder
 from shared.run.state import initial_state
 from tests.support import families, models
@@ -79,7 +79,7 @@ def test_what_is_exported_is_loaded_as_the_same_arrays(name: str, dtype: type, t
     assert ChatTokenizer(tmp_path / "out").eos_id == ChatTokenizer(TOKENIZER).eos_id
 
 
-@pytest.mark.parametrize("part", ["params", "optimizer"])
+@pytest.mark.parametrize("part", ["params", "optimizer", "description"])
 @pytest.mark.parametrize("is_of_a_run", [True, False])
 def test_arrays_that_the_log_tells_otherwise_are_neither_exported_nor_started_from(
     tmp_path: Path, part: str, *, is_of_a_run: bool
@@ -89,12 +89,16 @@ def test_arrays_that_the_log_tells_otherwise_are_neither_exported_nor_started_fr
     run = RunFolder(tmp_path / "run")
     checkpoints = CheckpointFolders(run.checkpoints, "run", 3, OrbaxArrays())
     found = checkpoints.foreign(Origin("run", str(run.path), VERSION, weights.digest(manifest_of(run))))
-    told = OrbaxArrays().checksums(found.folder)
+    manifest = weights.read_manifest(found.folder)
+    described = checksums.description(manifest.model, manifest.tree, manifest.adapter, manifest.probe)
+    told = {**OrbaxArrays().checksums(found.folder), "description": described}
     line = {"step": 1, "version": VERSION, "checksums": told}
     run.metrics.write_bytes(orjson.dumps(line) + b"\n")
     load(run, checkpoints, tmp_path / "before", is_of_a_run=is_of_a_run)
-    run.metrics.write_bytes(orjson.dumps(line | {"checksums": dict(told) | {part: "0" * 32}}) + b"\n")
-    with pytest.raises(ConfigError if is_of_a_run else WeightsError, match="the checksum of its"):
+    run.metrics.write_bytes(orjson.dumps(line | {"checksums": told | {part: "0" * 32}}) + b"\n")
+    with pytest.raises(
+        ConfigError if is_of_a_run else WeightsError, match=r"checksum of its|manifest does not describe"
+    ):
         load(run, checkpoints, tmp_path / "after", is_of_a_run=is_of_a_run)
 
 

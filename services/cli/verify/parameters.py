@@ -20,7 +20,7 @@ from services.cli.verify.checkpoints import RetainedCheckpoint
 from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import ConfigError
 from shared.run import checksums
-from shared.run.checksums import DESCRIPTION, Told, description
+from shared.run.checksums import Told
 from shared.run.commits import CommitRecord
 from shared.run.folder import RunFolder
 from shared.run.weights import MANIFEST, PARAMS
@@ -38,7 +38,12 @@ def check(
 ) -> tuple[list[Violation], list[str]]:
     """Differences found, and comparisons that could not be made."""
     told = _by_log(folder, found, {record.version: record for record in records})
-    violations = [_of(folder, one, why) for one in found if (why := _misdescribed(one, found, told)) is not None]
+    manifests = {str(one.version): one.manifest for one in found}
+    violations = [
+        _of(folder, one, why)
+        for one in found
+        if (why := checksums.misdescribed(one.manifest, one.state, told[one.version], manifests.get)) is not None
+    ]
     readable = dict[str, RetainedCheckpoint]()
     for one in found:
         expected = [theirs[PARAMS] for _, theirs in told[one.version] if PARAMS in theirs]
@@ -71,27 +76,6 @@ def _by_log(
     except OSError:
         lines = []  # whoever reads the steps names it
     return {one.version: checksums.told(one.state, records, lines) for one in found}
-
-
-def _misdescribed(
-    one: RetainedCheckpoint, found: Sequence[RetainedCheckpoint], told: Mapping[WeightVersion, Sequence[Told]]
-) -> str | None:
-    """How the manifest describes its weights otherwise than the trainer that made the step; None if it does not, or
-    another trainer may have described them.
-    """
-    by_version, at = {str(other.version): other for other in found}, one
-    made, manifest = str(checksums.made_as(one.state)), one.manifest
-    while str(at.version) != made and at.manifest.base_version != made:
-        base = by_version.get(at.manifest.base_version or "")
-        if base is None or at.version.step != base.version.step or not base.version < at.version:
-            return None
-        at = base
-    is_copy = str(at.version) == made or at.manifest.base_version == made
-    described = description(manifest.model, manifest.tree, manifest.adapter, manifest.probe)
-    for source, theirs in told[one.version] if is_copy else ():
-        if theirs.get(DESCRIPTION, described) != described:
-            return f"its manifest does not describe model, arrays and probe as {source} does"
-    return None
 
 
 def _differs(answer: Mapping[str, Any], version: str, log: Sequence[Told]) -> str | None:

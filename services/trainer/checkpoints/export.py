@@ -21,8 +21,9 @@ from safetensors.numpy import save_file
 
 from services.trainer.checkpoints import exported_files
 from services.trainer.checkpoints.contents import HostArray
+from services.trainer.checkpoints.logged import check_log
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
-from services.trainer.checkpoints.store import check_log, read_base
+from services.trainer.checkpoints.store import read_base
 from services.trainer.models.initial_weights import safetensors_leaves
 from shared.errors import ConfigError, VolleyError, WeightsError, problem
 from shared.files.storage import storage
@@ -139,8 +140,8 @@ def _verified(checkpoint: Path, *, merge: bool) -> tuple[Manifest, Mapping[str, 
     Raises WeightsError, also if the run's trainer removes the checkpoint meanwhile.
     """
     try:
-        manifest, state = states.verify(checkpoint)
-        check_log(checkpoint, state, OrbaxArrays())
+        manifest, _ = states.verify(checkpoint)
+        check_log(checkpoint, OrbaxArrays())
         params = _whole(OrbaxArrays().read(checkpoint / manifest.path))
         if (found := manifest.adapter) is None or not merge:
             return manifest, params

@@ -36,11 +36,12 @@ from services.trainer.checkpoints.contents import (
     HostArray,
     RestoredCheckpoint,
 )
+from services.trainer.checkpoints.logged import check_log
 from shared.errors import ConfigError, Forbidden, Unavailable, WeightsError
 from shared.files import storage
 from shared.models.origin import Origin
 from shared.process import telemetry
-from shared.run import archive, checksums, commits, saved, weights
+from shared.run import archive, commits, saved, weights
 from shared.run import state as states
 from shared.run.best import best_version
 from shared.run.folder import RunFolder
@@ -208,7 +209,7 @@ class CheckpointFolders:
             if weights.digest(origin.checkpoint / weights.MANIFEST) != origin.manifest:
                 raise WeightsError("its manifest is another one than when the run was begun")
             found = restore(origin.checkpoint, self._arrays)
-            check_log(origin.checkpoint, found.state, self._arrays)
+            check_log(origin.checkpoint, self._arrays)
             return found
         except (WeightsError, Forbidden, OSError) as error:
             there = ", ".join(map(str, weights.versions(origin.checkpoint.parent))) or "none"
@@ -320,15 +321,6 @@ def restore(folder: Path, arrays: ArrayFiles) -> RestoredCheckpoint:
                 "a step that gave such numbers was saved; older ones may be whole",
             )
     return found
-
-
-def check_log(folder: Path, state: TrainerState, arrays: ArrayFiles) -> None:
-    """Raises WeightsError if a whole checkpoint holds other arrays than the log of its run tells, and Unavailable if
-    one of them cannot be read now.
-    """
-    told = checksums.told_in(RunFolder(folder.parent.parent), state)
-    if told and (why := checksums.contradiction(arrays.checksums(folder), told)) is not None:
-        raise WeightsError(f"{folder.name}: {why}", "somebody has changed the checkpoint: choose another version")
 
 
 def opened(folder: Path, arrays: ArrayFiles) -> RestoredCheckpoint:
