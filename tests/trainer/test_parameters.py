@@ -14,16 +14,23 @@ import pytest
 
 from services.cli.verify import parameters as proof
 from services.cli.verify.checkpoints import RetainedCheckpoint
+from services.trainer.backend.tunix import TunixBackend
 from services.trainer.checkpoints import parameters
 from services.trainer.checkpoints.contents import CheckpointContents
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.learner.checksum import checksum
+from services.trainer.learner.policy import PolicyOptions
+from services.trainer.models.lora import LoraOptions
+from services.trainer.models.options import ModelOptions
+from shared.models.config import ModelConfig
+from shared.run import checksums, weights
 from shared.run import state as states
-from shared.run import weights
 from shared.run.commits import CommitRecord
 from shared.run.folder import RunFolder
 from shared.run.state import initial_state
+from tests.support import models
+from tests.trainer.test_policy import CONFIG_1, OPTIONS, START, WEIGHTS, held, ppo_options
 
 RNG = np.random.default_rng(3)
 
@@ -106,6 +113,39 @@ def test_other_parameters_beside_the_true_ones_in_the_optimizer_are_named(tmp_pa
     (violation,), _ = proof.check(RunFolder(tmp_path), found, records)
     assert violation.step == 2
     assert "optimizer holds" in violation.detail
+
+
+@pytest.mark.parametrize(
+    ("options", "lora"),
+    [
+        (OPTIONS, None),
+        (replace(OPTIONS, published_dtype="bfloat16"), None),
+        (ppo_options(), None),
+        (OPTIONS, LoraOptions(2, 4.0, ("q_proj", "down_proj"))),
+    ],
+    ids=["float32", "bfloat16", "ppo", "lora"],
+)
+def test_a_trainer_tells_what_its_checkpoint_holds(
+    tmp_path: Path, options: PolicyOptions, lora: LoraOptions | None
+) -> None:
+    folders = CheckpointFolders(tmp_path / "run" / "checkpoints", "run", 2, OrbaxArrays())
+    folders.fence(1)
+    models.write_hf(tmp_path / "model", CONFIG_1, WEIGHTS)
+    model = ModelOptions(tmp_path / "model", "float32", "none", (1, 1), ("fsdp", "tp"), 0, lora=lora)
+    one, again = (TunixBackend(model, ModelConfig.parse(CONFIG_1), options, folders) for _ in range(2))
+    state = initial_state(0).under(1, keep_reference=False)
+    one.restore()
+    one.build()
+    one.start(state)
+    one.step(held(1, 2, 3, 4), START)
+    told = one.checksums()
+    saved = one.save(replace(state, step=1, low=4), state.version)
+    manifest = weights.read_manifest(saved)
+    described = checksums.description(manifest.model, manifest.tree, manifest.adapter, manifest.probe)
+    assert told == {**OrbaxArrays().checksums(saved), "description": described}
+    again.restore()
+    again.build()
+    assert again.checksums() == told
 
 
 def told_by_metrics(folder: Path, records: list[CommitRecord], optimizer: np.ndarray) -> None:
