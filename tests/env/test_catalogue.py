@@ -112,7 +112,7 @@ def test_a_variant_whose_tasks_are_too_rare_is_refused_when_it_is_registered(mon
 def test_the_documents_know_how_many_variants_there_may_be() -> None:
     docs = Path(__file__).parents[2] / "docs"
     assert f"registered variants {MAX_VARIANTS}" in " ".join(
-        (docs / "environments.md").read_text(encoding="utf-8").split()
+        (docs / "environment-api.md").read_text(encoding="utf-8").split()
     )
     assert f"register {MAX_VARIANTS} variants of environments" in " ".join(
         (docs / "security.md").read_text(encoding="utf-8").split()

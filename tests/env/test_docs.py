@@ -7,7 +7,7 @@ from tests.docs.commands import first_example
 from tests.env.conftest import OpenClient
 from tests.env.submitted import decided, play, submit
 
-DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
+DOCS = Path(__file__).parents[2] / "docs" / "builtin-environments.md"
 
 
 async def test_the_documented_environment_is_taken_and_played(open_client: OpenClient) -> None:

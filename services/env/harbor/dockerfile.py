@@ -193,7 +193,7 @@ class _Build:
         return check_place(str(PurePosixPath(self.workdir, path)))
 
 
-_HINT = "see docs/environments.md: what of a task folder can be honoured in a sandbox"
+_HINT = "see docs/other-environments.md: what of a task folder can be honoured in a sandbox"
 
 
 def check_place(path: str) -> str:

@@ -198,7 +198,7 @@ def _read_task(folder: Path, name: str) -> HarborTask:
     )
 
 
-_HINT = "see docs/environments.md: what of a task folder can be honoured in a sandbox"
+_HINT = "see docs/other-environments.md: what of a task folder can be honoured in a sandbox"
 
 
 def _settings(path: Path) -> TaskFile:

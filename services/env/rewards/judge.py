@@ -1,7 +1,7 @@
 """A language model as judge: what it is asked, and how its score is read.
 
 What the model under training wrote stands between tags that end in a digest of that very text, so that no text can
-hold its own closing tag. A judge can be talked over all the same; see docs/environments.md.
+hold its own closing tag. A judge can be talked over all the same; see docs/rewards.md.
 """
 
 from __future__ import annotations
