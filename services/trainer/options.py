@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.trainer.algorithms.registry import algorithm, ppo, taught
+from services.trainer.algorithms.ppo import Ppo
+from services.trainer.algorithms.registry import algorithm, taught
 from services.trainer.batches.batch import BatchLayout
 from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.optimizer import OptimizerOptions
@@ -67,7 +68,7 @@ def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
     if isinstance(section, PpoSection):
         waits = section.critic_warmup_steps
         critic = CriticSetup(
-            ppo(section, grpo.num_iterations, grpo.max_response_length),
+            Ppo.of(section, grpo.num_iterations, grpo.max_response_length),
             optimizer_options(section.critic_optimizer_config, updates),
             waits,
         )

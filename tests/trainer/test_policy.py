@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from services.trainer.algorithms.grpo import Grpo
-from services.trainer.algorithms.registry import algorithm, ppo
+from services.trainer.algorithms.ppo import Ppo
+from services.trainer.algorithms.registry import algorithm
 from services.trainer.algorithms.terms.actor import ActorOptions
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
 from services.trainer.algorithms.terms.policy_gradient import RewardOptions
@@ -144,7 +145,7 @@ def test_iterations_move_further_on_the_same_data():
 
 def ppo_options(**changes: Any) -> PolicyOptions:
     section = PpoSection(name="ppo", **changes)
-    made = ppo(section, 1, 16)
+    made = Ppo.of(section, 1, 16)
     return replace(OPTIONS, algorithm=made, critic=CriticSetup(made, OPTIONS.optimizer, section.critic_warmup_steps))
 
 

@@ -7,10 +7,20 @@ so that every token keeps a gradient: PPO's bound drops those of the rare tokens
 
 from __future__ import annotations
 
-from services.trainer.algorithms.terms.policy_gradient import GroupRelative
+from dataclasses import replace
+from typing import Self
+
+from services.trainer.algorithms.terms.actor import ActorOptions
+from services.trainer.algorithms.terms.policy_gradient import GroupRelative, RewardOptions
+from shared.algorithm_schema import CispoSection
 
 
-class Cispo(GroupRelative):
-    """Its actor's surrogate is the weighted one."""
+class Cispo(GroupRelative[CispoSection]):
+    """GRPO with clipped importance weights in place of a clipped objective."""
 
     estimator = "grpo"
+
+    @classmethod
+    def of(cls, section: CispoSection, n_updates: int, max_response_length: int) -> Self:
+        actor = replace(ActorOptions.of(section), surrogate="weighted")
+        return cls(actor, RewardOptions.of(section), n_updates, section.advantage_estimator)

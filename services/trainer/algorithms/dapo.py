@@ -6,10 +6,24 @@ filter, not a loss.
 
 from __future__ import annotations
 
-from services.trainer.algorithms.terms.policy_gradient import GroupRelative
+from dataclasses import replace
+from typing import Self
+
+from services.trainer.algorithms.terms.actor import ActorOptions
+from services.trainer.algorithms.terms.policy_gradient import GroupRelative, RewardOptions
+from services.trainer.algorithms.terms.rewards import Overlong
+from shared.algorithm_schema import DapoSection
 
 
-class Dapo(GroupRelative):
-    """Its options say all that is particular."""
+class Dapo(GroupRelative[DapoSection]):
+    """GRPO with a penalty for answers that are nearly too long; the other differences are defaults of its section."""
 
     estimator = "grpo"
+
+    @classmethod
+    def of(cls, section: DapoSection, n_updates: int, max_response_length: int) -> Self:
+        rewards = RewardOptions.of(section)
+        if section.overlong_buffer is not None:
+            longest = section.overlong_length or max_response_length
+            rewards = replace(rewards, overlong=Overlong(longest, section.overlong_buffer, section.overlong_penalty))
+        return cls(ActorOptions.of(section), rewards, n_updates, section.advantage_estimator)

@@ -9,9 +9,10 @@ tokens divided by a constant (`sequence-mean-token-scale`), so a long wrong answ
 from __future__ import annotations
 
 from services.trainer.algorithms.terms.policy_gradient import GroupRelative
+from shared.algorithm_schema import DrGrpoSection
 
 
-class DrGrpo(GroupRelative):
-    """GRPO's loss."""
+class DrGrpo(GroupRelative[DrGrpoSection]):
+    """GRPO without the division by the standard deviation."""
 
     estimator = "drgrpo"

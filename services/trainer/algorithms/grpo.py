@@ -12,9 +12,10 @@ and the loss is the weighted sum over tokens (`loss_agg_mode` says with which we
 from __future__ import annotations
 
 from services.trainer.algorithms.terms.policy_gradient import GroupRelative
+from shared.algorithm_schema import GrpoSection
 
 
-class Grpo(GroupRelative):
-    """Its options say all that is particular."""
+class Grpo(GroupRelative[GrpoSection]):
+    """Group-relative advantages and the clipped loss, without changes."""
 
     estimator = "grpo"

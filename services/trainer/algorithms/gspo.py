@@ -8,10 +8,20 @@ advantage. A geometric mean of ratios is much closer to 1 than a ratio: epsilons
 
 from __future__ import annotations
 
-from services.trainer.algorithms.terms.policy_gradient import GroupRelative
+from dataclasses import replace
+from typing import Self
+
+from services.trainer.algorithms.terms.actor import ActorOptions
+from services.trainer.algorithms.terms.policy_gradient import GroupRelative, RewardOptions
+from shared.algorithm_schema import GspoSection
 
 
-class Gspo(GroupRelative):
-    """Its actor's ratio is of sequences."""
+class Gspo(GroupRelative[GspoSection]):
+    """GRPO with one importance ratio for a whole sequence."""
 
     estimator = "grpo"
+
+    @classmethod
+    def of(cls, section: GspoSection, n_updates: int, max_response_length: int) -> Self:
+        actor = replace(ActorOptions.of(section), ratio="sequence")
+        return cls(actor, RewardOptions.of(section), n_updates, section.advantage_estimator)

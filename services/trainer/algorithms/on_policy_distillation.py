@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Self
 
 import numpy as np
 
@@ -19,14 +20,20 @@ from services.trainer.algorithms.terms.advantages import returns_to_go
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup, Needs
 from services.trainer.algorithms.terms.distillation import penalty
 from services.trainer.algorithms.terms.policy_gradient import PolicyGradient, RewardOptions
+from shared.algorithm_schema import OnPolicyDistillationSection
 
 
-class OnPolicyDistillation(PolicyGradient):
+class OnPolicyDistillation(PolicyGradient[OnPolicyDistillationSection]):
     """The actor's loss on what a teacher says."""
 
     def __init__(self, actor: ActorOptions, rewards: RewardOptions, n_updates: int, coef: float, gamma: float) -> None:
         super().__init__(actor, rewards, n_updates)
         self._coef, self._gamma = coef, gamma
+
+    @classmethod
+    def of(cls, section: OnPolicyDistillationSection, n_updates: int, max_response_length: int) -> Self:
+        actor, rewards = ActorOptions.of(section), RewardOptions.of(section)
+        return cls(actor, rewards, n_updates, section.teacher_kl_coef, section.gamma)
 
     @property
     def needs(self) -> Needs:

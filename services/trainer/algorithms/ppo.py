@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from services.trainer.algorithms.terms.algorithm import Episode, EpisodeGroup, N
 from services.trainer.algorithms.terms.policy_gradient import PolicyGradient, RewardOptions
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
+from shared.algorithm_schema import PpoSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,17 @@ class CriticOptions:
     clip_range: float | None
 
 
-class Ppo(PolicyGradient):
+class Ppo(PolicyGradient[PpoSection]):
     """The actor's loss on advantages of a critic."""
 
     def __init__(self, actor: ActorOptions, rewards: RewardOptions, n_updates: int, critic: CriticOptions) -> None:
         super().__init__(actor, rewards, n_updates)
         self.critic = critic
+
+    @classmethod
+    def of(cls, section: PpoSection, n_updates: int, max_response_length: int) -> Self:
+        critic = CriticOptions(section.gamma, section.gae_lambda, section.whiten_advantages, section.clip_range_value)
+        return cls(ActorOptions.of(section), RewardOptions.of(section), n_updates, critic)
 
     @property
     def needs(self) -> Needs:

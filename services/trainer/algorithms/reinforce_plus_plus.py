@@ -9,7 +9,7 @@ of an episode has what is left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -17,11 +17,12 @@ from services.trainer.algorithms.terms.actor import ActorOptions
 from services.trainer.algorithms.terms.advantages import group_relative, returns_to_go, whitened
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
 from services.trainer.algorithms.terms.policy_gradient import PolicyGradient, RewardOptions
+from shared.algorithm_schema import ReinforcePlusPlusSection
 
 Baseline = Literal["none", "group"]
 
 
-class ReinforcePlusPlus(PolicyGradient):
+class ReinforcePlusPlus(PolicyGradient[ReinforcePlusPlusSection]):
     """PPO's loss on returns."""
 
     def __init__(
@@ -29,6 +30,11 @@ class ReinforcePlusPlus(PolicyGradient):
     ) -> None:
         super().__init__(actor, rewards, n_updates)
         self._gamma, self._baseline = gamma, baseline
+
+    @classmethod
+    def of(cls, section: ReinforcePlusPlusSection, n_updates: int, max_response_length: int) -> Self:
+        actor, rewards = ActorOptions.of(section), RewardOptions.of(section)
+        return cls(actor, rewards, n_updates, section.gamma, section.baseline)
 
     def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         made = self.token_rewards(groups)

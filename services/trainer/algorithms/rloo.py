@@ -8,9 +8,10 @@ which is unbiased. The ratio to the policy that sampled is clipped as in PPO, un
 from __future__ import annotations
 
 from services.trainer.algorithms.terms.policy_gradient import GroupRelative
+from shared.algorithm_schema import RlooSection
 
 
-class Rloo(GroupRelative):
-    """GRPO's loss."""
+class Rloo(GroupRelative[RlooSection]):
+    """GRPO with the mean of the other episodes as baseline."""
 
     estimator = "rloo"

@@ -5,7 +5,7 @@ data that another policy sampled, with a KL penalty and an entropy bonus.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from services.trainer.algorithms.terms.statistics import Statistic, Statistics
 from services.trainer.algorithms.terms.surrogate import Clip
 from services.trainer.batches.batch import Batch
 from services.trainer.learner.logprobs import TokenScores
+from shared.algorithm_schema import PolicyGradientSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,20 @@ class ActorOptions:
     beta: float = 0.0
     kl_mode: KlMode = "low_var_kl"
     entropy_coef: float = 0.0
+
+    @classmethod
+    def of(cls, section: PolicyGradientSection) -> Self:
+        """Options that every algorithm reads from its section of the configuration."""
+        high = section.epsilon if section.epsilon is None or section.epsilon_high is None else section.epsilon_high
+        return cls(
+            clip=Clip(section.epsilon, high, section.epsilon_c),
+            correction=Correction(
+                section.sampler_is, section.sampler_is_threshold, section.sampler_rs, section.sampler_rs_bounds
+            ),
+            beta=section.beta if section.kl_in == "loss" else 0.0,
+            kl_mode=section.kl_loss_mode,
+            entropy_coef=section.entropy_coef,
+        )
 
 
 def actor_loss(scores: TokenScores, batch: Batch, options: ActorOptions) -> tuple[jax.Array, Statistics]:

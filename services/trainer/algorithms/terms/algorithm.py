@@ -1,7 +1,7 @@
 """What every algorithm is: what it needs to know of the tokens, their advantages, and a loss.
 
-A new algorithm is a module beside this one, a section in shared/algorithm_schema.py that names it, and a line in
-`registry`. A new statistic is a line where the loss gives its statistics.
+A new algorithm is a module in algorithms/, a section of the configuration in shared/algorithm_schema.py, and a row of
+`registry.ALGORITHMS` that joins both. A new statistic is a line where the loss gives its statistics.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import jax
 import numpy as np
@@ -16,6 +18,7 @@ from services.trainer.algorithms.terms.rewards import Credit, Normalization, Ove
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
 from services.trainer.learner.logprobs import TokenScores
+from shared.algorithm_schema import PolicyGradientSection
 from shared.types import Trajectory
 
 
@@ -32,8 +35,19 @@ class RewardOptions:
     kl_coef: float = 0.0
     mask_truncated: bool = False
 
+    @classmethod
+    def of(cls, section: PolicyGradientSection) -> Self:
+        """Options that every algorithm reads from its section of the configuration."""
+        how = section.reward_normalization
+        return cls(
+            credit=section.credit,
+            normalization=None if how.method == "identity" else Normalization(how.grouping, how.method),
+            kl_coef=section.beta if section.kl_in == "reward" else 0.0,
+            mask_truncated=section.mask_truncated,
+        )
 
-class PolicyGradient:
+
+class PolicyGradient[S: PolicyGradientSection](ABC):
     """The actor's loss on advantages that a subclass gives.
 
     Args:
@@ -49,12 +63,27 @@ class PolicyGradient:
             entropy=bool(actor.entropy_coef),
         )
 
+    @classmethod
+    def of(cls, section: S, n_updates: int, max_response_length: int) -> Self:
+        """The algorithm that a section of the configuration describes.
+
+        Args:
+            section: the one that the registry lists for this class.
+            n_updates: optimizer updates on the data of one step.
+            max_response_length: tokens of a turn at most.
+        """
+        return cls(ActorOptions.of(section), RewardOptions.of(section), n_updates)
+
     @property
     def needs(self) -> Needs:
         return self._needs
 
     def counts(self, trajectory: Trajectory) -> bool:
         return not (self.rewards.mask_truncated and trajectory.status == "truncated")
+
+    @abstractmethod
+    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+        """See `Algorithm.advantages`."""
 
     def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Statistics]:
         return actor_loss(scores, batch, self.actor)
@@ -93,7 +122,7 @@ class PolicyGradient:
         return made
 
 
-class GroupRelative(PolicyGradient):
+class GroupRelative[S: PolicyGradientSection](PolicyGradient[S]):
     """Advantages against the other episodes of the same task; `estimator` says how, None as the subclass does.
 
     With credit by turn, what counts at a turn is the reward of it and all later ones, and it is compared with what the
