@@ -210,6 +210,37 @@ async def test_a_process_that_fails_rarely_is_restarted_for_ever(
     assert set(said) == {"child ended with exit code 1; restarting it in 0.01 s"}
 
 
+async def test_a_run_that_makes_steps_between_failures_goes_on(
+    member: Callable[..., SupervisedProcess], reaper: Reaper, tmp_path: Path
+) -> None:
+    """Also where they are as frequent as those of a loop of crashes; pauses grow all the same."""
+    said: list[str] = []
+    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1); sys.exit(1)"
+    patience = RestartPolicy(restarts=1, pause_s=0.01, longest_pause_s=0.04)
+    async with keeping([member(program)], reaper, said.append, patience, progress=lambda: len(said)):
+        await until(lambda: len(said) >= 4)
+    assert [line.rpartition(" in ")[2] for line in said[:4]] == ["0.01 s", "0.02 s", "0.04 s", "0.04 s"]
+
+
+async def test_a_step_that_is_undone_and_made_again_is_no_progress(
+    member: Callable[..., SupervisedProcess], reaper: Reaper
+) -> None:
+    said: list[str] = []
+    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1); sys.exit(1)"
+    steps = iter([3, 2, 3, 2, 3])
+    with pytest.raises(BaseExceptionGroup) as failure:
+        async with keeping(
+            [member(program)],
+            reaper,
+            said.append,
+            RestartPolicy(restarts=2, pause_s=0.01),
+            progress=lambda: next(steps),
+        ):
+            await asyncio.sleep(40)
+    assert isinstance(first_error(failure.value), ServiceFailed)
+    assert len(said) == 2
+
+
 async def test_the_pause_between_restarts_grows_up_to_a_bound(
     member: Callable[..., SupervisedProcess], reaper: Reaper
 ) -> None:

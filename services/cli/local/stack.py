@@ -39,6 +39,7 @@ from shared.process import boot
 from shared.process.ports import free_port
 from shared.queue import client as redis_client
 from shared.queue import server as redis_server
+from shared.run import commits
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from shared.services import SERVICES
@@ -108,10 +109,14 @@ async def running(
         later_kinds = [name for name, service in SERVICES.items() if service.needs]
         for name in (*(member.spec.name for member in redis), *builder.urls):
             seen(name, "pending")
+
+        def durable_steps() -> int:
+            return max((version.step for version in commits.committed(folder)), default=0)
+
         async with (
-            keeping(redis, reaper, say, patience, seen) as first,
-            keeping(builder.members(*first_kinds), reaper, say, patience, seen) as second,
-            keeping(builder.members(*later_kinds), reaper, say, patience, seen) as third,
+            keeping(redis, reaper, say, patience, seen, durable_steps) as first,
+            keeping(builder.members(*first_kinds), reaper, say, patience, seen, durable_steps) as second,
+            keeping(builder.members(*later_kinds), reaper, say, patience, seen, durable_steps) as third,
         ):
             yield LocalStack(
                 {**builder.urls, **builder.external}, builder.token, builder.ca_file, [*first, *second, *third]

@@ -34,6 +34,15 @@ def unseen(name: str, state: ServiceState) -> None:
     """Nobody looks."""
 
 
+type Progress = Callable[[], int]
+"""A number that grows as the run goes on, such as its durable steps."""
+
+
+def no_progress() -> int:
+    """Of processes that serve no run."""
+    return 0
+
+
 class ServiceFailed(VolleyError):
     """A process of the run is gone for good."""
 
@@ -44,9 +53,9 @@ class ServiceFailed(VolleyError):
 class RestartPolicy:
     """How often a process is started again, and how long it may be silent.
 
-    At most `restarts` in `window_s` seconds of service: the time to get ready does not count, so a process that takes
-    long to start and crashes at once is given up all the same, and one that fails rarely goes on for ever. The first
-    restart comes after `pause_s` seconds, each further one in the window after twice as long, at most
+    At most `restarts` in `window_s` seconds of service without progress of the run: the time to get ready does not
+    count, so a process that takes long to start and crashes at once is given up all the same, and one that fails rarely
+    goes on for ever, as does a run that makes steps between its failures. The first restart comes after `pause_s` seconds, each further one in the window after twice as long, at most
     `longest_pause_s`. A process is asked every `probe_s` seconds; one that has not answered for `hung_s` seconds is
     killed.
     """
@@ -93,13 +102,20 @@ class Supervision:
     """A process under supervision. `up` is set once it has answered for the first time; `ends` grows with each end."""
 
     def __init__(
-        self, member: SupervisedProcess, reaper: Reaper, say: Say, patience: RestartPolicy, seen: Seen = unseen
+        self,
+        member: SupervisedProcess,
+        reaper: Reaper,
+        say: Say,
+        patience: RestartPolicy,
+        seen: Seen = unseen,
+        progress: Progress = no_progress,
     ) -> None:
         self.member, self._reaper, self._say, self._patience, self._seen = member, reaper, say, patience, seen
+        self._progress = progress
         self.up = asyncio.Event()
         self.child: Child | None = None
         self.ends: list[ProcessEnd] = []
-        self._restarts: deque[float] = deque()  # when, in seconds of service
+        self._restarts: deque[tuple[float, int]] = deque()  # when, in seconds of service, and at which progress
         self._served_s = 0.0
 
     @property
@@ -179,7 +195,7 @@ class Supervision:
         self.ends.append(end)
         pause_s = self._next_pause_s()
         if pause_s is None:
-            bound = f"{self._patience.restarts} restarts in {self._patience.window_s:g} s of service"
+            bound = f"{self._patience.restarts} restarts in {self._patience.window_s:g} s of service without progress"
             raise ServiceFailed(f"{end} again after {bound}{_log_end(child)}")
         self._say(f"{end}; restarting it in {pause_s:g} s")
         await asyncio.sleep(pause_s)
@@ -187,11 +203,12 @@ class Supervision:
     def _next_pause_s(self) -> float | None:
         """None when patience is at its end."""
         patience, recent = self._patience, self._restarts
-        while recent and self._served_s - recent[0] > patience.window_s:
+        while recent and self._served_s - recent[0][0] > patience.window_s:
             recent.popleft()
-        if len(recent) >= patience.restarts:
+        progress = max([self._progress(), *(at for _, at in recent)])  # steps that are undone and made again are none
+        if sum(at == progress for _, at in recent) >= patience.restarts:
             return None
-        recent.append(self._served_s)
+        recent.append((self._served_s, progress))
         return min(patience.longest_pause_s, patience.pause_s * 2.0 ** min(len(recent) - 1, 32))
 
 
@@ -202,13 +219,14 @@ async def keeping(
     say: Say,
     patience: RestartPolicy = RestartPolicy(),
     seen: Seen = unseen,
+    progress: Progress = no_progress,
 ) -> AsyncIterator[list[Supervision]]:
     """Keeps the processes alive for the length of the context, which begins when all of them have answered once.
 
     Raises, in an ExceptionGroup, ServiceFailed or ConfigError when one of them is gone for good.
     """
     async with asyncio.TaskGroup() as group:
-        kept = [Supervision(member, reaper, say, patience, seen) for member in members]
+        kept = [Supervision(member, reaper, say, patience, seen, progress) for member in members]
         tasks = [group.create_task(one.run()) for one in kept]
         try:
             for one in kept:
