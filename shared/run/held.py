@@ -1,8 +1,10 @@
 """The files of lines that nothing else leads to, as a commit record holds them: by name, how long each was, and the
 digest of that.
 
-The files only grow, so each record holds the beginning of the file as it is later. The ledger and the metrics have the
-chain instead (see shared.run.chain).
+The files only grow, so each record holds the beginning of the file as it is later. A trainer that finds one shorter than
+its last record holds it (somebody has removed it, or a folder was restored from older copies) counts that in the next
+record: without such a count, shorter files are a lie. The ledger and the metrics have the chain instead (see
+shared.run.chain).
 """
 
 from __future__ import annotations
@@ -40,6 +42,29 @@ def parse(raw: Any) -> HeldFiles | None:
         if not isinstance(digest, str) or len(digest) != _DIGITS:
             raise TypeError("a file that is held has no digest")
         found[str(name)] = size, digest
+    return found
+
+
+type Losses = Mapping[str, int]
+"""By name: how often a trainer has found that a file of the run had lost lines."""
+
+
+def parse_losses(raw: Any) -> Losses | None:
+    """Raises TypeError or ValueError."""
+    if raw is None:
+        return None
+    found = dict(raw)
+    if any(len(name) > _MOST_NAME or type(n) is not int or not 0 < n <= MAX_RECORD_BYTES for name, n in found.items()):
+        raise TypeError("losses are no counts by name")
+    return found
+
+
+def losses(before: HeldFiles | None, now: HeldFiles, known: Losses | None) -> Losses:
+    """Count the files that are shorter now than before, beside those that are `known`."""
+    found = dict(known or {})
+    for name, (size, _) in (before or {}).items():
+        if now.get(name, (0, ""))[0] < size:
+            found[name] = found.get(name, 0) + 1
     return found
 
 

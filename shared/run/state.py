@@ -22,7 +22,7 @@ from shared.files.reading import read_file
 from shared.queue.progress import TicketProgress
 from shared.run import held, ledger, pinned, saved
 from shared.run.chain import Chain
-from shared.run.held import HeldFiles
+from shared.run.held import HeldFiles, Losses
 from shared.run.pinned import Flat, Settings
 from shared.run.weights import Manifest, ManifestFile, digest, read_manifest, seal, unreadable, verify_files, versions
 from shared.types import Lineage, WeightVersion
@@ -56,8 +56,8 @@ class TrainerState:
     before; both are missing in checkpoints that are older than they. `origin` is the version of another run that the
     weights were before step 0 (see shared.models.origin), if they were one. `data` says of a run of supervised training
     which data it passes over, by digest (also of its `files`), and where it is in it; there `step` counts optimizer
-    steps of that. `files` are the beginnings of other files of the run (see shared.run.held); None in states that are
-    older than they.
+    steps of that. `files` are the beginnings of other files of the run, `losses` how often each had lost lines (see
+    shared.run.held); None in states that are older than they.
     """
 
     epoch: int
@@ -77,6 +77,7 @@ class TrainerState:
     origin: Mapping[str, Any] | None = None
     data: Mapping[str, Any] | None = None
     files: HeldFiles | None = None
+    losses: Losses | None = None
     schema: int = SCHEMA
 
     @property
@@ -129,8 +130,13 @@ class TrainerState:
             recent=recent,
             metrics=metrics,
             chain=chain,
-            files=self.files if files is None else files,
-        )
+        ).holding(files)
+
+    def holding(self, files: HeldFiles | None) -> Self:
+        """The same state with `files` as they are now, if they were looked at."""
+        if files is None:
+            return self
+        return replace(self, files=files, losses=held.losses(self.files, files, self.losses))
 
     def to_json(self, **extra: Any) -> bytes:
         return orjson.dumps({**asdict(self), **extra}, option=orjson.OPT_INDENT_2)
@@ -160,6 +166,7 @@ class TrainerState:
                 origin=_origin(raw.get("origin")),
                 data=_data(raw.get("data")),
                 files=held.parse(raw.get("files")),
+                losses=held.parse_losses(raw.get("losses")),
             )
         except (KeyError, TypeError, ValueError, AttributeError, DecodeError) as error:
             raise WeightsError(f"state.json lacks or mistypes a field: {error!r}"[:_MAX_DETAIL]) from error
@@ -248,7 +255,18 @@ def _data(value: Any) -> dict[str, Any] | None:
 def initial_state(seed: int) -> TrainerState:
     """Before any checkpoint: epoch 0, step 0."""
     return TrainerState(
-        epoch=0, step=0, low=0, done=(), issued=0, void=0, seed=seed, phase="rl", lineage=(), chain=Chain(0), files={}
+        epoch=0,
+        step=0,
+        low=0,
+        done=(),
+        issued=0,
+        void=0,
+        seed=seed,
+        phase="rl",
+        lineage=(),
+        chain=Chain(0),
+        files={},
+        losses={},
     )
 
 

@@ -1,8 +1,9 @@
-"""The files that states hold the beginnings of (see shared.run.held), and that every checkpoint has its line."""
+"""Beginnings of files by the states that hold them (see shared.run.held), and the line of every checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import blake3
@@ -10,13 +11,18 @@ import orjson
 
 from services.cli.verify.checkpoints import RetainedCheckpoint
 from services.cli.verify.violation import Violation, ViolationKind
-from shared.files.reading import MAX_RECORD_BYTES, ended_lines, open_file
+from shared.files.reading import ended_lines, open_file
 from shared.run import held, saved
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
 
 _BLOCK_BYTES = 2**20
+_NAMES = RunFolder(Path())
+_REWRITTEN = (_NAMES.evals.name, _NAMES.samples.name)
+"""Files that the orchestrator makes again if they are gone while the run goes on."""
+_MADE_AGAIN = (_NAMES.saved.name,)
+"""Files that the trainer makes again if they are gone; older versions did not count that."""
 type Expected = Mapping[int, Mapping[str, WeightVersion]]
 """By size of the beginning: the digests of it, each with the oldest version whose state says so."""
 
@@ -24,25 +30,26 @@ type Expected = Mapping[int, Mapping[str, WeightVersion]]
 def check(
     folder: RunFolder, ancestors: Sequence[TrainerState], found: Sequence[RetainedCheckpoint]
 ) -> Iterator[Violation]:
-    """All files by the states of the newest epoch, which begins with them as it found them; evaluations and samples
-    also by those of earlier epochs, as far as the file only grew since.
+    """All files by the states of which each holds no less of them than the one before, and states that hold less
+    although no trainer has found that lines are lost.
     """
-    epoch = ancestors[-1].epoch
-    expected = dict[str, dict[int, dict[str, WeightVersion]]]()
-    for state in ancestors:
-        for name, (size, digest) in (state.files or {}).items() if state.epoch == epoch else ():
-            expected.setdefault(name, {}).setdefault(size, {}).setdefault(digest, state.version)
+    states, newest = _with_files(ancestors), ancestors[-1]
     known = {path.name: path for path in held.files(folder)}
-    for path in (folder.evals, folder.samples):
-        older = [state for state in _grown(path.name, ancestors) if state.epoch < epoch]
-        yield from _rewritten(path, older)
-    for name, sizes in expected.items():
-        if name in known:
-            yield from _beginnings(known[name], sizes)
-        else:
-            yield Violation(
-                ViolationKind.STATE, f"it holds {name[:100]}, which is no file of a run", step=ancestors[-1].step
-            )
+    for name, path in known.items():
+        grown = _grown(name, states)
+        recent = [state for state in grown if state.epoch == newest.epoch or name not in _REWRITTEN]
+        yield from _beginnings(path, _expected(name, recent))
+        if name in _REWRITTEN:
+            yield from _rewritten(path, [state for state in grown if state.epoch < newest.epoch])
+        for before, after in pairwise(states):
+            if _size(after, name) < _size(before, name) and not _is_told(name, before, after):
+                detail = (
+                    f"{after.version} holds {_size(after, name)} bytes of it, {before.version} {_size(before, name)}"
+                )
+                yield _of(path, f"{detail}, and no trainer has found that it lost lines", after.version)
+    for name in {name for state in states if state.epoch == newest.epoch for name in state.files or {}} - known.keys():
+        detail = f"it holds {name[:100]}, which is no file of a run"
+        yield Violation(ViolationKind.STATE, detail, step=newest.step)
     yield from _lines(folder, found)
 
 
@@ -54,11 +61,12 @@ def absent(found: Sequence[RetainedCheckpoint]) -> list[str]:
 
 def replaced(folder: RunFolder, ancestors: Sequence[TrainerState]) -> list[str]:
     """Files that were removed or replaced by shorter ones: what older states hold of them cannot be compared."""
+    states = _with_files(ancestors)
     return [
         f"{path.name} before {grown[0].version}: it has lost lines since"
-        for path in (folder.evals, folder.samples)
-        if (grown := _grown(path.name, ancestors)) and grown[0] is not _with_files(ancestors)[0]
-        if any(path.name in (state.files or {}) for state in ancestors if state.version < grown[0].version)
+        for path in held.files(folder)
+        if (grown := _grown(path.name, states)) and grown[0] is not states[0]
+        if any(path.name in (state.files or {}) for state in states if state.version < grown[0].version)
     ]
 
 
@@ -66,27 +74,47 @@ def _with_files(ancestors: Sequence[TrainerState]) -> list[TrainerState]:
     return [state for state in ancestors if state.files is not None]
 
 
-def _grown(name: str, ancestors: Sequence[TrainerState]) -> list[TrainerState]:
+def _size(state: TrainerState, name: str) -> int:
+    return (state.files or {}).get(name, (0, ""))[0]
+
+
+def _is_told(name: str, before: TrainerState, after: TrainerState) -> bool:
+    """Tell if a trainer between two states counted a loss; trainers of older versions count none."""
+    if before.losses is None and after.losses is None:
+        return True
+    return _n_losses(after, name) > _n_losses(before, name)
+
+
+def _n_losses(state: TrainerState, name: str) -> int:
+    return (state.losses or {}).get(name, 0)
+
+
+def _grown(name: str, states: Sequence[TrainerState]) -> list[TrainerState]:
     """The newest states of which each holds no less of the file than the one before, oldest first."""
-    found, size = list[TrainerState](), MAX_RECORD_BYTES
-    for state in reversed(_with_files(ancestors)):
-        held_bytes = (state.files or {}).get(name, (0, ""))[0]
-        if held_bytes > size:
+    found = list(states[-1:])
+    for before in reversed(states[:-1]):
+        after = found[-1]
+        if _size(before, name) > _size(after, name) or _n_losses(before, name) != _n_losses(after, name):
             break
-        found.append(state)
-        size = held_bytes
+        if name in _MADE_AGAIN and before.losses is None and before.epoch < states[-1].epoch:
+            break
+        found.append(before)
     return found[::-1]
+
+
+def _expected(name: str, states: Sequence[TrainerState]) -> Expected:
+    expected = dict[int, dict[str, WeightVersion]]()
+    for state in states:
+        if (one := (state.files or {}).get(name)) is not None:
+            expected.setdefault(one[0], {}).setdefault(one[1], state.version)
+    return expected
 
 
 def _rewritten(path: Path, older: Sequence[TrainerState]) -> Iterator[Violation]:
     """A file that was removed may have grown as long again by the evaluations of one step: more than that tells that
     somebody has rewritten it.
     """
-    expected = dict[int, dict[str, WeightVersion]]()
-    for state in older:
-        if (one := (state.files or {}).get(path.name)) is not None:
-            expected.setdefault(one[0], {}).setdefault(one[1], state.version)
-    for violation in _beginnings(path, expected) if expected else ():
+    for violation in _beginnings(path, _expected(path.name, older)):
         try:
             with open_file(path) as file:
                 steps = {_step(line) for _, line in ended_lines(file)}
@@ -105,6 +133,8 @@ def _step(line: bytes) -> int | None:
 
 
 def _beginnings(path: Path, sizes: Expected) -> Iterator[Violation]:
+    if not sizes:
+        return
     told, at = blake3.blake3(), 0
     try:
         with open_file(path) as file:

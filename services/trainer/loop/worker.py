@@ -180,7 +180,7 @@ class TrainerWorker:
         plan = self._plan
         state = known.under(epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin)
         files = FollowedFiles(RunFolder(self._parts.archive.root.parent)).now()
-        return replace(state, phase="done" if state.step >= plan.max_steps else "rl", files=files)
+        return replace(state, phase="done" if state.step >= plan.max_steps else "rl").holding(files)
 
     async def _begin(self, known: TrainerState) -> int:
         above = await asyncio.to_thread(self._parts.archive.last_epoch)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from services.trainer.checkpoints.store import CheckpointFolders
@@ -103,7 +103,7 @@ class SupervisedWorker:
         await self._waiter.patiently(partial(asyncio.to_thread, self._repair, known, epoch, checkpoints))
         files = await asyncio.to_thread(FollowedFiles(RunFolder(archive.root.parent)).now)
         state = known.under(epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin)
-        return replace(state, files=files)
+        return state.holding(files)
 
     def _repair(self, known: TrainerState, epoch: int, checkpoints: CheckpointFolders) -> None:
         checkpoints.fence(epoch)

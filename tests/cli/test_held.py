@@ -1,0 +1,99 @@
+"""Files that the states of a run hold the beginnings of, changed between its epochs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from services.cli.verify import command
+from shared.run import saved, weights
+from shared.run.folder import RunFolder
+from tests.cli.test_lies import begun_again
+from tests.support import lies
+from tests.support.small_run import RUN
+
+LINES = [b'{"step":0,"what":"%d"}\n' % n for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = lies.make(tmp_path_factory.mktemp("valid") / RUN)
+    RunFolder(folder).demonstrations.write_bytes(b"".join(LINES))
+    begun_again(RunFolder(folder))
+    return folder
+
+
+@pytest.fixture
+def run(valid: Path, tmp_path: Path) -> RunFolder:
+    shutil.copytree(valid, tmp_path / RUN)
+    return RunFolder(tmp_path / RUN)
+
+
+def forged_epoch(run: RunFolder, **changes: Any) -> None:
+    """A new epoch whose state says something else of the files; all digests are made again."""
+    begun_again(run)
+    version = max(weights.versions(run.checkpoints))
+    folder = run.checkpoints / str(version)
+    path = folder / "state.json"
+    path.write_bytes(orjson.dumps(orjson.loads(path.read_bytes()) | changes))
+    weights.write_manifest(folder, replace(weights.read_manifest(folder), state=weights.digest(path)))
+    saved.append(run.checkpoints, version, weights.digest(folder / weights.MANIFEST))
+
+
+def without_last_line(path: Path) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+@pytest.mark.parametrize("changes", [{"files": {}}, {"files": {}, "losses": {}}, {"files": {}, "losses": None}])
+def test_an_epoch_that_forgets_what_the_one_before_held_is_named(run: RunFolder, changes: dict[str, Any]) -> None:
+    forged_epoch(run, **changes)
+    without_last_line(run.evals)
+    result = command.verify(run)
+    assert "evals.jsonl" in {violation["file"] for violation in result["violations"]}
+
+
+def test_an_epoch_without_a_word_on_files_is_named(run: RunFolder) -> None:
+    """As a trainer of an older version made it: none goes on after a newer one without losing what that held."""
+    forged_epoch(run, files=None, losses=None)
+    without_last_line(run.evals)
+    assert command.verify(run)["violations"]
+
+
+@pytest.mark.parametrize("name", ["evals", "samples", "demonstrations", "saved"])
+def test_lines_that_a_trainer_found_to_be_lost_are_told(run: RunFolder, name: str) -> None:
+    path: Path = getattr(run, name)
+    path.unlink()
+    begun_again(run)
+    result = command.verify(run)
+    assert result["violations"] == []
+    assert any(f"{path.name} before" in one for one in result["not_checked"])
+    begun_again(run)
+    assert command.verify(run)["violations"] == []
+
+
+def other_line(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"1"', b'"7"'))
+
+
+def lines_in_another_order(path: Path) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[::-1]))
+
+
+@pytest.mark.parametrize("change", [other_line, lines_in_another_order], ids=lambda change: change.__name__)
+def test_a_file_that_was_rewritten_before_a_new_epoch_is_named(run: RunFolder, change: Callable[[Path], None]) -> None:
+    change(run.demonstrations)
+    begun_again(run)
+    assert {x["file"] for x in command.verify(run)["violations"]} == {run.demonstrations.name}
+
+
+def test_two_epochs_with_two_losses_are_told(run: RunFolder) -> None:
+    for _ in range(2):
+        without_last_line(run.demonstrations)
+        begun_again(run)
+    assert command.verify(run)["violations"] == []
