@@ -13,7 +13,7 @@ import orjson
 from shared import config
 from shared.errors import ConfigError
 from shared.files import storage
-from shared.models import origin
+from shared.models import content, origin
 from shared.models.origin import ORIGIN, Origin
 from shared.models.weight_files import INDEX, WEIGHTS, check_random, shard_names, weight_files
 from shared.run import trust, weights
@@ -107,15 +107,14 @@ def _copy(found: Origin, kept: Path) -> None:
     draft.rename(kept)
 
 
-def _model_inside(folder: RunFolder) -> Path:
+def _model_inside(folder: RunFolder, run: RunConfig) -> Path:
     """The model that a run's folder keeps, or names on the hub. Raises ConfigError."""
     kept = kept_in(folder.path)
     if kept.is_dir() and not kept.is_symlink():
         return kept
-    path = config.recorded(folder.config).config.model.path
-    if config.is_folder(path, folder.path):
+    if config.is_folder(run.model.path, folder.path):
         trust.check(folder)
-    return model_folder(path)
+    return model_folder(run.model.path)
 
 
 def copy_small(source: Path, target: Path) -> None:
@@ -127,15 +126,20 @@ def copy_small(source: Path, target: Path) -> None:
 
 
 def model_of(found: Origin) -> Path:
-    """The folder with the config.json and the tokenizer of a version of another run. Raises ConfigError, also where a
-    run's folder that is not trusted names a folder outside.
+    """The folder with the config.json and the tokenizer of a version of another run. Raises ConfigError, also where its
+    files are others than when that run was begun, or a run's folder that is not trusted names a folder outside.
     """
+    folder = RunFolder(Path(found.folder))
     try:
-        folder = RunFolder(Path(found.folder))
         if trust.is_own(folder):
-            return model_folder(config.stored(folder.path).config.model.path, folder.path)
-        return _model_inside(folder)
+            run = config.stored(folder.path).config
+            model = model_folder(run.model.path, folder.path)
+        else:
+            run = config.recorded(folder.config).config
+            model = _model_inside(folder, run)
+        content.check(run.model.content or {}, content.digests(model), model)
     except ConfigError as error:
         raise ConfigError(
-            f"model.path={found.path}: the model of run {found.run} cannot be found: {error.detail}", error.hint
+            f"model.path={found.path}: the model of run {found.run} cannot be used: {error.detail}", error.hint
         ) from error
+    return model

@@ -13,7 +13,7 @@ import yaml
 from services.trainer.checkpoints.store import CheckpointFolders
 from shared.config import rooted, validate
 from shared.errors import ConfigError, WeightsError
-from shared.models import hub, origin
+from shared.models import content, hub, origin
 from shared.run import state as states
 from shared.run import trust
 from shared.run.folder import RunFolder
@@ -135,8 +135,27 @@ def test_a_version_that_is_not_what_it_was_is_refused(tmp_path: Path, source: Pa
 
 def test_the_model_of_a_run_that_cannot_be_found_is_named(tmp_path: Path, source: Path):
     shutil.rmtree(tmp_path / "models")
-    with pytest.raises(ConfigError, match="the model of run a cannot be found"):
+    with pytest.raises(ConfigError, match="the model of run a cannot be used"):
         hub.keep(run(tmp_path, "runs/a@latest"))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_model_that_has_changed_since_its_run_was_begun_is_refused(tmp_path: Path, source: Path, own: bool):
+    """`eval RUN`, `export` and a run that starts from it would read other texts than it was trained on."""
+    model = tmp_path / "models/tiny"
+    tree = yaml.safe_load((source / "config.yaml").read_text(encoding="utf-8"))
+    tree["model"]["content"] = content.digests(model)
+    if not own:
+        shutil.move(model, source / "model")
+        model = source / "model"
+        trust._accepted.clear()
+    (source / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    found = origin.find(f"{source}@latest", None)
+    assert found is not None
+    assert hub.model_of(found) == model
+    (model / "tokenizer_config.json").write_bytes((model / "tokenizer_config.json").read_bytes() + b" ")
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json .* changed"):
+        hub.model_of(found)
 
 
 def test_provenance_is_in_the_state(tmp_path: Path, source: Path):

@@ -25,6 +25,7 @@ from shared import config
 from shared.clients.env import EnvClient
 from shared.errors import ConfigError
 from shared.models.chat import ChatTokenizer
+from shared.models.content import with_content
 from shared.models.hub import model_folder
 from shared.run import archive, commits, trust
 from shared.run.folder import RunFolder
@@ -114,7 +115,9 @@ def told(result: Mapping[str, Any]) -> str:
 
 async def _reverified(folder: RunFolder, only: str | None, instead: str | None) -> dict[str, Any]:
     run = config.load([folder.config]).config
-    tokenizer = await asyncio.to_thread(lambda: ChatTokenizer(model_folder(run.model.path, folder.path)))
+    model = await asyncio.to_thread(model_folder, run.model.path, folder.path)
+    await asyncio.to_thread(with_content, run, model)  # its tokenizer may have changed since
+    tokenizer = await asyncio.to_thread(ChatTokenizer, model)
     async with environments_of(folder) as client:
         return await _judged(_groups(folder, run.run.name), client, tokenizer, run.run.seed, only, instead)
 

@@ -16,6 +16,7 @@ from services.trainer.learner.policy import Policy
 from services.trainer.settings import TokenLimits
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
+from shared.models.content import with_content
 from shared.models.hub import model_folder
 from shared.schema import RunConfig
 
@@ -27,11 +28,12 @@ class RebuiltPolicy:
     """
 
     def __init__(self, config: RunConfig, checkpoint: Path, root: Path) -> None:
+        folder = model_folder(config.model.path, root.parent)
+        with_content(config, folder)  # else its steps would come out otherwise, and nobody could tell why
         restored = restore(checkpoint, OrbaxArrays())
         adapter, reference = restored.adapter, restored.state.reference
         base = read_base(root, adapter, OrbaxArrays()) if adapter else None
         frozen = restore(root / reference, OrbaxArrays()).params if reference else None
-        folder = model_folder(config.model.path, root.parent)
         described = ModelConfig.read(folder)
         model = assembled(described, from_run.model_options(config, folder), restored_leaves(restored, base))
         self._tokens = TokenLimits(described.vocab_size, ChatTokenizer(folder).pad_id)
