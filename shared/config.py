@@ -160,6 +160,7 @@ def _overridden(tree: Any, overrides: Sequence[str]) -> Any:
         key, sign, _ = override.partition("=")
         if not sign or not key:
             raise ConfigError(f"override {override!r} is not of the form key.path=value")
+        check_text("override", override)
         with _translated(f"override {override[:200]!r}"):
             tree = _merged(tree, OmegaConf.from_dotlist([override]))
     return tree
@@ -224,6 +225,7 @@ def changed(loaded: LoadedConfig, values: Mapping[str, Any]) -> LoadedConfig:
     """The configuration with other values by dotted key. Raises ConfigError."""
     tree = copy.deepcopy(loaded.tree)
     for key, value in values.items():
+        check_text(key, value)
         *parents, leaf = key.split(".")
         node = tree
         for parent in parents:
@@ -231,6 +233,17 @@ def changed(loaded: LoadedConfig, values: Mapping[str, Any]) -> LoadedConfig:
             node[parent] = node = inner if isinstance(inner, dict) else {}
         node[leaf] = value
     return validate(tree)
+
+
+def check_text(key: str, value: Any) -> None:
+    """Raises ConfigError for text that no file of the run can hold: a path whose bytes are not UTF-8."""
+    try:
+        str(value).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{key} {str(value)!r} is not UTF-8, as all that a run records",
+            "rename the folder or file, or work in another folder",
+        ) from error
 
 
 def under(config: RunConfig, settings: Flat) -> RunConfig:

@@ -329,10 +329,9 @@ def _amendments(record: RunRecord, head: TrainerState | None, now: Mapping[str, 
 
 
 def _new(loaded: LoadedConfig) -> RunRecord:
-    seed, flat = loaded.config.run.seed, pinned.relevant(loaded.config)
-    return RunRecord(
-        loaded.digest, seed, flat, _versions(), time.time(), elapsed_s=0.0, finished=False, cwd=str(Path.cwd())
-    )
+    seed, flat, cwd = loaded.config.run.seed, pinned.relevant(loaded.config), str(Path.cwd())
+    config.check_text("the present directory", cwd)
+    return RunRecord(loaded.digest, seed, flat, _versions(), time.time(), elapsed_s=0.0, finished=False, cwd=cwd)
 
 
 def _versions() -> dict[str, str]:
