@@ -1,8 +1,8 @@
 """The files of lines that nothing else leads to, as a commit record holds them: by name, how long each was, and the
 digest of that.
 
-The files only grow, so each record holds the beginning of the file as it is later. A trainer that finds one shorter than
-its last record holds it (somebody has removed it, or a folder was restored from older copies) counts that in the next
+The files only grow, so each record holds the beginning of the file as it is later. A trainer that finds one
+shorter than its last record holds it (somebody has removed it, or restored an older copy) counts that in the next
 record: without such a count, shorter files are a lie. The ledger and the metrics have the chain instead (see
 shared.run.chain).
 """
