@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from shared.errors import Forbidden
+
 MAX_LINE_BYTES = 2**20
 """Of one line of a record; a longer one is cut there, so that it is no longer JSON."""
 MAX_RECORD_BYTES = 2**32
@@ -84,3 +86,21 @@ def ended_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
             cut = 0
         cut += max(0, len(last) - MAX_LINE_BYTES)
         rest = last[:MAX_LINE_BYTES]
+
+
+def confined(root: Path, name: str | Path) -> Path:
+    """`name` resolved beneath `root`. Raises Forbidden if it leads outside, also through a link, or is no
+    path at all.
+    """
+    return beneath(root.resolve(), name)
+
+
+def beneath(root: Path, name: str | Path) -> Path:
+    """`confined`, of a root that is resolved already."""
+    try:
+        path = (root / name).resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise Forbidden(f"path {str(name)[:100]!r} cannot be resolved: {type(error).__name__}") from error
+    if not path.is_relative_to(root):
+        raise Forbidden(f"path {name} lies outside {root}")
+    return path

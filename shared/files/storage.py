@@ -173,6 +173,31 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_tree(folder: Path) -> None:
+    """`fsync` of everything below a folder, and of itself."""
+    for path in folder.rglob("*"):
+        fsync(path)
+    fsync(folder)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """A folder of the same files, copied where they cannot be linked. Raises OSError."""
+    target.mkdir()
+    for path in sorted(source.rglob("*")):
+        place = target / path.relative_to(source)
+        if path.is_dir():
+            place.mkdir()
+        else:
+            _link_or_copy(path, place)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 def _gone(path: Path) -> Path:
     """The topmost folder on the way to `path` that is not there."""
     return next((parent for parent in reversed(path.parents) if not parent.exists()), path)

@@ -22,8 +22,8 @@ import blake3
 import orjson
 
 from shared import codec
-from shared.errors import DecodeError, Forbidden, Unavailable, VolleyError, WeightsError
-from shared.files.reading import open_file, read_file
+from shared.errors import DecodeError, Unavailable, VolleyError, WeightsError
+from shared.files.reading import beneath, confined, open_file, read_file
 from shared.files.storage import fsync
 from shared.types import WeightVersion
 
@@ -325,7 +325,7 @@ def _present(
     for name in sorted(present ^ expected):
         raise WeightsError(f"{version}: file {name} is {'not in the manifest' if name in present else 'missing'}")
     for file in files:
-        path = _beneath(root, file.name)
+        path = beneath(root, file.name)
         if (size := path.stat().st_size) != file.size:
             raise WeightsError(f"{version}: file {file.name} has {size} bytes, expected {file.size}")
         yield file, path
@@ -340,28 +340,10 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def confined(root: Path, name: str | Path) -> Path:
-    """`name` resolved beneath `root`. Raises Forbidden if it leads outside, also through a link, or is no
-    path at all.
-    """
-    return _beneath(root.resolve(), name)
-
-
-def _beneath(root: Path, name: str | Path) -> Path:
-    """`confined`, of a root that is resolved already."""
-    try:
-        path = (root / name).resolve()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise Forbidden(f"path {str(name)[:100]!r} cannot be resolved: {type(error).__name__}") from error
-    if not path.is_relative_to(root):
-        raise Forbidden(f"path {name} lies outside {root}")
-    return path
-
-
 def versions(root: Path) -> list[WeightVersion]:
     """Versions with a manifest under `root`, oldest first; a missing root has none."""
     names = (entry.parent.name for entry in root.glob(f"*/{MANIFEST}"))
-    return sorted(version for version in map(_parse_or_none, names) if version is not None)
+    return sorted(version for version in map(WeightVersion.of_name, names) if version is not None)
 
 
 def newest(root: Path) -> Path | None:
@@ -409,10 +391,3 @@ def hashing_once() -> Iterator[None]:
         yield
     finally:
         _digests.reset(token)
-
-
-def _parse_or_none(name: str) -> WeightVersion | None:
-    try:
-        return WeightVersion.parse(name)
-    except DecodeError:
-        return None

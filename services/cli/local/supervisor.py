@@ -53,11 +53,11 @@ class ServiceFailed(VolleyError):
 class RestartPolicy:
     """How often a process is started again, and how long it may be silent.
 
-    At most `restarts` in `window_s` seconds of service without progress of the run: the time to get ready does not
-    count, so a process that takes long to start and crashes at once is given up all the same, and one that fails rarely
-    goes on for ever, as does a run that makes steps between its failures. The first restart comes after `pause_s` seconds, each further one in the window after twice as long, at most
-    `longest_pause_s`. A process is asked every `probe_s` seconds; one that has not answered for `hung_s` seconds is
-    killed.
+    At most `restarts` in `window_s` seconds of service without progress of the run. The time to get ready does not
+    count, so a process that takes long to start and crashes at once is given up all the same; one that fails rarely
+    goes on for ever, as does a run that makes steps between its failures. The first restart comes after `pause_s`
+    seconds, each further one in the window after twice as long, at most `longest_pause_s`. A process is asked every
+    `probe_s` seconds; one that has not answered for `hung_s` seconds is killed.
     """
 
     restarts: int = 5

@@ -23,8 +23,7 @@ from services.env.sandbox.sandboxes import Sandboxes
 from services.env.submissions.offers import local_backend
 from services.env.submissions.programs import Programs
 from services.env.submissions.store import SubmissionStore
-from services.env.submissions.submission import Submission, numbered
-from services.env.submissions.submissions import MIN_TIER
+from services.env.submissions.submission import MIN_TIER, Submission, numbered
 from services.env.submissions.validation import Validated, validate
 from shared.errors import VolleyError
 from shared.visible import visible

@@ -24,7 +24,7 @@ from services.env.sandbox.packages.dependencies import (
 )
 from services.env.submissions.record import SubmittedVersion
 from services.env.submissions.store import SubmissionStore
-from services.env.submissions.submission import Submission, check_size
+from services.env.submissions.submission import Submission, check_size, kept_of
 from shared.errors import StorageDenied
 
 MAIN, ARCHIVE = "environment.py", "environment.zip"
@@ -51,6 +51,8 @@ class Programs:
         """What was sent, as it is kept. Raises InputError, DecodeError, TooLarge naming what is wrong with it, and what
         `probe_shell` raises where sandboxes cannot start the programs that it needs.
         """
+        if (remote := wanted.remote) is not None:
+            return CheckedSource(kept_of(remote), remote.protocol)
         content = wanted.content
         check_size(content, archive=wanted.archive)
         if not wanted.archive:

@@ -11,16 +11,21 @@ active and at most one on its way there; a number is never given twice.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from shared.errors import Conflict
+from shared.process import telemetry
 
 type Kind = Literal["python", "remote"]
 type State = Literal["submitted", "validating", "canary", "active", "retired", "rejected"]
 
+_VERSIONS = telemetry.Gauge(
+    "volley_env_submissions", "Versions of submitted environments by state", ["state"], registry=telemetry.REGISTRY
+)
 _NEXT: Mapping[State, frozenset[State]] = {
     "submitted": frozenset({"validating", "rejected", "retired"}),
     "validating": frozenset({"canary", "active", "rejected", "retired"}),
@@ -159,3 +164,16 @@ class SubmittedVersion(Frozen):
             "why": self.why,
             "url": self.url,
         }
+
+
+def listed(known: Mapping[int, SubmittedVersion]) -> list[SubmittedVersion]:
+    """Of the versions of a name those that are in use or on their way there, and the newest of the others."""
+    newest_at_rest = max((n for n, version in known.items() if version.state not in LIVING), default=0)
+    return [known[n] for n in sorted(known) if known[n].state in LIVING or n == newest_at_rest]
+
+
+def count(versions: Iterable[SubmittedVersion]) -> None:
+    """Tell /metrics how many versions there are in each state."""
+    counted = Counter(version.state for version in versions)
+    for state in STATES:
+        _VERSIONS.labels(state).set(counted[state])

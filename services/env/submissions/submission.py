@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from services.env.backends.remote.protocols import RemoteEnvironment
+from services.env.backends.remote.protocols import RemoteEnvironment, checked
+from services.env.catalogue import check_name
+from services.env.sandbox.sandboxes import Sandboxes
 from services.env.submissions.record import SubmittedVersion, Transition
-from shared.errors import InputError, TooLarge
+from shared.errors import Forbidden, InputError, TooLarge
 
 MAX_SOURCE = 256 * 1024
 """Bytes of one Python file."""
@@ -18,6 +21,10 @@ MAX_ARCHIVE = 4 * 2**20
 """Bytes of a zip file or wheel, packed."""
 TASKS = "tasks"
 """The folder with what a remote environment's tasks are made from."""
+MIN_TIER = 1
+"""Of a sandbox that confines submitted code."""
+_RESERVED = frozenset({"environments", "episodes", "splits", "num_tasks", "task", "demonstration", "test"})
+"""Names that are parts of paths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,26 @@ def check_size(content: bytes, *, archive: bool) -> None:
         content.decode()
     except UnicodeDecodeError as error:
         raise InputError(f"the source is not UTF-8: {error}", "send a Python file in UTF-8") from error
+
+
+async def admitted(wanted: Submission, sandboxes: Sandboxes, unsandboxed: Collection[str]) -> Submission:
+    """What may be submitted on this machine, remote tasks read. Raises InputError, TooLarge, Forbidden.
+
+    Args:
+        unsandboxed: names that may be submitted where this machine has no sandbox worth the name.
+    """
+    check_name(wanted.name)
+    if wanted.name in _RESERVED:
+        raise InputError(f"{wanted.name!r} is a part of the service's own paths", "choose another name")
+    if isinstance(wanted.source, RemoteEnvironment):
+        return replace(wanted, source=await asyncio.to_thread(checked, wanted.source))
+    tier = await sandboxes.probe()
+    if tier.level < MIN_TIER and wanted.name not in unsandboxed:
+        raise Forbidden(
+            f"this machine cannot confine submitted code: {'; '.join(tier.missing)}",
+            f"services.env.unsandboxed: [{wanted.name}] in the run's configuration allows it by name",
+        )
+    return wanted
 
 
 def kept_of(remote: RemoteEnvironment) -> Mapping[str, bytes]:

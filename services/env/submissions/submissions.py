@@ -12,43 +12,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from services.env.backends.base import SubmittedBackend
-from services.env.backends.remote.protocols import RemoteEnvironment, checked
-from services.env.catalogue import Catalogue, check_name
+from services.env.catalogue import Catalogue
 from services.env.episodes import EpisodeCall
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.submissions.offers import Offers
-from services.env.submissions.programs import CheckedSource, Programs
+from services.env.submissions.programs import Programs
 from services.env.submissions.record import (
     LIVING,
     ON_ITS_WAY,
     PLAYABLE,
-    STATES,
     Check,
     Report,
     State,
     SubmittedVersion,
     Transition,
+    count,
+    listed,
 )
 from services.env.submissions.store import SubmissionStore
-from services.env.submissions.submission import Submission, is_same, kept_of, numbered
+from services.env.submissions.submission import MIN_TIER, Submission, admitted, is_same, numbered
 from services.env.submissions.validation import Validated, validate
-from shared.errors import Conflict, Forbidden, InputError, NotFound, StorageUnavailable, Unavailable
+from shared.errors import Conflict, InputError, NotFound, StorageUnavailable, Unavailable
 from shared.process import telemetry
 
 MAX_NAMES, MAX_VERSIONS = 64, 128
-MIN_TIER = 1
-_RESERVED = frozenset({"environments", "episodes", "splits", "num_tasks", "task", "demonstration", "test"})
-"""Names that are parts of paths."""
-_VERSIONS = telemetry.Gauge(
-    "volley_env_submissions", "Versions of submitted environments by state", ["state"], registry=telemetry.REGISTRY
-)
 _log = telemetry.Log("submissions")
 
 
@@ -99,7 +91,7 @@ class Submissions:
                 else:
                     await asyncio.to_thread(self._offers.put_again, version)
             self._offers.point(name, known.values())
-        self._count()
+        count(self.all())
 
     async def submit(self, wanted: Submission) -> SubmittedVersion:
         """The first version of a new name. The same again gives the version there is.
@@ -108,7 +100,7 @@ class Submissions:
         StorageUnavailable.
         """
         async with self._lock:
-            wanted = await self._checked(wanted)
+            wanted = await admitted(wanted, self._sandboxes, self._unsandboxed)
             if known := self._versions.get(wanted.name):
                 newest = known[max(known)]
                 if is_same(newest, wanted) and newest.state in LIVING:
@@ -133,7 +125,7 @@ class Submissions:
         Raises NotFound, Conflict (another version is on its way), and what `submit` raises.
         """
         async with self._lock:
-            wanted = await self._checked(wanted)
+            wanted = await admitted(wanted, self._sandboxes, self._unsandboxed)
             known = self._named(wanted.name)
             newest = known[max(known)]
             if is_same(newest, wanted) and newest.state in LIVING:
@@ -187,11 +179,7 @@ class Submissions:
 
     def listed(self) -> list[SubmittedVersion]:
         """Of each name the versions that are in use or on their way there, and the newest of the others."""
-        chosen: list[SubmittedVersion] = []
-        for known in self._versions.values():
-            newest_at_rest = max((n for n, version in known.items() if version.state not in LIVING), default=0)
-            chosen += [known[n] for n in sorted(known) if known[n].state in LIVING or n == newest_at_rest]
-        return chosen
+        return [version for known in self._versions.values() for version in listed(known)]
 
     def log(self, version: SubmittedVersion) -> str:
         """What its episodes printed last, and how they failed."""
@@ -301,26 +289,8 @@ class Submissions:
     def _replaced_by(self, version: SubmittedVersion) -> SubmittedVersion | None:
         return version.replaced(self._versions[version.name].values())
 
-    async def _checked(self, wanted: Submission) -> Submission:
-        """Raises InputError, TooLarge, Forbidden."""
-        check_name(wanted.name)
-        if wanted.name in _RESERVED:
-            raise InputError(f"{wanted.name!r} is a part of the service's own paths", "choose another name")
-        if isinstance(wanted.source, RemoteEnvironment):
-            return replace(wanted, source=await asyncio.to_thread(checked, wanted.source))
-        tier = await self._sandboxes.probe()
-        if tier.level < MIN_TIER and wanted.name not in self._unsandboxed:
-            raise Forbidden(
-                f"this machine cannot confine submitted code: {'; '.join(tier.missing)}",
-                f"services.env.unsandboxed: [{wanted.name}] in the run's configuration allows it by name",
-            )
-        return wanted
-
     async def _add(self, wanted: Submission) -> SubmittedVersion:
-        if (far := wanted.remote) is not None:
-            source = CheckedSource(kept_of(far), far.protocol)
-        else:
-            source = await self._programs.check(wanted, self._sandboxes.probe_shell)
+        source = await self._programs.check(wanted, self._sandboxes.probe_shell)
         known = self._versions.get(wanted.name, {})
         number = 1 + max(max(known, default=0), await asyncio.to_thread(self._store.newest, wanted.name))
         if len(known) >= MAX_VERSIONS:
@@ -329,7 +299,7 @@ class Submissions:
         await asyncio.to_thread(self._store.add, version, source.files)
         self._versions.setdefault(wanted.name, {})[number] = version
         self._waiting.put_nowait(version)
-        self._count()
+        count(self.all())
         _log.info("environment submitted", env=version.full_name, bytes=version.size)
         return version
 
@@ -412,7 +382,7 @@ class Submissions:
             _log.info("environment moved on", env=version.full_name, state=version.state, why=version.why)
         for name in {version.name for version in moved}:
             self._offers.point(name, self._versions[name].values())
-        self._count()
+        count(self.all())
 
     def _named(self, name: str) -> dict[int, SubmittedVersion]:
         if not (known := self._versions.get(name)):
@@ -421,8 +391,3 @@ class Submissions:
                 f"submitted: {', '.join(sorted(self._versions)) or 'none yet'}",
             )
         return known
-
-    def _count(self) -> None:
-        counted = Counter(version.state for version in self.all())
-        for state in STATES:
-            _VERSIONS.labels(state).set(counted[state])

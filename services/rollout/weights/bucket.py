@@ -19,6 +19,7 @@ from services.rollout.engines.base import StagedWeights
 from services.rollout.weights.checkpoint import check_bytes, examine
 from shared.errors import Forbidden, Unavailable, WeightsError
 from shared.files.buckets import Bucket, check_names, is_address, is_key
+from shared.files.reading import confined
 from shared.files.storage import storage
 from shared.models.config import ModelConfig
 from shared.run import weights
@@ -65,7 +66,7 @@ class CheckpointCopy:
             self.folder.mkdir(parents=True)
             (self.folder / weights.MANIFEST).write_bytes(self._manifest)
             if adapter is not None:
-                weights.confined(self._root, adapter.base.folder(self._root)).mkdir(parents=True)
+                confined(self._root, adapter.base.folder(self._root)).mkdir(parents=True)
 
     def examine(self, model: ModelConfig, run: str) -> StagedWeights:
         """What to stage of it. Raises WeightsError, Forbidden."""
@@ -81,7 +82,7 @@ class CheckpointCopy:
         """
         wanted = [(below, folder, file) for below, folder, files in self._trees(found) for file in files]
         for below, folder, file in wanted:
-            path = weights.confined(folder, file.name)
+            path = confined(folder, file.name)
             with storage(self._root.parent.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._bucket.download(f"{below}/{file.name}", path, file.size, self._check)

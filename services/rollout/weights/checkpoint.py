@@ -11,6 +11,7 @@ import numpy as np
 
 from services.rollout.engines.base import StagedBase, StagedWeights
 from shared.errors import ConfigError, WeightsError
+from shared.files.reading import confined
 from shared.models.config import ModelConfig
 from shared.models.weight_files import INDEX, WEIGHTS, weight_files
 from shared.run import saved, weights
@@ -41,7 +42,7 @@ def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
     _belongs(manifest, folder, run)
     _same_model(manifest, model)
     ids, logprobs = _probe(manifest, model.vocab_size)
-    weights.confined(folder, manifest.path)
+    confined(folder, manifest.path)
     base = _base(manifest, folder)
     return StagedWeights(
         str(folder),
@@ -107,7 +108,7 @@ def _files(tree: WeightTree) -> tuple[ManifestFile, ...]:
 def _base(manifest: Manifest, folder: Path) -> StagedBase | None:
     if (adapter := manifest.adapter) is None:
         return None
-    where = weights.confined(folder.parent, adapter.base.folder(folder.parent))
+    where = confined(folder.parent, adapter.base.folder(folder.parent))
     if not where.is_dir():
         raise WeightsError(f"{manifest.version} is of the base {adapter.base.digest}, which is not in {where.parent}")
     return StagedBase(str(where), adapter.base.digest, adapter.base.files, adapter.base.tree, adapter.scale)
@@ -158,12 +159,12 @@ def _hugging_face(folder: Path) -> StagedWeights:
     if WeightVersion.of_name(folder.name) is not None:
         raise WeightsError(f"{folder} holds no {weights.MANIFEST}, but its name is that of a version of the trainer's")
     for name in (WEIGHTS, INDEX):
-        weights.confined(folder, name)
+        confined(folder, name)
     try:
         files = weight_files(folder)
     except ConfigError as error:
         raise WeightsError(error.detail, error.hint) from error
     for file in files:
-        weights.confined(folder, file.relative_to(folder))
+        confined(folder, file.relative_to(folder))
     stamp = "".join(f"{f.name}{f.stat().st_size}{f.stat().st_mtime_ns}" for f in files)
     return StagedWeights(str(folder), folder.name, hashlib.sha256(stamp.encode()).hexdigest(), kind="hf")

@@ -38,6 +38,7 @@ from shared.errors import (
     WeightsUnpublished,
 )
 from shared.files.buckets import is_address
+from shared.files.reading import confined
 from shared.models.config import ModelConfig
 from shared.process import telemetry
 from shared.run import weights
@@ -254,7 +255,7 @@ class WeightUpdater:
             raise Forbidden("this server takes no weights", "start it with a run's configuration")
         if is_address(path):
             return await self._stage_copy(path)
-        where = weights.confined(self.root, path)
+        where = confined(self.root, path)
         found = await asyncio.to_thread(examine, where, self.model, self.run)
         newest = await asyncio.to_thread(weights.newest, self.root)
         self._fence.check(found, WeightVersion.parse(newest.name) if newest else None, self._serving)

@@ -36,6 +36,7 @@ from services.trainer.bucket.identity import FolderIdentity
 from shared.errors import ConfigError, Conflict, NotFound, Unavailable, WeightsError
 from shared.files.buckets import Bucket, Tag, check_names
 from shared.files.locks import existing_lock_file
+from shared.files.reading import confined
 from shared.files.storage import append, fsync, storage
 from shared.process import telemetry
 from shared.run import archive, commits, weights
@@ -226,7 +227,7 @@ class FolderRestore:
         if (n := sum(file.size for file in files)) > self._max_checkpoint_bytes:
             raise WeightsError(f"{source} has {n} bytes, one of this model {self._max_checkpoint_bytes} at most")
         for file in files:
-            path = weights.confined(folder, file.name)
+            path = confined(folder, file.name)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._bucket.download(f"{source}/{file.name}", path, file.size)
 

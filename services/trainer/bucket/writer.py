@@ -24,8 +24,8 @@ import orjson
 from services.trainer.bucket.head import HEAD, MAX_BYTES, BucketHead, Piece, find_head, other_folder, put_head
 from services.trainer.bucket.identity import FolderIdentity
 from services.trainer.bucket.lines import FollowedLines
-from services.trainer.checkpoints.store import link_tree
 from shared.errors import ConfigError, Conflict, DecodeError, Fenced, Unavailable, WeightsError
+from shared.files import storage
 from shared.files.buckets import Bucket, Tag
 from shared.process import telemetry
 from shared.run import archive, commits, weights
@@ -236,7 +236,7 @@ class BucketWriter:
         shutil.rmtree(kept, ignore_errors=True)
         try:
             kept.mkdir()
-            link_tree(folder, kept / folder.name)
+            storage.link_tree(folder, kept / folder.name)
             yield kept / folder.name
         finally:
             shutil.rmtree(kept, ignore_errors=True)

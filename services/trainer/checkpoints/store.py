@@ -171,7 +171,7 @@ class CheckpointFolders:
             with storage.held(draft):
                 self._arrays.write(draft / PARAMS, params)
             base = BaseWeights.of(weights.digest_files(draft, PARAMS), _tree(params))
-            _sync_tree(draft)
+            storage.sync_tree(draft)
             (self.root / weights.BASE).mkdir(exist_ok=True)
             storage.fsync(self.root)
             shutil.rmtree(base.folder(self.root), ignore_errors=True)
@@ -186,7 +186,7 @@ class CheckpointFolders:
         with self._draft(state.version) as draft:
             with storage.held(draft):
                 for name in (PARAMS, OPTIMIZER):
-                    link_tree(restored.folder / name, draft / name)
+                    storage.link_tree(restored.folder / name, draft / name)
             old = weights.read_manifest(restored.folder)
             manifest = replace(old, version=str(state.version), base_version=old.version, created=time.time())
             return self._install(draft, manifest, states.read(restored.folder)[1], state)
@@ -262,7 +262,7 @@ class CheckpointFolders:
         (draft / states.STATE).write_bytes(state.to_json(optimizer_files=optimizer_files, seal=weights.seal(manifest)))
         states.check_readable(draft)
         manifest = replace(manifest, state=weights.digest(draft / states.STATE))
-        _sync_tree(draft)
+        storage.sync_tree(draft)
         weights.write_manifest(draft, manifest)
         saved.append(self.root, state.version, weights.digest(draft / weights.MANIFEST))
         folder = self.root / manifest.version
@@ -380,27 +380,3 @@ def _epoch_of(drafts: str) -> int:
 
 def _below(arrays: Mapping[str, HostArray], prefix: str) -> dict[str, HostArray]:
     return {name.removeprefix(f"{prefix}."): value for name, value in arrays.items() if name.startswith(f"{prefix}.")}
-
-
-def link_tree(source: Path, target: Path) -> None:
-    """A folder of the same files, copied where they cannot be linked. Raises OSError."""
-    target.mkdir()
-    for path in sorted(source.rglob("*")):
-        place = target / path.relative_to(source)
-        if path.is_dir():
-            place.mkdir()
-        else:
-            _link_or_copy(path, place)
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        target.hardlink_to(source)
-    except OSError:
-        shutil.copy2(source, target)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        storage.fsync(path)
-    storage.fsync(folder)

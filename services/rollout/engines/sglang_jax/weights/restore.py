@@ -21,9 +21,9 @@ import numpy as np
 import safetensors
 
 from shared.errors import ConfigError, WeightsError
-from shared.files.reading import read_file
+from shared.files.reading import confined, read_file
 from shared.models.weight_files import weight_files
-from shared.run.weights import ManifestFile, confined, copy_files, unreadable
+from shared.run.weights import ManifestFile, copy_files, unreadable
 from shared.weights import array_files
 
 _SAFETENSORS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
