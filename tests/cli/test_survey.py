@@ -254,7 +254,7 @@ def test_a_file_with_many_names_is_hashed_once(run: RunFolder, monkeypatch: pyte
 
 
 def test_a_proof_that_takes_too_long_ends_with_the_reason(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "allowed", lambda found: budget.Allowance(0.2, LIMIT_S))
+    monkeypatch.setattr(budget, "allowed", lambda *_: budget.Allowance(0.2, LIMIT_S))
 
     def endless(*_: object) -> object:
         while True:
@@ -268,13 +268,20 @@ def test_a_proof_that_takes_too_long_ends_with_the_reason(run: RunFolder, monkey
 
 def test_a_proof_on_a_busy_machine_is_not_finished(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing of the run: no violation, and no proof."""
-    monkeypatch.setattr(budget, "allowed", lambda found: budget.Allowance(LIMIT_S, 0.2))
+    monkeypatch.setattr(budget, "allowed", lambda *_: budget.Allowance(LIMIT_S, 0.2))
     monkeypatch.setattr(command.checkpoints, "retained", lambda *_: time.sleep(LIMIT_S))
     with within(LIMIT_S):
         result = command.verify(run)
         assert signal.getitimer(signal.ITIMER_REAL)[0] > 0, "the alarm of `within`"
     assert (result["ok"], result["violations"]) == (False, [])
     assert command.told(result).splitlines()[-1].startswith("NOT FINISHED: ")
+
+
+def test_a_survey_on_a_busy_machine_is_not_finished(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "SURVEY", budget.Allowance(LIMIT_S, 0.2))
+    monkeypatch.setattr(command.survey, "look", lambda _: time.sleep(LIMIT_S))
+    with within(LIMIT_S):
+        assert command.verify(run)["not_finished"]
 
 
 def test_checkpoints_that_are_not_read_in_time_leave_a_proof_unfinished(

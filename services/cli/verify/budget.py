@@ -55,10 +55,14 @@ class Allowance:
     wall_s: float
 
 
-def allowed(found: Survey) -> Allowance:
-    """More for each byte that lies in the folder."""
+SURVEY = Allowance(_CPU_S, _WALL_S)
+"""For the look at kinds and sizes of its files, before it is known how much there is to read."""
+
+
+def allowed(found: Survey, surveyed_s: float) -> Allowance:
+    """More for each byte that lies in the folder, less what the survey took on the clock."""
     read_s = sum(getattr(found, name) / rate for name, rate in _RATES.items())
-    return Allowance(_CPU_S + read_s, _WALL_S + _WALL_FACTOR * read_s)
+    return Allowance(_CPU_S + read_s, max(1.0, _WALL_S + _WALL_FACTOR * read_s - surveyed_s))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -81,10 +82,12 @@ def verify(folder: RunFolder) -> Result:
     try:
         if trust.is_accepted(folder):
             return _proof(folder, budget.unbounded)
-        found = survey.look(folder)
+        began = time.monotonic()
+        with budget.bounded(budget.SURVEY):
+            found = survey.look(folder)
         if found.problems:
             return _refused(*(Violation(ViolationKind.FOLDER, reason, file=name) for name, reason in found.problems))
-        with budget.bounded(budget.allowed(found)):
+        with budget.bounded(budget.allowed(found, time.monotonic() - began)):
             return _proof(folder, budget.UnpackingBudget(found.archives).spend)
     except budget.OutOfTime as error:
         return _refused(Violation(ViolationKind.FOLDER, str(error)))
