@@ -18,8 +18,8 @@ from typing import Any
 
 import orjson
 
-from services.cli.layout import PROJECT
 from tools.bootstrap import ENVIRONMENTS, find_uv
+from volley.layout import PROJECT
 
 DATABASE = "https://api.osv.dev"
 ACCEPTED: Mapping[str, str] = {}

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
-from services.cli.layout import PROJECT, python_of, variables_of
 from shared.process.utf8 import print_what_can_be_printed
+from volley.layout import PROJECT, python_of, variables_of
 
 LONG = "--long"
 _NO_TESTS_COLLECTED = 5

@@ -13,7 +13,6 @@ from services.env.api import environments, openenv, tools
 from services.env.api.routes import ROLES, direct_routes, router
 from services.env.api.state import EnvState
 from services.env.backends.remote.site import open_access
-from services.env.backends.threads import ThreadRunner
 from services.env.catalogue import KINDS, Catalogue, CatalogueEntry, try_out
 from services.env.content import ContentRecord
 from services.env.episodes import Episodes
@@ -25,12 +24,13 @@ from services.env.submissions.programs import Programs
 from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submission import Submission
 from services.env.submissions.submissions import Submissions
+from services.env.threads import ThreadRunner
 from services.env.tools.mcp import McpServers
 from services.env.tools.toolset import ANY_TOOLS, Toolbox, ToolSet
 from services.env.workers.pool import WorkerPool, WorkerSettings
+from shared.boot import RunningService
 from shared.errors import ConfigError, InputError
 from shared.process import telemetry
-from shared.process.boot import RunningService
 from shared.run.sources import content_of
 from shared.schema import RunConfig
 from shared.web.access import read_tokens

@@ -17,13 +17,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from services.env.backends.base import Backend
+from services.env.backend import Backend
 from services.env.backends.processes import InProcesses
-from services.env.backends.threads import InThreads, ThreadRunner
 from services.env.backends.tools import WithTools
 from services.env.environments.adapters.gymnasium import Gymnasium, GymnasiumConfig
 from services.env.environments.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
-from services.env.environments.base import AsyncEnvironment, Environment, Tasks
 from services.env.environments.code.environment import Code, CodeConfig
 from services.env.environments.games.blocksworld import BlocksworldConfig, blocksworld
 from services.env.environments.games.frozen_lake import FrozenLakeConfig, frozen_lake
@@ -32,6 +30,8 @@ from services.env.environments.games.tetris import TetrisConfig, tetris
 from services.env.environments.gsm8k.environment import Gsm8k, Gsm8kConfig
 from services.env.environments.math.environment import Math, MathConfig
 from services.env.environments.text_to_sql.environment import TextToSql, TextToSqlConfig
+from services.env.episode_types import AsyncEnvironment, Environment, Tasks
+from services.env.threads import InThreads, ThreadRunner
 from services.env.tools.settings import check_requested, split_config
 from services.env.tools.toolset import Toolbox, ToolSet
 from services.env.workers.pool import WorkerPool

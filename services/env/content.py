@@ -21,8 +21,8 @@ from services.env.environments.text_to_sql.data import read_tasks
 from services.env.submissions.store import SubmissionStore
 from shared.errors import ConfigError
 from shared.files import storage
+from shared.run.checkpoint_files import digest
 from shared.run.data import combined
-from shared.run.weights import digest
 
 FILE = "data.json"
 _SPLITS = ("train", "eval")

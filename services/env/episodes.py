@@ -22,9 +22,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from services.env.backends.base import LiveEpisode, finished
+from services.env.backend import LiveEpisode, finished
 from services.env.catalogue import CatalogueEntry
-from services.env.environments.base import Message, StepResult, fingerprint
+from services.env.episode_types import Message, StepResult, fingerprint
 from services.env.rewards.rewards import Rewards
 from shared.errors import (
     Busy,

@@ -19,6 +19,7 @@ from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.servers.fleet import Discover, DiscoveredServer, Fleet
 from services.orchestrator.settings import OrchestratorSettings, from_config
 from services.orchestrator.status import RunStatus
+from shared.boot import RunningService
 from shared.clients.env import EnvClient
 from shared.clients.keys import read_key
 from shared.clients.rollout import RolloutClient
@@ -29,7 +30,6 @@ from shared.models import content
 from shared.models.chat import ChatTokenizer, tokenizer_of_run
 from shared.models.config import ModelConfig
 from shared.models.hub import model_folder
-from shared.process.boot import RunningService
 from shared.process.sinks import MetricsFanout, PrometheusSink
 from shared.queue.client import REFUSED_S, connect
 from shared.queue.queue import TicketQueue

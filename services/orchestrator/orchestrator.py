@@ -23,13 +23,14 @@ from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
 from shared.errors import VolleyError, first_error
 from shared.models.chat import ChatTokenizer
-from shared.process import telemetry, wedge
+from shared.process import telemetry
 from shared.process.sinks import MetricsFanout
-from shared.process.wedge import ServiceReport
 from shared.queue.queue import TicketQueue
+from shared.run import wedge
 from shared.run.folder import RunFolder
 from shared.run.mixture import SplitSizes
 from shared.run.shares import weights_of
+from shared.run.wedge import ServiceReport
 
 _PAUSED = "paused"
 _log = telemetry.Log("run")

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Literal
 
 from services.orchestrator import metrics
-from services.orchestrator.mixture.tallies import EnvironmentTallies
+from services.orchestrator.tallies import EnvironmentTallies
 from shared.errors import Party, VolleyError
-from shared.process.wedge import Wait
+from shared.run.wedge import Wait
 from shared.types import Group, Trajectory
 
 type State = Literal["waiting", "running", "evaluating", "paused", "finished", "failed"]

@@ -3,7 +3,7 @@
 from shared.process.imports import uncollected
 
 with uncollected():
-    from shared.process.boot import main
+    from shared.boot import main
 
 if __name__ == "__main__":
     main("rollout", requires="sgl_jax")

@@ -21,21 +21,21 @@ from services.rollout.weights.bucket import CheckpointBucket
 from services.rollout.weights.pulling import ChunkPuller
 from services.rollout.weights.serving import NothingServes, Serving
 from services.rollout.weights.updater import WeightUpdater
-from shared.clients.weights import WeightSource
+from shared.boot import RunningService
+from shared.clients.chunks import WeightSource
 from shared.errors import DecodeError
 from shared.files.buckets import Bucket
 from shared.models.chat import ChatTokenizer, tokenizer_of_run
 from shared.models.config import ModelConfig
-from shared.process.boot import RunningService
 from shared.process.telemetry import Log
+from shared.published.chunks import ChunkFolder
+from shared.published.serving import Uplink
 from shared.queue.client import REFUSED_S, connect
 from shared.queue.registry import RegisteredServer, Registry
 from shared.schema import RunConfig
 from shared.types import WeightVersion
 from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
-from shared.weights.chunks import ChunkFolder
-from shared.weights.serving import Uplink
 
 type OpenEngine = Callable[[EngineSpec], AbstractAsyncContextManager[Engine]]
 

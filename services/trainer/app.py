@@ -13,27 +13,31 @@ from pathlib import Path
 from fastapi import FastAPI
 from redis.asyncio import Redis
 
-from services.trainer import prometheus, records
+from services.trainer import records
 from services.trainer import settings as from_run
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend
 from services.trainer.bucket.restore import FolderRestore
-from services.trainer.bucket.run_bucket import RunBucket
 from services.trainer.bucket.writer import BucketWriter
-from services.trainer.loop.interfaces import Collaborators, TrainPlan
+from services.trainer.interfaces import TrainPlan
+from services.trainer.loop.collaborators import Collaborators
+from services.trainer.loop.ledger import LedgerFile
+from services.trainer.loop.refusals import Refusals
+from services.trainer.loop.run_bucket import RunBucket
 from services.trainer.loop.worker import TrainerWorker
+from services.trainer.metrics import prometheus
 from services.trainer.multihost.app import open_follower
 from services.trainer.multihost.options import group_options
 from services.trainer.publishing import routes as publishing
 from services.trainer.publishing.publications import Publications
 from services.trainer.publishing.publisher import Publisher, Served
 from services.trainer.publishing.routes import PublishingState
-from services.trainer.recovery.resuming import under_settings
+from services.trainer.resuming import under_settings
 from services.trainer.routes import ROLES, router
 from services.trainer.settings import TrainerSettings
-from services.trainer.settlement.ledger import LedgerFile, StepLog
-from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
+from services.trainer.step_log import StepLog
 from services.trainer.supervised.app import open_supervised
+from shared.boot import RunningService
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
 from shared.files.buckets import Bucket
@@ -44,9 +48,9 @@ from shared.models.content import with_content
 from shared.models.hub import keep, model_folder
 from shared.models.origin import Origin
 from shared.process import telemetry
-from shared.process.boot import RunningService
 from shared.process.imports import uncollected
 from shared.process.sinks import MetricsFanout, PrometheusSink
+from shared.published.serving import Uplink
 from shared.queue.client import REFUSED_S, connect
 from shared.queue.queue import TicketQueue
 from shared.queue.registry import Registry
@@ -59,7 +63,6 @@ from shared.schema import RunConfig
 from shared.types import WeightVersion
 from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
-from shared.weights.serving import Uplink
 
 _CHECKPOINT_BYTES_A_NUMBER, _BESIDE_BYTES = 40, 64 * 2**20
 """Float32 weights of policy and critic, each with two moments, and what is published: 36 bytes, and no more."""
@@ -80,7 +83,7 @@ async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
             yield service
         return
     with uncollected():
-        from services.trainer.backend.opening import open_backend  # JAX and Tunix
+        from services.trainer.multihost.opening import open_backend  # JAX and Tunix
 
     async with open_trainer(config, open_backend) as service:
         yield service

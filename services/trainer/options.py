@@ -10,10 +10,10 @@ from services.trainer.batches.batch import BatchLayout
 from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.policy import PolicyOptions
+from services.trainer.learner.supervised import SupervisedOptions
 from services.trainer.models.lora import LoraOptions
 from services.trainer.models.options import ModelOptions
 from services.trainer.settings import TokenLimits
-from services.trainer.supervised.training import SupervisedOptions
 from shared.algorithm_schema import PpoSection
 from shared.errors import ConfigError
 from shared.schema import OptimizerConfig, RunConfig

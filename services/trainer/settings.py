@@ -9,7 +9,7 @@ from pathlib import Path
 
 from services.trainer.groups.filters import FilterOptions
 from services.trainer.groups.group_buffer import AdmissionRules
-from services.trainer.loop.interfaces import TrainPlan
+from services.trainer.interfaces import TrainPlan
 from shared.errors import ConfigError
 from shared.models.origin import Origin
 from shared.outcomes import FilterRule

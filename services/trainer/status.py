@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from services.trainer import prometheus
-from services.trainer.learner.metrics import StepMetrics
-from services.trainer.supervised.metrics import SupervisedMetrics
+from services.trainer.metrics import prometheus
+from services.trainer.metrics.step_metrics import StepMetrics
+from services.trainer.metrics.supervised import SupervisedMetrics
 from shared.errors import Conflict, VolleyError
 from shared.outcomes import FilterRule
-from shared.process.wedge import Wait
+from shared.run.wedge import Wait
 
 Phase = Literal[
     "loading",

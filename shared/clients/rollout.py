@@ -17,9 +17,9 @@ import numpy as np
 from shared.bounds import MAX_OBJECTS
 from shared.clients.base import MALFORMED, HttpClient
 from shared.errors import DecodeError, Unavailable
+from shared.published.manifest import WeightOffer
 from shared.routing import RoutingShape, from_wire
 from shared.types import VersionSpan, WeightVersion
-from shared.weights.manifest import WeightOffer
 
 if TYPE_CHECKING:
     from httpx import AsyncBaseTransport

@@ -16,7 +16,7 @@ from shared.files import storage
 from shared.models import content, origin
 from shared.models.origin import ORIGIN, Origin
 from shared.models.weight_files import INDEX, WEIGHTS, check_random, shard_names, weight_files
-from shared.run import trust, weights
+from shared.run import checkpoint_files, trust
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 
@@ -88,7 +88,11 @@ def keep(run: RunConfig) -> Origin | None:
     """
     kept = kept_in(run.run.folder)
     found = origin.find(run.model.path, kept)
-    if found is not None and origin.read(kept) != found and not weights.versions(run.run.folder / origin.CHECKPOINTS):
+    if (
+        found is not None
+        and origin.read(kept) != found
+        and not checkpoint_files.versions(run.run.folder / origin.CHECKPOINTS)
+    ):
         with storage.storage(run.run.folder):
             _copy(found, kept)
     return found
@@ -100,7 +104,7 @@ def _copy(found: Origin, kept: Path) -> None:
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     copy_small(source, draft)
-    model = weights.read_manifest(found.checkpoint).model
+    model = checkpoint_files.read_manifest(found.checkpoint).model
     (draft / "config.json").write_bytes(orjson.dumps(model, option=orjson.OPT_INDENT_2))
     (draft / ORIGIN).write_bytes(orjson.dumps(asdict(found), option=orjson.OPT_INDENT_2))
     shutil.rmtree(kept, ignore_errors=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import orjson
 
 from shared.errors import ConfigError, DecodeError, Unavailable, WeightsError
-from shared.run import saved, weights
+from shared.run import checkpoint_files, saved
 from shared.run import state as states
 from shared.types import WeightVersion
 
@@ -75,7 +75,7 @@ def read(kept: Path) -> Origin | None:
 
 def _found(folder: Path, version: str, path: str) -> Origin:
     root = folder / CHECKPOINTS
-    there = states.surviving(weights.versions(root))
+    there = states.surviving(checkpoint_files.versions(root))
     if not there:
         why = "has no checkpoint" if folder.is_dir() else "does not exist"
         raise ConfigError(
@@ -89,10 +89,12 @@ def _found(folder: Path, version: str, path: str) -> Origin:
             f"model.path={path}: {version} is not retained in {root}",
             f"retained are {retained}; or say {folder}@{LATEST}",
         )
-    manifest = root / str(wanted) / weights.MANIFEST
+    manifest = root / str(wanted) / checkpoint_files.MANIFEST
     try:
         saved.check(manifest.parent)
-        return Origin(weights.read_manifest(manifest).run, str(folder), str(wanted), weights.digest(manifest))
+        return Origin(
+            checkpoint_files.read_manifest(manifest).run, str(folder), str(wanted), checkpoint_files.digest(manifest)
+        )
     except (WeightsError, Unavailable, OSError) as error:
         raise ConfigError(f"model.path={path} cannot be read: {error}", "choose another version of the run") from error
 

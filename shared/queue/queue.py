@@ -33,9 +33,9 @@ from redis.asyncio import Redis
 from shared.errors import Fenced, QueueUnavailable
 from shared.process import telemetry
 from shared.queue.client import MAX_BLOCK_MS, command, transaction
-from shared.queue.progress import TicketProgress
 from shared.queue.records import Finished, Published, PublishRefusal, QueueState, Reservation, StreamEntry
 from shared.queue.scripts import Keys, Scripts
+from shared.run.progress import TicketProgress
 from shared.types import Lineage
 
 __all__ = ["Finished", "PublishRefusal", "Published", "QueueState", "Reservation", "StreamEntry", "TicketQueue"]

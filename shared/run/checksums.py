@@ -20,10 +20,10 @@ from shared.bounds import MAX_LINE_VALUES
 from shared.errors import DecodeError, WeightsError
 from shared.files.reading import whole_lines
 from shared.run import commits
+from shared.run.checkpoint_files import PARAMS, Adapter, Manifest, ManifestLeaf, Probe, unreadable
 from shared.run.commits import CommitRecord
 from shared.run.folder import RunFolder
 from shared.run.state import OPTIMIZER, STATE, TrainerState, epoch_of
-from shared.run.weights import PARAMS, Adapter, Manifest, ManifestLeaf, Probe, unreadable
 from shared.types import WeightVersion
 
 CHECKSUMS = "checksums"

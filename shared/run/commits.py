@@ -28,7 +28,7 @@ from shared import codec
 from shared.errors import DecodeError, Unavailable, WeightsError
 from shared.files.reading import read_file
 from shared.files.storage import fsync, storage
-from shared.run import archive, weights
+from shared.run import archive, checkpoint_files
 from shared.run import state as states
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
@@ -146,7 +146,7 @@ def read(root: Path, version: WeightVersion) -> CommitRecord:
         text = read_file(path, states.MAX_STATE_BYTES)
         record = CommitRecord.from_mapping(codec.from_record(text, path.name, states.MOST_VALUES))
     except OSError as error:
-        raise weights.unreadable(str(path), error) from error
+        raise checkpoint_files.unreadable(str(path), error) from error
     except (DecodeError, WeightsError) as error:
         raise WeightsError(f"{path} cannot be used: {error.detail}"[:_MAX_DETAIL]) from error
     if record.version != version:
@@ -160,7 +160,7 @@ def committed(folder: RunFolder) -> list[WeightVersion]:
 
 
 def _all(folder: RunFolder) -> list[WeightVersion]:
-    return sorted({*weights.versions(folder.checkpoints), *versions(folder.archive)})
+    return sorted({*checkpoint_files.versions(folder.checkpoints), *versions(folder.archive)})
 
 
 def newest(folder: RunFolder) -> TrainerState | None:

@@ -19,8 +19,8 @@ from shared import codec
 from shared.errors import DecodeError, WeightsError
 from shared.files import storage
 from shared.files.reading import whole_lines
+from shared.run.checkpoint_files import BAD, MANIFEST, digest, unreadable
 from shared.run.folder import RunFolder
-from shared.run.weights import BAD, MANIFEST, digest, unreadable
 from shared.types import WeightVersion
 
 _MOST_VALUES = 20

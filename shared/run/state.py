@@ -19,12 +19,21 @@ import orjson
 from shared import codec
 from shared.errors import DecodeError, Unavailable, WeightsError
 from shared.files.reading import read_file
-from shared.queue.progress import TicketProgress
 from shared.run import held, ledger, pinned, saved
 from shared.run.chain import Chain
+from shared.run.checkpoint_files import (
+    Manifest,
+    ManifestFile,
+    digest,
+    read_manifest,
+    seal,
+    unreadable,
+    verify_files,
+    versions,
+)
 from shared.run.held import HeldFiles, Losses
 from shared.run.pinned import Flat, Settings
-from shared.run.weights import Manifest, ManifestFile, digest, read_manifest, seal, unreadable, verify_files, versions
+from shared.run.progress import TicketProgress
 from shared.types import Lineage, WeightVersion
 
 SCHEMA = 2

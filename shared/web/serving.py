@@ -26,7 +26,7 @@ _OWN_FILES = 256
 
 
 class HttpServer(uvicorn.Server):
-    """Signals are the business of shared.process.boot, whose handlers run on the loop and reach the workers too."""
+    """Signals are the business of shared.boot, whose handlers run on the loop and reach the workers too."""
 
     def __init__(self, config: uvicorn.Config, limits: Limits) -> None:
         super().__init__(config)

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.layout import PROJECT
+from volley.layout import PROJECT
 
 KINDS = {"kill", "pause", "wipe", "zombie", "disk_full", "delay", "stall", "cut"}
 

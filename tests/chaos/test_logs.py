@@ -6,9 +6,9 @@ from pathlib import Path
 
 import orjson
 
-from services.cli.local.supervisor import ProcessEnd
 from shared.errors import Fenced
 from tools.chaos.logs import crashes, deaths, failed_with
+from volley.local.supervisor import ProcessEnd
 
 
 def test_crashes_are_found_and_expected_ends_are_not(tmp_path: Path):

@@ -14,8 +14,8 @@ from services.rollout.engines.base import EngineInfo, EngineSpec, GenerateReques
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.groups.group_buffer import ready_group
 from shared.errors import Unavailable, WeightsError
+from shared.run.checkpoint_files import digest_files, read_manifest
 from shared.run.state import initial_state
-from shared.run.weights import digest_files, read_manifest
 from shared.types import Group, WeightVersion
 from tests.support.small_run import group
 from tests.support.tokenizer import FOLDER

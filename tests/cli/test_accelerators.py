@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.local import accelerators, stack
-from services.cli.local.processes import Reaper
-from services.cli.local.stack import StackSeams
-from services.cli.local.supervisor import RestartPolicy
-from services.cli.runs.record import claimed
 from shared.config import LoadedConfig, load
 from shared.errors import ConfigError
 from tools.chaos.arena import SIMULATED
+from volley.local import accelerators, stack
+from volley.local.processes import Reaper
+from volley.local.stack import StackSeams
+from volley.local.supervisor import RestartPolicy
+from volley.runs.record import claimed
 
 CONFIG = Path("configs/chaos.yaml")
 

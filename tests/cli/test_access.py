@@ -13,8 +13,6 @@ import orjson
 import pytest
 import yaml
 
-from services.cli.commands import access, status
-from services.cli.runs import addresses
 from shared.errors import ConfigError, ServiceUnreachable
 from shared.process.ports import free_port
 from shared.run import trust
@@ -24,6 +22,8 @@ from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.tokens import write_tokens
+from volley.commands import access, status
+from volley.runs import addresses
 
 
 @asynccontextmanager
@@ -49,7 +49,7 @@ async def test_a_shell_gets_what_it_needs_whatever_the_path(tmp_path, name):
         services = ServicesSection(token_files=tokens, tls=Tls(ca_file=folder.path / "ca.pem"))
         addresses.write(folder, {"trainer": url, "rollout-0": "http://127.0.0.1:1"}, {}, services)
         script = (
-            'eval "$("$PYTHON" -m services.cli access "$FOLDER")" && printf "%s|" "$VOLLEY_TRAINER_URL"'
+            'eval "$("$PYTHON" -m volley access "$FOLDER")" && printf "%s|" "$VOLLEY_TRAINER_URL"'
             ' "$VOLLEY_ROLLOUT_0_URL" "$(cat "$VOLLEY_TOKEN_FILE_ADMIN")" "$VOLLEY_CA_FILE"'
         )
         code, output = await shell(script, str(folder.path))
@@ -61,12 +61,12 @@ async def test_a_run_that_does_not_run_gives_a_shell_nothing(tmp_path, capsys):
     folder = RunFolder(tmp_path)
     async with answering("env") as url:
         addresses.write(folder, {"trainer": f"http://127.0.0.1:{free_port()}"}, {"env": url}, ServicesSection())
-        code, output = await shell('"$PYTHON" -m services.cli access "$FOLDER" 2>/dev/null', str(tmp_path))
+        code, output = await shell('"$PYTHON" -m volley access "$FOLDER" 2>/dev/null', str(tmp_path))
         assert (code, output) == (1, "")
-        code, output = await shell('"$PYTHON" -m services.cli access "$FOLDER"', str(tmp_path))
+        code, output = await shell('"$PYTHON" -m volley access "$FOLDER"', str(tmp_path))
         assert "is not running: none of its services answers" in output
         assert "`volley up" in output
-        code, output = await shell('"$PYTHON" -m services.cli access --json "$FOLDER"', str(tmp_path))
+        code, output = await shell('"$PYTHON" -m volley access --json "$FOLDER"', str(tmp_path))
     told = orjson.loads(output)
     assert (code, told["running"], told["services"]["env"]["external"]) == (1, False, True)
 
@@ -77,7 +77,7 @@ async def test_no_token_is_printed(tmp_path):
     async with answering("trainer") as url:
         addresses.write(folder, {"trainer": url}, {}, ServicesSection(token_files=tokens))
         for option in ("", "--json"):
-            code, output = await shell(f'"$PYTHON" -m services.cli access {option} "$FOLDER"', str(tmp_path))
+            code, output = await shell(f'"$PYTHON" -m volley access {option} "$FOLDER"', str(tmp_path))
             assert code == 0
             assert "token-of-a-test" not in output
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.layout import PROJECT
 from tests.support.terminal import TerminalProgram, in_terminal
 from tools import bootstrap
+from volley.layout import PROJECT
 
 
 def executable(path: Path, text: str) -> Path:

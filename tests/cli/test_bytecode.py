@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from services.cli.layout import PROJECT, variables_of
+from volley.layout import PROJECT, variables_of
 
 FORBIDDEN = "PYTHONDONTWRITEBYTECODE"
 

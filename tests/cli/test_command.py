@@ -12,22 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.__main__ import COMMANDS, main
-from services.cli.layout import PROJECT
-from services.cli.local import ports
-from services.cli.runs import record as runs
+from shared.boot import bind
 from shared.config import load
 from shared.errors import ConfigError
 from shared.models.hub import model_folder
-from shared.process.boot import bind
 from shared.process.ports import free_port
 from shared.services_schema import Endpoint, ServicesSection
+from volley.__main__ import COMMANDS, main
+from volley.layout import PROJECT
+from volley.local import ports
+from volley.runs import record as runs
 
 CONFIG = "configs/quickstart.yaml"
 
 
 def volley(*arguments: str, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.cli", *arguments]
+    command = [sys.executable, "-m", "volley", *arguments]
     env = {**os.environ, **(variables or {})}
     return subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, encoding="utf-8", timeout=60, check=False)
 
@@ -85,9 +85,7 @@ def test_a_runs_folder_is_no_model(tmp_path: Path) -> None:
 
 def test_help_lists_the_commands_and_imports_none_of_them() -> None:
     heavy = "{'aiohttp', 'numpy', 'pydantic'} & set(sys.modules)"
-    code = (
-        f"import sys; from services.cli.__main__ import parser; parser('').print_help(); sys.exit({heavy} and 1 or 0)"
-    )
+    code = f"import sys; from volley.__main__ import parser; parser('').print_help(); sys.exit({heavy} and 1 or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, encoding="utf-8", check=True)
     assert all(f"\n    {name} " in done.stdout for name in COMMANDS if name != "quickstart")
     assert "train (up)" in done.stdout

@@ -10,11 +10,11 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.__main__ import main
-from services.cli.commands import compare, train
-from services.cli.runs.record import RunRecord, write_record
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
+from volley.__main__ import main
+from volley.commands import compare, train
+from volley.runs.record import RunRecord, write_record
 
 NO_TASKS: Mapping[str, Any] = {"n_tasks": 200, "failed": 0, "reward_mean": 0.0}
 

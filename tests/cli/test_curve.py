@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.cli.reporting.closing import sentence
-from services.cli.reporting.curve import curve
-from services.cli.reporting.intervals import SuccessRate, success_rates, wilson
-from services.cli.reporting.lines import duration
 from shared.run.folder import RunFolder
+from volley.reporting.closing import sentence
+from volley.reporting.curve import curve
+from volley.reporting.intervals import SuccessRate, success_rates, wilson
+from volley.reporting.lines import duration
 
 # statsmodels 0.15: proportion_confint(successes, tasks, 0.05, "wilson")
 PUBLISHED = [

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.__main__ import main
-from services.cli.layout import PROJECT
 from shared.config import changed, load, rooted
 from shared.errors import ConfigError
 from tests.support import small_run
+from volley.__main__ import main
+from volley.layout import PROJECT
 
 NAME = os.fsdecode(b"w\xffd")
 CONFIG = str(PROJECT / "configs/quickstart.yaml")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.__main__ import main
-from services.cli.layout import PROJECT
 from shared.process.ports import free_port
 from tests.support.net import wait_http
+from volley.__main__ import main
+from volley.layout import PROJECT
 
 type Volley = Callable[..., tuple[int, str, str]]
 
@@ -193,7 +193,7 @@ def test_a_zip_file_and_a_folder_are_tried_without_a_service(tmp_path: Path) -> 
     (folder := tmp_path / "package").mkdir()
     (folder / "__init__.py").write_text(SUMS, encoding="utf-8")
     for path in (packed(tmp_path / "sums.zip", sums=SUMS), folder):
-        command = [sys.executable, "-m", "services.cli", "env", "test", str(path)]
+        command = [sys.executable, "-m", "volley", "env", "test", str(path)]
         ended = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", timeout=120)
         assert (ended.returncode, "ok    loads" in ended.stdout) == (0, True), ended.stdout + ended.stderr
 
@@ -211,7 +211,7 @@ def test_a_file_is_tried_without_a_service(tmp_path: Path) -> None:
         "        return '', 1.0, True, False, {}\n",
         encoding="utf-8",
     )
-    command = [sys.executable, "-m", "services.cli", "env", "test", str(file)]
+    command = [sys.executable, "-m", "volley", "env", "test", str(file)]
     ended = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", timeout=120)
     assert ended.returncode == 1, ended.stderr
     assert "FAIL  determinism: train/0 began differently when it was reset again with the same seed" in ended.stdout

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.__main__ import parsed
-from services.cli.commands import evaluate
-from services.cli.layout import PROJECT
-from services.cli.reporting import jsonl
-from services.cli.reporting.intervals import wilson
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
+from volley.__main__ import parsed
+from volley.commands import evaluate
+from volley.layout import PROJECT
+from volley.reporting import jsonl
+from volley.reporting.intervals import wilson
 
 PROGRAM = """
 import pathlib, sys
-from services.cli.commands import evaluate, train
-from services.cli.local.stack import StackSeams
+from volley.commands import evaluate, train
+from volley.local.stack import StackSeams
 from tools.chaos.arena import SIMULATED
 what, target, *rest = sys.argv[1:]
 seams = StackSeams(SIMULATED)

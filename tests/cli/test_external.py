@@ -9,13 +9,6 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.cli.commands import status
-from services.cli.local import external, ports, stack
-from services.cli.local.processes import Reaper
-from services.cli.local.stack import StackSeams
-from services.cli.local.supervisor import RestartPolicy
-from services.cli.runs import addresses
-from services.cli.runs.record import claimed
 from services.env.app import open_service
 from shared.clients.teacher import TeacherAway
 from shared.config import load
@@ -26,6 +19,13 @@ from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.tokens import write_private, write_tokens
 from tools.chaos.arena import SIMULATED
+from volley.commands import status
+from volley.local import external, ports, stack
+from volley.local.processes import Reaper
+from volley.local.stack import StackSeams
+from volley.local.supervisor import RestartPolicy
+from volley.runs import addresses
+from volley.runs.record import claimed
 
 CONFIG = "configs/chaos.yaml"
 

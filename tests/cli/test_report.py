@@ -10,13 +10,13 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.reporting import report
-from services.cli.reporting.jsonl import JsonlTail
-from services.cli.reporting.lines import eval_line, step_line
-from services.cli.reporting.progress import PlainLines, RecordTails
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from shared.run.state import initial_state
+from volley.reporting import report
+from volley.reporting.jsonl import JsonlTail
+from volley.reporting.lines import eval_line, step_line
+from volley.reporting.progress import PlainLines, RecordTails
 
 
 def step(n: int, **fields: Any) -> dict[str, Any]:

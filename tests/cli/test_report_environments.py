@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from services.cli.commands import status
-from services.cli.reporting import report
-from services.cli.reporting.environments import told_mixture
-from services.cli.reporting.lines import eval_line
-from services.cli.reporting.phases import RunPhases
-from services.cli.reporting.progress import Activity
-from services.cli.runs.record import RunRecord, write_record
-from shared.process.wedge import ServiceReport, Verdict
 from shared.run.folder import RunFolder
+from shared.run.wedge import ServiceReport, Verdict
 from tests.cli.test_report import evaluation, step, write
+from volley.commands import status
+from volley.reporting import report
+from volley.reporting.environments import told_mixture
+from volley.reporting.lines import eval_line
+from volley.reporting.phases import RunPhases
+from volley.reporting.progress import Activity
+from volley.runs.record import RunRecord, write_record
 
 MIXTURE = [
     {"env": "frozen_lake", "share": 0.75, "state": "configured"},

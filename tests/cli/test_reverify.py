@@ -11,8 +11,6 @@ import httpx
 import numpy as np
 import pytest
 
-from services.cli.reverify.command import told
-from services.cli.reverify.episodes import rejudge, said
 from services.env.app import open_env
 from services.env.settings import from_config
 from shared import config
@@ -21,6 +19,8 @@ from shared.errors import ConfigError, RateLimited
 from shared.run import seeding
 from shared.types import ASSISTANT, Trajectory, Turn, VersionSpan
 from tests.support.tokenizer import tiny_tokenizer
+from volley.reverify.command import told
+from volley.reverify.episodes import rejudge, said
 
 SEED, TICKET = 3, 7
 
@@ -144,7 +144,7 @@ def test_the_table_says_what_would_have_been_taught_otherwise() -> None:
 
 
 def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
-    from services.cli.reverify.command import main
+    from volley.reverify.command import main
 
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         main(tmp_path, only=None, instead=None)

@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.cli.commands import train
-from services.cli.commands.train import fresh_name
-from services.cli.layout import PROJECT
-from services.cli.runs import elapsed as worked
-from services.cli.runs import record as runs
 from services.orchestrator import settings as orchestrator
 from services.rollout import settings as rollout
-from services.trainer.checkpoints.contents import CheckpointContents
 from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.models.arrays import CheckpointContents
 from shared.config import LoadedConfig, changed, load, rooted, validate
 from shared.errors import ConfigError, StorageDenied
 from shared.run.folder import RunFolder
 from shared.run.pinned import relevant
 from shared.run.state import initial_state
 from tools.simulated.trainer import NumpyArrays
+from volley.commands import train
+from volley.commands.train import fresh_name
+from volley.layout import PROJECT
+from volley.runs import elapsed as worked
+from volley.runs import record as runs
 
 
 def loaded(folder: Path, **sections: Any) -> LoadedConfig:
@@ -136,8 +136,8 @@ def test_two_processes_cannot_train_one_run(tmp_path: Path) -> None:
 
 KILLED = """
 import asyncio, os, pathlib, signal, sys
-from services.cli.runs import record as runs
-from services.cli.local.processes import Child, ProcessSpec, Reaper
+from volley.runs import record as runs
+from volley.local.processes import Child, ProcessSpec, Reaper
 from shared import config
 async def main(lock):
     with Reaper.running(holds=[lock]) as reaper:
@@ -211,8 +211,8 @@ def test_a_hub_id_stays_one(tmp_path: Path) -> None:
 
 COUNTS = """
 import sys, time
-from services.cli.runs import elapsed as worked
-from services.cli.runs import record as runs
+from volley.runs import elapsed as worked
+from volley.runs import record as runs
 from shared import config
 with runs.claimed(config.load([sys.argv[1]])) as claim, worked.counting(claim.folder, claim.record):
     time.sleep(600)

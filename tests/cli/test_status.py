@@ -8,17 +8,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import orjson
 import pytest
 
-from services.cli.commands import status
-from services.cli.commands.status import _text
 from shared.errors import ConfigError
-from shared.process import wedge
-from shared.process.wedge import QUIET_S, ServiceReport
-from shared.run import trust
+from shared.run import trust, wedge
 from shared.run.folder import RunFolder
+from shared.run.wedge import QUIET_S, ServiceReport
 from shared.services_schema import Limits, TokenFiles
 from shared.web.access import Role, read_tokens
 from shared.web.http import create_app
 from tests.support.asgi import served
+from volley.commands import status
+from volley.commands.status import _text
 
 TRAINER = {
     "phase": "waiting",

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.commands.train import Stopped, stopping_on_signal
-from services.cli.layout import PROJECT
 from tests.support.terminal import in_terminal
+from volley.commands.train import Stopped, stopping_on_signal
+from volley.layout import PROJECT
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError, OSError])
@@ -60,7 +60,7 @@ def test_a_hangup_that_the_parent_ignores_stops_nothing() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_follow_and_the_cursor_is_back(tmp_path: Path, number: signal.Signals) -> None:
     services = [f"services.{name}.url=http://127.0.0.1:1" for name in ("env", "rollout", "orchestrator", "trainer")]
-    command = [sys.executable, "-m", "services.cli", "follow", "--config", str(PROJECT / "configs/chaos.yaml")]
+    command = [sys.executable, "-m", "volley", "follow", "--config", str(PROJECT / "configs/chaos.yaml")]
     variables = os.environ | {"TERM": "xterm-256color", "PYTHONPATH": str(PROJECT)}
     signalled = False
     with in_terminal([*command, f"run.dir={tmp_path}", *services], 100, variables) as program:

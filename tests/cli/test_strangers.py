@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import pytest
 import yaml
 
-from services.cli.verify import command
 from shared.run import trust
 from shared.run.folder import RunFolder
 from tests.support import small_run
+from volley.verify import command
 
 ANSWERS = {
     "silence": None,

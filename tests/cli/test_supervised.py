@@ -10,13 +10,6 @@ import numpy as np
 import orjson
 import pytest
 
-from services.cli.__main__ import parsed
-from services.cli.commands import sft
-from services.cli.local import stack
-from services.cli.reporting import report
-from services.cli.reporting.lines import sft_line
-from services.cli.runs.record import claimed, finished
-from services.cli.verify.command import verify
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
@@ -25,6 +18,13 @@ from shared.run import state as states
 from shared.run.folder import RunFolder
 from shared.run.held import FollowedFiles
 from shared.run.state import TrainerState, initial_state
+from volley.__main__ import parsed
+from volley.commands import sft
+from volley.local import stack
+from volley.reporting import report
+from volley.reporting.lines import sft_line
+from volley.runs.record import claimed, finished
+from volley.verify.command import verify
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
@@ -113,8 +113,8 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def saved(folder: RunFolder, state: TrainerState) -> None:
     """A checkpoint without weights."""
-    from services.trainer.checkpoints.contents import CheckpointContents
     from services.trainer.checkpoints.store import CheckpointFolders
+    from services.trainer.models.arrays import CheckpointContents
     from tools.simulated.trainer import NumpyArrays
 
     checkpoints = CheckpointFolders(folder.checkpoints, "r", 3, NumpyArrays())

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.local.processes import ProcessSpec, Reaper, last_error
-from services.cli.local.session_files import SessionFiles
-from services.cli.local.supervisor import RestartPolicy, ServiceFailed, SupervisedProcess, Supervision, keeping
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, VolleyError, first_error
 from shared.process.events import CANNOT_START
 from shared.process.ports import free_port
+from volley.local.processes import ProcessSpec, Reaper, last_error
+from volley.local.supervisor import RestartPolicy, ServiceFailed, SupervisedProcess, Supervision, keeping
+from volley.session_files import SessionFiles
 
 LIVES = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
 """Shows with the file in argv[1] that it is up."""
@@ -314,7 +314,7 @@ async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(
 async def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     program = (
         "import asyncio, os, pathlib, sys\n"
-        "from services.cli.local.processes import Child, ProcessSpec, Reaper\n"
+        "from volley.local.processes import Child, ProcessSpec, Reaper\n"
         "async def main():\n"
         "    with Reaper.running() as reaper:\n"
         "        spec = ProcessSpec('child', ('sleep', '60'), dict(os.environ), pathlib.Path(sys.argv[1] + '.log'))\n"

@@ -15,18 +15,18 @@ import orjson
 import pytest
 import zstandard
 
-from services.cli.commands import compare, train
-from services.cli.reporting import report
-from services.cli.runs import survey
-from services.cli.verify import budget, command
 from shared import codec, config
 from shared.errors import ConfigError
 from shared.files import reading
-from shared.run import archive, commits, ledger, trust, weights
+from shared.run import archive, checkpoint_files, commits, ledger, trust
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.cli.test_hostile_folder import LIMIT_S, peak, within
 from tests.support import small_run
+from volley.commands import compare, train
+from volley.reporting import report
+from volley.runs import survey
+from volley.verify import budget, command
 
 HEAD = WeightVersion(2, 5)
 PARAMS = f"checkpoints/{HEAD}/params"
@@ -247,8 +247,8 @@ def test_a_file_with_many_names_is_hashed_once(run: RunFolder, monkeypatch: pyte
         os.link(folder / "w.npy", folder / f"again{i}")
     reads, readv = list[int](), os.readv
     monkeypatch.setattr(os, "readv", lambda *given: reads.append(1) or readv(*given))
-    with weights.hashing_once():
-        digests = {weights.digest(path) for path in folder.iterdir() if path.stat().st_nlink > 1}
+    with checkpoint_files.hashing_once():
+        digests = {checkpoint_files.digest(path) for path in folder.iterdir() if path.stat().st_nlink > 1}
     assert len(digests) == 1
     assert len(reads) == 2
 

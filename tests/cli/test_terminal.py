@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.layout import PROJECT
 from tests.support.terminal import TerminalProgram, in_terminal
+from volley.layout import PROJECT
 
 pytestmark = pytest.mark.timeout(300)
 
 PROGRAM = """
 import sys
-from services.cli.commands import train
-from services.cli.local.stack import StackSeams
+from volley.commands import train
+from volley.local.stack import StackSeams
 from tools.chaos.arena import SIMULATED
 raise SystemExit(train.main(["configs/chaos.yaml"], sys.argv[1:], StackSeams(SIMULATED), prove=True))
 """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.cli.layout import PROJECT
 from tools import testing
+from volley.layout import PROJECT
 
 
 @pytest.mark.parametrize("long", [False, True])

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import pytest
 
-from services.cli.__main__ import parser
-from services.cli.layout import PROJECT
 from tools.bench.__main__ import main as bench
 from tools.chaos.__main__ import main as chaos
 from tools.soak.__main__ import main as soak
+from volley.__main__ import parser
+from volley.layout import PROJECT
 
 type Tool = Callable[[list[str]], None]
 
@@ -66,4 +66,4 @@ def test_tools_are_targets_of_make_and_no_part_of_the_package() -> None:
     )
     assert not {"bench", "chaos", "soak"} & set(parser().format_help().split())
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["services", "shared"]
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["services", "shared", "volley"]

@@ -15,9 +15,6 @@ import orjson
 import pytest
 import yaml
 
-from services.cli.__main__ import main
-from services.cli.runs import addresses
-from services.cli.verify import command
 from shared.errors import ConfigError
 from shared.models.hub import model_of
 from shared.models.origin import Origin
@@ -25,6 +22,9 @@ from shared.run import trust
 from shared.run.folder import RunFolder
 from shared.services_schema import ServicesSection
 from tests.support import small_run
+from volley.__main__ import main
+from volley.runs import addresses
+from volley.verify import command
 
 SECRET = "a-secret-of-the-reader"
 HEAD = "e000002-s000005"

@@ -14,13 +14,11 @@ import orjson
 import pytest
 import yaml
 
-from services.cli.verify import command, tickets
-from services.cli.verify.violation import ViolationKind
 from shared.errors import ConfigError
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
 from shared.queue.server import embedded_server
-from shared.run import archive, commits, ledger, trust, weights
+from shared.run import archive, checkpoint_files, commits, ledger, trust
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
 from shared.run.mixture import MixtureChange
@@ -28,6 +26,8 @@ from shared.types import Group, WeightVersion
 from tests.support import small_run
 from tests.support.redis import begun, configured
 from tests.support.small_run import RUN, group
+from volley.verify import command, tickets
+from volley.verify.violation import ViolationKind
 
 E2 = [WeightVersion(2, step) for step in range(6)]
 HEAD = "checkpoints/e000002-s000005"
@@ -74,7 +74,7 @@ def edit_state(run: RunFolder, **changes: Any) -> None:
     """Of the newest checkpoint, whose manifest is told."""
     path = run.path / HEAD / "state.json"
     edit_json(path, **changes)
-    edit_json(path.with_name(weights.MANIFEST), state=weights.digest(path))
+    edit_json(path.with_name(checkpoint_files.MANIFEST), state=checkpoint_files.digest(path))
 
 
 def edit_archive(run: RunFolder, step: int, change: Callable[[list[Group]], object], *, told: bool = True) -> None:
@@ -176,7 +176,7 @@ def flip_the_state(run: RunFolder) -> None:
 
 
 def take_a_manifest_of_another_run(run: RunFolder) -> None:
-    edit_json(run.path / HEAD / weights.MANIFEST, run="other")
+    edit_json(run.path / HEAD / checkpoint_files.MANIFEST, run="other")
 
 
 def remove_an_archived_step(run: RunFolder) -> None:
@@ -373,10 +373,10 @@ def as_before_there_were_records(run: RunFolder) -> None:
     for version in commits.versions(run.archive):
         commits.path_of(run.archive, version).unlink()
     run.saved.unlink()
-    for version in weights.versions(run.checkpoints):
+    for version in checkpoint_files.versions(run.checkpoints):
         state = run.checkpoints / str(version) / "state.json"
         edit_json(state, files=None)
-        edit_json(state.with_name(weights.MANIFEST), state=weights.digest(state))
+        edit_json(state.with_name(checkpoint_files.MANIFEST), state=checkpoint_files.digest(state))
 
 
 def test_steps_beyond_the_newest_checkpoint_of_a_run_without_records_are_named_as_undone(run: RunFolder):
@@ -444,7 +444,7 @@ def test_metrics_of_a_trainer_that_was_replaced_do_not_count(run: RunFolder):
 
 
 def test_a_checkpoint_that_was_set_aside_is_told(run: RunFolder, capsys: pytest.CaptureFixture[str]):
-    aside = run.checkpoints / weights.BAD / "e000002-s000006"
+    aside = run.checkpoints / checkpoint_files.BAD / "e000002-s000006"
     shutil.copytree(run.path / HEAD, aside)
     flip(aside / "params" / "w.npy")
     result = verify(run)

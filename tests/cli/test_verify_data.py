@@ -9,13 +9,13 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.verify import command, data
 from shared.config import load
-from shared.run import trust, weights
+from shared.run import checkpoint_files, trust
 from shared.run.data import combined
 from shared.run.folder import RunFolder
 from tests.support import small_run
 from tests.support.small_run import RUN
+from volley.verify import command, data
 
 FILES = {"train": "a" * 64, "eval": "b" * 64, "databases/x.sqlite": "c" * 64}
 
@@ -74,7 +74,7 @@ def test_a_data_file_that_has_changed_is_told_of_ones_own_run_alone(run: RunFold
     file = tmp_path / "train.jsonl"
     file.write_bytes(b"{}")
     section = load([run.config], []).config.data.model_copy(update={"train": file})
-    recorded(run, {"train": weights.digest(file)})
+    recorded(run, {"train": checkpoint_files.digest(file)})
     trust.accept(run)
     assert data.changed(run, section) == []
     file.write_bytes(b"[]")

@@ -11,15 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from services.cli.runs.record import claimed, finished
-from services.cli.verify import command
 from shared import config
+from shared.run.checkpoint_files import BAD
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
-from shared.run.weights import BAD
 from shared.types import Group, WeightVersion
 from tests.support import small_run
 from tests.support.small_run import RUN, Incarnation
+from volley.runs.record import claimed, finished
+from volley.verify import command
 
 RATE = "trainer.optimizer_config.learning_rate"
 

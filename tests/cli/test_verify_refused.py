@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.verify import command
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.support import small_run
 from tests.support.small_run import HUGE, RUN, Incarnation, group
+from volley.verify import command
 
 FIRST, SECOND = "refused/e000001/s000001-1.zst", "refused/e000002/s000002-1.zst"
 

@@ -15,9 +15,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.cli.__main__ import parser
-from services.cli.layout import python_of, variables_of
-from services.cli.runs import addresses
 from shared import config
 from shared.process.ports import free_port
 from shared.queue.server import embedded_server
@@ -29,6 +26,9 @@ from tests.support import small_run
 from tests.support.net import wait_http
 from tests.support.redis import configured
 from tests.support.stack import SMALL
+from volley.__main__ import parser
+from volley.layout import python_of, variables_of
+from volley.runs import addresses
 
 BLOCKS = blocks()
 SCRIPTS = [block for block in BLOCKS if block.script]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.env.backends.threads import InThreads, ThreadRunner
 from services.env.catalogue import CatalogueEntry
-from services.env.environments.base import Demonstration, Info, Message, StepResult, assistant, check_task, user
+from services.env.episode_types import Demonstration, Info, Message, StepResult, assistant, check_task, user
+from services.env.threads import InThreads, ThreadRunner
 
 
 @dataclass

@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.env.environments.base import assistant
 from services.env.environments.games.blocksworld import (
     BlocksworldConfig,
     BlocksworldGame,
@@ -12,6 +11,7 @@ from services.env.environments.games.blocksworld import (
     renumbered,
     solve,
 )
+from services.env.episode_types import assistant
 
 LOOSE: dict[str, Any] = {"max_turns": 100, "max_actions": 1000}
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from services.env.app import open_catalogue, try_out_all
-from services.env.backends.threads import ThreadRunner
 from services.env.catalogue import KINDS, MAX_VARIANTS, Catalogue, CatalogueEntry
-from services.env.environments.base import Environment
 from services.env.environments.games import layouts
+from services.env.episode_types import Environment
 from services.env.settings import MAX_BODY, EnvSettings, from_config
+from services.env.threads import ThreadRunner
 from shared.config import load, validate
 from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
 

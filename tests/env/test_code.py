@@ -8,9 +8,9 @@ from typing import Any
 import orjson
 import pytest
 
-from services.env.environments.base import StepResult, assistant
 from services.env.environments.code.environment import Code, CodeConfig, read_program
 from services.env.environments.code.grading import same_output
+from services.env.episode_types import StepResult, assistant
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.tools.toolset import Toolbox
 from shared.errors import ConfigError, Forbidden, NotFound

@@ -9,8 +9,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.env.environments.base import assistant
 from services.env.environments.code.environment import Code, CodeConfig
+from services.env.episode_types import assistant
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.tools.toolset import Toolbox
 from shared.errors import Busy, Unavailable

@@ -12,8 +12,8 @@ import pytest
 
 from services.env.api import schemas
 from services.env.catalogue import KINDS
-from services.env.environments.base import Environment, Message, StepResult, assistant
 from services.env.environments.games.tetris import Tetris
+from services.env.episode_types import Environment, Message, StepResult, assistant
 from shared.errors import NotFound
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

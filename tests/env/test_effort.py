@@ -14,7 +14,6 @@ import pytest
 from pydantic import ValidationError
 
 from services.env.catalogue import KINDS
-from services.env.environments.base import Environment
 from services.env.environments.games import layouts
 from services.env.environments.games.frozen_lake import (
     FrozenLakeConfig,
@@ -24,6 +23,7 @@ from services.env.environments.games.frozen_lake import (
     way,
 )
 from services.env.environments.games.sokoban import SokobanConfig
+from services.env.episode_types import Environment
 from shared.errors import InputError, RateLimited
 
 N_CONFIGS = 15

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from services.env.backends.threads import ThreadRunner
-from services.env.environments.base import Message, StepResult, assistant
+from services.env.episode_types import Message, StepResult, assistant
 from services.env.episodes import MAX_STEPS, EpisodeRequest, Episodes
+from services.env.threads import ThreadRunner
 from shared.errors import Busy, Conflict, GivenUp, NotFound, RateLimited, Unavailable, VolleyError
 from tests.env.scripted import ScriptedEnvironment, entry, until
 

@@ -6,9 +6,9 @@ import gymnasium
 import pytest
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
-from services.env.environments.base import assistant
 from services.env.environments.games.frozen_lake import ACTIONS, FrozenLakeConfig, LakeGame, frozen_lake, shortest_path
 from services.env.environments.games.text_game import MoveOutcome
+from services.env.episode_types import assistant
 from shared import config
 from shared.models.chat import ChatTokenizer
 

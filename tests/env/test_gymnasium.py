@@ -12,7 +12,7 @@ from gymnasium.utils import seeding
 
 from services.env.environments.adapters.gymnasium import Gymnasium, GymnasiumConfig
 from services.env.environments.adapters.tabular import Policy
-from services.env.environments.base import assistant
+from services.env.episode_types import assistant
 from shared.errors import InputError, NotFound
 
 LOOSE: dict[str, Any] = {"max_turns": 100, "max_actions": 1000, "talk": "bare"}

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.env.environments.answers import boxed_answer
-from services.env.environments.base import assistant
 from services.env.environments.math.environment import Math, MathConfig, is_right
+from services.env.episode_types import assistant
+from services.env.grading.answers import boxed_answer
 from shared.errors import ConfigError, GradingEnded, NotFound
 
 ROWS = [

@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from services.env.backends.remote.protocols import RemoteEnvironment, checked, open_remote
 from services.env.backends.remote.site import RemoteAccess
-from services.env.environments.base import assistant
+from services.env.episode_types import assistant
 from services.env.submissions.validation import validate
 from shared.errors import Unauthorized, Unavailable
 from shared.process.ports import free_port

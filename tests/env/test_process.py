@@ -104,7 +104,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_two(tmp_path: Path, dat
 
 HUNG = """
 import asyncio, time
-from services.env.backends.threads import ThreadRunner
+from services.env.threads import ThreadRunner
 from shared.errors import GivenUp
 
 async def main():

@@ -16,8 +16,8 @@ import pytest
 
 from services.env.environments.adapters import reasoning_gym_library as library
 from services.env.environments.adapters.reasoning_gym import Question, ReasoningGym, ReasoningGymConfig
-from services.env.environments.answers import tagged_answer
-from services.env.environments.base import assistant
+from services.env.episode_types import assistant
+from services.env.grading.answers import tagged_answer
 from shared.errors import InputError, NotFound, RateLimited
 
 reasoning_gym = library.reasoning_gym

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from services.env.environments.base import Info, Message, StepResult, assistant, user
+from services.env.episode_types import Info, Message, StepResult, assistant, user
 from services.env.rewards import judge
 from services.env.rewards.rewards import RewardedEpisode, Rewards
 from services.env.rewards.store import RewardStore

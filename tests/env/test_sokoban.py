@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.env.environments.base import assistant
 from services.env.environments.games.sokoban import SokobanConfig, SokobanGame, sokoban
 from services.env.environments.games.sokoban_level import MOVES, draw, generate, solve
+from services.env.episode_types import assistant
 
 LOOSE: dict[str, Any] = {"max_turns": 100, "max_actions": 1000, "max_actions_per_turn": 100}
 

@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from services.env.backends.remote.site import open_access
-from services.env.backends.threads import ThreadRunner
 from services.env.catalogue import Catalogue
 from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
 from services.env.sandbox.sandboxes import Sandboxes
@@ -22,6 +21,7 @@ from services.env.submissions.record import SubmittedVersion, Transition
 from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submission import MAX_SOURCE, Submission
 from services.env.submissions.submissions import Submissions
+from services.env.threads import ThreadRunner
 from shared.errors import ConfigError, Forbidden, Unavailable
 from shared.run.sources import FoundSource
 from shared.services_schema import Limits

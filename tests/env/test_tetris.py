@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.env.environments.base import assistant
 from services.env.environments.games.tetris import Piece, TetrisConfig, TetrisGame, TetrisLevel, mirrored, solve, tetris
+from services.env.episode_types import assistant
 
 LOOSE: dict[str, Any] = {"max_turns": 100, "max_actions": 1000, "talk": "bare"}
 WIDE = {".": 1, "I": 1, "-": 2, "O": 2}

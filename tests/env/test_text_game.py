@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.env.environments.base import assistant
 from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.text_game import GameConfig, GameEpisode, MoveOutcome
+from services.env.episode_types import assistant
 
 
 @dataclass

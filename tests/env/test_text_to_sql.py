@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from services.env.environments.base import StepResult, assistant
-from services.env.environments.text_to_sql import library
 from services.env.environments.text_to_sql.environment import TextToSql, TextToSqlConfig, read_query
 from services.env.environments.text_to_sql.samples import sample
+from services.env.episode_types import StepResult, assistant
+from services.env.grading import sql_library
 from shared.errors import ConfigError, InputError
 
 SCHEMA = """
@@ -56,7 +56,7 @@ def bird(predicted: str, gold: str) -> bool:
 @pytest.mark.parametrize("gold", QUERIES)
 def test_queries_agree_as_in_bird(gold: str) -> None:
     for query in QUERIES:
-        assert library.grade(source(), gold, query)["match"] == bird(query, gold), query
+        assert sql_library.grade(source(), gold, query)["match"] == bird(query, gold), query
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -204,7 +204,7 @@ def test_made_tasks_need_their_query() -> None:
     dice, passed = random.Random(0), 0
     for task in tasks[:100]:
         database = task.database
-        assert library.grade(database, task.sql, task.sql)["match"]
-        assert not library.grade(database, task.sql, "SELECT 'x'")["match"]
-        passed += library.grade(database, task.sql, dice.choice(tasks).sql)["match"]
+        assert sql_library.grade(database, task.sql, task.sql)["match"]
+        assert not sql_library.grade(database, task.sql, "SELECT 'x'")["match"]
+        passed += sql_library.grade(database, task.sql, dice.choice(tasks).sql)["match"]
     assert passed < 10

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from services.env.backends.base import Backend
+from services.env.backend import Backend
 from services.env.backends.processes import InProcesses, ProcessEpisode
-from services.env.backends.threads import ThreadRunner
 from services.env.catalogue import Catalogue
-from services.env.environments.base import assistant
+from services.env.episode_types import assistant
+from services.env.threads import ThreadRunner
 from services.env.workers.pool import WorkerPool, WorkerSettings
 from shared.errors import GivenUp, InputError, NotFound, VolleyError
 from tests.env.conftest import OpenClient
@@ -181,6 +181,6 @@ def _workers() -> list[int]:
     found = []
     for thread in Path("/proc/self/task").iterdir():
         for child in map(int, (thread / "children").read_text(encoding="utf-8").split()):
-            if b"services.env.workers.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"services.env.worker_main" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(child)
     return found

@@ -14,36 +14,36 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli.commands import status
-from services.cli.reporting import jsonl
-from services.cli.runs import addresses
-from services.cli.runs import record as runs
 from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
 from shared import codec
 from shared.errors import ConfigError, DecodeError, VolleyError, WeightsError
-from shared.queue.progress import TicketProgress
 from shared.queue.records import StreamEntry
 from shared.routing import RoutingShape
-from shared.run import archive, ledger, state, weights
+from shared.run import archive, checkpoint_files, ledger, state
 from shared.run.folder import RunFolder
+from shared.run.progress import TicketProgress
 from shared.types import WeightVersion
 from tests.fuzz.test_msgpack import GROUP
 from tests.fuzz.values import EXAMPLES, JSON, WIRE, as_json, changed
+from volley.commands import status
+from volley.reporting import jsonl
+from volley.runs import addresses
+from volley.runs import record as runs
 
 MANIFEST = orjson.loads(
     orjson.dumps(
         asdict(
-            weights.Manifest(
+            checkpoint_files.Manifest(
                 run="r",
                 version="e000001-s000002",
                 base_version="e000001-s000001",
                 step=2,
                 kind="full",
                 path="params",
-                files=(weights.ManifestFile("params/a", 1, "00"),),
-                tree=(weights.ManifestLeaf("a", (2, 3), "float32"),),
+                files=(checkpoint_files.ManifestFile("params/a", 1, "00"),),
+                tree=(checkpoint_files.ManifestLeaf("a", (2, 3), "float32"),),
                 model={"vocab_size": 512},
-                probe=weights.Probe((1, 2), (-0.5,)),
+                probe=checkpoint_files.Probe((1, 2), (-0.5,)),
                 created=1.0,
             )
         )
@@ -55,12 +55,12 @@ MANIFEST = orjson.loads(
 @given(changed(MANIFEST, JSON).map(as_json) | JSON.map(as_json) | st.binary(max_size=50))
 def test_manifests(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     folder = tmp_path_factory.getbasetemp()
-    (folder / weights.MANIFEST).write_bytes(data)
+    (folder / checkpoint_files.MANIFEST).write_bytes(data)
     with suppress(WeightsError):
-        manifest = weights.read_manifest(folder)
+        manifest = checkpoint_files.read_manifest(folder)
         manifest.weight_version  # noqa: B018
         with suppress(VolleyError):
-            weights.verify_files(folder, manifest)
+            checkpoint_files.verify_files(folder, manifest)
 
 
 STATE = orjson.loads(
@@ -86,8 +86,9 @@ def test_states(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
         found.progress()
         found.to_json()
         with suppress(VolleyError):
-            weights.verify_files(
-                folder, weights.Manifest.from_json(orjson.dumps({**MANIFEST, "files": [asdict(f) for f in files]}))
+            checkpoint_files.verify_files(
+                folder,
+                checkpoint_files.Manifest.from_json(orjson.dumps({**MANIFEST, "files": [asdict(f) for f in files]})),
             )
 
 

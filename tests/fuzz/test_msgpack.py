@@ -18,9 +18,9 @@ import pytest
 from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
 from shared import codec
 from shared.errors import DecodeError
-from shared.queue.progress import TicketProgress
 from shared.queue.records import StreamEntry
 from shared.routing import RoutingShape
+from shared.run.progress import TicketProgress
 from shared.types import Group, Trajectory, Turn, VersionSpan, WeightVersion
 from tests.fuzz.mutation import bombs, mutations
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from services.env.api import schemas
 from services.env.catalogue import KINDS, Catalogue
-from services.env.environments.base import assistant
 from services.env.environments.gsm8k.data import Problem
 from services.env.environments.gsm8k.environment import Gsm8kConfig, Gsm8kEpisode
+from services.env.episode_types import assistant
 from services.orchestrator.mixture.members import offers_in
 from services.rollout.api.validation import NEUTRAL, generate_request
 from services.rollout.engines.base import EngineInfo

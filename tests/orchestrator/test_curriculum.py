@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from services.orchestrator.mixture.curriculum import Curriculum, factors_after
-from services.orchestrator.mixture.tallies import EnvironmentTallies
+from services.orchestrator.tallies import EnvironmentTallies
 from shared import config
 from shared.errors import ConfigError, QueueUnavailable
 from shared.schema import CurriculumConfig

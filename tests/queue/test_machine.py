@@ -22,10 +22,10 @@ from redis.asyncio import Redis
 
 from shared.errors import Fenced
 from shared.queue.client import command, connect
-from shared.queue.progress import TicketProgress
 from shared.queue.queue import Finished, Published, Reservation, StreamEntry, TicketQueue
 from shared.queue.scripts import Scripts
 from shared.queue.server import ServerSpec
+from shared.run.progress import TicketProgress
 from tests.support.redis import begun
 
 BATCH, ETA, STEPS = 2, 2, 12

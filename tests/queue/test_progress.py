@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.queue.progress import TicketProgress
+from shared.run.progress import TicketProgress
 
 ENDS = st.lists(st.tuples(st.integers(1, 20), st.booleans()))
 

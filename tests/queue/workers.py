@@ -20,8 +20,8 @@ import numpy as np
 from shared import codec
 from shared.errors import Fenced, QueueUnavailable
 from shared.queue.client import connect
-from shared.queue.progress import TicketProgress
 from shared.queue.queue import Finished, Published, Reservation, StreamEntry, TicketQueue
+from shared.run.progress import TicketProgress
 from tests.support.redis import begun
 
 RUN, BATCH, ETA, INTERVAL, STEPS, WIDTH = "chaos", 4, 2, 3, 66, 512

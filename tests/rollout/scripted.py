@@ -12,7 +12,7 @@ from services.rollout.api import generation
 from services.rollout.app import open_rollout
 from services.rollout.engines.sglang_jax import client
 from services.rollout.settings import from_config
-from shared.process.boot import RunningService, main
+from shared.boot import RunningService, main
 from shared.schema import RunConfig
 
 client.SILENCE_S, generation.SILENT_S = 4.0, 2.0

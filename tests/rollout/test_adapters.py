@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.base import StagedWeights
-from services.rollout.engines.sglang_jax.weights.arrival import Arrival
-from services.rollout.engines.sglang_jax.weights.checksum import checksum
-from services.rollout.engines.sglang_jax.weights.layout import hugging_face, to_engine
-from services.rollout.engines.sglang_jax.weights.staging import BaseCache, load_leaves
+from services.rollout.engines.sglang_jax.loading.arrival import Arrival
+from services.rollout.engines.sglang_jax.loading.checksum import checksum
+from services.rollout.engines.sglang_jax.loading.layout import hugging_face, to_engine
+from services.rollout.engines.sglang_jax.loading.staging import BaseCache, load_leaves
 from services.rollout.weights.checkpoint import examine
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Forbidden, WeightsError
 from shared.models.config import ModelConfig
-from shared.run.weights import Adapter
+from shared.run.checkpoint_files import Adapter
 from tests.support import models
 from tests.support.engine import FakeEngine
 

@@ -17,17 +17,17 @@ import pytest_asyncio
 
 from services.rollout.engines.base import Engine, EngineSpec, StagedWeights
 from services.rollout.engines.sglang_jax.client import open_engine
-from services.rollout.engines.sglang_jax.weights.arrival import Arrival
-from services.rollout.engines.sglang_jax.weights.staging import BaseCache, load_leaves
+from services.rollout.engines.sglang_jax.loading.arrival import Arrival
+from services.rollout.engines.sglang_jax.loading.staging import BaseCache, load_leaves
 from services.rollout.weights.checkpoint import examine_published
 from shared.errors import Conflict, Unavailable, WeightsError
 from shared.models.config import ModelConfig
-from shared.run.weights import ManifestFile, ManifestLeaf
-from shared.weights import chunks as chunks_module
-from shared.weights import manifest as manifest_module
-from shared.weights.chunks import ChunkFolder, cut, in_order
-from shared.weights.manifest import Chunk, PublishedAdapter, PublishedManifest, WeightTree
-from shared.weights.order import drawn
+from shared.published import chunks as chunks_module
+from shared.published import manifest as manifest_module
+from shared.published.chunks import ChunkFolder, cut, in_order
+from shared.published.manifest import Chunk, PublishedAdapter, PublishedManifest, WeightTree
+from shared.published.order import drawn
+from shared.run.checkpoint_files import ManifestFile, ManifestLeaf
 from tests.support import models
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=32, vocab_size=512)

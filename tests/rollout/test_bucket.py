@@ -14,7 +14,7 @@ from shared.errors import Conflict, Forbidden, NotFound, Unavailable, VolleyErro
 from shared.files import buckets
 from shared.files.buckets import Bucket
 from shared.models.config import ModelConfig
-from shared.run.weights import MANIFEST, Adapter, Probe
+from shared.run.checkpoint_files import MANIFEST, Adapter, Probe
 from tests.rollout.server import running_server
 from tests.support import models
 from tests.support.bucket import own_prefix, s3_server

@@ -14,7 +14,7 @@ from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.weights.checkpoint import examine
 from shared.errors import WeightsError
 from shared.models.config import ModelConfig
-from shared.run.weights import Probe
+from shared.run.checkpoint_files import Probe
 from tests.support import decoder_reference, families, models
 
 SIZES = {"max_running_requests": 4, "context_length": 64, "max_prefill_tokens": 64, "max_total_tokens": 256}

@@ -15,7 +15,7 @@ import pytest
 from services.rollout.engines.base import BASE_VERSION, EngineSpec, GenerateRequest, SamplingParams
 from services.rollout.engines.sglang_jax.client import open_engine
 from shared.errors import EngineDied
-from shared.run.weights import ManifestLeaf, Probe, read_manifest, write_manifest
+from shared.run.checkpoint_files import ManifestLeaf, Probe, read_manifest, write_manifest
 from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING, RolloutProcess, wait_until
 from tests.support import decoder_reference, models
 

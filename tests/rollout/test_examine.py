@@ -20,7 +20,7 @@ from services.rollout.app import build_app
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Conflict, Forbidden, WeightsError
 from shared.models.config import ModelConfig
-from shared.run.weights import MANIFEST, MAX_MANIFEST_BYTES, Probe
+from shared.run.checkpoint_files import MANIFEST, MAX_MANIFEST_BYTES, Probe
 from tests.support import models
 from tests.support.engine import SETTINGS, FakeEngine
 

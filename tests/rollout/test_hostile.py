@@ -12,13 +12,13 @@ import pytest
 
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
-from services.rollout.engines.sglang_jax.weights.restore import open_checkpoint, open_hugging_face
+from services.rollout.engines.sglang_jax.loading.restore import open_checkpoint, open_hugging_face
 from services.rollout.weights.checkpoint import examine
 from services.rollout.weights.updater import WeightUpdater
 from shared import codec
 from shared.errors import Forbidden, WeightsError
 from shared.models.config import ModelConfig
-from shared.run.weights import MANIFEST, digest_files, read_manifest, write_manifest
+from shared.run.checkpoint_files import MANIFEST, digest_files, read_manifest, write_manifest
 from tests.support import models
 from tests.support.engine import SETTINGS, FakeEngine
 from tests.support.hostile import infect, works

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from services.rollout.engines.sglang_jax.weights import layout
+from services.rollout.engines.sglang_jax.loading import layout
 from shared.errors import WeightsError
 from tests.support import families, models
 

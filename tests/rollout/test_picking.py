@@ -3,8 +3,8 @@
 import numpy as np
 
 from services.rollout.weights.picking import ChunkPicker, Source
-from shared.clients.weights import WeightSource
-from shared.weights.holding import Holding
+from shared.clients.chunks import WeightSource
+from shared.published.holding import Holding
 
 
 def bits(text: str) -> np.ndarray:

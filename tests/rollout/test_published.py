@@ -18,7 +18,7 @@ from services.rollout.app import build_app
 from services.rollout.weights import pulling
 from services.rollout.weights.pulling import ChunkPuller
 from services.rollout.weights.updater import WeightUpdater
-from shared.clients.weights import WeightSource
+from shared.clients.chunks import WeightSource
 from shared.errors import (
     Conflict,
     DecodeError,
@@ -32,12 +32,12 @@ from shared.errors import (
     WeightsUnpublished,
 )
 from shared.models.config import ModelConfig
-from shared.run.weights import ManifestLeaf, Probe
+from shared.published.chunks import ChunkFolder, cut, in_order, reads
+from shared.published.manifest import Chunk, PublishedAdapter, PublishedManifest, WeightOffer, WeightTree
+from shared.published.serving import Uplink
+from shared.run.checkpoint_files import ManifestLeaf, Probe
 from shared.services_schema import Limits
 from shared.web.http import create_app, problem_response
-from shared.weights.chunks import ChunkFolder, cut, in_order, reads
-from shared.weights.manifest import Chunk, PublishedAdapter, PublishedManifest, WeightOffer, WeightTree
-from shared.weights.serving import Uplink
 from tests.support import families, models
 from tests.support.asgi import served
 from tests.support.engine import SETTINGS, FakeEngine

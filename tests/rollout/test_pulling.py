@@ -22,17 +22,17 @@ from fastapi.responses import Response
 from services.rollout import metrics
 from services.rollout.weights import pulling
 from services.rollout.weights.pulling import ChunkPuller, WantedVersion
-from shared.clients.weights import WeightSource
+from shared.clients.chunks import WeightSource
 from shared.errors import NotFound, StorageFull, Unavailable, VolleyError
+from shared.published import serving
+from shared.published.chunks import ChunkFolder
+from shared.published.delta import encode
+from shared.published.holding import Holding
+from shared.published.manifest import Chunk, Delta
+from shared.published.order import drawn
+from shared.published.serving import Uplink
 from shared.services_schema import Limits
 from shared.web.http import create_app, problem_response
-from shared.weights import serving
-from shared.weights.chunks import ChunkFolder
-from shared.weights.delta import encode
-from shared.weights.holding import Holding
-from shared.weights.manifest import Chunk, Delta
-from shared.weights.order import drawn
-from shared.weights.serving import Uplink
 from tests.support.asgi import served
 from tests.support.disk import file_size_limit
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from services.rollout.engines.base import StagedWeights
-from services.rollout.engines.sglang_jax.weights import checksum, staging
+from services.rollout.engines.sglang_jax.loading import checksum, staging
 from services.rollout.engines.sglang_jax.worker import EngineWorker
 from tests.rollout.server import wait_until
 

@@ -13,12 +13,12 @@ import pytest
 
 from services.rollout.engines.base import Engine, EngineSpec, GenerateRequest, GenerateResult, LoadedWeights
 from services.rollout.engines.base import SamplingParams as Sampling
+from services.rollout.engines.probe import check_probe
 from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.weights.checkpoint import examine
-from services.rollout.weights.probe import check_probe
 from shared.errors import ConfigError, WeightsError
 from shared.models.config import ModelConfig
-from shared.run.weights import Adapter, Probe
+from shared.run.checkpoint_files import Adapter, Probe
 from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING, POOL, RolloutProcess, running_server
 from tests.rollout.test_adapters import effective
 from tests.support import decoder_reference, models
@@ -150,7 +150,7 @@ _CHECKSUMS = """
 import sys
 import jax, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from services.rollout.engines.sglang_jax.weights.checksum import checksum
+from services.rollout.engines.sglang_jax.loading.checksum import checksum
 
 mesh = jax.make_mesh((1, 4), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
 rng = np.random.default_rng(0)

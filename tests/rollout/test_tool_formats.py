@@ -6,7 +6,7 @@ import pytest
 from sgl_jax.srt.entrypoints.openai.protocol import Function, Tool
 from sgl_jax.srt.function_call.function_call_parser import FunctionCallParser
 
-from services.env.environments.base import assistant
+from services.env.episode_types import assistant
 from services.env.tools.calls import tool_calls, write_call
 
 SCHEMA = {

@@ -16,11 +16,11 @@ import httpx
 import numpy as np
 import pytest
 
-from services.cli.layout import PROJECT
 from shared.process.ports import free_port
 from tests.rollout.server import wait_until
 from tests.support import models
 from tests.support.net import HTTP
+from volley.layout import PROJECT
 
 CONFIG = models.tiny_config(
     hidden_size=8, intermediate_size=8, vocab_size=400_000
@@ -36,11 +36,11 @@ def trainer_program(root: Path, port: int, *sources_of_all: str) -> None:
     from services.trainer.publishing import routes
     from services.trainer.publishing.publications import Publications
     from services.trainer.publishing.routes import PublishingState
-    from shared.run.weights import ManifestLeaf
+    from shared.published.serving import Uplink
+    from shared.run.checkpoint_files import ManifestLeaf
     from shared.services_schema import Limits
     from shared.types import WeightVersion
     from shared.web.http import create_app
-    from shared.weights.serving import Uplink
     from tests.support.asgi import served
 
     epoch_file = root / "epoch"

@@ -15,7 +15,7 @@ from services.rollout.weights.turns import MAX_WAITING
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Conflict, Forbidden, Unavailable, WeightsError
 from shared.models.config import ModelConfig
-from shared.run.weights import BAD, MANIFEST, Probe
+from shared.run.checkpoint_files import BAD, MANIFEST, Probe
 from tests.support import models
 from tests.support.engine import FakeEngine
 

@@ -12,7 +12,7 @@ from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Unavailable, WeightsError
 from shared.models.config import ModelConfig
-from shared.run.weights import Probe
+from shared.run.checkpoint_files import Probe
 from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING
 from tests.support import decoder_reference, models
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.cli.commands.compare import ComparedRun, table
-from services.cli.reporting.intervals import success_rates
 from shared.run.best import best_version
+from volley.commands.compare import ComparedRun, table
+from volley.reporting.intervals import success_rates
 
 LINEAGE = [(1, 0)]
 

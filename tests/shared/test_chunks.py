@@ -14,10 +14,10 @@ import orjson
 import pytest
 
 from shared.errors import InputError, NotFound, StorageDenied, WeightsError
-from shared.run.weights import ManifestLeaf, Probe
-from shared.weights import chunks, delta, manifest
-from shared.weights.chunks import ChunkFolder
-from shared.weights.manifest import Chunk, Delta, PublishedAdapter, PublishedManifest, WeightOffer, WeightTree
+from shared.published import chunks, delta, manifest
+from shared.published.chunks import ChunkFolder
+from shared.published.manifest import Chunk, Delta, PublishedAdapter, PublishedManifest, WeightOffer, WeightTree
+from shared.run.checkpoint_files import ManifestLeaf, Probe
 
 
 @pytest.fixture(autouse=True)

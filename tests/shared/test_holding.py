@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shared.errors import DecodeError
-from shared.weights.holding import Holding, size_of
+from shared.published.holding import Holding, size_of
 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 9, 64, 1001])

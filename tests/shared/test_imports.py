@@ -108,7 +108,7 @@ def test_the_chain_of_an_import_is_read_from_the_nested_lines():
     assert chains("\n".join(lines)) == {"a": ["a"], "b": ["a", "b"], "c": ["a", "b", "c.inner"]}
 
 
-@pytest.mark.parametrize("module", ["services.cli", "services.env", "services.trainer"])
+@pytest.mark.parametrize("module", ["volley", "services.env", "services.trainer"])
 def test_another_package_shared_is_named(module: str, tmp_path: Path) -> None:
     """A folder `shared/` with an `__init__.py` on PYTHONPATH comes before the project's own."""
     (tmp_path / "shared").mkdir()

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from services.trainer.learner.metrics import StepMetrics
+from services.trainer.metrics.step_metrics import StepMetrics
 from shared.process.telemetry import REGISTRY, exposition
 from tests.fuzz.stack import OPENERS, RUN, TOKEN, open_stack, run_config
 

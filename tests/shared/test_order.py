@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.run.weights import ManifestLeaf
-from shared.weights.manifest import Chunk, WeightTree
-from shared.weights.order import by_arrival, drawn, together
+from shared.published.manifest import Chunk, WeightTree
+from shared.published.order import by_arrival, drawn, together
+from shared.run.checkpoint_files import ManifestLeaf
 
 
 def tree_of(n_leaves: list[int], sizes: list[int]) -> WeightTree:

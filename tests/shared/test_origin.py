@@ -16,8 +16,8 @@ from shared.errors import ConfigError, WeightsError
 from shared.models import content, hub, origin
 from shared.run import state as states
 from shared.run import trust
+from shared.run.checkpoint_files import MANIFEST, read_manifest
 from shared.run.folder import RunFolder
-from shared.run.weights import MANIFEST, read_manifest
 from shared.schema import RunConfig
 from tools.simulated.trainer import NumpyArrays, SimulatedBackend
 

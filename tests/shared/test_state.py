@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from shared.errors import WeightsError
-from shared.queue.progress import TicketProgress
 from shared.run import ledger
 from shared.run import state as states
 from shared.run.chain import Chain
+from shared.run.progress import TicketProgress
 from shared.run.state import TrainerState, epoch_of, in_lineage, initial_state, until
 from shared.types import WeightVersion
 

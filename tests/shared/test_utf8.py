@@ -52,7 +52,7 @@ def test_programs_and_their_children_name_files_in_utf8(tmp_path: Path, locale: 
 @pytest.mark.parametrize("locale", LOCALES)
 def test_the_command_names_a_file_of_the_configuration(tmp_path: Path, locale: str) -> None:
     (tmp_path / "run.yaml").write_text("model: {path: ./模型}\ndata: {env: gsm8k, train: é.jsonl}\n", encoding="utf-8")
-    done = run(locale, "-m", "services.cli", "sft", "--config", str(tmp_path / "run.yaml"), cwd=tmp_path)
+    done = run(locale, "-m", "volley", "sft", "--config", str(tmp_path / "run.yaml"), cwd=tmp_path)
     assert (done.returncode, b"No such file or directory" in done.stderr) == (2, True), done.stderr
 
 

@@ -11,9 +11,9 @@ import pytest
 from shared.errors import QueueUnavailable, ServiceUnreachable, StorageFull
 from shared.files.storage import storage
 from shared.process.ports import free_port
-from shared.process.wedge import BUSY_S, CYCLE_S, FRESH_S, QUIET_S, ServiceReport, judge, nodes
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
+from shared.run.wedge import BUSY_S, CYCLE_S, FRESH_S, QUIET_S, ServiceReport, judge, nodes
 
 QUEUE = {"ready": True, "leased": 0, "depth": 0, "version": 12}
 SERVER = {

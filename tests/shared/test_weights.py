@@ -8,9 +8,9 @@ import socket
 import pytest
 
 from shared.errors import Forbidden, Unavailable, WeightsError
+from shared.run import checkpoint_files
 from shared.run import state as states
-from shared.run import weights
-from shared.run.weights import Manifest, ManifestLeaf, Probe
+from shared.run.checkpoint_files import Manifest, ManifestLeaf, Probe
 from tests.support.disk import no_more_files
 
 
@@ -22,18 +22,18 @@ def folder(tmp_path):
     (folder / "params" / "_METADATA").write_bytes(b"{}")
     (folder / "state.json").write_bytes(b"{}")
     manifest = Manifest(
-        "run", folder.name, None, 2, "full", "params", weights.digest_files(folder, "params"),
+        "run", folder.name, None, 2, "full", "params", checkpoint_files.digest_files(folder, "params"),
         (ManifestLeaf("a.w", (2, 3), "float32"),), {"vocab_size": 8}, Probe((1, 2), (-0.5,)), 0.0,
     )  # fmt: skip
-    weights.write_manifest(folder, manifest)
+    checkpoint_files.write_manifest(folder, manifest)
     return folder
 
 
 def test_round_trip(folder):
-    manifest = weights.read_manifest(folder)
+    manifest = checkpoint_files.read_manifest(folder)
     assert manifest.tree == (ManifestLeaf("a.w", (2, 3), "float32"),)
     assert manifest.probe == Probe((1, 2), (-0.5,))
-    weights.verify_files(folder, manifest)
+    checkpoint_files.verify_files(folder, manifest)
 
 
 def flip(folder):
@@ -55,17 +55,17 @@ def flip(folder):
 def test_harm_is_named(folder, harm, message):
     harm(folder)
     with pytest.raises(WeightsError, match=message):
-        weights.verify_files(folder, weights.read_manifest(folder))
+        checkpoint_files.verify_files(folder, checkpoint_files.read_manifest(folder))
 
 
 def test_too_many_open_files_are_no_harm(folder):
-    manifest = weights.read_manifest(folder)
+    manifest = checkpoint_files.read_manifest(folder)
     with no_more_files():
         with pytest.raises(Unavailable, match="Too many open files"):
-            weights.verify_files(folder, manifest)
+            checkpoint_files.verify_files(folder, manifest)
         with pytest.raises(Unavailable, match="Too many open files"):
-            weights.read_manifest(folder)
-    weights.verify_files(folder, manifest)
+            checkpoint_files.read_manifest(folder)
+    checkpoint_files.verify_files(folder, manifest)
 
 
 def test_a_state_that_was_removed_is_named(folder):
@@ -102,7 +102,7 @@ def put(path, special):
 def test_a_malformed_manifest_is_refused(folder, data):
     (folder / "manifest.json").write_bytes(data)
     with pytest.raises(WeightsError):
-        weights.read_manifest(folder)
+        checkpoint_files.read_manifest(folder)
 
 
 def test_a_folder_without_manifest_does_not_exist(folder):
@@ -110,16 +110,18 @@ def test_a_folder_without_manifest_does_not_exist(folder):
     (root / "e000001-s000003" / "params").mkdir(parents=True)
     (root / "tmp-e000001-s000004").mkdir()
     (root / "tmp-e000001-s000004" / "manifest.json").touch()
-    assert weights.newest(root) == folder
-    assert weights.newest(root / "none") is None
+    assert checkpoint_files.newest(root) == folder
+    assert checkpoint_files.newest(root / "none") is None
 
 
 def test_paths_stay_under_the_root(folder, tmp_path):
     (tmp_path / "link").symlink_to("/")
     for name in ("../..", "/etc/passwd", "link/etc"):
         with pytest.raises(Forbidden):
-            weights.confined(tmp_path, name)
-    manifest = weights.read_manifest(folder)
-    outside = dataclasses.replace(manifest, path="../../..", files=(weights.ManifestFile("../../../x", 1, ""),))
+            checkpoint_files.confined(tmp_path, name)
+    manifest = checkpoint_files.read_manifest(folder)
+    outside = dataclasses.replace(
+        manifest, path="../../..", files=(checkpoint_files.ManifestFile("../../../x", 1, ""),)
+    )
     with pytest.raises((WeightsError, Forbidden)):
-        weights.verify_files(folder, outside)
+        checkpoint_files.verify_files(folder, outside)

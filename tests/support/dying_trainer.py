@@ -14,9 +14,9 @@ from itertools import count
 from typing import Any
 
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.settlement.ledger import LedgerFile
+from services.trainer.loop.ledger import LedgerFile
+from shared.boot import main
 from shared.files.buckets import Bucket
-from shared.process.boot import main
 from shared.queue.queue import TicketQueue
 from shared.run.commits import CommitLog
 from tools.simulated.trainer import open_service

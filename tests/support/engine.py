@@ -37,7 +37,7 @@ from services.rollout.weights.serving import Serving
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Conflict, WeightsError
 from shared.models.config import ModelConfig
-from shared.run.weights import copy_files
+from shared.run.checkpoint_files import copy_files
 from shared.services_schema import Limits, TokenFiles
 from shared.types import VersionSpan
 from tests.support.tokenizer import FOLDER

@@ -22,9 +22,8 @@ import numpy as np
 import orjson
 import yaml
 
-from services.cli.runs.record import claimed, finished
 from shared import config
-from shared.run import archive, checksums, commits, held, weights
+from shared.run import archive, checkpoint_files, checksums, commits, held
 from shared.run import state as states
 from shared.run.archive import Archive
 from shared.run.chain import Chain
@@ -34,6 +33,7 @@ from shared.run.mixture import MixtureChange
 from shared.run.state import TrainerState, in_lineage
 from shared.types import Group, WeightVersion
 from tests.support.small_run import RUN, Incarnation, write_config
+from volley.runs.record import claimed, finished
 
 type Part = Literal["digests", "lines", "beginnings", "records", "states", "saved", "described"]
 PARTS: tuple[Part, ...] = ("digests", "lines", "beginnings", "records", "states", "saved", "described")
@@ -99,7 +99,7 @@ class Remake:
         run = self._run
         if "described" not in self._left:
             self._describe()
-        versions = sorted({*weights.versions(run.checkpoints), *commits.versions(run.archive)})
+        versions = sorted({*checkpoint_files.versions(run.checkpoints), *commits.versions(run.archive)})
         head = commits.read(run.archive, versions[-1]).state
         for version in versions:
             record = self._record(version)
@@ -117,9 +117,9 @@ class Remake:
     def _describe(self) -> None:
         """Lines of metrics tell how the manifests describe their weights."""
         found = lines(self._run.metrics)
-        for version in weights.versions(self._run.checkpoints):
+        for version in checkpoint_files.versions(self._run.checkpoints):
             folder = self._run.checkpoints / str(version)
-            told, made = weights.read_manifest(folder), checksums.made_as(states.read(folder)[0])
+            told, made = checkpoint_files.read_manifest(folder), checksums.made_as(states.read(folder)[0])
             described = checksums.description(told.model, told.tree, told.adapter, told.probe)
             for line in found:
                 if line["version"] == str(made):
@@ -160,24 +160,24 @@ class Remake:
         return size, blake3.blake3(path.read_bytes()[:size]).hexdigest()
 
     def _checkpoint(self, folder: Path, there: dict[str, Any], told: Mapping[str, Any]) -> None:
-        raw, before = there | told, (folder / weights.MANIFEST).read_bytes()
-        manifest = weights.read_manifest(folder)
+        raw, before = there | told, (folder / checkpoint_files.MANIFEST).read_bytes()
+        manifest = checkpoint_files.read_manifest(folder)
         if "digests" not in self._left:
-            manifest = replace(manifest, files=weights.digest_files(folder, "params"))
-            raw["optimizer_files"] = [_plain(one) for one in weights.digest_files(folder, "optimizer")]
-            raw["seal"] = weights.seal(manifest)
+            manifest = replace(manifest, files=checkpoint_files.digest_files(folder, "params"))
+            raw["optimizer_files"] = [_plain(one) for one in checkpoint_files.digest_files(folder, "optimizer")]
+            raw["seal"] = checkpoint_files.seal(manifest)
         text = orjson.dumps(raw, option=orjson.OPT_INDENT_2)
         if orjson.loads((folder / "state.json").read_bytes()) != orjson.loads(text):
             (folder / "state.json").write_bytes(text)
-        manifest = replace(manifest, state=weights.digest(folder / "state.json"))
-        weights.write_manifest(folder, manifest)
-        if (folder / weights.MANIFEST).read_bytes() != before and "saved" not in self._left:
-            digest = weights.digest(folder / weights.MANIFEST)
+        manifest = replace(manifest, state=checkpoint_files.digest(folder / "state.json"))
+        checkpoint_files.write_manifest(folder, manifest)
+        if (folder / checkpoint_files.MANIFEST).read_bytes() != before and "saved" not in self._left:
+            digest = checkpoint_files.digest(folder / checkpoint_files.MANIFEST)
             named = lines(self._run.saved)
             rewrite(self._run.saved, [x | {"manifest": digest} if x["version"] == folder.name else x for x in named])
 
 
-def _plain(file: weights.ManifestFile) -> dict[str, Any]:
+def _plain(file: checkpoint_files.ManifestFile) -> dict[str, Any]:
     return {"name": file.name, "size": file.size, "blake3": file.blake3}
 
 
@@ -246,12 +246,12 @@ def _of_adder(one: Group) -> tuple[Any, ...]:
 
 def foreign_weights(run: RunFolder, rng: random.Random) -> None:
     """Of one retained checkpoint."""
-    folder = run.checkpoints / str(rng.choice(weights.versions(run.checkpoints)))
+    folder = run.checkpoints / str(rng.choice(checkpoint_files.versions(run.checkpoints)))
     _other_number(folder / "params" / "w.npy", rng)
 
 
 def emptied_optimizer(run: RunFolder, rng: random.Random) -> None:
-    folder = run.checkpoints / str(rng.choice(weights.versions(run.checkpoints)))
+    folder = run.checkpoints / str(rng.choice(checkpoint_files.versions(run.checkpoints)))
     _other_number(folder / "optimizer" / "optimizer.count.npy", rng)
 
 
@@ -272,8 +272,8 @@ DESCRIPTIONS: Mapping[str, Any] = {
 
 def describe(run: RunFolder, key: str, *versions: WeightVersion) -> None:
     """Otherwise, in the manifests of these versions, or of all."""
-    for version in versions or weights.versions(run.checkpoints):
-        path = run.checkpoints / str(version) / weights.MANIFEST
+    for version in versions or checkpoint_files.versions(run.checkpoints):
+        path = run.checkpoints / str(version) / checkpoint_files.MANIFEST
         told = orjson.loads(path.read_bytes()) | {key: DESCRIPTIONS[key]}
         path.write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2))
 

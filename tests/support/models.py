@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from shared.run.weights import Adapter, BaseWeights, Manifest, ManifestLeaf, Probe, digest_files, write_manifest
+from shared.run.checkpoint_files import (
+    Adapter,
+    BaseWeights,
+    Manifest,
+    ManifestLeaf,
+    Probe,
+    digest_files,
+    write_manifest,
+)
 from shared.types import WeightVersion
 
 Weights = dict[str, np.ndarray]

@@ -40,14 +40,14 @@ import orjson
 import yaml
 import zstandard
 
-from services.cli.verify import command
 from shared import codec
 from shared.config import load
 from shared.errors import VolleyError
-from shared.run import archive, pinned, weights
+from shared.run import archive, checkpoint_files, pinned
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
 from shared.types import Group, WeightVersion
+from volley.verify import command
 
 _TRACEBACKS = (
     ArithmeticError,
@@ -464,7 +464,7 @@ def _edit_state(version: str, changes: dict[str, Any], *, told: bool) -> Change:
         folder = run / "checkpoints" / version
         _edit_json("state.json", changes)(folder)
         if told:
-            _edit_json("manifest.json", {"state": weights.digest(folder / "state.json")})(folder)
+            _edit_json("manifest.json", {"state": checkpoint_files.digest(folder / "state.json")})(folder)
 
     return edit
 

@@ -18,30 +18,32 @@ from typing import Any
 import numpy as np
 import yaml
 
-from services.cli.runs.record import claimed, finished
-from services.trainer.checkpoints.contents import CheckpointContents, RestoredCheckpoint
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.groups.group_buffer import AdmissionRules, ReadyGroup
-from services.trainer.learner.metrics import StepMetrics, of_groups
-from services.trainer.loop.interfaces import Collaborators, OnNonFinite, TrainPlan, TrainQueue
+from services.trainer.interfaces import OnNonFinite, TrainPlan, TrainQueue
+from services.trainer.loop.collaborators import Collaborators
+from services.trainer.loop.ledger import LedgerFile
+from services.trainer.loop.refusals import Refusals
 from services.trainer.loop.worker import TrainerWorker
+from services.trainer.metrics.step_metrics import StepMetrics, of_groups
+from services.trainer.models.arrays import CheckpointContents, RestoredCheckpoint
 from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.settings import filter_options
-from services.trainer.settlement.ledger import LedgerFile, StepLog
-from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
+from services.trainer.step_log import StepLog
 from shared.config import load
 from shared.errors import NonFinite
+from shared.published.manifest import Chunk
 from shared.queue.records import StreamEntry
 from shared.run import checksums, pinned
 from shared.run.archive import Archive
+from shared.run.checkpoint_files import ManifestLeaf
 from shared.run.commits import CommitLog
 from shared.run.state import TrainerState
-from shared.run.weights import ManifestLeaf
 from shared.schema import RunConfig
 from shared.types import Group, Lineage, Trajectory, VersionSpan, WeightVersion
-from shared.weights.manifest import Chunk
 from tools.simulated.trainer import NumpyArrays
+from volley.runs.record import claimed, finished
 
 RUN, BATCH, SIZE, ETA, STEPS = "r", 2, 2, 1, 5
 HUGE = 1e6

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.cli.layout import PROJECT
 from shared.run.folder import RunFolder
+from volley.layout import PROJECT
 
 SMALL = "tests/system/small.yaml"
 SIMULATED = "configs/chaos.yaml"
@@ -25,8 +25,8 @@ _NAME = "system"
 _MARK = "VOLLEY_TEST_RUN"
 _PROGRAM = """
 import pathlib, sys
-from services.cli.commands import train
-from services.cli.local.stack import StackSeams
+from volley.commands import train
+from volley.local.stack import StackSeams
 from shared.errors import VolleyError
 from tools.chaos.arena import SIMULATED
 command, where, *overrides = sys.argv[1:]
@@ -142,7 +142,7 @@ def _volley(folder: Path, simulated: bool, *arguments: str) -> Iterator[Training
     mark, output, errors = uuid.uuid4().hex, folder / "output", folder / "errors"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {_MARK: mark}
     with output.open("wb") as out, errors.open("wb") as err:
-        program = ["-c", _PROGRAM] if simulated else ["-m", "services.cli"]
+        program = ["-c", _PROGRAM] if simulated else ["-m", "volley"]
         command = [sys.executable, *program, *arguments]
         process = subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=out, stderr=err)
     running = Training(process, RunFolder(folder / "runs" / _NAME), output, errors, mark)

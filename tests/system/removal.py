@@ -18,16 +18,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.cli.layout import PROJECT
-from services.cli.local.supervisor import RestartPolicy
-from services.cli.runs.record import claimed, stored
-from services.cli.verify.command import verify
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import VolleyError, first_error
 from shared.run.folder import RunFolder
 from tools.chaos import logs
 from tools.chaos.arena import Arena, RecoveryTimeout, open_arena
+from volley.layout import PROJECT
+from volley.local.supervisor import RestartPolicy
+from volley.runs.record import claimed, stored
+from volley.verify.command import verify
 
 NAME = "small"
 _STEPS = 3

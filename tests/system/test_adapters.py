@@ -11,11 +11,11 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.cli.layout import PROJECT
-from services.cli.reporting import jsonl
-from services.cli.verify.command import verify
-from shared.run.weights import BASE, read_manifest, versions
+from shared.run.checkpoint_files import BASE, read_manifest, versions
 from tests.support.stack import training
+from volley.layout import PROJECT
+from volley.reporting import jsonl
+from volley.verify.command import verify
 
 N_STEPS, N_GROUPS = 5, 2
 
@@ -43,7 +43,7 @@ def test_a_run_of_adapters_survives_its_trainer_and_its_server(tmp_path: Path) -
     (base,) = {manifest.adapter.base.digest for manifest in manifests if manifest.adapter}
     assert [path.name for path in (root / BASE).iterdir()] == [base]
     retained = [version.step for version in versions(root) if version.step]
-    command = [sys.executable, "-m", "services.cli", "replay", str(run.folder.path), "--json"]
+    command = [sys.executable, "-m", "volley", "replay", str(run.folder.path), "--json"]
     done = subprocess.run([*command, "--from-step", str(min(retained))], capture_output=True, cwd=PROJECT, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert orjson.loads(done.stdout)["first_divergence"] is None

@@ -14,7 +14,6 @@ import numpy as np
 import orjson
 import pytest
 
-from services.cli.verify.command import verify
 from shared.process.ports import free_port
 from shared.run import archive
 from shared.run.folder import RunFolder
@@ -22,6 +21,7 @@ from shared.types import Group
 from tests.support import answering
 from tests.support.stack import PROJECT, training
 from tests.support.teacher import told
+from volley.verify.command import verify
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -59,7 +59,7 @@ def test_a_distilled_run_outlives_its_teacher_and_replays_without_it(tmp_path: P
                 assert one.teacher_logprobs is not None
                 np.testing.assert_array_equal(one.teacher_logprobs, wanted)
     asked = log.read_text(encoding="utf-8")
-    command = [sys.executable, "-m", "services.cli", "replay", str(run.folder.path), "--from-step", "1", "--json"]
+    command = [sys.executable, "-m", "volley", "replay", str(run.folder.path), "--from-step", "1", "--json"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", check=False, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert orjson.loads(done.stdout)["first_divergence"] is None

@@ -13,12 +13,12 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.cli.layout import PROJECT
-from services.cli.reporting import jsonl
-from services.cli.verify.command import verify
 from shared.run import archive
 from shared.types import Group
 from tests.support.stack import training
+from volley.layout import PROJECT
+from volley.reporting import jsonl
+from volley.verify.command import verify
 
 N_STEPS = 3
 
@@ -45,7 +45,7 @@ def test_a_run_replays_the_routing_of_its_engine(tmp_path: Path) -> None:
     told = [row["routing_diff"] for row in jsonl.read(run.folder.metrics)]
     assert len(told) == N_STEPS
     assert all(0.0 <= share < 0.5 for share in told)
-    command = [sys.executable, "-m", "services.cli", "replay", str(run.folder.path), "--from-step", "0", "--json"]
+    command = [sys.executable, "-m", "volley", "replay", str(run.folder.path), "--from-step", "0", "--json"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", check=False, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert orjson.loads(done.stdout)["first_divergence"] is None

@@ -16,19 +16,19 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.layout import PROJECT
-from services.cli.reporting import jsonl, report
-from services.cli.runs.record import RunRecord, read_record
-from services.cli.verify.command import verify
 from shared.run import pinned
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState, newest_state
+from volley.layout import PROJECT
+from volley.reporting import jsonl, report
+from volley.runs.record import RunRecord, read_record
+from volley.verify.command import verify
 
 PROGRAM = """
 import pathlib, sys
-from services.cli.commands import train
+from volley.commands import train
 from tools.chaos.arena import SIMULATED
-from services.cli.local.stack import StackSeams
+from volley.local.stack import StackSeams
 what, where, *overrides = sys.argv[1:]
 seams = StackSeams(SIMULATED)
 begun = train.main([where], overrides, seams) if what == "train" else None

@@ -15,8 +15,6 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.runs import addresses
-from services.cli.verify.command import verify
 from shared.errors import Unavailable
 from shared.process.ports import free_port
 from shared.run import archive
@@ -28,6 +26,8 @@ from tests.support.net import HTTP, wait_http
 from tests.support.stack import Training, training
 from tools.openenv import ECHO_SERVER
 from tools.openenv.installed import openenv_python
+from volley.runs import addresses
+from volley.verify.command import verify
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

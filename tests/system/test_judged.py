@@ -12,13 +12,13 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.reverify import command as reverify
-from services.cli.verify.command import verify
 from shared.process.ports import free_port
 from shared.run import trust
 from shared.run.folder import RunFolder
 from tests.support import answering
 from tests.support.stack import Training, training
+from volley.reverify import command as reverify
+from volley.verify.command import verify
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

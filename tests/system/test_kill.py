@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.verify.command import verify
 from tests.support.stack import training
+from volley.verify.command import verify
 
 N_STEPS, N_GROUPS = 8, 2
 

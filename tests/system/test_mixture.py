@@ -10,9 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from services.cli.reporting import jsonl, report
-from services.cli.runs import addresses
-from services.cli.verify.command import verify
 from shared import config
 from shared.run import archive
 from shared.run.folder import RunFolder
@@ -21,6 +18,9 @@ from shared.run.shares import configured, weights_of
 from shared.types import Group
 from shared.web.access import Role, token_for
 from tests.support.stack import training
+from volley.reporting import jsonl, report
+from volley.runs import addresses
+from volley.verify.command import verify
 
 N_STEPS = 12
 SETTINGS = (

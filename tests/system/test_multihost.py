@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.verify.command import verify
 from tests.support.stack import training
+from volley.verify.command import verify
 
 N_STEPS, N_GROUPS = 5, 2
 TWO = ("services.trainer.num_processes=2", "trainer.mesh.shape=[4,1]")

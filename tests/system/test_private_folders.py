@@ -14,13 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.cli.commands.replay import replayed
-from services.cli.layout import PROJECT, python_of, variables_of
-from services.cli.reporting import jsonl
-from services.cli.verify.command import verify
 from shared.process.ports import free_port
 from shared.queue.server import ServerSpec, embedded_server
 from shared.run.folder import RunFolder
+from volley.commands.replay import replayed
+from volley.layout import PROJECT, python_of, variables_of
+from volley.reporting import jsonl
+from volley.verify.command import verify
 
 pytestmark = pytest.mark.timeout(600)
 CONFIG, N_STEPS = PROJECT / "tests/system/small.yaml", 6
@@ -79,7 +79,7 @@ class SeparateServices:
 
     def follow(self) -> subprocess.Popen[bytes]:
         """Progress and report, with the trainer's folder."""
-        command = [python_of("base"), "-m", "services.cli", "follow", "--config", CONFIG]
+        command = [python_of("base"), "-m", "volley", "follow", "--config", CONFIG]
         environment = {**variables_of("base", cpu=True), "PYTHONPATH": str(PROJECT)}
         with (self._root / "log").open("ab") as log:
             self._running["follow"] = subprocess.Popen(

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.runs.record import stored
-from services.cli.verify.command import verify
 from shared.queue.client import command, connect
 from shared.run.folder import RunFolder
 from tests.system import removal
 from tests.system.removal import back, further, kill_all, remove, running
 from tools.chaos import logs
 from tools.chaos.arena import Arena
+from volley.runs.record import stored
+from volley.verify.command import verify
 
 CACHES = (
     ".secrets",

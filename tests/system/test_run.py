@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import orjson
 import pytest
 
-from services.cli.layout import PROJECT
-from services.cli.reporting import jsonl
-from services.cli.verify.command import verify
-from shared.run.weights import newest, read_manifest, verify_files
+from shared.run.checkpoint_files import newest, read_manifest, verify_files
 from shared.types import WeightVersion
 from tests.support.stack import SMALL, Training, training
+from volley.layout import PROJECT
+from volley.reporting import jsonl
+from volley.verify.command import verify
 
 N_STEPS = 3
 
@@ -98,7 +98,7 @@ def test_the_run_is_proven(run: Training) -> None:
 
 
 def test_its_last_steps_replay_bit_identically(run: Training) -> None:
-    command = [sys.executable, "-m", "services.cli", "replay", str(run.folder.path), "--from-step", "1", "--json"]
+    command = [sys.executable, "-m", "volley", "replay", str(run.folder.path), "--from-step", "1", "--json"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert orjson.loads(done.stdout)["first_divergence"] is None
@@ -127,7 +127,7 @@ def test_nothing_is_left_running(run: Training) -> None:
 
 def test_a_finished_run_is_not_trained_again(run: Training) -> None:
     folder = run.folder.path
-    command = [sys.executable, "-m", "services.cli", "train", "--config", SMALL]
+    command = [sys.executable, "-m", "volley", "train", "--config", SMALL]
     command += [f"run.dir={folder.parent}", f"run.name={folder.name}", f"trainer.max_steps={N_STEPS}"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", timeout=60, check=False)
     assert done.returncode == 2

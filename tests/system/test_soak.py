@@ -11,7 +11,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.cli.layout import PROJECT
+from volley.layout import PROJECT
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 

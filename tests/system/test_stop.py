@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 import orjson
 import pytest
 
-from services.cli.reporting import jsonl
-from services.cli.verify.command import verify
 from tests.support.stack import continued, training
+from volley.reporting import jsonl
+from volley.verify.command import verify
 
 pytestmark = pytest.mark.timeout(400)
 simulated_and_real = pytest.mark.parametrize("simulated", [True, pytest.param(False, marks=pytest.mark.long)])

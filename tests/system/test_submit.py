@@ -11,9 +11,6 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.reverify import command as reverify
-from services.cli.runs import addresses
-from services.cli.verify.command import verify
 from shared.run import archive
 from shared.run.folder import RunFolder
 from shared.types import Group
@@ -21,6 +18,9 @@ from shared.web.access import Role, token_for
 from tests.docs.commands import first_example
 from tests.support.net import HTTP
 from tests.support.stack import Training, training
+from volley.reverify import command as reverify
+from volley.runs import addresses
+from volley.verify.command import verify
 
 N_STEPS = 14
 LATE_S = 300.0

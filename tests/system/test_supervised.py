@@ -11,11 +11,11 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.reporting import jsonl
-from services.cli.verify.command import verify
+from shared.run.checkpoint_files import newest, read_manifest
 from shared.run.folder import RunFolder
-from shared.run.weights import newest, read_manifest
 from tests.support.stack import Training, training
+from volley.reporting import jsonl
+from volley.verify.command import verify
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 SFT = (

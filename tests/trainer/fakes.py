@@ -16,21 +16,23 @@ import pytest
 
 from services.trainer.groups.filters import NO_FILTERS, FilterOptions
 from services.trainer.groups.group_buffer import AdmissionRules, Order
-from services.trainer.learner.metrics import StepMetrics
-from services.trainer.loop.interfaces import Collaborators, OnNonFinite, TrainPlan
+from services.trainer.interfaces import OnNonFinite, TrainPlan
+from services.trainer.loop.collaborators import Collaborators
+from services.trainer.loop.ledger import LedgerFile
+from services.trainer.loop.refusals import Refusals
 from services.trainer.loop.worker import TrainerWorker
+from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.publishing.publications import PublishedVersion
-from services.trainer.settlement.ledger import LedgerFile, StepLog
-from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
+from services.trainer.step_log import StepLog
 from shared.errors import Fenced, NonFinite, QueueUnavailable, StorageFull, WeightsError
 from shared.process.sinks import MetricsFanout
+from shared.published.manifest import Chunk
 from shared.queue.records import StreamEntry
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog
 from shared.run.state import TrainerState
 from shared.types import Group, Lineage, WeightVersion
-from shared.weights.manifest import Chunk
 from tests.support.small_run import step_metrics
 from tests.trainer.support import group
 

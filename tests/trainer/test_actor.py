@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
 from services.trainer.algorithms.terms.importance import Correction
+from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.surrogate import Clip
 from services.trainer.batches.batch import Batch
-from services.trainer.learner.logprobs import TokenScores
 
 PPO = Clip(0.2, 0.28)
 FORMS = {

@@ -11,11 +11,11 @@ import orjson
 import pytest
 import tensorstore as ts
 
-from services.cli.verify import parameters as proof
 from shared.errors import WeightsError
+from shared.run.array_files import open_arrays
 from shared.run.folder import RunFolder
-from shared.weights.array_files import open_arrays
 from tests.trainer.test_parameters import made as checkpoints
+from volley.verify import parameters as proof
 
 GOOD: dict[str, Any] = {
     "shape": [4],

@@ -11,14 +11,14 @@ import numpy as np
 import orjson
 import pytest
 
-from services.trainer.checkpoints.contents import CheckpointContents, RestoredCheckpoint
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.models.arrays import CheckpointContents, RestoredCheckpoint
 from services.trainer.replay.recorded import RecordedStep
 from shared.errors import ConfigError, Fenced, StorageFull, Unavailable, WeightsError
-from shared.run import ledger, weights
+from shared.run import checkpoint_files, ledger
+from shared.run.checkpoint_files import Probe
 from shared.run.state import TrainerState, initial_state
-from shared.run.weights import Probe
 from shared.types import WeightVersion
 from tests.support.disk import file_size_limit
 
@@ -63,8 +63,8 @@ def test_what_is_saved_comes_back_bit_by_bit(checkpoints: CheckpointFolders):
     assert {k: (v.dtype, np.asarray(v).tolist()) for k, v in restored.optimizer.items()} == {
         k: (v.dtype, np.asarray(v).tolist()) for k, v in OPTIMIZER.items()
     }
-    manifest = weights.read_manifest(folder)
-    weights.verify_files(folder, manifest)
+    manifest = checkpoint_files.read_manifest(folder)
+    checkpoint_files.verify_files(folder, manifest)
     assert (manifest.version, manifest.base_version, manifest.step, manifest.probe) == (
         "e000001-s000004",
         "e000001-s000003",
@@ -81,7 +81,7 @@ def test_rounded_parameters_are_published_and_exact_ones_restored(checkpoints: C
     restored = checkpoints.newest()
     assert restored is not None
     assert np.array_equal(restored.params["final_norm.w"], exact["final_norm.w"])
-    assert [leaf.dtype for leaf in weights.read_manifest(folder).tree] == ["bfloat16"]
+    assert [leaf.dtype for leaf in checkpoint_files.read_manifest(folder).tree] == ["bfloat16"]
     assert np.array_equal(checkpoints.params_of(folder.name)["final_norm.w"], exact["final_norm.w"])
 
 
@@ -123,7 +123,7 @@ def test_restarts_without_progress_do_not_use_up_the_older_steps(checkpoints: Ch
 def test_a_folder_without_manifest_is_no_checkpoint(checkpoints: CheckpointFolders):
     checkpoints.save(state(1), CONTENTS, None)
     folder = checkpoints.save(state(2), CONTENTS, None)
-    (folder / weights.MANIFEST).unlink()
+    (folder / checkpoint_files.MANIFEST).unlink()
     restored = checkpoints.newest()
     assert restored is not None
     assert restored.state.step == 1
@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(checkpoints: Checkpoi
     assert folder.exists()
     checkpoints.repair()
     assert names(checkpoints) == ["bad", "e000001-s000001"]
-    assert (checkpoints.root / "bad" / folder.name / weights.MANIFEST).exists()
+    assert (checkpoints.root / "bad" / folder.name / checkpoint_files.MANIFEST).exists()
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(checkpoints: CheckpointFolders):
@@ -239,7 +239,7 @@ def test_a_save_whose_folder_a_successor_removes_ends_fenced_and_without_noise(
         pool.submit(succeed)
         with pytest.raises(Fenced, match="removed while it was written"):
             checkpoints.save(state(1), replace(CONTENTS, params=arrays), None)
-    assert weights.versions(checkpoints.root) == []
+    assert checkpoint_files.versions(checkpoints.root) == []
 
 
 @pytest.mark.parametrize("asked", [1, 3], ids=["fenced", "never begun"])
@@ -267,8 +267,8 @@ def test_a_new_epoch_relabels_without_copying(checkpoints: CheckpointFolders):
     restored = checkpoints.newest()
     assert restored is not None
     folder = checkpoints.relabel(restored, restored.state.under(3, keep_reference=False))
-    manifest = weights.read_manifest(folder)
-    weights.verify_files(folder, manifest)
+    manifest = checkpoint_files.read_manifest(folder)
+    checkpoint_files.verify_files(folder, manifest)
     assert (manifest.version, manifest.base_version) == ("e000003-s000002", old.name)
     again = checkpoints.newest()
     assert again is not None

@@ -11,8 +11,8 @@ from services.trainer.conversations.data import DataSettings, load
 from services.trainer.conversations.dataset import tokenized
 from services.trainer.conversations.flags import may_say
 from services.trainer.conversations.formats import conversation, preference_pair
-from services.trainer.loop.interfaces import Waiter
 from services.trainer.status import TrainerStatus
+from services.trainer.waiter import Waiter
 from shared.errors import ConfigError, InputError
 from shared.models.chat import ChatTokenizer
 from tests.support.templates import model_folder, published

@@ -16,12 +16,12 @@ from services.trainer.conversations.data import DataSettings, load
 from services.trainer.conversations.dataset import batches, digest, n_steps, split, tokenized
 from services.trainer.conversations.files import files_of, records
 from services.trainer.conversations.formats import conversation, preference_pair
-from services.trainer.loop.interfaces import Waiter
 from services.trainer.status import TrainerStatus
+from services.trainer.waiter import Waiter
 from shared.errors import ConfigError, InputError
 from shared.files.rows import MAX_LINE_BYTES
 from shared.models.chat import ChatTokenizer
-from shared.run import weights
+from shared.run import checkpoint_files
 
 TINY = Path(__file__).parents[2] / "configs/models/tiny"
 TOKENIZER = ChatTokenizer(TINY)
@@ -481,7 +481,7 @@ async def test_held_out_conversations_that_are_dropped_or_cut_are_told_too(tmp_p
     wanted |= {"eval_examples": 2, "eval_dropped": 2, "eval_truncated": 1}
     assert {key: told[key] for key in wanted} == wanted
     assert found.digest == digest([found.train.examples, found.held_out])
-    assert found.files == {str(path): weights.digest(path) for path in (train, held_out)}
+    assert found.files == {str(path): checkpoint_files.digest(path) for path in (train, held_out)}
 
 
 LONG = {"prompt": "go", "completion": "Right " * 80}

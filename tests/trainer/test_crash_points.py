@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.cli.runs.record import claimed, finished
-from services.cli.verify.command import verify
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.groups.group_buffer import ready_group
 from shared.config import load
@@ -19,6 +17,8 @@ from shared.queue.server import embedded_server
 from shared.types import WeightVersion
 from tests.trainer.process import BATCH, deterministic, producing, trainer
 from tools.simulated.trainer import NumpyArrays, SimulatedBackend
+from volley.runs.record import claimed, finished
+from volley.verify.command import verify
 
 STEPS = 24
 """Every kill lets a step or more pass; of those in a checkpoint, up to two of its intervals."""

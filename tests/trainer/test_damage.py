@@ -13,16 +13,16 @@ import numpy as np
 import orjson
 import pytest
 
-from services.cli.verify import command
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.settlement.ledger import LedgerFile
+from services.trainer.loop.ledger import LedgerFile
 from shared.errors import WeightsError
-from shared.run import commits, weights
+from shared.run import checkpoint_files, commits
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.support import lies
 from tests.support.small_run import RUN, STEPS, Incarnation, write_config
 from tools.simulated.trainer import NumpyArrays
+from volley.verify import command
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_without_a_whole_checkpoint_the_trainer_ends_and_nothing_begins_anew(
     stopped_at_3: Path, executor: ThreadPoolExecutor
 ):
     root = stopped_at_3 / "checkpoints"
-    for version in weights.versions(root):
+    for version in checkpoint_files.versions(root):
         flip(root / str(version) / "state.json")
     before = sorted(path.name for path in root.iterdir())
     with pytest.raises(WeightsError, match=r"none of the 3 checkpoints .* is whole"):
@@ -101,8 +101,8 @@ def test_without_a_whole_checkpoint_the_trainer_ends_and_nothing_begins_anew(
 
 def test_checkpoints_that_are_gone_end_the_trainer(stopped_at_3: Path, executor: ThreadPoolExecutor):
     root = stopped_at_3 / "checkpoints"
-    for version in weights.versions(root):
-        (root / str(version) / weights.MANIFEST).unlink()
+    for version in checkpoint_files.versions(root):
+        (root / str(version) / checkpoint_files.MANIFEST).unlink()
     with pytest.raises(WeightsError, match="but there is no checkpoint"):
         asyncio.run(Incarnation(stopped_at_3, executor).worker.run())
     assert CheckpointFolders(root, RUN, 3, NumpyArrays()).newest() is None

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.registry import algorithm, taught
 from services.trainer.algorithms.terms.algorithm import Episode
+from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.rewards import reverse_kl
 from services.trainer.batches.batch import Batch
 from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
-from services.trainer.learner.logprobs import TokenScores
-from services.trainer.learner.metrics import of_teacher
+from services.trainer.metrics.step_metrics import of_teacher
 from shared import algorithm_schema as schema
-from shared.queue.progress import TicketProgress
 from shared.queue.records import StreamEntry
+from shared.run.progress import TicketProgress
 from shared.types import Group
 from tests.trainer import support
 

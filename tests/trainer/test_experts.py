@@ -22,9 +22,9 @@ from services.trainer.learner.scoring import Scorer, objective, params_of
 from services.trainer.models import experts
 from services.trainer.models.family import Model, Remat, build, make_mesh
 from shared.models.config import ModelConfig
-from shared.queue.progress import TicketProgress
 from shared.queue.records import StreamEntry
 from shared.routing import RoutingShape
+from shared.run.progress import TicketProgress
 from shared.types import Group, WeightVersion
 from tests.support import decoder_reference, families, models
 from tests.trainer.support import group

@@ -15,15 +15,15 @@ import yaml
 from safetensors.numpy import load_file
 
 from services.trainer.checkpoints import export
-from services.trainer.checkpoints.contents import CheckpointContents
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.models.arrays import CheckpointContents
 from services.trainer.models.initial_weights import leaves_of
 from shared.errors import ConfigError, WeightsError
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from shared.models.origin import Origin
-from shared.run import checksums, trust, weights
+from shared.run import checkpoint_files, checksums, trust
 from shared.run.folder import RunFolder
 from shared.run.state import initial_state
 from tests.support import families, models
@@ -88,8 +88,8 @@ def test_arrays_that_the_log_tells_otherwise_are_neither_exported_nor_started_fr
     make_run(tmp_path, families.case("llama-tied"), np.float32)
     run = RunFolder(tmp_path / "run")
     checkpoints = CheckpointFolders(run.checkpoints, "run", 3, OrbaxArrays())
-    found = checkpoints.foreign(Origin("run", str(run.path), VERSION, weights.digest(manifest_of(run))))
-    manifest = weights.read_manifest(found.folder)
+    found = checkpoints.foreign(Origin("run", str(run.path), VERSION, checkpoint_files.digest(manifest_of(run))))
+    manifest = checkpoint_files.read_manifest(found.folder)
     described = checksums.description(manifest.model, manifest.tree, manifest.adapter, manifest.probe)
     told = {**OrbaxArrays().checksums(found.folder), "description": described}
     line = {"step": 1, "version": VERSION, "checksums": told}
@@ -104,13 +104,13 @@ def test_arrays_that_the_log_tells_otherwise_are_neither_exported_nor_started_fr
 
 def load(run: RunFolder, checkpoints: CheckpointFolders, out: Path, *, is_of_a_run: bool) -> None:
     if is_of_a_run:
-        checkpoints.foreign(Origin("run", str(run.path), VERSION, weights.digest(manifest_of(run))))
+        checkpoints.foreign(Origin("run", str(run.path), VERSION, checkpoint_files.digest(manifest_of(run))))
     else:
         export.export(run.path, out, VERSION)
 
 
 def manifest_of(run: RunFolder) -> Path:
-    return run.checkpoints / VERSION / weights.MANIFEST
+    return run.checkpoints / VERSION / checkpoint_files.MANIFEST
 
 
 def test_what_cannot_be_exported_is_named_and_leaves_nothing(tmp_path: Path) -> None:

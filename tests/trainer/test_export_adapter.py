@@ -12,19 +12,19 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from services.cli.verify.checkpoints import retained
-from services.cli.verify.violation import ViolationKind
 from services.trainer.checkpoints import export
-from services.trainer.checkpoints.contents import CheckpointContents
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.models.arrays import CheckpointContents
 from shared.errors import ConfigError
 from shared.run import trust
+from shared.run.checkpoint_files import BASE, Adapter
 from shared.run.folder import RunFolder
 from shared.run.state import initial_state
-from shared.run.weights import BASE, Adapter
 from shared.types import WeightVersion
 from tests.support import models
+from volley.verify.checkpoints import retained
+from volley.verify.violation import ViolationKind
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8, head_dim=4)
 WEIGHTS = models.random_weights(CONFIG, 0)

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from services.trainer.groups.filters import FilterOptions, has_variance, shares_without_variance
 from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
-from services.trainer.settlement.ledger import LedgerFile
-from shared.queue.progress import TicketProgress
+from services.trainer.loop.ledger import LedgerFile
 from shared.queue.records import StreamEntry
 from shared.queue.server import embedded_server
 from shared.run import ledger
 from shared.run.folder import RunFolder
+from shared.run.progress import TicketProgress
 from shared.types import Group
 from tests.trainer.fakes import Bench, stopped
 from tests.trainer.process import BATCH, SIMULATED, producing, trainer

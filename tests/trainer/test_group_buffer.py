@@ -1,6 +1,6 @@
 from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
-from shared.queue.progress import TicketProgress
 from shared.queue.records import StreamEntry
+from shared.run.progress import TicketProgress
 from shared.types import Group
 from tests.trainer.support import group
 

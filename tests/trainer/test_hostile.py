@@ -10,12 +10,12 @@ import numpy as np
 import orjson
 import pytest
 
-from services.trainer.checkpoints.contents import CheckpointContents
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders, restore
+from services.trainer.models.arrays import CheckpointContents
 from shared.errors import VolleyError, WeightsError
 from shared.run import state
-from shared.run.weights import MANIFEST, digest, digest_files, read_manifest, write_manifest
+from shared.run.checkpoint_files import MANIFEST, digest, digest_files, read_manifest, write_manifest
 from shared.types import WeightVersion
 from tests.support.hostile import infect, works
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.trainer.settlement.ledger import FencedLog, LedgerFile, StepLog
+from services.trainer.loop.ledger import LedgerFile
+from services.trainer.step_log import FencedLog, StepLog
 from shared.errors import Fenced, WeightsError
-from shared.queue.progress import TicketProgress
 from shared.run.archive import Archive
 from shared.run.chain import Chain
+from shared.run.progress import TicketProgress
 from shared.run.state import in_lineage, initial_state
 from shared.types import WeightVersion
 

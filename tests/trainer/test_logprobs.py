@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
+from services.trainer.algorithms.terms.logprobs import CHUNK, token_scores
 from services.trainer.algorithms.terms.surrogate import Clip
 from services.trainer.batches.batch import Batch
-from services.trainer.learner.logprobs import CHUNK, token_scores
 from services.trainer.learner.scoring import objective, params_of
 from tests.support import models
 from tests.trainer.support import CONFIG, model_of

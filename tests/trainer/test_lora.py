@@ -28,8 +28,8 @@ from shared.errors import Fenced, WeightsError
 from shared.models import adapter
 from shared.models.config import ModelConfig
 from shared.models.names import from_hf, hf_name
+from shared.run import checkpoint_files
 from shared.run import state as states
-from shared.run import weights
 from shared.run.state import initial_state
 from shared.types import WeightVersion
 from tests.support import decoder_reference, families, models
@@ -209,16 +209,16 @@ def backend(folders: CheckpointFolders, folder: Path) -> TunixBackend:
 
 
 def test_checkpoints_hold_adapters_and_the_base_lies_once(folders: CheckpointFolders, tmp_path: Path) -> None:
-    (folders.root / weights.BASE / "of-one-that-crashed").mkdir(parents=True)
+    (folders.root / checkpoint_files.BASE / "of-one-that-crashed").mkdir(parents=True)
     one = backend(folders, tmp_path / "model")
     assert one.restore() is None
     one.build()
     state = initial_state(0).under(1, keep_reference=False)
     first = one.start(state)
-    manifest = weights.read_manifest(first)
+    manifest = checkpoint_files.read_manifest(first)
     assert manifest.kind == "adapter"
     assert manifest.adapter is not None
-    assert [path.name for path in (folders.root / weights.BASE).iterdir()] == [manifest.adapter.base.digest]
+    assert [path.name for path in (folders.root / checkpoint_files.BASE).iterdir()] == [manifest.adapter.base.digest]
     one.step(held(1, 2, 3, 4), START)
     second = one.save(replace(state, step=1, low=4), state.version)
     straight = one.step(held(5, 6, 7, 8), WeightVersion(1, 1))
@@ -232,7 +232,7 @@ def test_checkpoints_hold_adapters_and_the_base_lies_once(folders: CheckpointFol
     again.start(resumed.under(2, keep_reference=False))
     again.rewind(WeightVersion(1, 1))
     assert replace(again.step(held(5, 6, 7, 8), WeightVersion(1, 1))) == straight
-    relabelled = weights.read_manifest(folders.root / "e000002-s000002")
+    relabelled = checkpoint_files.read_manifest(folders.root / "e000002-s000002")
     assert relabelled.adapter == manifest.adapter
 
     read = folders.restored(WeightVersion(1, 1))
@@ -246,7 +246,7 @@ def test_a_base_that_is_damaged_or_of_others_is_refused(folders: CheckpointFolde
     one.restore()
     one.build()
     folder = one.start(initial_state(0).under(1, keep_reference=False))
-    found = weights.read_manifest(folder).adapter
+    found = checkpoint_files.read_manifest(folder).adapter
     assert found is not None
     file = max(found.base.folder(folders.root).rglob("d/*"), key=lambda path: path.stat().st_size)
     whole = file.read_bytes()
@@ -255,10 +255,10 @@ def test_a_base_that_is_damaged_or_of_others_is_refused(folders: CheckpointFolde
     again.restore()
     with pytest.raises(WeightsError, match=f"base {found.base.digest}: digest of"):
         again.build()
-    path = folder / weights.MANIFEST
+    path = folder / checkpoint_files.MANIFEST
     path.write_text(path.read_text(encoding="utf-8").replace(found.base.digest, "0" * 64), encoding="utf-8")
     with pytest.raises(WeightsError, match="digest of the base"):
-        weights.read_manifest(folder)
+        checkpoint_files.read_manifest(folder)
 
 
 def test_an_older_trainer_makes_no_base(folders: CheckpointFolders) -> None:

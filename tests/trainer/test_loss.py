@@ -15,9 +15,9 @@ from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
 from services.trainer.algorithms.terms.importance import NONE, Correction
+from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.surrogate import Clip
 from services.trainer.batches.batch import Batch, BatchLayout, Row, micro_batches, row_weights
-from services.trainer.learner.logprobs import TokenScores
 from services.trainer.learner.scoring import objective, params_of
 from shared.models.names import from_hf, hf_name
 from tests.support import models

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from services.trainer.groups.group_buffer import ready_group
-from services.trainer.learner.metrics import of_components, of_environments, of_groups
+from services.trainer.metrics.step_metrics import of_components, of_environments, of_groups
 from shared.types import Group
 from tests.trainer.support import group
 

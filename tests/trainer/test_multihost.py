@@ -31,8 +31,8 @@ from shared import config
 from shared.errors import ConfigError, Forbidden, NonFinite, ProcessesMissing, ProcessLost, StorageFull, VolleyError
 from shared.process.ports import free_port
 from shared.queue.server import embedded_server
+from shared.run.checkpoint_files import ManifestLeaf
 from shared.run.folder import RunFolder
-from shared.run.weights import ManifestLeaf
 from shared.types import WeightVersion
 from tests.trainer.process import BATCH, TrainerProcess, producing
 from tests.trainer.process import config as process_config

@@ -21,6 +21,7 @@ from services.trainer.algorithms.registry import algorithm
 from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
+from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.batches.batch import (
     Batch,
     BatchLayout,
@@ -33,7 +34,6 @@ from services.trainer.batches.batch import (
     supervised_row,
 )
 from services.trainer.batches.packing import MicroBatch, RowShapes
-from services.trainer.learner.logprobs import TokenScores
 from services.trainer.learner.scoring import Scorer, objective, params_of
 from services.trainer.learner.train_step import Params
 from services.trainer.models import attention

@@ -12,25 +12,25 @@ import numpy as np
 import orjson
 import pytest
 
-from services.cli.verify import parameters as proof
-from services.cli.verify.checkpoints import RetainedCheckpoint
 from services.trainer.backend.tunix import TunixBackend
 from services.trainer.checkpoints import parameters
-from services.trainer.checkpoints.contents import CheckpointContents
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.learner.checksum import checksum
 from services.trainer.learner.policy import PolicyOptions
+from services.trainer.models.arrays import CheckpointContents
 from services.trainer.models.lora import LoraOptions
 from services.trainer.models.options import ModelOptions
 from shared.models.config import ModelConfig
-from shared.run import checksums, weights
+from shared.run import checkpoint_files, checksums
 from shared.run import state as states
 from shared.run.commits import CommitRecord
 from shared.run.folder import RunFolder
 from shared.run.state import initial_state
 from tests.support import models
 from tests.trainer.test_policy import CONFIG_1, OPTIONS, START, WEIGHTS, held, ppo_options
+from volley.verify import parameters as proof
+from volley.verify.checkpoints import RetainedCheckpoint
 
 RNG = np.random.default_rng(3)
 
@@ -85,7 +85,7 @@ def test_parameters_of_another_step_are_named(tmp_path: Path) -> None:
 
 def test_a_tree_that_says_other_shapes_than_the_arrays_have_is_named(tmp_path: Path) -> None:
     found, records = made(tmp_path, rounded=False)
-    path = tmp_path / "checkpoints" / str(found[0].version) / weights.MANIFEST
+    path = tmp_path / "checkpoints" / str(found[0].version) / checkpoint_files.MANIFEST
     raw = orjson.loads(path.read_bytes())
     for leaf in raw["tree"]:
         leaf["shape"].reverse()
@@ -140,7 +140,7 @@ def test_a_trainer_tells_what_its_checkpoint_holds(
     one.step(held(1, 2, 3, 4), START)
     told = one.checksums()
     saved = one.save(replace(state, step=1, low=4), state.version)
-    manifest = weights.read_manifest(saved)
+    manifest = checkpoint_files.read_manifest(saved)
     described = checksums.description(manifest.model, manifest.tree, manifest.adapter, manifest.probe)
     assert told == {**OrbaxArrays().checksums(saved), "description": described}
     again.restore()

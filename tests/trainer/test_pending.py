@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from services.trainer.settlement.pending import PendingWork
+from services.trainer.loop.pending import PendingWork
 from shared.queue.records import Finished
 from shared.run.state import TrainerState, initial_state
 from shared.types import WeightVersion

@@ -13,14 +13,14 @@ import numpy as np
 import orjson
 import pytest
 
-from services.cli.runs.record import claimed, finished
-from services.cli.verify.command import verify
-from services.trainer.checkpoints.contents import RestoredCheckpoint
 from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.models.arrays import RestoredCheckpoint
 from shared.config import load
 from shared.queue.server import embedded_server, prepare, running
 from tests.trainer.process import BATCH, SIMULATED, producing, trainer
 from tools.simulated.trainer import NumpyArrays
+from volley.runs.record import claimed, finished
+from volley.verify.command import verify
 
 STEPS = 5
 LATE = {"trainer__checkpointing_options": {"save_interval_steps": 3}, "grpo_config__off_policy_steps": 2}

@@ -12,11 +12,11 @@ from services.trainer.publishing import publications
 from services.trainer.publishing.beginning import beginning
 from services.trainer.publishing.publications import Publications, PublishedVersion
 from shared.errors import NotFound
+from shared.published.chunks import ChunkFolder, reads
+from shared.published.manifest import PublishedManifest
+from shared.run.checkpoint_files import ManifestLeaf
 from shared.run.folder import RunFolder
-from shared.run.weights import ManifestLeaf
 from shared.types import WeightVersion
-from shared.weights.chunks import ChunkFolder, reads
-from shared.weights.manifest import PublishedManifest
 
 N = 5000
 

@@ -9,8 +9,8 @@ from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.publishing.publisher import HandoverPublisher, Publisher
 from services.trainer.status import TrainerStatus
 from shared.errors import QueueUnavailable, ServiceUnreachable
+from shared.published.manifest import Chunk, WeightOffer
 from shared.types import WeightVersion
-from shared.weights.manifest import Chunk, WeightOffer
 
 V1, V2, V3 = (
     PublishedVersion(WeightVersion(1, n), Chunk(f"{n:064x}", 9), f"{n + 9:064x}", 9, 0, {}) for n in (1, 2, 3)

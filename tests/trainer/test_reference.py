@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from services.trainer.algorithms.supervised import supervised_loss
+from services.trainer.learner.objectives import Preferences, UpdateOptions
 from services.trainer.learner.optimizer import make_optimizer
 from services.trainer.learner.scoring import Reference, objective, params_of
 from services.trainer.learner.train_step import Learner
 from services.trainer.models.family import make_mesh
 from services.trainer.planning import memory
-from services.trainer.supervised.objectives import Preferences, UpdateOptions
 from tests.support import models
 from tests.trainer import test_policy, test_supervised
 from tests.trainer.support import model_of

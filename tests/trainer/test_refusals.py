@@ -12,9 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.runs.record import claimed
-from services.cli.verify import command
-from services.trainer.settlement.refusals import Refusals
+from services.trainer.loop.refusals import Refusals
 from services.trainer.status import TrainerStatus
 from shared.config import load
 from shared.errors import NonFinite
@@ -25,6 +23,8 @@ from shared.types import Group, WeightVersion
 from tests.support import small_run
 from tests.support.small_run import Incarnation
 from tests.trainer.fakes import Bench, stopped
+from volley.runs.record import claimed
+from volley.verify import command
 
 
 def refusals(folder: Path) -> list[dict[str, Any]]:
@@ -172,7 +172,7 @@ async def test_a_warm_start_that_is_not_finite_stops_visibly(bench: Bench):
 def test_a_refusal_may_be_kept_again_after_an_error_in_the_middle(tmp_path: Path):
     folder = small_run.make(tmp_path / "r")
     made = WeightVersion(2, 3)
-    from services.trainer.settlement.refusals import RefusedStep
+    from services.trainer.loop.refusals import RefusedStep
 
     refusal = RefusedStep(str(made), "e000002-s000002", 3, ("loss",), (7, 8), ("", ""), "stop")
     Refusals(folder).keep(refusal)

@@ -13,16 +13,16 @@ import numpy as np
 import orjson
 import pytest
 
-from services.cli.runs import record
 from services.trainer.replay.recorded import RecordedStep
 from services.trainer.replay.steps import Divergence, of_tensors
 from shared.config import load, validate
 from shared.queue.server import embedded_server
-from shared.run import archive, commits, pinned, weights
+from shared.run import archive, checkpoint_files, commits, pinned
 from shared.run import state as states
 from shared.run.archive import Archive
 from shared.types import Group, WeightVersion
 from tests.trainer.process import BATCH, ROOT, in_use, producing, trainer
+from volley.runs import record
 
 STEPS = 5
 
@@ -59,7 +59,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def volley(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "volley", *map(str, arguments)]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=200, check=False, env=in_use()
     )
@@ -104,7 +104,7 @@ def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def test_the_checkpoints_tell_what_was_changed(recorded: Path):
-    folder = weights.newest(recorded / "checkpoints")
+    folder = checkpoint_files.newest(recorded / "checkpoints")
     assert folder is not None
     state = states.verify(folder)[1]
     (first, began), (second, changed) = state.settings
@@ -152,7 +152,7 @@ def test_a_changed_reward_diverges_at_its_step(recorded: Path, tmp_path: Path):
 def test_a_checkpoint_that_is_gone_is_an_error_that_lists_the_others(recorded: Path):
     done = volley("replay", recorded, "--from-step", "77")
     assert done.returncode == 2
-    kept = sorted({version.step for version in weights.versions(recorded / "checkpoints")})
+    kept = sorted({version.step for version in checkpoint_files.versions(recorded / "checkpoints")})
     assert done.stderr.strip().splitlines()[-1].endswith(f"retained are steps {', '.join(map(str, kept))})")
 
 
@@ -160,7 +160,7 @@ def test_the_first_differing_tensor_is_named_with_its_largest_difference(recorde
     from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
     from services.trainer.checkpoints.store import restore
 
-    folder = weights.newest(recorded / "checkpoints")
+    folder = checkpoint_files.newest(recorded / "checkpoints")
     assert folder is not None
     restored = restore(folder, OrbaxArrays())
     ours = {"params": dict(restored.params), "optimizer": dict(restored.optimizer)}
@@ -194,7 +194,7 @@ def test_a_refused_step_replays_and_comes_out_the_same(tmp_path: Path):
         assert status["tickets"] == {}
         assert process.terminate() == 0
     with record.claimed(load([tmp_path / "config.yaml"])):
-        assert max(version.step for version in weights.versions(tmp_path / "r" / "checkpoints")) == good
+        assert max(version.step for version in checkpoint_files.versions(tmp_path / "r" / "checkpoints")) == good
     assert result_of(volley("verify", tmp_path / "r", "--json"))["ok"]
     done = volley("replay", tmp_path / "r", "--refused", refused, "--json")
     result = result_of(done)

@@ -11,7 +11,7 @@ import pytest
 
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.settlement.ledger import LedgerFile
+from services.trainer.loop.ledger import LedgerFile
 from shared.queue.server import embedded_server
 from shared.types import Group
 from tests.trainer.process import BATCH, SIMULATED, deterministic, producing, trainer

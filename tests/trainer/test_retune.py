@@ -13,7 +13,7 @@ from shared.config import load
 from shared.errors import ConfigError
 from shared.run import commits, pinned
 from shared.run import state as states
-from shared.run.weights import newest
+from shared.run.checkpoint_files import newest
 from shared.schema import RunConfig
 from shared.types import WeightVersion
 from tests.support.small_run import STEPS, Incarnation, make
@@ -79,7 +79,7 @@ def older(folder: Path) -> None:
     """The newest checkpoint as it was written before settings and a line for each checkpoint were recorded."""
     from dataclasses import replace
 
-    from shared.run.weights import MANIFEST, digest, read_manifest, write_manifest
+    from shared.run.checkpoint_files import MANIFEST, digest, read_manifest, write_manifest
 
     found = newest(folder / "checkpoints")
     assert found is not None

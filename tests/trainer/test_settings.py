@@ -10,9 +10,9 @@ from services.trainer import options, settings
 from services.trainer.algorithms.terms.actor import ActorOptions
 from services.trainer.algorithms.terms.importance import Correction
 from services.trainer.algorithms.terms.policy_gradient import PolicyGradient
-from services.trainer.loop.interfaces import Waiter
 from services.trainer.settings import TokenLimits
 from services.trainer.status import TrainerStatus
+from services.trainer.waiter import Waiter
 from shared import config
 from shared.errors import ConfigError
 from shared.routing import RoutingShape

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from services.trainer.loop.interfaces import Waiter
-from services.trainer.settlement.ledger import StepLog
-from services.trainer.settlement.settlement import Settlement
+from services.trainer.loop.settlement import Settlement
 from services.trainer.status import TrainerStatus
+from services.trainer.step_log import StepLog
+from services.trainer.waiter import Waiter
 from shared.errors import Unavailable
 from shared.run.archive import Archive
 from shared.run.state import initial_state

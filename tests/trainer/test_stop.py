@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.trainer.recovery.checkpointer import Checkpointer
+from services.trainer.loop.checkpointer import Checkpointer
 from services.trainer.status import TrainerStatus
 from shared.errors import StorageFull
 from shared.types import Group, WeightVersion

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from services.cli.verify import command
-from services.trainer.settlement.ledger import LedgerFile
+from services.trainer.loop.ledger import LedgerFile
 from shared.errors import Fenced
 from shared.queue.queue import TicketQueue
 from shared.queue.records import Reservation
-from shared.run import archive, commits, weights
+from shared.run import archive, checkpoint_files, commits
 from shared.run import state as states
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.support.small_run import BATCH, ETA, RUN, STEPS, Incarnation, group, write_config
+from volley.verify import command
 
 
 class TrainerRun:
@@ -112,7 +112,7 @@ async def test_a_checkpoint_that_comes_after_the_successor_looked_for_it_is_neve
     old.backend.may_save.set()
     with pytest.raises(Fenced):
         await first
-    assert WeightVersion(1, 1) not in weights.versions(run.folder / "checkpoints")
+    assert WeightVersion(1, 1) not in checkpoint_files.versions(run.folder / "checkpoints")
     await new.until(lambda status: status.durable_step == 1)
     await run.finish(new)
     await ended(second)

@@ -16,26 +16,26 @@ import numpy as np
 import orjson
 import pytest
 
-from services.trainer import prometheus
 from services.trainer.algorithms.dpo import pair_terms, weighted_likelihood
 from services.trainer.backend.tunix import ModelOptions
 from services.trainer.batches.batch import BatchLayout
-from services.trainer.checkpoints.contents import CheckpointContents, RestoredCheckpoint
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.conversations.data import RunData
 from services.trainer.conversations.dataset import Dataset, Example, TokenSequence
+from services.trainer.learner.objectives import Imitation, Preferences, UpdateOptions
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.scoring import objective, params_of
+from services.trainer.learner.supervised import SupervisedOptions
+from services.trainer.metrics import prometheus
+from services.trainer.metrics.supervised import SupervisedMetrics
+from services.trainer.models.arrays import CheckpointContents, RestoredCheckpoint
 from services.trainer.models.initial_weights import leaves_of
 from services.trainer.models.lora import LoraOptions
-from services.trainer.settlement.ledger import StepLog
 from services.trainer.status import TrainerStatus
+from services.trainer.step_log import StepLog
 from services.trainer.supervised.backend import SupervisedBackend
 from services.trainer.supervised.loop import SupervisedPlan
-from services.trainer.supervised.metrics import SupervisedMetrics
-from services.trainer.supervised.objectives import Imitation, Preferences, UpdateOptions
-from services.trainer.supervised.training import SupervisedOptions
 from services.trainer.supervised.worker import SupervisedParts, SupervisedWorker
 from shared.errors import ConfigError, Fenced, StorageFull
 from shared.models.adapter import is_adapter, is_b

@@ -11,15 +11,15 @@ from typing import Any
 import orjson
 import pytest
 
-from services.trainer import prometheus
+from services.trainer.metrics import prometheus
 from services.trainer.status import TrainerStatus
 from shared.errors import Fenced, WeightsError
 from shared.process import sinks
 from shared.process.sinks import MetricsFanout, PrometheusSink
 from shared.process.telemetry import REGISTRY
-from shared.queue.progress import TicketProgress
 from shared.run import archive, ledger
 from shared.run.archive import Archive
+from shared.run.progress import TicketProgress
 from shared.run.state import initial_state
 from shared.types import Group, WeightVersion
 from tests.support.sinks import KeepingSink, raising

@@ -15,12 +15,12 @@ from services.trainer.batches.batch import BatchLayout
 from services.trainer.conversations.data import DataSettings, load
 from services.trainer.conversations.dataset import Example, tokenized
 from services.trainer.conversations.demonstrations import as_records, fetch
+from services.trainer.learner import supervised
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.scoring import params_of
-from services.trainer.loop.interfaces import Waiter
+from services.trainer.learner.supervised import SupervisedOptions
 from services.trainer.status import TrainerStatus
-from services.trainer.supervised import training
-from services.trainer.supervised.training import SupervisedOptions
+from services.trainer.waiter import Waiter
 from shared.clients.env import DemonstrationReply
 from shared.errors import ConfigError, ServiceUnreachable
 from shared.models.chat import ChatTokenizer
@@ -119,7 +119,7 @@ def test_it_learns_and_is_deterministic():
     for _ in range(2):
         model = model_of(models.random_weights(config, 0), config)
         before = {name: np.asarray(value) for name, value in params_of(model).items()}
-        runs.append([m.loss for m in training.warm_start(model, rows, options)])
+        runs.append([m.loss for m in supervised.warm_start(model, rows, options)])
         trained = params_of(model)
         assert not np.array_equal(trained["final_norm.w"], before["final_norm.w"])
     assert runs[0] == runs[1]

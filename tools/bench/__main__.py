@@ -16,11 +16,11 @@ from typing import Any
 
 import orjson
 
-from services.cli.layout import PROJECT, python_of, variables_of
-from services.cli.printing import complain, printed_block
-from services.cli.program import run_program
-from services.cli.runs.record import write_json
 from shared.errors import ConfigError, VolleyError
+from volley.layout import PROJECT, python_of, variables_of
+from volley.printing import complain, printed_block
+from volley.program import run_program
+from volley.runs.record import write_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.cli.layout import PROJECT
-from services.cli.reporting import jsonl
 from shared.errors import VolleyError
-from shared.run.weights import newest
+from shared.run.checkpoint_files import newest
 from tools.bench.result import BenchResult, emit, seconds_per_call
+from volley.layout import PROJECT
+from volley.reporting import jsonl
 
 N_STEPS, N_WARM = 8, 2
 _OVERRIDES = (
@@ -42,7 +42,7 @@ def main() -> None:
         command = [
             sys.executable,
             "-m",
-            "services.cli",
+            "volley",
             "train",
             "--config",
             "configs/quickstart.yaml",

@@ -32,22 +32,22 @@ import orjson
 import uvloop
 import yaml
 
-from services.cli.layout import PROJECT, python_of, variables_of
 from services.trainer.publishing import routes
 from services.trainer.publishing.publications import Publications, PublishedVersion
 from services.trainer.publishing.routes import PublishingState
 from shared.clients.rollout import RolloutClient
 from shared.errors import VolleyError
 from shared.process.ports import free_port
-from shared.run.weights import ManifestLeaf, Probe
+from shared.published.manifest import WeightOffer
+from shared.published.serving import Uplink
+from shared.run.checkpoint_files import ManifestLeaf, Probe
 from shared.services_schema import Limits, ServicesSection
 from shared.types import WeightVersion
 from shared.web.http import create_app
 from shared.web.serving import make_server
-from shared.weights.manifest import WeightOffer
-from shared.weights.serving import Uplink
 from tools.bench import links
 from tools.bench.result import BenchResult, emit
+from volley.layout import PROJECT, python_of, variables_of
 
 _LOOPBACK = "127.0.0.1"
 _READY_S = 600.0

@@ -18,13 +18,13 @@ from services.trainer.backend.tunix import TunixBackend
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.groups.group_buffer import ReadyGroup, ready_group
-from services.trainer.recovery.recovery import LoggedSteps
+from services.trainer.loop.recovery import LoggedSteps
 from services.trainer.settings import TokenLimits
 from shared.errors import VolleyError
 from shared.models.config import ModelConfig
-from shared.queue.progress import TicketProgress
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog
+from shared.run.progress import TicketProgress
 from shared.run.state import TrainerState, initial_state
 from shared.schema import RunConfig
 from shared.types import Group, Trajectory, VersionSpan, WeightVersion

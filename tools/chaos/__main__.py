@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from services.cli.printing import complain, printed_block, printed_json, told_lines
-from services.cli.program import run_program
 from tools.arguments import count, minutes
 from tools.chaos import campaign
 from tools.chaos.campaign import CampaignSpec
 from tools.chaos.plan import Amounts
+from volley.printing import complain, printed_block, printed_json, told_lines
+from volley.program import run_program
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -11,10 +11,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from services.cli.local import stack
-from services.cli.local.processes import Child, ProcessSpec, Reaper
-from services.cli.local.stack import LocalStack, StackSeams
-from services.cli.local.supervisor import RestartPolicy, Supervision
 from shared.clients.base import HttpClient
 from shared.config import LoadedConfig
 from shared.errors import QueueUnavailable, VolleyError
@@ -24,6 +20,10 @@ from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tools.chaos.plan import LINKS
 from tools.chaos.proxy import Proxy
+from volley.local import stack
+from volley.local.processes import Child, ProcessSpec, Reaper
+from volley.local.stack import LocalStack, StackSeams
+from volley.local.supervisor import RestartPolicy, Supervision
 
 _POLL_S = 0.1
 _PROBE_S = 2.0

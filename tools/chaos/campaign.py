@@ -16,11 +16,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.cli.commands import replay
-from services.cli.layout import PROJECT
-from services.cli.local.supervisor import Supervision
-from services.cli.runs.record import claimed
-from services.cli.verify.command import verify
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError, DecodeError, VolleyError, WeightsError, first_error
@@ -33,6 +28,11 @@ from tools.chaos.plan import Amounts, Round
 from tools.chaos.proxy import Proxy
 from tools.chaos.siege import SiegeLog, lay
 from tools.chaos.verdict import Evidence, judge, spread
+from volley.commands import replay
+from volley.layout import PROJECT
+from volley.local.supervisor import Supervision
+from volley.runs.record import claimed
+from volley.verify.command import verify
 
 _SIMULATED, _REAL = PROJECT / "configs/chaos.yaml", PROJECT / "configs/chaos_real.yaml"
 _DEADLINE_S, _REAL_DEADLINE_S = 90.0, 300.0

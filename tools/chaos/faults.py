@@ -17,13 +17,13 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from services.cli.local.processes import Child, last_error
 from shared.errors import Fenced, QueueUnavailable
 from shared.process.ports import free_port
 from shared.types import WeightVersion
 from tools.chaos.arena import Arena, RecoveryTimeout, Zombie
 from tools.chaos.logs import failed_with
 from tools.chaos.plan import Fault, Kind
+from volley.local.processes import Child, last_error
 
 _AHEAD = 2
 """Steps that the successor of a zombie makes before the zombie wakes up: as many as the zombie may hold groups for."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shared.errors import DecodeError, WeightsError
 from shared.files.storage import whole_lines
-from shared.run import archive, commits, ledger, weights
+from shared.run import archive, checkpoint_files, commits, ledger
 from shared.run import state as states
 from shared.run.folder import RunFolder
 from shared.run.ledger import TRAINED
@@ -42,7 +42,7 @@ def difference(ours: RunFolder, theirs: RunFolder) -> str | None:
 
 def _files(folder: RunFolder) -> dict[str, str]:
     """Digest by name; the step is one of them."""
-    newest = weights.newest(folder.checkpoints)
+    newest = checkpoint_files.newest(folder.checkpoints)
     if newest is None:
         raise WeightsError(f"{folder.checkpoints} holds no checkpoint")
     manifest, _ = states.verify(newest)
@@ -91,4 +91,6 @@ def retried_episodes(folder: RunFolder) -> int:
 def retained_steps(folder: RunFolder) -> list[int]:
     """Steps of the checkpoints along the lineage of the newest. Raises WeightsError."""
     lineage = head(folder).lineage
-    return [version.step for version in weights.versions(folder.checkpoints) if states.in_lineage(version, lineage)]
+    return [
+        version.step for version in checkpoint_files.versions(folder.checkpoints) if states.in_lineage(version, lineage)
+    ]

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from services.cli.local.supervisor import ProcessEnd
 from shared.errors import VolleyError
 from shared.process.events import CRASHED, FORCED, parse
+from volley.local.supervisor import ProcessEnd
 
 _TRACEBACK = "Traceback (most recent call last):"
 _EXPECTED = (-signal.SIGKILL, 1)

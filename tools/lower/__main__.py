@@ -20,10 +20,10 @@ from typing import Any
 
 import orjson
 
-from services.cli.layout import CACHE, PROJECT, python_of, variables_of
 from shared import config
 from shared.errors import ConfigError, Unavailable, VolleyError
 from shared.process.uv import find_uv
+from volley.layout import CACHE, PROJECT, python_of, variables_of
 
 _TIMEOUT_S = 3600
 _GIB = 2**30
@@ -88,7 +88,7 @@ def rollout(file: Path, tpu: str, overrides: Sequence[str], n_layers: int) -> li
     topology = f"{tpu}:{GENERATIONS[tpu].slice_of(tp_size)}"
     print(f"engine, {n_layers} layers over {tp_size} of {topology}", flush=True)
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={tp_size}"}
-    module = "services.rollout.engines.sglang_jax.lowering"
+    module = "tools.lower.engine"
     return _run("rollout", module, [str(file), topology, str(n_layers), *overrides], flags)
 
 

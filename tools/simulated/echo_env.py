@@ -14,10 +14,10 @@ with uncollected():  # as the service itself
     from pydantic import BaseModel, ConfigDict
 
     from services.env import app, catalogue
-    from services.env.environments.base import Demonstration, Info, Message, StepResult, check_task, user
+    from services.env.episode_types import Demonstration, Info, Message, StepResult, check_task, user
+    from shared import boot
+    from shared.boot import RunningService
     from shared.errors import NotFound
-    from shared.process import boot
-    from shared.process.boot import RunningService
     from shared.schema import RunConfig
 
 N_STEPS = 1000

@@ -40,14 +40,14 @@ from services.rollout.engines.base import (
     StagedWeights,
 )
 from services.rollout.settings import from_config
+from shared.boot import RunningService, main
 from shared.errors import Conflict, Unavailable, WeightsError
 from shared.models.config import ModelConfig
-from shared.process.boot import RunningService, main
-from shared.run.weights import copy_files
+from shared.published.chunks import reads
+from shared.published.manifest import Chunk, WeightTree
+from shared.run.checkpoint_files import copy_files
 from shared.schema import RunConfig
 from shared.types import spans
-from shared.weights.chunks import reads
-from shared.weights.manifest import Chunk, WeightTree
 
 _TOKEN_S = 0.03
 """An episode of some tokens takes long enough to be in flight when something fails, and a run of hundreds of steps not

@@ -19,22 +19,22 @@ import numpy as np
 
 from services.trainer.app import open_trainer
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend
-from services.trainer.checkpoints.contents import Arrays, CheckpointContents, RestoredCheckpoint
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.groups.group_buffer import ReadyGroup
-from services.trainer.learner.metrics import StepMetrics, of_groups, of_statistics
+from services.trainer.metrics.step_metrics import StepMetrics, of_groups, of_statistics
+from services.trainer.models.arrays import Arrays, CheckpointContents, RestoredCheckpoint
 from services.trainer.publishing.publications import Publications, PublishedVersion
 from services.trainer.settings import TokenLimits
+from shared.boot import RunningService, main
 from shared.errors import ConfigError, WeightsError
 from shared.models.config import ModelConfig
 from shared.models.origin import Origin
-from shared.process.boot import RunningService, main
 from shared.run import checksums
+from shared.run.checkpoint_files import PARAMS, ManifestLeaf
 from shared.run.checksums import Checksums
 from shared.run.folder import RunFolder
 from shared.run.pinned import Flat
 from shared.run.state import OPTIMIZER, TrainerState
-from shared.run.weights import PARAMS, ManifestLeaf
 from shared.schema import RunConfig
 from shared.types import Group, WeightVersion
 from tools.simulated.content import content_of

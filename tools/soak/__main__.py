@@ -16,13 +16,6 @@ from typing import Any
 import orjson
 from redis.asyncio import Redis
 
-from services.cli.commands import train
-from services.cli.layout import PROJECT
-from services.cli.local.stack import LocalStack
-from services.cli.printing import complain, printed_block, printed_json, told_lines
-from services.cli.program import run_program
-from services.cli.reporting.progress import PlainLines, RecordTails
-from services.cli.runs.record import claimed, write_json
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError, VolleyError
@@ -32,6 +25,13 @@ from shared.run.folder import RunFolder
 from tools.arguments import minutes
 from tools.soak.judgement import SoakSample, judged
 from tools.soak.samples import queue_usage, usage, usage_alone
+from volley.commands import train
+from volley.layout import PROJECT
+from volley.local.stack import LocalStack
+from volley.printing import complain, printed_block, printed_json, told_lines
+from volley.program import run_program
+from volley.reporting.progress import PlainLines, RecordTails
+from volley.runs.record import claimed, write_json
 
 CONFIG = "configs/soak.yaml"
 _SAMPLE_EVERY_S = 3.0

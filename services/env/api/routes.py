@@ -25,7 +25,7 @@ from services.env.api.schemas import (
     stepped,
 )
 from services.env.api.state import state_of
-from services.env.backends.base import Backend
+from services.env.backend import Backend
 from services.env.episodes import EpisodeRequest
 from shared.web.access import Role
 from shared.web.http import DirectRoute, respond

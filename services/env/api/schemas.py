@@ -9,9 +9,9 @@ from fastapi import Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, JsonValue, model_validator
 from pydantic.config import JsonDict
 
-from services.env.backends.base import FinishedEpisode
+from services.env.backend import FinishedEpisode
 from services.env.backends.remote.address import MAX_URL
-from services.env.environments.base import Fault, Message, StepResult
+from services.env.episode_types import Fault, Message, StepResult
 from services.env.episodes import EpisodeSlot
 from services.env.submissions.record import Report, SubmittedVersion
 from services.env.tools.calls import MAX_CALLS

@@ -27,8 +27,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from services.env.backends.base import KnownSplits, call_seconds
-from services.env.environments.base import MAX_REWARD, Demonstration, Fault, Info, Message, StepResult, check_task, user
+from services.env.backend import KnownSplits, call_seconds
+from services.env.episode_types import MAX_REWARD, Demonstration, Fault, Info, Message, StepResult, check_task, user
 from services.env.harbor.tasks import HarborTask
 from services.env.sandbox.limits import SandboxLimits, ShellProgram
 from services.env.sandbox.sandbox import Sandbox

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.env.backends.base import Call, call_seconds
-from services.env.backends.threads import InThreads
-from services.env.environments.base import Demonstration, Message, StepResult
+from services.env.backend import Call, call_seconds
+from services.env.episode_types import Demonstration, Message, StepResult
+from services.env.threads import InThreads
 from services.env.workers import wire
 from services.env.workers.pool import Worker, WorkerPool
 

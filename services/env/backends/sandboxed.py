@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from services.env.backends.base import CALL_SECONDS, Call, KnownSplits
-from services.env.environments.base import Demonstration, Message, StepResult, check_task
+from services.env.backend import CALL_SECONDS, Call, KnownSplits
+from services.env.episode_types import Demonstration, Message, StepResult, check_task
 from services.env.sandbox import answers
 from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
 from services.env.sandbox.sandbox import Sandbox

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.env.backends.base import Backend, LiveEpisode
+from services.env.backend import Backend, LiveEpisode
 from services.env.backends.processes import InProcesses
-from services.env.backends.threads import InThreads
-from services.env.environments.base import Demonstration, Info, Message, StepResult
+from services.env.episode_types import Demonstration, Info, Message, StepResult
+from services.env.threads import InThreads
 from services.env.tools.base import ToolContext, ToolDescription
 from services.env.tools.calls import CallFormat, tool_calls_of, write_call
 from services.env.tools.dispatch import EpisodeTools

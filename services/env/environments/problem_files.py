@@ -8,10 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from services.env.environments.base import EVAL, TRAIN, check_task
+from services.env.episode_types import EVAL, TRAIN, check_task
 from shared.errors import ConfigError
 from shared.files.rows import rows
-from shared.run.weights import digest
+from shared.run.checkpoint_files import digest
 
 _expected = dict[Path, str]()
 

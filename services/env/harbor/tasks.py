@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from services.env.environments.base import EVAL, TRAIN
+from services.env.episode_types import EVAL, TRAIN
 from services.env.harbor.dockerfile import Image, check_image, check_place, check_variable, read
 from services.env.sandbox.packages.toml import read_toml
 from shared.errors import InputError

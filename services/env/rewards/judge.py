@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.env.environments.base import Message
+from services.env.episode_types import Message
 from services.env.grading.pool import GradingPool
 from services.env.rewards.patterns import last_match
 from services.env.rewards.servers import Answer, Question

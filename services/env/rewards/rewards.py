@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from services.env.backends.base import LiveEpisode, finished
-from services.env.environments.base import Message, StepResult, fingerprint
+from services.env.backend import LiveEpisode, finished
+from services.env.episode_types import Message, StepResult, fingerprint
 from services.env.rewards import judge, service
 from services.env.rewards.servers import AskedServer
 from services.env.rewards.store import RewardStore

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from services.env.environments.base import MAX_REWARD, Message, StepResult
+from services.env.episode_types import MAX_REWARD, Message, StepResult
 from services.env.rewards.servers import Answer, Question
 from shared.text import well_formed
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from services.env.environments.base import MAX_REWARD, Demonstration, Fault, Info, Message, StepResult
+from services.env.episode_types import MAX_REWARD, Demonstration, Fault, Info, Message, StepResult
 from shared.errors import SandboxFailed
 from shared.types import MAX_MESSAGE
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.env.backends.base import SubmittedBackend
+from services.env.backend import SubmittedBackend
 from services.env.backends.sandboxed import LOG_LINES
 from services.env.sandbox.limits import SandboxLimits
 from services.env.sandbox.packages.dependencies import PYPI

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
-from services.env.backends.base import SubmittedBackend
+from services.env.backend import SubmittedBackend
 from services.env.backends.harbor import HARBOR, HarborBackend, read_config
 from services.env.backends.remote.protocols import RemoteEnvironment, open_remote
 from services.env.backends.remote.site import RemoteAccess

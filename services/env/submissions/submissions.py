@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from services.env.backends.base import SubmittedBackend
+from services.env.backend import SubmittedBackend
 from services.env.catalogue import Catalogue
 from services.env.episodes import EpisodeCall
 from services.env.sandbox.sandboxes import Sandboxes

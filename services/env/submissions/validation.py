@@ -17,9 +17,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.env.backends.base import EnvironmentDescription, LiveEpisode, SubmittedBackend
+from services.env.backend import EnvironmentDescription, LiveEpisode, SubmittedBackend
 from services.env.backends.harbor import COMMAND_S, GRADE_S, SOLVE_S, HarborBackend
-from services.env.environments.base import EVAL, TRAIN, Message, StepResult, assistant, fingerprint
+from services.env.episode_types import EVAL, TRAIN, Message, StepResult, assistant, fingerprint
 from services.env.submissions.record import Check, Report
 from shared.errors import Unavailable, VolleyError
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from services.env.environments.base import Message
+from services.env.episode_types import Message
 from shared.bounds import check_json
 from shared.errors import DecodeError
 from shared.text import without_halves

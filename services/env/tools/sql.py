@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import Field
 
-from services.env.backends.threads import ThreadRunner
 from services.env.grading.pool import GradingPool
+from services.env.threads import ThreadRunner
 from services.env.tools.base import Arguments, ToolDescription, ToolFault, describe, read_arguments
 from services.env.tools.settings import SqlSettings
 from shared.errors import Busy, GradingBusy, GradingEnded, InputError

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
-from services.env.environments.text_to_sql.fixed_clock import fix_clock
-from services.env.environments.text_to_sql.library import (
+from services.env.grading.fixed_clock import fix_clock
+from services.env.grading.sql_library import (
     SQLITE_LIMITS,
     StepBound,
     authorize_reading,

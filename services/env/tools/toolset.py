@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from services.env.backends.threads import ThreadRunner
 from services.env.sandbox.sandboxes import Sandboxes
+from services.env.threads import ThreadRunner
 from services.env.tools.base import ToolContext, ToolSession
 from services.env.tools.calculator import CalculatorSession
 from services.env.tools.dispatch import EpisodeTools

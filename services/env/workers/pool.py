@@ -27,7 +27,7 @@ from services.env.workers import wire
 from shared.errors import Busy, GivenUp, NotFound, RateLimited, Unavailable, from_problem
 from shared.process import telemetry
 
-_MODULE = "services.env.workers.worker"
+_MODULE = "services.env.worker_main"
 _ROOT = Path(__file__).resolve().parents[3]
 _START_S = 60.0
 _RESTART_S = 1.0

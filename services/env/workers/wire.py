@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from services.env.environments.base import Demonstration, Info, StepResult
+from services.env.episode_types import Demonstration, Info, StepResult
 from shared.text import without_halves
 
 MAX_LINE = 2**28

@@ -17,8 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from services.orchestrator import metrics
+from services.orchestrator.disk import once_there_is_room
 from services.orchestrator.episodes.turn import TokenBudget
-from services.orchestrator.evaluation.records import once_there_is_room
 from services.orchestrator.status import RunStatus
 from shared.clients.teacher import TeacherAway, TeacherRefused
 from shared.errors import RateLimited, StorageUnavailable, VolleyError

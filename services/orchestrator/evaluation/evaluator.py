@@ -25,17 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from services.orchestrator.disk import once_there_is_room
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.turn import SamplingSpec
-from services.orchestrator.evaluation.records import (
-    EvalRecord,
-    append,
-    as_rows,
-    counting,
-    once_there_is_room,
-    read_records,
-    summarize,
-)
+from services.orchestrator.evaluation.records import EvalRecord, append, as_rows, counting, read_records, summarize
 from services.orchestrator.mixture.members import Offer
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus

@@ -6,10 +6,9 @@ was undone and made again is measured again; of several records that count the l
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -18,14 +17,13 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from shared.errors import DecodeError, StorageUnavailable
+from shared.errors import DecodeError
 from shared.files import storage
 from shared.process import telemetry
 from shared.run.data import Digests
 from shared.run.state import in_lineage
 from shared.types import ASSISTANT, Lineage, Trajectory, WeightVersion
 
-_RETRY_S = 1.0
 _log = telemetry.Log("records")
 
 
@@ -120,24 +118,6 @@ def read_records(path: Path) -> list[EvalRecord]:
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Appends JSON lines and makes them durable. Raises StorageUnavailable; then none of them is there."""
     storage.append(path, b"".join(orjson.dumps(row) + b"\n" for row in rows), durable=True)
-
-
-async def once_there_is_room[T](write: Callable[[], T], waiting: Callable[[StorageUnavailable | None], None]) -> T:
-    """Repeats `write`, which blocks, while the disk is full or may not be written to: ends only so, or by cancellation.
-
-    Args:
-        waiting: told why nothing is written yet, and None in the end.
-    """
-    while True:
-        try:
-            done = await asyncio.to_thread(write)
-        except StorageUnavailable as error:
-            _log.warning("waiting for disk space", reason=str(error))
-            waiting(error)
-        else:
-            waiting(None)
-            return done
-        await asyncio.sleep(_RETRY_S)
 
 
 def as_rows(records: Sequence[EvalRecord]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from services.orchestrator.mixture.tallies import EnvironmentTallies
+from services.orchestrator.tallies import EnvironmentTallies
 from shared.schema import CurriculumConfig
 
 _LEAST_GROUPS = 8

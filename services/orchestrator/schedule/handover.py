@@ -22,8 +22,8 @@ from shared.errors import AnotherBeginning, VolleyError
 from shared.files import storage
 from shared.files.reading import ended_lines, open_file
 from shared.process import telemetry
-from shared.process.wedge import Wait
 from shared.run.folder import Record, RunFolder
+from shared.run.wedge import Wait
 
 _POLL_S = 1.0
 _MOST_BYTES = 2**20

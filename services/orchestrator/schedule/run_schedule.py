@@ -21,10 +21,10 @@ from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
 from shared.errors import Unavailable
 from shared.process import telemetry
-from shared.process.wedge import Wait
 from shared.queue.records import QueueState
 from shared.run.mixture import SplitSizes
 from shared.run.state import in_lineage
+from shared.run.wedge import Wait
 from shared.types import Lineage, WeightVersion
 
 _POLL_S = 0.25

@@ -25,8 +25,8 @@ from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.errors import QueueUnavailable
 from shared.process import telemetry
-from shared.process.wedge import Wait
 from shared.queue.records import Published, PublishRefusal, QueueState, Reservation
+from shared.run.wedge import Wait
 from shared.types import Group
 
 _RESERVE_WAIT_S, _SHORT_WAIT_S = 2.0, 0.25

@@ -21,11 +21,11 @@ from services.rollout.weights.updater import WeightUpdater
 from shared import codec
 from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
+from shared.published.manifest import WeightOffer
+from shared.published.serving import ChunkDigest, Uplink
 from shared.web.access import Role
 from shared.web.http import read_body, respond
 from shared.web.openapi import declares, declares_bytes
-from shared.weights.manifest import WeightOffer
-from shared.weights.serving import ChunkDigest, Uplink
 
 router = APIRouter()
 ROLES = {

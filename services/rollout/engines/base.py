@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from shared.run.weights import ManifestFile, ManifestLeaf
+from shared.run.checkpoint_files import ManifestFile, ManifestLeaf
 from shared.types import VersionSpan
 
 CommitMode = Literal["retract", "abort", "in_place"]
@@ -156,15 +156,15 @@ class ScoredTokens:
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedWeights:
     """Weights to stage: `kind` says whether `folder` is a checkpoint, with an Orbax folder `below` it, a folder of
-    chunks (shared.weights.chunks), or a Hugging Face folder.
+    chunks (shared.published.chunks), or a Hugging Face folder.
 
     Of chunks, `files` are those of the version's stream in their order, each with its digest for a name, and `tree` are
     the arrays in the stream, in their order; a `base` is of chunks as well. Those that are still on their way come in
-    the order that the `seed` draws (shared.weights.order).
+    the order that the `seed` draws (shared.published.order).
 
     A checkpoint's `files` are as its manifest names them: an engine reads each once (see
-    `shared.run.weights.copy_files`) and loads the very bytes whose digest it has taken. What they hold must have
-    exactly the leaves of `tree`. With a probe (int32[n] ids, float32[n-1] log-probabilities of all but the first,
+    `shared.run.checkpoint_files.copy_files`) and loads the very bytes whose digest it has taken. What they hold must
+    have exactly the leaves of `tree`. With a probe (int32[n] ids, float32[n-1] log-probabilities of all but the first,
     and the noise of the trainer's dtype in nats, if known) the engine must agree with it. With a `base` these are
     adapters of it."""
 

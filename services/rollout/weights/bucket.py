@@ -22,8 +22,8 @@ from shared.files.buckets import Bucket, check_names, is_address, is_key
 from shared.files.reading import confined
 from shared.files.storage import storage
 from shared.models.config import ModelConfig
-from shared.run import weights
-from shared.run.weights import ManifestFile
+from shared.run import checkpoint_files
+from shared.run.checkpoint_files import ManifestFile
 
 
 class CheckpointBucket:
@@ -39,7 +39,9 @@ class CheckpointBucket:
 
         Raises Forbidden for any other address, NotFound, WeightsError, Unavailable and StorageFull.
         """
-        below = address.rstrip("/").removesuffix(f"/{weights.MANIFEST}").removeprefix(f"{self._bucket.address}/")
+        below = (
+            address.rstrip("/").removesuffix(f"/{checkpoint_files.MANIFEST}").removeprefix(f"{self._bucket.address}/")
+        )
         if is_address(below) or not is_key(below):
             raise Forbidden(f"{address[:200]} is not in {self._bucket.address}", "this is the run's bucket: run.bucket")
         copy = CheckpointCopy(self._bucket, below, self._scratch / secrets.token_hex(8))
@@ -61,10 +63,10 @@ class CheckpointCopy:
     def begin(self) -> None:
         """Raises as `CheckpointBucket.opened`."""
         self._manifest = self._read_manifest()
-        adapter = weights.Manifest.from_json(self._manifest).adapter
+        adapter = checkpoint_files.Manifest.from_json(self._manifest).adapter
         with storage(self._root.parent.parent):
             self.folder.mkdir(parents=True)
-            (self.folder / weights.MANIFEST).write_bytes(self._manifest)
+            (self.folder / checkpoint_files.MANIFEST).write_bytes(self._manifest)
             if adapter is not None:
                 confined(self._root, adapter.base.folder(self._root)).mkdir(parents=True)
 
@@ -72,7 +74,7 @@ class CheckpointCopy:
         """What to stage of it. Raises WeightsError, Forbidden."""
         found = examine(self.folder, model, run)
         for _, folder, files in self._trees(found):
-            check_names((file.name for file in files), weights.MANIFEST)
+            check_names((file.name for file in files), checkpoint_files.MANIFEST)
             check_bytes(folder.name, sum(file.size for file in files), model)
         return found
 
@@ -92,7 +94,7 @@ class CheckpointCopy:
         """Where the version lies in the bucket, the folder for its copy, and its files; of adapters their base, too."""
         trees: list[tuple[str, Path, Sequence[ManifestFile]]] = [(self._below, self.folder, found.files)]
         if found.base is not None:
-            below = Path(self._below).parent / weights.BASE / found.base.digest
+            below = Path(self._below).parent / checkpoint_files.BASE / found.base.digest
             trees.append((str(below), Path(found.base.folder), found.base.files))
         return trees
 
@@ -106,7 +108,7 @@ class CheckpointCopy:
             raise WeightsError(f"{self.folder.name} changed while it was loaded")
 
     def _read_manifest(self) -> bytes:
-        return self._bucket.read(f"{self._below}/{weights.MANIFEST}", weights.MAX_MANIFEST_BYTES)
+        return self._bucket.read(f"{self._below}/{checkpoint_files.MANIFEST}", checkpoint_files.MAX_MANIFEST_BYTES)
 
     def _check(self) -> None:
         if not self._is_wanted:

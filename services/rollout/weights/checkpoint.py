@@ -14,10 +14,10 @@ from shared.errors import ConfigError, WeightsError
 from shared.files.reading import confined
 from shared.models.config import ModelConfig
 from shared.models.weight_files import INDEX, WEIGHTS, weight_files
-from shared.run import saved, weights
-from shared.run.weights import Manifest, ManifestFile
+from shared.published.manifest import PublishedManifest, WeightTree
+from shared.run import checkpoint_files, saved
+from shared.run.checkpoint_files import Manifest, ManifestFile
 from shared.types import WeightVersion
-from shared.weights.manifest import PublishedManifest, WeightTree
 
 _NUMBER_BYTES, _BESIDE_BYTES = 4, 2**26  # adapters of a small model may be larger than it is
 
@@ -31,13 +31,13 @@ def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
 
     Raises WeightsError or Forbidden.
     """
-    folder = path.parent if path.name == weights.MANIFEST else path
+    folder = path.parent if path.name == checkpoint_files.MANIFEST else path
     try:
-        if not (folder / weights.MANIFEST).is_file():
+        if not (folder / checkpoint_files.MANIFEST).is_file():
             return _hugging_face(folder)
     except OSError as error:
         raise WeightsError(f"{str(folder)[:200]} cannot be read: {error.strerror}") from error
-    manifest = weights.read_manifest(folder)
+    manifest = checkpoint_files.read_manifest(folder)
     saved.check(folder)
     _belongs(manifest, folder, run)
     _same_model(manifest, model)
@@ -157,7 +157,9 @@ def _probe(manifest: Manifest | PublishedManifest, vocab_size: int) -> tuple[np.
 
 def _hugging_face(folder: Path) -> StagedWeights:
     if WeightVersion.of_name(folder.name) is not None:
-        raise WeightsError(f"{folder} holds no {weights.MANIFEST}, but its name is that of a version of the trainer's")
+        raise WeightsError(
+            f"{folder} holds no {checkpoint_files.MANIFEST}, but its name is that of a version of the trainer's"
+        )
     for name in (WEIGHTS, INDEX):
         confined(folder, name)
     try:

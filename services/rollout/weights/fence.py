@@ -8,7 +8,7 @@ from pathlib import Path
 from services.rollout.engines.base import StagedWeights
 from services.rollout.weights.serving import StagedUpdate
 from shared.errors import Conflict, WeightsError
-from shared.run import weights
+from shared.run import checkpoint_files
 from shared.types import WeightVersion
 
 
@@ -74,4 +74,6 @@ class VersionFence:
             or WeightVersion.parse(newest.name) >= WeightVersion.parse(self.served.version)
         ):
             return False
-        return not self.served.path.exists() and not (newest.parent / weights.BAD / self.served.version).exists()
+        return (
+            not self.served.path.exists() and not (newest.parent / checkpoint_files.BAD / self.served.version).exists()
+        )

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared.clients.weights import WeightSource
-from shared.weights.holding import Holding
+from shared.clients.chunks import WeightSource
+from shared.published.holding import Holding
 
 _SPARED = 2
 """Transfers by which the trainer counts as busier than it is, where others have all that is missing."""

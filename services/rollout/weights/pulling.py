@@ -22,14 +22,14 @@ import numpy as np
 
 from services.rollout import metrics
 from services.rollout.weights.picking import ChunkPicker, Source
-from shared.clients.weights import WeightSource
+from shared.clients.chunks import WeightSource
 from shared.errors import NotFound, Unavailable, VolleyError
 from shared.process import telemetry
-from shared.weights.chunks import ChunkFolder
-from shared.weights.delta import apply
-from shared.weights.holding import Holding
-from shared.weights.manifest import Chunk, Delta
-from shared.weights.serving import SLOW_S, SLOWEST_BYTES_PER_S
+from shared.published.chunks import ChunkFolder
+from shared.published.delta import apply
+from shared.published.holding import Holding
+from shared.published.manifest import Chunk, Delta
+from shared.published.serving import SLOW_S, SLOWEST_BYTES_PER_S
 
 N_AT_ONCE = 4
 PATIENCE_S, PATIENCE_FIRST_S, PATIENCE_BUSY_S = 10.0, 3.0, 30.0

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 
 from services.rollout.engines.base import Live, LoadedWeights, StagedWeights
-from services.rollout.weights.probe import check_probe
+from services.rollout.engines.probe import check_probe
 from shared.errors import WeightsError
 
 

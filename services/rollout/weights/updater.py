@@ -41,11 +41,11 @@ from shared.files.buckets import is_address
 from shared.files.reading import confined
 from shared.models.config import ModelConfig
 from shared.process import telemetry
-from shared.run import weights
+from shared.published.holding import Holding
+from shared.published.manifest import PublishedManifest, WeightOffer
+from shared.published.order import drawn
+from shared.run import checkpoint_files
 from shared.types import WeightVersion
-from shared.weights.holding import Holding
-from shared.weights.manifest import PublishedManifest, WeightOffer
-from shared.weights.order import drawn
 
 POLL_S, POLL_SERVING_S = 1.0, 3.0
 RETRY_BAD_S = 30.0
@@ -231,7 +231,7 @@ class WeightUpdater:
 
     async def _newest_folder(self, root: Path) -> Path | None:
         async with self._turns.between():
-            newest = await asyncio.to_thread(weights.newest, root)
+            newest = await asyncio.to_thread(checkpoint_files.newest, root)
             if newest is not None and await asyncio.to_thread(self._fence.begun_anew, newest):
                 self._forget(newest.name)
         return newest
@@ -257,7 +257,7 @@ class WeightUpdater:
             return await self._stage_copy(path)
         where = confined(self.root, path)
         found = await asyncio.to_thread(examine, where, self.model, self.run)
-        newest = await asyncio.to_thread(weights.newest, self.root)
+        newest = await asyncio.to_thread(checkpoint_files.newest, self.root)
         self._fence.check(found, WeightVersion.parse(newest.name) if newest else None, self._serving)
         if (known := self._known(found)) is not None:
             return known
@@ -381,7 +381,7 @@ class WeightUpdater:
         """Weights that someone loaded by a name of their own stay until the run publishes something newer than it has
         now.
         """
-        newest = None if self.root is None else weights.newest(self.root)
+        newest = None if self.root is None else checkpoint_files.newest(self.root)
         known = [
             version for version in (self._announced, WeightVersion.parse(newest.name) if newest else None) if version
         ]

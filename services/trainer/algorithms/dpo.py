@@ -22,9 +22,9 @@ import jax
 import numpy as np
 
 from services.trainer.algorithms.terms import statistics
+from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
-from services.trainer.learner.logprobs import TokenScores
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from services.trainer.algorithms.terms import statistics
+from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
-from services.trainer.learner.logprobs import TokenScores
 
 
 def supervised_loss(scores: TokenScores, batch: Batch) -> tuple[jax.Array, Statistics]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.loop.interfaces import Backend
+from services.trainer.interfaces import Backend
 from services.trainer.publishing.publications import Publications
 from services.trainer.settings import TokenLimits, TrainerSettings
 from services.trainer.status import TrainerStatus

@@ -18,13 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from services.trainer.batches.batch import BatchLayout
-from services.trainer.checkpoints.contents import Arrays, CheckpointContents, HostArray, RestoredCheckpoint
 from services.trainer.conversations.dataset import Example
 from services.trainer.groups.group_buffer import ReadyGroup
-from services.trainer.learner.metrics import StepMetrics
+from services.trainer.learner import supervised
 from services.trainer.learner.policy import Policy, PolicyOptions
 from services.trainer.learner.published import on_host
 from services.trainer.learner.scoring import params_of
+from services.trainer.learner.supervised import SupervisedMetrics, SupervisedOptions
+from services.trainer.metrics.step_metrics import StepMetrics
+from services.trainer.models.arrays import Arrays, CheckpointContents, HostArray, RestoredCheckpoint
 from services.trainer.models.family import Model, build, make_mesh
 from services.trainer.models.initial_weights import FileLeaves, Leaves, leaves_of
 from services.trainer.models.lora import initial_adapter
@@ -34,8 +36,6 @@ from services.trainer.planning import memory
 from services.trainer.planning.plan import plan
 from services.trainer.publishing.publications import Arrays as Takes
 from services.trainer.publishing.publications import PublishedVersion
-from services.trainer.supervised import training
-from services.trainer.supervised.training import SupervisedMetrics, SupervisedOptions
 from shared.errors import ConfigError, WeightsError
 from shared.findings import beyond_positions
 from shared.models import adapter
@@ -43,14 +43,14 @@ from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from shared.models.origin import Origin
 from shared.process import telemetry
+from shared.published.manifest import PublishedAdapter, WeightTree
 from shared.run import checksums
+from shared.run.checkpoint_files import PARAMS, Adapter, BaseWeights, ManifestLeaf, Probe
 from shared.run.checksums import Checksums
 from shared.run.pinned import Flat
 from shared.run.state import OPTIMIZER, TrainerState
-from shared.run.weights import PARAMS, Adapter, BaseWeights, ManifestLeaf, Probe
 from shared.schema import RunConfig
 from shared.types import WeightVersion
-from shared.weights.manifest import PublishedAdapter, WeightTree
 
 _log = telemetry.Log("backend")
 
@@ -171,7 +171,7 @@ class TunixBackend:
     def warm_start(self, examples: Sequence[Example], options: SupervisedOptions) -> Iterator[SupervisedMetrics]:
         """Supervised steps on the built model, one for each item asked for."""
         assert self._model is not None
-        return training.warm_start(self._model, examples, options)
+        return supervised.warm_start(self._model, examples, options)
 
     def start(self, state: TrainerState) -> Path:
         """The first checkpoint of this incarnation, of the weights that `build` has made; returns its folder. Raises

@@ -27,9 +27,9 @@ from services.trainer.bucket.identity import FolderIdentity
 from shared import codec
 from shared.errors import ConfigError, Conflict, DecodeError, NotFound, WeightsError
 from shared.files.buckets import Bucket, Tag
+from shared.run.checkpoint_files import text_of
 from shared.run.folder import RunFolder
 from shared.run.state import in_lineage, parse_lineage
-from shared.run.weights import text_of
 from shared.types import Lineage, WeightVersion
 
 HEAD = "head.json"

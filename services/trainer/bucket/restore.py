@@ -39,11 +39,11 @@ from shared.files.locks import existing_lock_file
 from shared.files.reading import confined
 from shared.files.storage import append, fsync, storage
 from shared.process import telemetry
-from shared.run import archive, commits, weights
+from shared.run import archive, checkpoint_files, commits
 from shared.run import state as states
+from shared.run.checkpoint_files import BASE, MANIFEST, Manifest, ManifestFile
 from shared.run.folder import BEGINNING, RunFolder
 from shared.run.state import STATE, TrainerState, epoch_of, in_lineage
-from shared.run.weights import BASE, MANIFEST, Manifest, ManifestFile
 from shared.types import WeightVersion
 
 _DRAFT, _DONE = ".from-bucket", ".restored"
@@ -198,7 +198,7 @@ class FolderRestore:
     def _fetch_version(self, name: str, digests: dict[str, str]) -> TrainerState:
         """Its state. Raises WeightsError if it is not whole, another than the head names, or larger than it can be."""
         folder, source = self._draft.checkpoints / name, f"checkpoints/{name}"
-        data = self._bucket.read(f"{source}/{MANIFEST}", weights.MAX_MANIFEST_BYTES)
+        data = self._bucket.read(f"{source}/{MANIFEST}", checkpoint_files.MAX_MANIFEST_BYTES)
         if blake3.blake3(data).hexdigest() != digests.get(name):
             raise WeightsError(f"the manifest of {name} is not the one that the head names")
         manifest = Manifest.from_json(data)
@@ -218,7 +218,7 @@ class FolderRestore:
         ):
             source = f"checkpoints/{BASE}/{base.digest}"
             self._download(source, base.folder(self._draft.checkpoints), base.files)
-            weights.verify_base(self._draft.checkpoints, base)
+            checkpoint_files.verify_base(self._draft.checkpoints, base)
         return state
 
     def _download(self, source: str, folder: Path, files: Iterable[ManifestFile]) -> None:

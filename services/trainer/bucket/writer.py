@@ -28,11 +28,11 @@ from shared.errors import ConfigError, Conflict, DecodeError, Fenced, Unavailabl
 from shared.files import storage
 from shared.files.buckets import Bucket, Tag
 from shared.process import telemetry
-from shared.run import archive, commits, weights
+from shared.run import archive, checkpoint_files, commits
 from shared.run import state as states
+from shared.run.checkpoint_files import BASE, MANIFEST, BaseWeights
 from shared.run.folder import RunFolder
 from shared.run.state import STATE, TrainerState, epoch_of, in_lineage
-from shared.run.weights import BASE, MANIFEST, BaseWeights
 from shared.types import WeightVersion
 
 _TRIES, _KEPT = 8, ".to-bucket"
@@ -243,7 +243,7 @@ class BucketWriter:
 
     def _put_files(self, folder: Path) -> None:
         """A checkpoint's, the manifest last."""
-        manifest = weights.read_manifest(folder)
+        manifest = checkpoint_files.read_manifest(folder)
         below = f"checkpoints/{folder.name}"
         self._made.add(below)
         if manifest.adapter is not None:
@@ -374,7 +374,7 @@ class BucketWriter:
 
 def _files_of(checkpoint: Path) -> list[str]:
     """The manifest last. Raises OSError, WeightsError."""
-    manifest, (_, optimizer) = weights.read_manifest(checkpoint), states.read(checkpoint)
+    manifest, (_, optimizer) = checkpoint_files.read_manifest(checkpoint), states.read(checkpoint)
     return [*(file.name for file in (*manifest.files, *optimizer)), STATE, MANIFEST]
 
 

@@ -20,10 +20,10 @@ import orjson
 from safetensors.numpy import save_file
 
 from services.trainer.checkpoints import exported_files
-from services.trainer.checkpoints.contents import HostArray
 from services.trainer.checkpoints.logged import check_log
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import read_base
+from services.trainer.models.arrays import HostArray
 from services.trainer.models.initial_weights import safetensors_leaves
 from shared.errors import ConfigError, VolleyError, WeightsError, problem
 from shared.files.storage import storage
@@ -32,8 +32,8 @@ from shared.models.config import CONFIG, GENERATION_CONFIG, ModelConfig
 from shared.models.names import hf_name, in_files, is_experts, to_hf
 from shared.models.weight_files import WEIGHTS, weight_files
 from shared.run import state as states
+from shared.run.checkpoint_files import Adapter, Manifest
 from shared.run.folder import RunFolder
-from shared.run.weights import Adapter, Manifest
 
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 

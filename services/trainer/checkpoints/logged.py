@@ -5,12 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from services.trainer.checkpoints.contents import ArrayFiles
+from services.trainer.models.arrays import ArrayFiles
 from shared.errors import WeightsError
-from shared.run import checksums, weights
+from shared.run import checkpoint_files, checksums
 from shared.run import state as states
+from shared.run.checkpoint_files import Manifest
 from shared.run.folder import RunFolder
-from shared.run.weights import Manifest
 
 
 def check_log(folder: Path, arrays: ArrayFiles) -> None:
@@ -20,10 +20,10 @@ def check_log(folder: Path, arrays: ArrayFiles) -> None:
 
     def of_version(name: str) -> Manifest | None:
         with suppress(WeightsError):
-            return weights.read_manifest(folder.parent / name)
+            return checkpoint_files.read_manifest(folder.parent / name)
         return None
 
-    manifest, (state, _) = weights.read_manifest(folder), states.read(folder)
+    manifest, (state, _) = checkpoint_files.read_manifest(folder), states.read(folder)
     if not (told := checksums.told_in(RunFolder(folder.parent.parent), state)):
         return
     why = checksums.misdescribed(manifest, state, told, of_version)

@@ -13,11 +13,11 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from services.trainer.checkpoints.contents import Arrays, HostArray
 from services.trainer.checkpoints.parameters import checksums_of
 from services.trainer.checkpoints.stored_arrays import open_arrays
+from services.trainer.models.arrays import Arrays, HostArray
+from shared.run.array_files import os_error
 from shared.run.checksums import Checksums
-from shared.weights.array_files import os_error
 
 
 class OrbaxArrays:

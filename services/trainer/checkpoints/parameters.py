@@ -21,11 +21,11 @@ import orjson
 
 from services.trainer.checkpoints.stored_arrays import StoredArray, open_arrays
 from shared.errors import VolleyError, WeightsError
-from shared.run import weights
+from shared.run import checkpoint_files
+from shared.run.checkpoint_files import PARAMS, Manifest
 from shared.run.checksums import Checksums
 from shared.run.folder import RunFolder
 from shared.run.state import OPTIMIZER
-from shared.run.weights import PARAMS, Manifest
 
 _MASTER, _OPTIMIZER, _CRITIC = "master.", "optimizer.", "critic."
 _BESIDE_BYTES = 768 * 2**20
@@ -62,7 +62,7 @@ def checksums_of(folder: Path) -> Checksums:
 
     Raises WeightsError if its arrays are none, or others than its manifest says, and Unavailable.
     """
-    manifest = weights.read_manifest(folder)
+    manifest = checkpoint_files.read_manifest(folder)
     params, training = open_arrays(folder / manifest.path), open_arrays(folder / OPTIMIZER)
     _as_described(manifest, params)
     master = {name.removeprefix(_MASTER): value for name, value in training.items() if name.startswith(_MASTER)}

@@ -28,7 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from services.trainer.checkpoints.contents import (
+from services.trainer.checkpoints.logged import check_log
+from services.trainer.models.arrays import (
     Array,
     ArrayFiles,
     Arrays,
@@ -36,17 +37,16 @@ from services.trainer.checkpoints.contents import (
     HostArray,
     RestoredCheckpoint,
 )
-from services.trainer.checkpoints.logged import check_log
 from shared.errors import ConfigError, Forbidden, Unavailable, WeightsError
 from shared.files import storage
 from shared.models.origin import Origin
 from shared.process import telemetry
-from shared.run import archive, commits, saved, weights
+from shared.run import archive, checkpoint_files, commits, saved
 from shared.run import state as states
 from shared.run.best import best_version
+from shared.run.checkpoint_files import BAD, Adapter, BaseWeights, Manifest, ManifestFile, ManifestLeaf
 from shared.run.folder import RunFolder
 from shared.run.state import OPTIMIZER, TrainerState
-from shared.run.weights import BAD, Adapter, BaseWeights, Manifest, ManifestFile, ManifestLeaf
 from shared.types import WeightVersion
 
 PARAMS = "params"
@@ -84,7 +84,7 @@ class CheckpointFolders:
                 if (self.root / str(version)).exists():  # else another trainer has removed it
                     self.bad[str(version)] = str(error)
                     _log.error("checkpoint passed over", version=str(version), reason=str(error))
-        if n := len(weights.versions(self.root)):
+        if n := len(checkpoint_files.versions(self.root)):
             raise WeightsError(
                 f"none of the {n} checkpoints in {self.root} is whole", "restore one, or start a run with another name"
             )
@@ -96,7 +96,7 @@ class CheckpointFolders:
 
     def oldest_step(self) -> int:
         """Of the newest checkpoints that are retained: what the log says of earlier steps, nobody needs to go on."""
-        retained = _retained(weights.versions(self.root), self._max_to_keep)
+        retained = _retained(checkpoint_files.versions(self.root), self._max_to_keep)
         return min((version.step for version in retained), default=0)
 
     def metrics(self) -> list[Mapping[str, Any]]:
@@ -134,7 +134,9 @@ class CheckpointFolders:
         known = saved.named(RunFolder(self.root.parent))
         for version in self._candidates():
             if version not in known:
-                saved.append(self.root, version, weights.digest(self.root / str(version) / weights.MANIFEST))
+                saved.append(
+                    self.root, version, checkpoint_files.digest(self.root / str(version) / checkpoint_files.MANIFEST)
+                )
 
     def save(self, state: TrainerState, contents: CheckpointContents, base: WeightVersion | None) -> Path:
         """Makes the version `state.version` durable, then removes old ones. Returns its folder.
@@ -155,14 +157,14 @@ class CheckpointFolders:
                 step=state.step,
                 kind="adapter" if contents.adapter else "full",
                 path=PARAMS,
-                files=weights.digest_files(draft, PARAMS),
+                files=checkpoint_files.digest_files(draft, PARAMS),
                 tree=_tree(contents.params),
                 model=contents.model,
                 probe=contents.probe,
                 created=time.time(),
                 adapter=contents.adapter,
             )
-            return self._install(draft, manifest, weights.digest_files(draft, OPTIMIZER), state)
+            return self._install(draft, manifest, checkpoint_files.digest_files(draft, OPTIMIZER), state)
 
     def save_base(self, version: WeightVersion, params: Arrays) -> BaseWeights:
         """Makes what the adapters of a run are of durable, before `version`, the first of them. Raises as `save`."""
@@ -170,13 +172,13 @@ class CheckpointFolders:
             storage.check_room(draft, _n_bytes(params))
             with storage.held(draft):
                 self._arrays.write(draft / PARAMS, params)
-            base = BaseWeights.of(weights.digest_files(draft, PARAMS), _tree(params))
+            base = BaseWeights.of(checkpoint_files.digest_files(draft, PARAMS), _tree(params))
             storage.sync_tree(draft)
-            (self.root / weights.BASE).mkdir(exist_ok=True)
+            (self.root / checkpoint_files.BASE).mkdir(exist_ok=True)
             storage.fsync(self.root)
             shutil.rmtree(base.folder(self.root), ignore_errors=True)
             draft.rename(base.folder(self.root))
-            storage.fsync(self.root / weights.BASE)
+            storage.fsync(self.root / checkpoint_files.BASE)
         return base
 
     def relabel(self, restored: RestoredCheckpoint, state: TrainerState) -> Path:
@@ -187,7 +189,7 @@ class CheckpointFolders:
             with storage.held(draft):
                 for name in (PARAMS, OPTIMIZER):
                     storage.link_tree(restored.folder / name, draft / name)
-            old = weights.read_manifest(restored.folder)
+            old = checkpoint_files.read_manifest(restored.folder)
             manifest = replace(old, version=str(state.version), base_version=old.version, created=time.time())
             return self._install(draft, manifest, states.read(restored.folder)[1], state)
 
@@ -206,13 +208,13 @@ class CheckpointFolders:
     def foreign(self, origin: Origin) -> RestoredCheckpoint:
         """A checkpoint of another run, to start from. Raises ConfigError if it is not whole, or not the one it was."""
         try:
-            if weights.digest(origin.checkpoint / weights.MANIFEST) != origin.manifest:
+            if checkpoint_files.digest(origin.checkpoint / checkpoint_files.MANIFEST) != origin.manifest:
                 raise WeightsError("its manifest is another one than when the run was begun")
             found = restore(origin.checkpoint, self._arrays)
             check_log(origin.checkpoint, self._arrays)
             return found
         except (WeightsError, Forbidden, OSError) as error:
-            there = ", ".join(map(str, weights.versions(origin.checkpoint.parent))) or "none"
+            there = ", ".join(map(str, checkpoint_files.versions(origin.checkpoint.parent))) or "none"
             raise ConfigError(
                 f"model.path={origin.path} cannot be used: {error}",
                 f"choose another version of run {origin.run}: retained are {there}",
@@ -220,13 +222,13 @@ class CheckpointFolders:
 
     def _candidates(self) -> list[WeightVersion]:
         """Oldest first."""
-        found = set(weights.versions(self.root))
+        found = set(checkpoint_files.versions(self.root))
         logged = commits.versions(RunFolder(self.root.parent).archive)
         return [v for v in states.surviving(sorted({*found, *logged})) if v in found and str(v) not in self.bad]
 
     def _restore(self, version: WeightVersion) -> RestoredCheckpoint:
         folder = self.root / str(version)
-        run = weights.read_manifest(folder).run
+        run = checkpoint_files.read_manifest(folder).run
         if run != self._run:
             raise ConfigError(
                 f"the checkpoint {folder} is of run {run}, not of {self._run}", "choose another run.name or run.dir"
@@ -259,12 +261,14 @@ class CheckpointFolders:
     def _install(
         self, draft: Path, manifest: Manifest, optimizer_files: Sequence[ManifestFile], state: TrainerState
     ) -> Path:
-        (draft / states.STATE).write_bytes(state.to_json(optimizer_files=optimizer_files, seal=weights.seal(manifest)))
+        (draft / states.STATE).write_bytes(
+            state.to_json(optimizer_files=optimizer_files, seal=checkpoint_files.seal(manifest))
+        )
         states.check_readable(draft)
-        manifest = replace(manifest, state=weights.digest(draft / states.STATE))
+        manifest = replace(manifest, state=checkpoint_files.digest(draft / states.STATE))
         storage.sync_tree(draft)
-        weights.write_manifest(draft, manifest)
-        saved.append(self.root, state.version, weights.digest(draft / weights.MANIFEST))
+        checkpoint_files.write_manifest(draft, manifest)
+        saved.append(self.root, state.version, checkpoint_files.digest(draft / checkpoint_files.MANIFEST))
         folder = self.root / manifest.version
         self._remove(folder.name)
         draft.rename(folder)
@@ -274,7 +278,7 @@ class CheckpointFolders:
 
     def _retain(self, state: TrainerState) -> None:
         """Nothing goes once a newer trainer has begun: it may need what we would remove."""
-        found = weights.versions(self.root)
+        found = checkpoint_files.versions(self.root)
         if found[-1] != state.version:
             return
         best = best_version(RunFolder(self.root.parent).evals, state.lineage, state.step)
@@ -287,9 +291,9 @@ class CheckpointFolders:
 
     def _retain_base(self, version: WeightVersion) -> None:
         """A trainer that ended before its first checkpoint leaves the base of it."""
-        bases = list((self.root / weights.BASE).glob("*"))
+        bases = list((self.root / checkpoint_files.BASE).glob("*"))
         if len(bases) > 1:
-            adapter = weights.read_manifest(self.root / str(version)).adapter
+            adapter = checkpoint_files.read_manifest(self.root / str(version)).adapter
             for base in bases:
                 if adapter is None or base.name != adapter.base.digest:
                     shutil.rmtree(base, ignore_errors=True)
@@ -325,12 +329,12 @@ def restore(folder: Path, arrays: ArrayFiles) -> RestoredCheckpoint:
 
 def opened(folder: Path, arrays: ArrayFiles) -> RestoredCheckpoint:
     """A checkpoint that was verified. Raises WeightsError, and Unavailable if it cannot be read now."""
-    manifest, (state, _) = weights.read_manifest(folder), states.read(folder)
+    manifest, (state, _) = checkpoint_files.read_manifest(folder), states.read(folder)
     try:
         training = arrays.read(folder / OPTIMIZER)
         params = _below(training, _MASTER) or arrays.read(folder / PARAMS)
     except OSError as error:
-        raise weights.unreadable(str(folder), error) from error
+        raise checkpoint_files.unreadable(str(folder), error) from error
     return RestoredCheckpoint(folder, state, params, _below(training, "optimizer"), manifest.adapter)
 
 
@@ -344,11 +348,11 @@ def read_base(root: Path, adapter: Adapter, arrays: ArrayFiles) -> dict[str, Hos
     """What adapters below `root` are of, in the dtype it is published in. Raises WeightsError, and Unavailable if it
     cannot be read now.
     """
-    weights.verify_base(root, adapter.base)
+    checkpoint_files.verify_base(root, adapter.base)
     try:
         return arrays.read(adapter.base.folder(root) / PARAMS)
     except OSError as error:
-        raise weights.unreadable(f"base {adapter.base.digest}", error) from error
+        raise checkpoint_files.unreadable(f"base {adapter.base.digest}", error) from error
 
 
 def _n_bytes(arrays: Arrays) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.weights import array_files
+from shared.run import array_files
 
 
 class StoredArray:

@@ -13,13 +13,13 @@ import orjson
 from services.trainer.conversations.dataset import Dataset, Example, Kind, TooLong, digest, split, tokenized
 from services.trainer.conversations.demonstrations import Demonstrator, as_records, fetch
 from services.trainer.conversations.files import Split, files_of, records
-from services.trainer.loop.interfaces import Waiter
+from services.trainer.waiter import Waiter
 from shared.clients.env import DemonstrationReply
 from shared.errors import ConfigError
 from shared.files import storage
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
-from shared.run import weights
+from shared.run import checkpoint_files
 from shared.schema import RunConfig
 
 TRAIN: Split = "train"
@@ -136,7 +136,7 @@ def _read(settings: DataSettings, tokenizer: ChatTokenizer, found: Iterable[tupl
         if one and one.n_prompt_kept:
             _log.warning("answers begin with the text of their prompt, and keep it", data=name, rows=one.n_prompt_kept)
     digests = {
-        str(file.absolute()): weights.digest(file)
+        str(file.absolute()): checkpoint_files.digest(file)
         for paths, name in ((settings.train, TRAIN), (settings.held_out, EVAL))
         for path in paths
         for file in files_of(path, name)

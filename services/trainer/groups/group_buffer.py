@@ -17,10 +17,10 @@ from services.trainer.groups.filters import NO_FILTERS, FilterOptions, verdict
 from shared.errors import DecodeError, Untrainable
 from shared.outcomes import FilterRule
 from shared.process.offload import by_size
-from shared.queue.progress import TicketProgress
 from shared.queue.records import Finished, StreamEntry
 from shared.routing import RoutingShape
 from shared.run.archive import MAX_GROUP_BYTES
+from shared.run.progress import TicketProgress
 from shared.run.state import in_lineage
 from shared.types import Group, WeightVersion
 

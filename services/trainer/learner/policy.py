@@ -27,19 +27,19 @@ from services.trainer.batches.batch import (
     policy_row,
     row_weights,
 )
-from services.trainer.checkpoints.contents import CheckpointContents, HostArray
 from services.trainer.groups.group_buffer import ReadyGroup
-from services.trainer.learner import metrics
 from services.trainer.learner.checksum import checksum
 from services.trainer.learner.critic import Critic, CriticSetup
-from services.trainer.learner.metrics import StepMetrics
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.published import PublishedWeights
 from services.trainer.learner.scoring import Reference, Scorer, divided, objective, params_of
 from services.trainer.learner.train_step import Learner, Objective, Params, Update
+from services.trainer.metrics import step_metrics
+from services.trainer.metrics.step_metrics import StepMetrics
+from services.trainer.models.arrays import CheckpointContents, HostArray
 from services.trainer.models.family import Model
 from services.trainer.publishing.publications import Arrays
-from shared.run.weights import ManifestLeaf, Probe
+from shared.run.checkpoint_files import ManifestLeaf, Probe
 from shared.types import Trajectory, WeightVersion
 
 _COMPARED = "logprob_abs_diff"
@@ -114,7 +114,7 @@ class Policy:
         after = WeightVersion(before.epoch, before.step + 1)
         told |= {"compiled_shapes": float(self._learner.n_shapes)}
         made = StepMetrics(
-            step=after.step, version=str(after), **metrics.of_groups(held, before.step), **_measured(updates, told)
+            step=after.step, version=str(after), **step_metrics.of_groups(held, before.step), **_measured(updates, told)
         )
         numbers = {name: value for name, value in asdict(made).items() if isinstance(value, float)}
         self._require_finite(str(after), [name for name, value in numbers.items() if not math.isfinite(value)])
@@ -254,7 +254,7 @@ def _measured(updates: Sequence[Update], of_batches: Mapping[str, float]) -> dic
         for name in first
     }
     loss, norm = (float(np.mean([getattr(u, name) for u in updates])) for name in ("loss", "grad_norm"))
-    return {"loss": loss, "grad_norm": norm, **metrics.of_statistics({**told, **of_batches})}
+    return {"loss": loss, "grad_norm": norm, **step_metrics.of_statistics({**told, **of_batches})}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from services.trainer.checkpoints.contents import CheckpointContents
 from services.trainer.learner.scoring import Scorer
 from services.trainer.learner.train_step import Learner, Params
+from services.trainer.models.arrays import CheckpointContents
 from services.trainer.models.sharding import to_host
 from services.trainer.publishing.publications import Arrays
 from shared.errors import NonFinite
-from shared.run.weights import ManifestLeaf, Probe
+from shared.run.checkpoint_files import ManifestLeaf, Probe
 
 _PROBE_LENGTH = 64
 _COMPUTED = "the log-probabilities of the probe"

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from services.trainer.algorithms.terms.logprobs import Entropy, TokenScores, token_scores
 from services.trainer.algorithms.terms.statistics import Statistics, mean
 from services.trainer.batches.batch import Batch
-from services.trainer.learner.logprobs import Entropy, TokenScores, token_scores
 from services.trainer.learner.train_step import ROW_AXES, Learner, Objective, Params, placed_as, snapshot
 from services.trainer.models.attention import Packing
 from services.trainer.models.decoder import hidden_states, routed_states

@@ -12,17 +12,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.trainer.groups.group_buffer import GroupBuffer, ReadyGroup
-from services.trainer.learner.metrics import StepMetrics
-from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
+from services.trainer.interfaces import TrainPlan
+from services.trainer.loop.collaborators import Collaborators
+from services.trainer.loop.recovery import LoggedSteps
+from services.trainer.loop.refusals import RefusedStep
+from services.trainer.loop.settlement import Settlement
 from services.trainer.metrics.lines import step_line
-from services.trainer.recovery.recovery import LoggedSteps
-from services.trainer.settlement.refusals import RefusedStep
-from services.trainer.settlement.settlement import Settlement
+from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.status import TrainerStatus
+from services.trainer.waiter import Waiter
 from shared.errors import NonFinite, WeightsError
 from shared.process import telemetry
 from shared.run import checksums
-from shared.run.weights import PARAMS
+from shared.run.checkpoint_files import PARAMS
 from shared.types import WeightVersion
 
 _MOST_SKIPPED = 3

@@ -13,17 +13,19 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 
 from services.trainer.groups.group_buffer import GroupBuffer, ReadyGroup
-from services.trainer.groups.group_reader import GroupReader
-from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
+from services.trainer.interfaces import TrainPlan
+from services.trainer.loop.checkpointer import Checkpointer
+from services.trainer.loop.collaborators import Collaborators
+from services.trainer.loop.group_reader import GroupReader
+from services.trainer.loop.settlement import Settlement
 from services.trainer.loop.step_runner import StepRunner
 from services.trainer.publishing.publisher import HandoverPublisher
-from services.trainer.recovery.checkpointer import Checkpointer
-from services.trainer.settlement.settlement import Settlement
 from services.trainer.status import TrainerStatus
+from services.trainer.waiter import Waiter
 from shared.errors import Unavailable
 from shared.process import telemetry
-from shared.process.wedge import Wait
 from shared.run.state import TrainerState
+from shared.run.wedge import Wait
 from shared.types import WeightVersion
 
 _log = telemetry.Log("train_loop")

@@ -13,13 +13,15 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from services.trainer.loop import lifecycle
-from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
+from services.trainer import lifecycle
+from services.trainer.interfaces import TrainPlan
+from services.trainer.loop.collaborators import Collaborators
+from services.trainer.loop.recovery import Recovered, Recovery
 from services.trainer.loop.train_loop import TrainLoop
 from services.trainer.publishing.publisher import HandoverPublisher
-from services.trainer.recovery.recovery import Recovered, Recovery
-from services.trainer.settlement.ledger import FencedLog
 from services.trainer.status import TrainerStatus
+from services.trainer.step_log import FencedLog
+from services.trainer.waiter import Waiter
 from shared.errors import DecodeError, Fenced, Unavailable
 from shared.process import telemetry
 from shared.queue.records import QueueState

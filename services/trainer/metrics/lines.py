@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from services.trainer.groups.filters import shares_without_variance
-from services.trainer.learner.metrics import StepMetrics, of_components, of_environments, of_teacher
-from services.trainer.supervised.metrics import SupervisedMetrics
+from services.trainer.metrics.step_metrics import StepMetrics, of_components, of_environments, of_teacher
+from services.trainer.metrics.supervised import SupervisedMetrics
 from shared.run.chain import as_read
 from shared.types import Group, WeightVersion
 

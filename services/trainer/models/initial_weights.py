@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from services.trainer.checkpoints.contents import HostArray
+from services.trainer.models.arrays import HostArray
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.models.names import from_hf, hf_name, in_files, is_experts

@@ -16,9 +16,9 @@ from services.trainer.multihost.options import GroupOptions
 from services.trainer.multihost.processes import SAVES, Calls, Follower, end_process, follow, stream
 from services.trainer.routes import ROLES, router
 from services.trainer.status import TrainerStatus
+from shared.boot import CRASHED, RunningService
 from shared.errors import ProcessLost, VolleyError
 from shared.process import telemetry
-from shared.process.boot import CRASHED, RunningService
 from shared.process.imports import uncollected
 from shared.schema import RunConfig
 from shared.web.access import read_tokens
@@ -106,8 +106,8 @@ def _end_after_crash() -> NoReturn:
 
 def _compute(config: RunConfig, options: GroupOptions, follower: Follower, ready: Callable[[], None]) -> None:
     with uncollected():
-        from services.trainer.backend.opening import open_following  # JAX and Tunix
         from services.trainer.multihost.distributed import join_devices, leave_devices
+        from services.trainer.multihost.opening import open_following  # JAX and Tunix
     coordinator = follower.join()
     opened = open_following(config, follower)
     join_devices(coordinator, options.n, options.process_id, config.trainer.mesh.n_devices)

@@ -14,12 +14,12 @@ import orjson
 from services.trainer.backend.tunix import TunixBackend
 from services.trainer.conversations.dataset import Example, TokenSequence
 from services.trainer.groups.group_buffer import ReadyGroup, ready_group
-from services.trainer.learner.metrics import StepMetrics
+from services.trainer.learner.supervised import SupervisedOptions
+from services.trainer.metrics.step_metrics import StepMetrics
+from services.trainer.metrics.supervised import SupervisedMetrics
 from services.trainer.multihost.distributed import join_devices, leave_devices
 from services.trainer.multihost.processes import SAVES, Calls, Leader, stream, together
 from services.trainer.publishing.publications import PublishedVersion
-from services.trainer.supervised.metrics import SupervisedMetrics
-from services.trainer.supervised.training import SupervisedOptions
 from shared.run.checksums import Checksums
 from shared.run.pinned import Flat
 from shared.run.state import TrainerState

@@ -15,10 +15,10 @@ import numpy as np
 
 from services.trainer.multihost.processes import Follower, Leader
 from services.trainer.publishing.publications import Arrays, Publications, PublishedVersion
-from shared.run.weights import ManifestLeaf, Probe
+from shared.published.chunks import in_order
+from shared.published.manifest import Chunk, PublishedAdapter, WeightTree
+from shared.run.checkpoint_files import ManifestLeaf, Probe
 from shared.types import WeightVersion
-from shared.weights.chunks import in_order
-from shared.weights.manifest import Chunk, PublishedAdapter, WeightTree
 
 
 class LeadingPublications:

@@ -10,7 +10,7 @@ import secrets
 from pathlib import Path
 
 from shared.files import storage
-from shared.run import commits, weights
+from shared.run import checkpoint_files, commits
 from shared.run.folder import BEGINNING, RunFolder
 
 _NAME = re.compile(r"[0-9a-f]{16}")
@@ -26,7 +26,7 @@ def beginning(published: Path) -> str:
     first, copy = published / BEGINNING, folder.beginning
     with storage.storage(folder.path):
         found = _read(first)
-        if found is None and (weights.versions(folder.checkpoints) or commits.versions(folder.archive)):
+        if found is None and (checkpoint_files.versions(folder.checkpoints) or commits.versions(folder.archive)):
             found = _read(copy) or _read(folder.recorded_beginning)
         name = found or secrets.token_hex(8)
         for path in (first, copy):

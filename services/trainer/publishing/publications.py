@@ -25,11 +25,9 @@ import numpy as np
 
 from services.trainer.publishing.beginning import beginning
 from shared.errors import NotFound
-from shared.run.weights import ManifestLeaf, Probe
-from shared.types import WeightVersion
-from shared.weights.chunks import ChunkFolder, cut, in_order
-from shared.weights.delta import encode
-from shared.weights.manifest import (
+from shared.published.chunks import ChunkFolder, cut, in_order
+from shared.published.delta import encode
+from shared.published.manifest import (
     MAX_MANIFEST_BYTES,
     Chunk,
     Delta,
@@ -38,6 +36,8 @@ from shared.weights.manifest import (
     WeightTree,
     leaf_bytes,
 )
+from shared.run.checkpoint_files import ManifestLeaf, Probe
+from shared.types import WeightVersion
 
 _MIN_KEPT, _MAX_KEPT = 2, 4
 _ASKED_S = 10.0

@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from services.trainer.publishing.publications import PublishedVersion
-from services.trainer.settlement.ledger import FencedLog
 from services.trainer.status import TrainerStatus
+from services.trainer.step_log import FencedLog
 from shared.errors import VolleyError
 from shared.process import telemetry
+from shared.published.manifest import WeightOffer
 from shared.types import WeightVersion
-from shared.weights.manifest import WeightOffer
 
 _log = telemetry.Log("publish")
 _N_PEERS = 8

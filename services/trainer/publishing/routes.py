@@ -11,11 +11,11 @@ from fastapi.responses import Response
 
 from services.trainer.publishing.publications import Publications
 from shared.errors import WeightsUnpublished
+from shared.published.manifest import WeightOffer
+from shared.published.serving import ChunkDigest, Uplink
 from shared.web.access import Role
 from shared.web.http import respond
 from shared.web.openapi import declares, declares_bytes
-from shared.weights.manifest import WeightOffer
-from shared.weights.serving import ChunkDigest, Uplink
 
 router = APIRouter(tags=["weights"])
 ROLES = {"GET /weights/newest": Role.SERVICE, "GET /weights/chunks/{digest}": Role.SERVICE}

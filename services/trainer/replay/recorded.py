@@ -13,7 +13,7 @@ from shared.bounds import MAX_LINE_VALUES
 from shared.config import LoadedConfig
 from shared.errors import ConfigError, DecodeError, Forbidden, Unavailable, WeightsError
 from shared.files import storage
-from shared.run import archive, commits, pinned, weights
+from shared.run import archive, checkpoint_files, commits, pinned
 from shared.run import state as states
 from shared.run.commits import CommitRecord
 from shared.run.folder import RunFolder
@@ -44,7 +44,7 @@ class RecordedStep:
         root = RunFolder(folder).checkpoints
         records = {record.version: record for record in _records(RunFolder(folder).archive)}
         head = max((_head(root), *(record.state for record in records.values())), key=lambda state: state.version)
-        mine = [v for v in weights.versions(root) if states.in_lineage(v, head.lineage)]
+        mine = [v for v in checkpoint_files.versions(root) if states.in_lineage(v, head.lineage)]
         return cls(
             folder,
             run,
@@ -93,7 +93,7 @@ def _records(root: Path) -> Iterator[CommitRecord]:
 
 
 def _head(root: Path) -> TrainerState:
-    for version in reversed(states.surviving(weights.versions(root))):
+    for version in reversed(states.surviving(checkpoint_files.versions(root))):
         try:
             return states.verify(root / str(version))[1]
         except (WeightsError, Forbidden):

@@ -12,20 +12,20 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from services.trainer import prometheus
 from services.trainer.conversations.data import RunData, data_settings, load
-from services.trainer.loop.interfaces import Waiter
+from services.trainer.metrics import prometheus
 from services.trainer.routes import ROLES, router
-from services.trainer.settlement.ledger import StepLog
 from services.trainer.status import TrainerStatus
+from services.trainer.step_log import StepLog
 from services.trainer.supervised.loop import SupervisedPlan
 from services.trainer.supervised.worker import OpenedBackend, SupervisedParts, SupervisedWorker
+from services.trainer.waiter import Waiter
+from shared.boot import RunningService
 from shared.clients.env import EnvClient
 from shared.models.chat import ChatTokenizer, tokenizer_of_run
 from shared.models.content import with_content
 from shared.models.hub import keep, model_folder
 from shared.models.origin import Origin
-from shared.process.boot import RunningService
 from shared.process.imports import uncollected
 from shared.process.sinks import MetricsFanout, PrometheusSink
 from shared.run import pinned

@@ -11,19 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.trainer.backend.tunix import built, with_adapters
-from services.trainer.checkpoints.contents import RestoredCheckpoint
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.conversations.dataset import Example
+from services.trainer.learner import supervised
+from services.trainer.learner.objectives import Imitation, Preferences, SupervisedObjective
 from services.trainer.learner.published import PublishedWeights
+from services.trainer.learner.supervised import SupervisedOptions
+from services.trainer.metrics.supervised import SupervisedMetrics
+from services.trainer.models.arrays import RestoredCheckpoint
 from services.trainer.models.family import Model
 from services.trainer.models.options import ModelOptions
-from services.trainer.supervised import training
-from services.trainer.supervised.metrics import SupervisedMetrics
-from services.trainer.supervised.objectives import Imitation, Preferences, SupervisedObjective
-from services.trainer.supervised.training import SupervisedOptions
 from shared.models.config import ModelConfig
+from shared.run.checkpoint_files import Adapter
 from shared.run.state import TrainerState
-from shared.run.weights import Adapter
 from shared.types import WeightVersion
 
 
@@ -64,7 +64,7 @@ class SupervisedBackend:
             objective.learner.load_optimizer_state(found.optimizer)
             self._published.probed(objective.learner, "the restored weights")
             self._adapter = found.adapter
-        self._steps = training.steps(objective, examples, options, found.state.step if found else 0)
+        self._steps = supervised.steps(objective, examples, options, found.state.step if found else 0)
         return options.steps(len(examples))
 
     def _made(self, model: Model, options: SupervisedOptions, n_examples: int) -> SupervisedObjective:

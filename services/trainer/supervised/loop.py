@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from services.trainer.conversations.data import RunData
 from services.trainer.conversations.dataset import Example
-from services.trainer.loop.interfaces import Waiter
 from services.trainer.metrics.lines import supervised_line, supervised_step
-from services.trainer.settlement.ledger import FencedLog
+from services.trainer.metrics.supervised import SupervisedMetrics
 from services.trainer.status import TrainerStatus
-from services.trainer.supervised.metrics import SupervisedMetrics
+from services.trainer.step_log import FencedLog
+from services.trainer.waiter import Waiter
 from shared.process.sinks import MetricsFanout
 from shared.run.pinned import Flat
 from shared.run.state import TrainerState

@@ -15,14 +15,14 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 
+from services.trainer import lifecycle
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.conversations.data import RunData
-from services.trainer.loop import lifecycle
-from services.trainer.loop.interfaces import Waiter
-from services.trainer.recovery.resuming import under_settings
-from services.trainer.settlement.ledger import FencedLog, StepLog
+from services.trainer.resuming import under_settings
 from services.trainer.status import TrainerStatus
+from services.trainer.step_log import FencedLog, StepLog
 from services.trainer.supervised.loop import Backend, SupervisedLoop, SupervisedPlan
+from services.trainer.waiter import Waiter
 from shared.errors import ConfigError
 from shared.process import telemetry
 from shared.process.sinks import MetricsFanout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.env.environments import base
+from services.env import episode_types
 from services.env.sandbox import answers, process
 from services.env.sandbox.process import seccomp
 from shared import types
@@ -43,7 +43,7 @@ def constant(file: str, name: str) -> object:
 
 
 def test_both_sides_have_the_same_bounds():
-    assert constant("values.py", "MAX_REWARD") == base.MAX_REWARD
+    assert constant("values.py", "MAX_REWARD") == episode_types.MAX_REWARD
     assert constant("values.py", "MAX_MESSAGE") == types.MAX_MESSAGE
     for name, outside in (
         ("MAX_MESSAGES", answers.MAX_MESSAGES),

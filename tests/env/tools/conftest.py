@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest_asyncio
 
-from services.env.backends.threads import ThreadRunner
 from services.env.sandbox.sandboxes import Sandboxes
+from services.env.threads import ThreadRunner
 from services.env.tools.base import ToolContext
 from services.env.tools.calls import ToolCall
 from services.env.tools.dispatch import EpisodeTools

@@ -10,7 +10,7 @@ from services.trainer.bucket.head import HEAD, MAX_BYTES, BucketHead
 from services.trainer.bucket.restore import FolderRestore
 from services.trainer.bucket.writer import BucketWriter
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.settlement.ledger import LedgerFile
+from services.trainer.loop.ledger import LedgerFile
 from shared.errors import NotFound
 from shared.files.buckets import Bucket
 from shared.run import archive, ledger

@@ -13,10 +13,10 @@ import pytest
 
 from services.trainer.bucket.head import HEAD, MAX_BYTES
 from services.trainer.bucket.restore import FolderRestore
-from services.trainer.bucket.run_bucket import RunBucket
-from services.trainer.loop.interfaces import Waiter
-from services.trainer.settlement.pending import PendingWork
+from services.trainer.loop.pending import PendingWork
+from services.trainer.loop.run_bucket import RunBucket
 from services.trainer.status import TrainerStatus
+from services.trainer.waiter import Waiter
 from shared.errors import ConfigError, Unavailable
 from shared.files.buckets import Bucket
 from shared.queue.records import QueueState
@@ -136,7 +136,7 @@ async def test_a_folder_that_is_behind_the_queue_waits_for_its_bucket(
     one, real = FolderRestore(bucket, run.folder, "r", lambda: BEGINNING, 2**20, 2**20, anything), Bucket.read_tagged
     followed = RunBucket(one, writer(bucket, run.folder), run.folder, status, 600.0)
     monkeypatch.setattr(Bucket, "read_tagged", deaf)
-    monkeypatch.setattr("services.trainer.bucket.run_bucket._CHECK_S", 0.05)
+    monkeypatch.setattr("services.trainer.loop.run_bucket._CHECK_S", 0.05)
     assert await followed.restore(asked) is None
     is_behind, waits = 1, Waiter(ThreadPoolExecutor(1), status)
     starting = asyncio.create_task(waits.patiently(lambda: followed.restore(asked)))

@@ -15,9 +15,9 @@ from services.trainer.checkpoints.store import CheckpointFolders
 from shared.errors import ConfigError, VolleyError, WeightsError
 from shared.files.buckets import Bucket
 from shared.run import commits
+from shared.run.checkpoint_files import MANIFEST
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
-from shared.run.weights import MANIFEST
 from shared.types import WeightVersion
 from tests.trainer.bucket.runs import BEGINNING, Run, every, head, restore
 from tools.simulated.trainer import NumpyArrays

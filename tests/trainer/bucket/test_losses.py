@@ -12,9 +12,9 @@ from services.trainer.bucket.head import HEAD, MAX_BYTES
 from shared.errors import ConfigError, Unavailable
 from shared.files.buckets import Bucket, Tag
 from shared.run import archive
+from shared.run.checkpoint_files import MANIFEST
 from shared.run.folder import RunFolder
 from shared.run.state import STATE
-from shared.run.weights import MANIFEST
 from shared.types import WeightVersion
 from tests.trainer.bucket.runs import FailingBucket, Killed, Run, every, fill, head, objects, restore, tree, writer
 

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.cli.runs.record import claimed, finished
-from services.cli.verify.command import verify
 from services.trainer.bucket.head import HEAD, MAX_BYTES, BucketHead
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.groups.group_buffer import ready_group
@@ -31,6 +29,8 @@ from shared.types import Group, WeightVersion
 from tests.support.bucket import s3_server
 from tests.trainer.process import BATCH, SIMULATED, TrainerProcess, deterministic, producing, trainer
 from tools.simulated.trainer import NumpyArrays, SimulatedBackend
+from volley.runs.record import claimed, finished
+from volley.verify.command import verify
 
 STEPS = 12
 

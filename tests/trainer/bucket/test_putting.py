@@ -11,12 +11,12 @@ import pytest
 
 from services.trainer.bucket.head import HEAD, BucketHead
 from services.trainer.bucket.lines import FollowedLines
-from services.trainer.settlement.ledger import LedgerFile
+from services.trainer.loop.ledger import LedgerFile
 from shared.errors import Conflict, NotFound, Unavailable
 from shared.files.buckets import Bucket
 from shared.run import archive, ledger
+from shared.run.checkpoint_files import MANIFEST
 from shared.run.folder import RunFolder
-from shared.run.weights import MANIFEST
 from shared.types import WeightVersion
 from tests.trainer.bucket.runs import (
     BEGINNING,

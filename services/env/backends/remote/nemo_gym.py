@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.backends.base import KnownSplits, call_seconds
+from services.env.backend import KnownSplits, call_seconds
 from services.env.backends.remote import address as addresses
 from services.env.backends.remote.nemo_gym_rows import (
     TaskRow,
@@ -34,7 +34,7 @@ from services.env.backends.remote.nemo_gym_rows import (
 )
 from services.env.backends.remote.paths import at_path
 from services.env.backends.remote.site import CONNECT_S, RemoteContext, RemoteDescription, RemoteSite
-from services.env.environments.base import MAX_REWARD, Demonstration, Info, Message, StepResult, check_task, user
+from services.env.episode_types import MAX_REWARD, Demonstration, Info, Message, StepResult, check_task, user
 from services.env.tools.calls import CallFormat, ToolCall, before_calls, tool_calls_of
 from shared import codec
 from shared.bounds import MAX_OBJECTS, shortened

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from services.env.environments.base import Message, user
+from services.env.episode_types import Message, user
 from services.env.sandbox.answers import MAX_SPLITS
 from services.env.tools.calls import ToolCall
 from shared import codec

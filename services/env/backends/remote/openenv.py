@@ -27,12 +27,11 @@ from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as open_websocket
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from services.env.backends.base import CALL_SECONDS, Call, KnownSplits
+from services.env.backend import CALL_SECONDS, Call, KnownSplits
 from services.env.backends.remote import address as addresses
 from services.env.backends.remote.paths import at_path
 from services.env.backends.remote.site import CONNECT_S, RemoteContext, RemoteDescription, RemoteSite
-from services.env.environments.answers import tagged_answer
-from services.env.environments.base import (
+from services.env.episode_types import (
     EVAL,
     MAX_REWARD,
     TRAIN,
@@ -43,6 +42,7 @@ from services.env.environments.base import (
     check_task,
     user,
 )
+from services.env.grading.answers import tagged_answer
 from shared import codec
 from shared.bounds import MAX_OBJECTS
 from shared.errors import Busy, DecodeError, GivenUp, NotFound, OpenEnvRefused, VolleyError

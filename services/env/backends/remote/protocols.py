@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from services.env.backends.base import SubmittedBackend
+from services.env.backend import SubmittedBackend
 from services.env.backends.remote.address import read_address
 from services.env.backends.remote.site import RemoteAccess, RemoteContext
 from shared.errors import InputError, TooLarge

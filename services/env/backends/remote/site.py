@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from services.env.backends.base import Call
+from services.env.backend import Call
 from services.env.backends.remote.address import RemoteAddress, read_address
 from shared.errors import Busy, ConfigError, GivenUp, InputError, ServiceUnreachable, VolleyError
 from shared.web.access import read_secret

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.backends.base import KnownSplits
+from services.env.backend import KnownSplits
 from services.env.backends.remote.address import checked_socket
 from services.env.backends.remote.site import RemoteContext, RemoteDescription, RemoteSite
-from services.env.environments.base import Demonstration, Message, StepResult, check_task
+from services.env.episode_types import Demonstration, Message, StepResult, check_task
 from services.env.sandbox import answers
 from shared.clients.env import EnvClient
 from shared.errors import Busy, DecodeError, InputError, NotFound, RateLimited, SandboxFailed, Unavailable

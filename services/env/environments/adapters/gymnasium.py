@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, JsonValue, model_validator
 
 from services.env.environments.adapters.tabular import Policy
-from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Demonstration, check_task
 from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import MAX_DISTINCT, DrawnLayout, Effort, Layouts, as_it_is, seed_of
 from services.env.environments.games.text_game import GameConfig, GameEpisode, MoveOutcome, instructions, play
+from services.env.episode_types import EVAL, MAX_REWARD, TRAIN, Demonstration, check_task
 from shared.errors import InputError, NotFound
 
 if TYPE_CHECKING:

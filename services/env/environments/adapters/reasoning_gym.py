@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from services.env.environments.answers import tagged_answer
-from services.env.environments.base import (
+from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, as_it_is
+from services.env.episode_types import (
     EVAL,
     MAX_EXPECTED,
     TRAIN,
@@ -28,7 +28,7 @@ from services.env.environments.base import (
     assistant,
     user,
 )
-from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, as_it_is
+from services.env.grading.answers import tagged_answer
 from services.env.grading.pool import GradingPool
 from shared.errors import GradingEnded, NotFound
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.environments.base import MAX_REWARD, Demonstration, Info, Message, StepResult, assistant, user
 from services.env.environments.code.data import Asserts, CodeProblem, PrintedTest, read_code
 from services.env.environments.code.grading import Grader, Verdict
 from services.env.environments.problem_files import ProblemFiles, files_of_splits
+from services.env.episode_types import MAX_REWARD, Demonstration, Info, Message, StepResult, assistant, user
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.tools.toolset import Toolbox
 from shared.errors import Busy, NotFound, RateLimited

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from services.env.environments.answers import tagged_answer
-from services.env.environments.base import Fault
+from services.env.episode_types import Fault
+from services.env.grading.answers import tagged_answer
 
 type Style = Literal["answer", "plain"]
 

@@ -16,10 +16,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from services.env.environments.base import MAX_REWARD, Demonstration
 from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, Rows
 from services.env.environments.games.text_game import GameConfig, GameEnvironment, GameEpisode, MoveOutcome, demonstrate
+from services.env.episode_types import MAX_REWARD, Demonstration
 
 type Blocks = tuple[int, ...]
 """What each block stands on: blocks[i] is the number of the block below block i + 1, or 0 for the table."""

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from services.env.environments.base import MAX_REWARD, Demonstration
 from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import DrawnLayout, Effort, Layouts, Rows
 from services.env.environments.games.text_game import GameConfig, GameEnvironment, GameEpisode, MoveOutcome, play
+from services.env.episode_types import MAX_REWARD, Demonstration
 from shared.errors import InputError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from services.env.environments.base import EVAL, TRAIN, check_task
+from services.env.episode_types import EVAL, TRAIN, check_task
 from shared.errors import InputError, RateLimited
 
 type Rows = tuple[str, ...]

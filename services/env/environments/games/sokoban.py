@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from pydantic import Field, model_validator
 
-from services.env.environments.base import MAX_REWARD, Demonstration
 from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import Effort, Layouts
 from services.env.environments.games.sokoban_level import MOVES, Level, Position, draw, generate, move, solve, solved
@@ -25,6 +24,7 @@ from services.env.environments.games.text_game import (
     demonstrate,
     play,
 )
+from services.env.episode_types import MAX_REWARD, Demonstration
 from shared.errors import InputError
 
 RULES = (

@@ -13,7 +13,9 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.env.environments.base import (
+from services.env.environments.games.actions import ActionProtocol, Style
+from services.env.environments.games.layouts import MAX_DISTINCT, Layouts
+from services.env.episode_types import (
     EVAL,
     MAX_REWARD,
     TRAIN,
@@ -24,8 +26,6 @@ from services.env.environments.base import (
     assistant,
     user,
 )
-from services.env.environments.games.actions import ActionProtocol, Style
-from services.env.environments.games.layouts import MAX_DISTINCT, Layouts
 
 type Talk = Literal["chat", "bare"]
 

@@ -10,8 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from services.env.environments.base import Message, assistant
 from services.env.environments.problem_files import read_rows
+from services.env.episode_types import Message, assistant
 from services.env.tools.arithmetic import CalculatorError, calculate
 from services.env.tools.calls import CallFormat, write_call
 from shared.errors import ConfigError

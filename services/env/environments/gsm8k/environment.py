@@ -14,14 +14,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.environments.base import (
-    MAX_REWARD,
-    Demonstration,
-    Info,
-    Message,
-    StepResult,
-    user,
-)
 from services.env.environments.gsm8k.data import (
     MAX_NUMBER,
     Problem,
@@ -32,6 +24,14 @@ from services.env.environments.gsm8k.data import (
     solution_text,
 )
 from services.env.environments.problem_files import ProblemFiles, files_of_splits
+from services.env.episode_types import (
+    MAX_REWARD,
+    Demonstration,
+    Info,
+    Message,
+    StepResult,
+    user,
+)
 from services.env.tools.arithmetic import CalculatorError, calculate
 from services.env.tools.calls import CallFormat, ToolCall, tool_calls, write_call
 

@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from services.env.environments.answers import boxed_answer
 from services.env.environments.problem_files import read_rows
+from services.env.grading.answers import boxed_answer
 from shared.errors import ConfigError
 
 FORMAT = (

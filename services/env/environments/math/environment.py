@@ -13,8 +13,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.environments.answers import boxed_answer
-from services.env.environments.base import (
+from services.env.environments.math.data import MathProblem, read_math
+from services.env.environments.problem_files import ProblemFiles, files_of_splits
+from services.env.episode_types import (
     MAX_EXPECTED,
     MAX_REWARD,
     Demonstration,
@@ -24,8 +25,7 @@ from services.env.environments.base import (
     assistant,
     user,
 )
-from services.env.environments.math.data import MathProblem, read_math
-from services.env.environments.problem_files import ProblemFiles, files_of_splits
+from services.env.grading.answers import boxed_answer
 from services.env.grading.pool import GradingPool
 from shared.errors import GradingEnded
 

@@ -17,8 +17,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.environments.answers import tagged_answer
-from services.env.environments.base import (
+from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, as_it_is
+from services.env.environments.problem_files import files_of_splits
+from services.env.environments.text_to_sql.data import SqlTask, read_tasks
+from services.env.environments.text_to_sql.samples import sample
+from services.env.episode_types import (
     EVAL,
     MAX_EXPECTED,
     MAX_REWARD,
@@ -31,14 +34,11 @@ from services.env.environments.base import (
     check_task,
     user,
 )
-from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, as_it_is
-from services.env.environments.problem_files import files_of_splits
-from services.env.environments.text_to_sql.data import SqlTask, read_tasks
-from services.env.environments.text_to_sql.samples import sample
+from services.env.grading.answers import tagged_answer
 from services.env.grading.pool import GradingPool
 from shared.errors import GradingEnded
 
-_LIBRARY = GradingPool("services.env.environments.text_to_sql.library")
+_LIBRARY = GradingPool("services.env.grading.sql_library")
 _FENCED = re.compile(r"```(?:sql|sqlite)?[ \t]*\n(.*?)```", re.IGNORECASE | re.DOTALL)
 _ASK = "Answer with one SQLite query:\n```sql\nSELECT …\n```"
 _DRAW_EFFORT = 100

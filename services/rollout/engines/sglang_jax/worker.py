@@ -22,13 +22,13 @@ from functools import partial
 from typing import Any, NoReturn
 
 from services.rollout.engines.base import BASE_VERSION, EngineSpec, StagedBase, StagedWeights
+from services.rollout.engines.probe import check_probe
 from services.rollout.engines.sglang_jax.link import BEAT_S, EngineLink, Message, ServiceGone
-from services.rollout.engines.sglang_jax.weights.arrival import Arrival
-from services.rollout.weights.probe import check_probe
+from services.rollout.engines.sglang_jax.loading.arrival import Arrival
 from shared.errors import Conflict, InputError, OutOfMemory, VolleyError, WeightsError, problem
 from shared.process.imports import uncollected
 from shared.process.telemetry import Log, configure
-from shared.run.weights import ManifestFile, ManifestLeaf
+from shared.run.checkpoint_files import ManifestFile, ManifestLeaf
 
 log = Log("engine")
 IDLE_WAIT_S = 0.2
@@ -99,8 +99,8 @@ class EngineWorker:
         Nothing is read where the arrays that serve are of the same digest and still have the checksum they had: memory
         can lose a bit.
         """
-        from services.rollout.engines.sglang_jax.weights.checksum import checksum
-        from services.rollout.engines.sglang_jax.weights.staging import BaseCache, load_leaves
+        from services.rollout.engines.sglang_jax.loading.checksum import checksum
+        from services.rollout.engines.sglang_jax.loading.staging import BaseCache, load_leaves
 
         self._bases = self._bases or BaseCache()
         try:
@@ -121,7 +121,7 @@ class EngineWorker:
     def _keep(
         self, call: int, weights: StagedWeights, leaves: list[Any], checksum: str, timings: dict[str, float]
     ) -> Message:
-        from services.rollout.engines.sglang_jax.weights.scoring import score
+        from services.rollout.engines.sglang_jax.loading.scoring import score
 
         self._still(call, weights)
         start, ids, expected = time.perf_counter(), weights.probe_ids, weights.probe_logprobs
@@ -171,15 +171,15 @@ class EngineWorker:
         """Of what the next step takes. Arrays do not change: where it takes the very arrays that were staged, theirs is
         known, and was taken while the others served.
         """
-        from services.rollout.engines.sglang_jax.weights.checksum import checksum
+        from services.rollout.engines.sglang_jax.loading.checksum import checksum
 
         live, (leaves, known) = self._scheduler.runner.model_state_leaves, self._known
         return known if _are(live, leaves) else checksum(live)
 
     def _on_audit(self, _: Message) -> Message:
         """From what the next step takes, not from what was staged, and computed anew."""
-        from services.rollout.engines.sglang_jax.weights.checksum import checksum
-        from services.rollout.engines.sglang_jax.weights.scoring import score
+        from services.rollout.engines.sglang_jax.loading.checksum import checksum
+        from services.rollout.engines.sglang_jax.loading.scoring import score
 
         scheduler = self._scheduler
         logprobs = None if self._probe_ids is None else score(scheduler, self._probe_ids, passes=1)
@@ -190,7 +190,7 @@ class EngineWorker:
         }
 
     def _on_score(self, message: Message) -> Message:
-        from services.rollout.engines.sglang_jax.weights.scoring import score
+        from services.rollout.engines.sglang_jax.loading.scoring import score
 
         scheduler, ids = self._scheduler, message["ids"]
         logprobs = score(scheduler, ids, passes=len(ids))

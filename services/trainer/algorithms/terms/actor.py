@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from services.trainer.algorithms.terms import importance, kl, statistics, surrogate
 from services.trainer.algorithms.terms.importance import NONE, Correction
 from services.trainer.algorithms.terms.kl import KlMode
+from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.statistics import Statistic, Statistics
 from services.trainer.algorithms.terms.surrogate import Clip
 from services.trainer.batches.batch import Batch
-from services.trainer.learner.logprobs import TokenScores
 from shared.algorithm_schema import PolicyGradientSection
 
 

@@ -13,9 +13,9 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
-from services.trainer.learner.logprobs import TokenScores
 from shared.types import Trajectory
 
 

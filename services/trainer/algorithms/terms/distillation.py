@@ -18,10 +18,10 @@ import jax
 import numpy as np
 
 from services.trainer.algorithms.terms.algorithm import Algorithm, Episode, EpisodeGroup, Needs
+from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.rewards import reverse_kl
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
-from services.trainer.learner.logprobs import TokenScores
 from shared.types import Trajectory
 
 

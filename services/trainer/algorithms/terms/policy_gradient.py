@@ -14,10 +14,10 @@ from services.trainer.algorithms.terms import rewards as token_rewards
 from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
 from services.trainer.algorithms.terms.advantages import Estimator, group_relative
 from services.trainer.algorithms.terms.algorithm import Episode, EpisodeGroup, Needs
+from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.rewards import Credit, Normalization, Overlong
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
-from services.trainer.learner.logprobs import TokenScores
 from shared.algorithm_schema import PolicyGradientSection
 from shared.types import Trajectory
 

@@ -1,0 +1,123 @@
+"""A worker process: environments that are built in, and the episodes that were begun in it.
+
+    python -m services.env.worker_main DESCRIPTOR THREADS DEADLINE_S MAX_WAITING DIGESTS
+
+Requests and answers go through the socket of that number (see `wire`), many at once. The end of the socket ends the
+process, and with it all of its episodes; so does an environment whose calls hang in all of its threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from services.env.backend import LiveEpisode
+from services.env.catalogue import KINDS
+from services.env.environments import problem_files
+from services.env.sandbox.inside import linux
+from services.env.threads import InThreads, ThreadRunner
+from services.env.workers import wire
+from shared.errors import NotFound, VolleyError, problem
+from shared.process import telemetry
+
+
+class WorkerProcess:
+    """Args: runner: of this process's threads."""
+
+    def __init__(self, runner: ThreadRunner) -> None:
+        self._runner = runner
+        self._environments: dict[str, InThreads] = {}
+        self._episodes: dict[str, LiveEpisode] = {}
+        self._beginning: set[str] = set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Says that it is ready, then answers until the other end is closed. Raises VolleyError when an environment's
+        threads all hang.
+        """
+        writer.write(wire.encode({"ready": os.getpid()}))
+        async with asyncio.TaskGroup() as group:
+            running = {group.create_task(self._runner.watch())}
+            while (request := await wire.read(reader)) is not None:
+                if request["call"] == "close":
+                    self._episodes.pop(request["episode"], None)
+                    self._beginning.discard(request["episode"])
+                else:
+                    if request["call"] == "reset":
+                        self._beginning.add(request["episode"])
+                    running.add(task := group.create_task(self._serve_one(request, writer)))
+                    task.add_done_callback(running.discard)
+            for task in running:  # nobody waits for them
+                task.cancel()
+
+    async def _serve_one(self, request: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
+        try:
+            answer = wire.encode({"id": request["id"], "value": await self._answer(request)})
+        except VolleyError as error:
+            answer = wire.encode({"id": request["id"], "error": problem(error)})
+        except (TypeError, ValueError) as error:
+            defect = VolleyError(f"{request['call']} was answered with no JSON: {error}", "a defect of the environment")
+            answer = wire.encode({"id": request["id"], "error": problem(defect)})
+        finally:
+            self._beginning.discard(request.get("episode", ""))
+        writer.write(answer)
+
+    async def _answer(self, request: Mapping[str, Any]) -> Any:
+        match request["call"]:
+            case "step":
+                return wire.of_step(await self._episode(request["episode"]).step(request["message"]))
+            case "reset":
+                episode = await self._environment(request).reset(request["split"], request["index"], request["seed"])
+                if request["episode"] in self._beginning:  # else it was closed meanwhile
+                    self._episodes[request["episode"]] = episode
+                opened = {"task": episode.task, "opening": list(episode.opening), "tools": list(episode.tools)}
+                return {**opened, "database": episode.database}
+            case "task":
+                return await self._environment(request).task(request["split"], request["index"])
+            case _:
+                shown = await self._environment(request).demonstration(request["split"], request["index"])
+                return wire.of_demonstration(shown)
+
+    def _episode(self, number: str) -> LiveEpisode:
+        if (episode := self._episodes.get(number)) is None:
+            raise NotFound(f"this process has no episode {number}")
+        return episode
+
+    def _environment(self, request: Mapping[str, Any]) -> InThreads:
+        """Made when it is first asked for; a name never changes its meaning."""
+        name, kind, config = request["env"], KINDS[request["kind"]], request["config"]
+        if name not in self._environments:
+            self._environments[name] = InThreads(
+                name, request["kind"], lambda: kind.build(kind.config.model_validate(config)), self._runner
+            )
+        return self._environments[name]
+
+
+async def main(
+    descriptor: int, n_threads: int, deadline_s: float, max_waiting: int, digests: Mapping[str, str]
+) -> None:
+    telemetry.configure("env")
+    problem_files.expect(digests)
+    if linux.IS_LINUX:  # also one that is stopped ends with the service
+        linux.set_parent_death_signal(signal.SIGKILL)
+    end = socket.socket(fileno=descriptor)
+    reader, writer = await asyncio.open_connection(sock=end, limit=wire.MAX_LINE)
+    runner = ThreadRunner(n_threads, deadline_s, max_waiting)
+    try:
+        await WorkerProcess(runner).serve(reader, writer)
+    except* ConnectionError:
+        pass  # the service is gone
+    finally:
+        runner.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(
+        main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), orjson.loads(sys.argv[5]))
+    )

@@ -1,0 +1,43 @@
+"""Everything that the train loop works with."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from services.trainer.interfaces import Backend, CheckpointStore, TrainQueue
+from services.trainer.loop.ledger import LedgerFile
+from services.trainer.loop.refusals import Refusals
+from services.trainer.loop.run_bucket import RunBucket
+from services.trainer.publishing.publications import PublishedVersion
+from services.trainer.publishing.publisher import Delivery
+from services.trainer.step_log import StepLog
+from shared.process.sinks import MetricsFanout
+from shared.run.archive import Archive
+from shared.run.commits import CommitLog
+
+
+@dataclass(frozen=True, slots=True)
+class Collaborators:
+    """What the loop works with. `warm_start` ends early when a stop is asked for; `publish` tells the servers of a
+    version, `beginning` names the beginning of the run; `bucket` follows the run's folder, if the run has one;
+    `has_lost` tells whether the newest version has to be published again; `sinks` get each line of `metrics`.
+    """
+
+    backend: Backend
+    checkpoints: CheckpointStore
+    queue: TrainQueue
+    ledger: LedgerFile
+    archive: Archive
+    commits: CommitLog
+    metrics: StepLog
+    handovers: StepLog
+    refusals: Refusals
+    executor: Executor
+    warm_start: Callable[[], Awaitable[None]]
+    publish: Callable[[PublishedVersion], Awaitable[Sequence[Delivery]]]
+    beginning: Callable[[], str]
+    bucket: RunBucket | None = None
+    has_lost: Callable[[], bool] = lambda: False
+    sinks: MetricsFanout = field(default_factory=MetricsFanout)

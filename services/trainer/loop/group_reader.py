@@ -1,0 +1,74 @@
+"""Groups on their way from the queue to the buffer, beside training."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from services.trainer.groups.group_buffer import GroupBuffer
+from services.trainer.interfaces import TrainPlan, TrainQueue
+from services.trainer.loop.settlement import Settlement
+from services.trainer.status import TrainerStatus
+from services.trainer.waiter import Waiter
+from shared.errors import Unavailable
+
+_CONSUMER = "trainer"
+_READ_COUNT = 32
+_READ_BLOCK_MS = 1000
+_ATTEND_S = 2.0
+
+
+class GroupReader:
+    """Reads while there is room in the buffer. While there is none, and when nothing has come, it looks whether the
+    queue is still ours.
+    """
+
+    def __init__(
+        self,
+        plan: TrainPlan,
+        queue: TrainQueue,
+        epoch: int,
+        buffer: GroupBuffer,
+        settlement: Settlement,
+        status: TrainerStatus,
+        waiter: Waiter,
+    ) -> None:
+        self._plan, self._queue, self._epoch, self._buffer = plan, queue, epoch, buffer
+        self._settlement, self._status, self._waiter = settlement, status, waiter
+        self._room = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until a stop. Raises Fenced."""
+        while not self._status.stopping:
+            with suppress(Unavailable):  # raised only after a stop, which ends the loop
+                await (self._attend() if self._has_enough() else self._receive())
+
+    def groups_taken(self) -> None:
+        """There may be room again."""
+        self._room.set()
+
+    def _has_enough(self) -> bool:
+        """What is held makes a step, and more of it would be of no use before that step. (A missing ticket is always
+        waited for.)
+        """
+        plan = self._plan
+        return self._status.phase in ("done", "refused") or (
+            self._buffer.n_waiting >= plan.enough and self._buffer.has(plan.groups_per_step)
+        )
+
+    async def _receive(self) -> None:
+        count = max(1, min(_READ_COUNT, self._plan.enough - self._buffer.n_waiting))
+        entries = await self._waiter.answer(lambda: self._queue.read(self._epoch, _CONSUMER, count, _READ_BLOCK_MS))
+        if not entries:
+            await self._settlement.attend()
+        async with self._settlement.exclusive:
+            await self._settlement.drop(await self._buffer.receive(entries))
+        self._status.waiting_groups = self._buffer.n_waiting
+        self._status.changed.set()
+
+    async def _attend(self) -> None:
+        self._room.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ATTEND_S):
+                await self._room.wait()
+        await self._settlement.attend()

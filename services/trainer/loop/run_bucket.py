@@ -1,0 +1,165 @@
+"""The run's bucket in the trainer's life: it fills an empty folder before anything else, and follows the folder beside
+training. Training waits for it nowhere but there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from services.trainer.bucket.head import files_of_lines
+from services.trainer.bucket.restore import FolderRestore
+from services.trainer.bucket.threads import in_thread
+from services.trainer.bucket.writer import BucketWriter
+from services.trainer.loop.pending import PendingWork
+from services.trainer.status import TrainerStatus
+from shared.errors import Conflict, Forbidden, NotFound, Unavailable, WeightsError
+from shared.process import telemetry
+from shared.queue.records import QueueState
+from shared.run import archive, commits
+from shared.run.folder import RunFolder
+from shared.run.wedge import Wait
+from shared.types import WeightVersion
+
+_PERIOD_S, _RETRY_S, _CHECK_S = 1.0, 5.0, 5.0
+_log = telemetry.Log("bucket")
+
+
+class RunBucket:
+    """Of one incarnation of the trainer.
+
+    Args:
+        end_s: how long the end of a run waits for it, in seconds.
+    """
+
+    def __init__(
+        self,
+        restore: FolderRestore,
+        writer: BucketWriter,
+        folder: RunFolder,
+        status: TrainerStatus,
+        end_s: float,
+    ) -> None:
+        self._restore, self._writer, self._folder, self._status = restore, writer, folder, status
+        self._is_open, self._stop = False, asyncio.Event()
+        self._end_s = end_s
+        self._limit: asyncio.Timeout | None = None
+
+    async def restore(self, asked: Callable[[], Awaitable[QueueState]]) -> WeightVersion | None:
+        """The version that the folder was filled with, if it was empty; one that is not needs no bucket to answer, but
+        where the queue, which is `asked`, knows of a later trainer, or step, than it does: perhaps of another folder.
+
+        Raises as `FolderRestore.run`, and ConfigError if the bucket answers that it has gone on from another folder.
+        """
+        found = None
+        if await asyncio.to_thread(lambda: self._restore.is_wanted):
+            found = await self._answer(self._restore.run, "which the empty folder is filled from")
+        elif not await self._is_known() and self._folder.bucket.exists() and await self._is_behind(asked):
+            why = "for the queue knows of a later trainer than the folder: it may have gone on from another one"
+            await self._answer(self._writer.check_known, why)
+        self._is_open = True
+        return found
+
+    async def _is_behind(self, asked: Callable[[], Awaitable[QueueState]]) -> bool:
+        known, newest = await asked(), await asyncio.to_thread(commits.newest, self._folder)
+        last = max(archive.epochs(self._folder.archive), default=0)
+        return known.epoch > last or known.version > (newest.step if newest else 0)
+
+    async def _is_known(self) -> bool:
+        """Whether the bucket answers soon that it is the folder's, or a new one. Raises ConfigError as its check."""
+        with suppress(TimeoutError, Unavailable, Forbidden, NotFound):
+            async with asyncio.timeout(_CHECK_S):
+                return await in_thread(self._writer.check)
+        return False
+
+    async def _answer[T](self, call: Callable[[], T], why: str) -> T:
+        """Raises Unavailable if a stop does not leave it the time: the next start begins with it again."""
+        self._status.waits[self] = Wait("disk", f"the run's bucket, {why}")
+        try:
+            async with self._status.until_stop():
+                return await in_thread(call)
+        except TimeoutError as error:
+            raise Unavailable("the run's bucket did not answer before the stop") from error
+        finally:
+            self._status.waits.pop(self, None)
+
+    def check_open(self) -> None:
+        """Raises Unavailable while the folder may still be filled: nobody else writes there."""
+        if not self._is_open:
+            raise Unavailable("the trainer looks into the run's bucket before its folder takes anything")
+
+    @property
+    def needed_step(self) -> int:
+        """From here on the folder keeps its commit records: the bucket may not have those of later steps."""
+        return self._status.bucket_step or 0
+
+    async def follow(self, pending: Callable[[], PendingWork], epoch: int) -> None:
+        """Puts what becomes durable into the bucket, until `stop`, and then once more. Raises Fenced if another trainer
+        has begun, and ConfigError if the bucket is not this run's.
+        """
+        self._limit = limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._limit_end()
+                await self._until_stop(pending, epoch)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        finally:
+            self._writer.close()
+            self._status.waits.pop(self, None)
+            if (version := pending().version).step != self._status.bucket_step:
+                _log.warning("the bucket is behind at the end", version=str(version), has=self._status.bucket_step)
+
+    async def _until_stop(self, pending: Callable[[], PendingWork], epoch: int) -> None:
+        done: Any = None
+        while True:
+            is_last, now = self._stop.is_set(), pending()
+            wanted = now.version, now.saved, await asyncio.to_thread(self._sizes)
+            is_done = wanted == done or await self._try(now, epoch)
+            done = wanted if is_done else done
+            if is_last:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PERIOD_S if is_done else _RETRY_S):
+                    await self._stop.wait()
+
+    def stop(self) -> None:
+        """`follow` ends soon: with all that is durable, or without, where the bucket does not answer."""
+        self._stop.set()
+        self._limit_end()
+
+    def _limit_end(self) -> None:
+        if self._stop.is_set() and self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time() + self._end_s)
+
+    async def _try(self, now: PendingWork, epoch: int) -> bool:
+        """Whether it is in the bucket."""
+        status, work = self._status, asyncio.ensure_future(in_thread(lambda: self._upload(now, epoch)))
+        try:
+            while not (await asyncio.wait({work}, timeout=_PERIOD_S))[0]:
+                if status.phase == "done":
+                    status.waits[self] = self._behind(now, "on its way")
+            work.result()
+        except (Conflict, Unavailable, Forbidden, NotFound, WeightsError, OSError) as error:
+            _log.warning("the bucket is behind", version=str(now.version), reason=str(error))
+            status.waits[self] = self._behind(now, str(error))
+            return False
+        finally:
+            work.cancel()
+            status.followed(self._writer.step)
+        status.waits.pop(self, None)
+        return True
+
+    def _upload(self, now: PendingWork, epoch: int) -> None:
+        if not self._writer.is_claimed:
+            self._writer.claim(epoch)
+        self._writer.upload(now.state, now.saved)
+
+    def _behind(self, now: PendingWork, why: str) -> Wait:
+        return Wait("disk", f"the run's bucket, which has step {self._status.bucket_step} of {now.version.step}: {why}")
+
+    def _sizes(self) -> list[int]:
+        return [path.stat().st_size if path.exists() else 0 for path in files_of_lines(self._folder).values()]

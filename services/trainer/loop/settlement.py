@@ -1,0 +1,208 @@
+"""Commits steps, and ends tickets: in the log first, then in the ledger, then in the queue.
+
+Invariants: a step's record is durable before the ledger names its tickets, and the ledger durably names how a ticket
+ended before the queue forgets it. A record never knows of an end that the ledger does not, unless it carries that line
+itself: what is decided in memory and what is written about it happen under one lock. A checkpoint's state is that of
+the record of its step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from services.trainer.groups.group_buffer import DroppedGroup, GroupBuffer, ReadyGroup
+from services.trainer.loop.collaborators import Collaborators
+from services.trainer.loop.pending import Line, PendingWork
+from services.trainer.status import TrainerStatus
+from services.trainer.step_log import FencedLog
+from services.trainer.waiter import Waiter
+from shared.errors import Unavailable
+from shared.process import telemetry
+from shared.queue.records import Finished
+from shared.run import ledger
+from shared.run.chain import Chain
+from shared.run.folder import RunFolder
+from shared.run.held import FollowedFiles, HeldFiles
+from shared.run.ledger import NONFINITE, TRAINED
+from shared.run.state import TrainerState
+from shared.types import WeightVersion
+
+_log = telemetry.Log("settlement")
+
+
+class Settlement:
+    """Of one incarnation. `exclusive` is to be held where groups are dropped: from the decision on.
+
+    Args:
+        buffer: whose decisions are settled here; it marks tickets finished.
+        state: at the start of this incarnation; it is durable.
+        saved: the newest durable checkpoint, which has the weights of `state` or those of an ancestor.
+        last_step: of the run.
+    """
+
+    def __init__(
+        self,
+        parts: Collaborators,
+        buffer: GroupBuffer,
+        status: TrainerStatus,
+        waiter: Waiter,
+        state: TrainerState,
+        saved: WeightVersion,
+        last_step: int,
+    ) -> None:
+        self._parts, self._buffer, self._status, self._waiter = parts, buffer, status, waiter
+        self._metrics = FencedLog(parts.metrics, parts.archive, state.epoch)
+        self._pending = PendingWork(state, saved)
+        self._chain = state.chain or Chain(state.step)
+        self._last_step = last_step
+        self._files = FollowedFiles(RunFolder(parts.archive.root.parent))
+        self.exclusive = asyncio.Lock()
+
+    @property
+    def pending(self) -> PendingWork:
+        return self._pending
+
+    @contextmanager
+    def unrecorded(self, tickets: Iterable[int]) -> Iterator[None]:
+        """Inside, what these tickets have done to memory is written down. If that fails, they stay unrecorded: there is
+        no checkpoint of this memory any more.
+        """
+        these = tuple(tickets)
+        self._pending = self._pending.changed(these)
+        yield
+        self._pending = self._pending.recorded(these)
+
+    async def record(
+        self,
+        groups: Sequence[ReadyGroup],
+        digests: Sequence[str],
+        version: WeightVersion,
+        metrics: Line,
+        checksum: str,
+    ) -> None:
+        """A step made `version` of these groups, which are in the archive under these digests and `unrecorded`: log and
+        ledger tell of it. Raises as `drop`.
+        """
+        lines = tuple(_line(g, TRAINED, version, digest) for g, digest in zip(groups, digests, strict=True))
+        async with self.exclusive:
+            self._require_recorded(self._pending.recorded(tuple(g.group.ticket for g in groups)).unrecorded)
+            chain = self._chain.trained(lines, metrics)
+            files = await asyncio.to_thread(self._files.now)
+            state = self._after(version.step, lines, metrics, chain, files)
+            await self._waiter.patiently(lambda: asyncio.to_thread(self._parts.commits.append, state, checksum))
+            self._pending, self._chain = self._pending.committed(state, [g.finished for g in groups]), chain
+            await self._write(lines)
+            self._status.durable(version.step)
+
+    async def settle(self, metrics: Line) -> None:
+        """Tell metrics.jsonl, the sinks and the queue of the step that was just recorded. Raises as `drop`."""
+        await self._metrics.append(metrics)
+        self._parts.sinks.send("step", metrics)
+        async with self.exclusive:
+            finished = self._pending.finished
+            await self._commit(finished)
+            self._pending = self._pending.settled()
+        for _ in finished:
+            self._status.ended(TRAINED)
+        if await self._metrics.flush():
+            self._pending = self._pending.flushed()
+
+    def _after(self, step: int, lines: tuple[Line, ...], metrics: Line, chain: Chain, files: HeldFiles) -> TrainerState:
+        """What the record of the step has to know."""
+        pending, buffer = self._pending, self._buffer
+        return pending.state.at(
+            step,
+            buffer.progress,
+            issued=max(pending.state.issued, buffer.highest),
+            done=step == self._last_step,
+            chain=chain,
+            recent=lines,
+            metrics=(*pending.metrics, metrics),
+            files=files,
+        )
+
+    def _require_recorded(self, unrecorded: Sequence[Sequence[int]]) -> None:
+        if unrecorded:
+            tickets = ", ".join(str(ticket) for change in unrecorded for ticket in change)
+            raise Unavailable(
+                f"step {self._pending.version.step} cannot be saved: what tickets {tickets} did is neither in the log"
+                " nor in the ledger",
+                "make room on the disk of the run; the next start goes on from what is there",
+            )
+
+    async def drop(self, dropped: Sequence[DroppedGroup]) -> None:
+        """Ends tickets without training, as the buffer has decided since `exclusive` is held. Raises Fenced, and
+        Unavailable after a stop.
+        """
+        assert self.exclusive.locked()
+        if not dropped:
+            return
+        at = self._pending.version
+        lines = [
+            ledger.line(d.entry.ticket, d.reason, at, versions=d.versions, reason=d.detail, rule=d.rule)
+            for d in dropped
+        ]
+        with self.unrecorded(d.entry.ticket for d in dropped):
+            await self._write(lines)
+            self._chain = self._chain.ended(lines)
+        for one in dropped:
+            await self._tell_of(one)
+        await self._commit([one.finished for one in dropped])
+
+    async def refuse(
+        self, groups: Sequence[ReadyGroup], digests: Sequence[str], at: WeightVersion, reason: str
+    ) -> None:
+        """Ends the tickets of a step that was refused and undone. Raises as `drop`."""
+        async with self.exclusive:
+            lines = [_line(g, NONFINITE, at, digest, reason) for g, digest in zip(groups, digests, strict=True)]
+            await self._write(lines)
+            self._chain = self._chain.ended(lines)
+            self._buffer.progress.void += len(groups)
+            await self._commit([g.finished for g in groups])
+        for _ in groups:
+            self._status.ended(NONFINITE)
+
+    async def attend(self) -> None:
+        """Ends nothing, but learns whether the queue is still ours; one that was wiped learns the durable step again.
+        Raises as `drop`.
+        """
+        async with self.exclusive:
+            await self._commit([])
+
+    async def savable(self) -> TrainerState:
+        """The state of a checkpoint of the present weights. Raises Unavailable if there can be none."""
+        async with self.exclusive:  # tickets that are being ended are no reason
+            self._require_recorded(self._pending.unrecorded)
+            return self._pending.state
+
+    def saved(self, version: WeightVersion) -> None:
+        """A checkpoint is durable."""
+        self._pending = replace(self._pending, saved=version)
+
+    async def _tell_of(self, dropped: DroppedGroup) -> None:
+        ticket, reason, detail = dropped.entry.ticket, dropped.reason, dropped.detail
+        self._status.ended(reason, dropped.rule)
+        log = _log.warning if dropped.is_defect or dropped.rule is None else _log.info
+        log("ticket ended without training", ticket=ticket, reason=reason, rule=dropped.rule, detail=detail)
+        if dropped.is_defect:
+            await self._waiter.answer(
+                lambda: self._parts.queue.dead_letter(self._pending.state.epoch, dropped.entry, dropped.detail)
+            )
+
+    async def _commit(self, finished: Sequence[Finished]) -> None:
+        epoch, step, void = self._pending.version.epoch, self._pending.version.step, self._buffer.progress.void
+        await self._waiter.answer(lambda: self._parts.queue.commit(epoch, step, finished, void))
+
+    async def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        await self._waiter.patiently(lambda: asyncio.to_thread(self._parts.ledger.append, lines))
+
+
+def _line(
+    group: ReadyGroup, disposition: str, at: WeightVersion, digest: str, reason: str | None = None
+) -> dict[str, Any]:
+    versions = group.oldest, group.newest
+    return ledger.line(group.group.ticket, disposition, at, versions=versions, reason=reason, digest=digest)

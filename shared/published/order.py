@@ -1,0 +1,46 @@
+"""The order in which a server pulls the chunks of a version, and its engine takes the arrays that they make.
+
+Chance draws it for each update: servers that pull the same version then have different chunks soon, and get the others
+from each other. Of a version of many chunks a few that follow each other in the stream stay together, because small
+arrays share chunks with their neighbours. Service and engine are two processes: both follow one seed.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from shared.published.manifest import WeightTree, leaf_bytes
+from shared.run.checkpoint_files import ManifestLeaf
+
+_MOST_TOGETHER, _LEAST_PARTS = 8, 32
+
+
+def together(n: int) -> int:
+    """How many of n chunks stay together: none where all servers would begin with the same few."""
+    return max(1, min(_MOST_TOGETHER, n // _LEAST_PARTS))
+
+
+def drawn[T](chunks: Sequence[T], seed: int) -> list[T]:
+    """The chunks of a stream, in the order in which they are pulled."""
+    size = together(len(chunks))
+    parts = [chunks[i : i + size] for i in range(0, len(chunks), size)]
+    random.Random(seed).shuffle(parts)
+    return [chunk for part in parts for chunk in part]
+
+
+def by_arrival(tree: WeightTree, seed: int) -> list[ManifestLeaf]:
+    """The arrays, each behind those whose last chunk comes before its own."""
+    starts = list(accumulate((chunk.size for chunk in tree.chunks), initial=0))
+    rank = {index: at for at, index in enumerate(drawn(range(len(tree.chunks)), seed))}
+
+    def last(start: int, end: int) -> int:
+        if start == end:
+            return -1
+        return max(rank[index] for index in range(bisect_right(starts, start) - 1, bisect_right(starts, end - 1)))
+
+    ends = list(accumulate(map(leaf_bytes, tree.leaves)))
+    ranks = {leaf.key: last(end - leaf_bytes(leaf), end) for leaf, end in zip(tree.leaves, ends, strict=True)}
+    return sorted(tree.leaves, key=lambda leaf: ranks[leaf.key])

@@ -1,0 +1,126 @@
+"""Compiles the engine's step for TPUs that are not here: `python -m tools.lower.engine
+CONFIG.yaml TOPOLOGY LAYERS …`, where XLA_FLAGS makes as many devices of a CPU as the engine wants.
+
+The engine boots on the CPU as it would on TPUs, with pages of 16 tokens and a model of so few LAYERS that it fits into
+memory. Of a step's arguments shapes and shardings are taken, and put onto the topology's mesh. The last line is a JSON
+list with an object a program: bytes on each device, as the compiler says.
+"""
+
+from __future__ import annotations
+
+import copy
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orjson
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttention
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
+from sgl_jax.srt.model_loader.arch import get_model_architecture
+
+from services.rollout import settings
+from services.rollout.engines.base import EngineSpec
+from services.rollout.engines.sglang_jax.boot import build_scheduler
+from services.rollout.engines.sglang_jax.link import EngineLink
+from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
+from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows, compiled_step
+from shared import config
+from shared.models.config import CONFIG, ModelConfig
+
+_POOL_TOKENS = 2**16
+
+
+def main(configuration: Path, topology: str, n_layers: int, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    spec = settings.from_config(config.load([configuration], list(overrides)).config).engine
+    model = replace(ModelConfig.read(Path(spec.model_path)), num_hidden_layers=n_layers)
+    with tempfile.TemporaryDirectory(prefix="volley-lowering-") as folder:
+        (Path(folder) / CONFIG).write_bytes(orjson.dumps(model.to_hf()))
+        scheduler = booted(replace(spec, model_path=folder, device="tpu", max_total_tokens=_POOL_TOKENS))
+        return list(compiled(scheduler, topologies.get_topology_desc(topology, platform="tpu").devices))
+
+
+def booted(spec: EngineSpec) -> RolloutScheduler:
+    """On this CPU, with the paged attention that a TPU has; only its shapes are ever used."""
+    ours, _ = socket.socketpair()
+    scheduler = build_scheduler(spec, EngineLink(ours), None, runs_on="cpu")
+    runner = scheduler.runner
+    runner.attn_backend = FlashAttention(
+        runner.num_attn_heads, runner.num_kv_heads, runner.model_config.head_dim, runner.page_size, mesh=runner.mesh
+    )
+    return scheduler
+
+
+def compiled(scheduler: RolloutScheduler, devices: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """The largest prefill and the largest decode."""
+    manager = scheduler.tp_worker.compilation_manager
+    most, tokens, cache = manager.max_padded_batch_size, manager.token_buckets[-1], manager.cache_loc_buckets[-1]
+    for name, mode, n in (("prefill", ForwardMode.EXTEND, tokens), ("decode", ForwardMode.DECODE, most)):
+        batch = manager._make_dummy_batch(most, n, mode, cache, dp_size=1, per_dp_bs_size=most)
+        start = time.perf_counter()
+        made = lowered(scheduler, batch, devices).compile()
+        found = made.memory_analysis()
+        parts = {
+            "arguments": found.argument_size_in_bytes,
+            "results": found.output_size_in_bytes - found.alias_size_in_bytes,
+            "temporary": found.temp_size_in_bytes,
+        }
+        took_s = round(time.perf_counter() - start, 1)
+        flops = (made.cost_analysis() or {}).get("flops")
+        yield {"program": f"{name} of {n} tokens", "bytes": parts, "flops": flops, "compile_s": took_s}
+
+
+def lowered(scheduler: RolloutScheduler, batch: Any, devices: Sequence[Any]) -> jax.stages.Lowered:
+    """The step on the first of `devices`, as many as the engine has."""
+    runner = scheduler.runner
+    here: Mesh = runner.mesh
+    there = Mesh(
+        np.array(devices[: here.size]).reshape(here.devices.shape), here.axis_names, axis_types=here.axis_types
+    )
+    model_class, _ = get_model_architecture(runner.model_config)
+    with jax.set_mesh(there):
+        shapes = nnx.eval_shape(
+            lambda: model_class(runner.model_config.hf_config, dtype=runner.model_config.dtype, mesh=there)
+        )
+    _, state_def, leaves, pools, forward_batch, *rest = scheduler.step.arguments(
+        batch, SamplingRows(len(batch.seq_lens))
+    )
+    forward_batch.attn_backend = copy.copy(forward_batch.attn_backend)
+    forward_batch.attn_backend.mesh = there
+    arguments = jax.tree.map(lambda x: _as_shape(x, there), (leaves, pools, forward_batch, *rest))
+    with jax.set_mesh(there), _asked_for(devices):
+        return compiled_step(there).lower(nnx.split(shapes)[0], state_def, *arguments)
+
+
+def _as_shape(x: Any, mesh: Mesh) -> Any:
+    if not hasattr(x, "shape"):
+        return x
+    sharding = getattr(x, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+
+@contextmanager
+def _asked_for(devices: Sequence[Any]) -> Iterator[None]:
+    """The engine's kernels choose their blocks by the kind of `jax.devices()[0]`."""
+    real = jax.devices
+    jax.devices = lambda *_: list(devices)
+    try:
+        yield
+    finally:
+        jax.devices = real
+
+
+if __name__ == "__main__":
+    told = main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+    sys.stdout.write(orjson.dumps(told).decode() + "\n")

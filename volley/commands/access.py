@@ -1,0 +1,92 @@
+"""`volley access RUN`: what a shell needs to call the services of a run: their addresses, and the files of the tokens
+they know.
+
+Lines for `eval "$(volley access RUN)"`, or JSON. No token is ever printed: a shell reads the file when it calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from shared.errors import ServiceUnreachable
+from shared.run.folder import RunFolder
+from shared.services_schema import TokenFiles
+from volley.printing import as_json as json_of
+from volley.printing import printed_block, printed_for_shell
+from volley.run_arguments import add_run_dir
+from volley.runs import addresses, identity
+from volley.runs.addresses import Addresses
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_run_dir(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.run_dir, as_json=arguments.json)
+
+
+def main(run_dir: Path, *, as_json: bool = False) -> int:
+    """Prints the variables; with `as_json` also those of a run that does not run, and then the exit code is 1.
+
+    Raises:
+        ConfigError: the folder is not that of a run.
+        ServiceUnreachable: none of its services answers, or another run's do, so that a shell gets nothing to evaluate.
+    """
+    folder = RunFolder(run_dir.absolute())
+    found = addresses.read(folder)
+    known = asyncio.run(identity.met(folder, found))
+    answering = _answering(found, known)
+    if as_json:
+        printed_block(_json(folder, found, answering))
+        return 0 if answering else 1
+    if identity.is_elsewhere(known):
+        raise ServiceUnreachable(identity.told(folder), f"`volley up {shlex.quote(str(run_dir))}` continues it")
+    if not answering:
+        raise ServiceUnreachable(
+            f"run {folder.name} is not running: none of its services answers ({', '.join(found.urls.values())})",
+            f"`volley up {shlex.quote(str(run_dir))}` continues it",
+        )
+    printed_for_shell(*(f"export {name}={shlex.quote(value)}" for name, value in variables(folder, found).items()))
+    return 0
+
+
+def variables(folder: RunFolder, found: Addresses) -> dict[str, str]:
+    """By name of the variable: VOLLEY_RUN_DIR, VOLLEY_TRAINER_URL, VOLLEY_ROLLOUT_0_URL, VOLLEY_TOKEN_FILE_VIEWER,
+    VOLLEY_CA_FILE, …
+    """
+    shown = {"VOLLEY_RUN_DIR": str(folder.path)}
+    shown |= {f"VOLLEY_{name.upper().replace('-', '_')}_URL": url for name, url in found.urls.items()}
+    files = {f"VOLLEY_TOKEN_FILE_{role.upper()}": getattr(found.token_files, role) for role in TokenFiles.model_fields}
+    files["VOLLEY_CA_FILE"] = found.ca_file
+    return shown | {name: str(path) for name, path in files.items() if path is not None}
+
+
+def _json(folder: RunFolder, found: Addresses, answering: set[str]) -> str:
+    services = {
+        name: {"url": url, "external": name in found.external, "answers": name in answering}
+        for name, url in found.urls.items()
+    }
+    files = found.token_files.model_dump(mode="json")
+    told = {
+        "run_dir": folder.path,
+        "running": bool(answering),
+        "services": services,
+        "token_files": files,
+        "ca_file": found.ca_file,
+    }
+    return json_of({**told, "variables": variables(folder, found)})
+
+
+def _answering(found: Addresses, known: Mapping[str, bool]) -> set[str]:
+    """Names of the run's services that answer; an external one may although the run does not run, and counts where all
+    are external.
+    """
+    names = {name for name, ours in known.items() if ours}
+    return names if names - set(found.external) or len(found.external) == len(found.urls) else set()

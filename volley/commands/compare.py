@@ -1,0 +1,169 @@
+"""`volley compare`: several runs beside each other, in a table and one picture; with `--vary`, trained first.
+
+Everything is read from the runs' folders, as `volley report` reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shared import config
+from shared.errors import ConfigError
+from shared.run.folder import RunFolder
+from volley.commands import train
+from volley.printing import printed, printed_block, printed_json, told_lines
+from volley.reporting import jsonl, report
+from volley.reporting.intervals import SuccessRate
+from volley.run_arguments import add_trust
+from volley.runs.record import read_record
+
+_NOT_COMPARED = ("run.name",)
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedRun:
+    """`settings` are those of its configuration that are not the same in all runs; `rates` its evaluations, in the
+    order of steps; `warm_start` its last supervised step, or None without one.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    rates: Sequence[SuccessRate]
+    steps: int
+    elapsed_s: float
+    warm_start: Mapping[str, Any] | None
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", action="append", metavar="FILE.yaml", help="of the runs that --vary trains")
+    parser.add_argument(
+        "--vary",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("KEY", "VALUE"),
+        help="train a run for each value of a setting, one after the other, e.g. --vary algorithm.name grpo ppo;"
+        " given again: for each combination",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where the picture goes")
+    add_trust(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("rest", nargs="*", metavar="RUN_DIR | key.path=value", help="runs, or values for --vary")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigError where one of --config and --vary is missing, and as `main`."""
+    if bool(arguments.config) != bool(arguments.vary):
+        raise ConfigError("--config and --vary belong together", "to compare runs that exist, give their folders")
+    folders = (
+        varied(arguments.config, arguments.rest, arguments.vary)
+        if arguments.vary
+        else [Path(one) for one in arguments.rest]
+    )
+    return main(folders, arguments.plot, as_json=arguments.json)
+
+
+def varied(paths: Sequence[str], overrides: Sequence[str], variations: Sequence[Sequence[str]]) -> list[Path]:
+    """Trains a run for each combination of values, one after the other, and returns their folders; runs that are
+    finished are taken as they are. Raises as `volley train`, and ConfigError for a variation without values.
+
+    Args:
+        variations: each a key and its values.
+    """
+    for key, *values in variations:
+        if not values or any("=" in value for value in (key, *values)):
+            raise ConfigError(f"--vary {key} {' '.join(values)}".strip(), "give a key and its values: --vary KEY A B")
+        if key in ("run.bucket", "run.name"):
+            raise ConfigError(f"--vary {key}", "each variation has a name and a bucket of its own, made of those given")
+    run = config.load(paths, overrides).config.run
+    wanted = dict[Path, list[str]]()
+    for chosen in itertools.product(*[[(key, value) for value in values] for key, *values in variations]):
+        name = "-".join([run.name, *(_slug(key, value) for key, value in chosen)])
+        settings = [*overrides, *(f"{key}={value}" for key, value in chosen), f"run.name={name}"]
+        settings += [f"run.bucket={run.bucket}/{name}"] if run.bucket else []  # each has one of its own
+        loaded = config.rooted(config.load(paths, settings), Path.cwd())
+        wanted[loaded.config.run.folder] = settings
+    for folder, settings in wanted.items():
+        if not train.is_finished(RunFolder(folder)) and (code := train.main(paths, settings)):
+            raise SystemExit(code)
+    return list(wanted)
+
+
+def main(run_dirs: Sequence[Path], plot: Path | None, *, as_json: bool) -> int:
+    """Prints the table (or JSON) and draws the picture. Raises ConfigError for fewer than two runs, and as `report`."""
+    if len(run_dirs) < 2:
+        raise ConfigError("there is nothing to compare", "give the folders of two runs or more, or --vary KEY A B")
+    folders = [RunFolder(path.absolute()) for path in run_dirs]
+    runs = compared(folders)
+    if as_json:
+        printed_json([asdict(run) for run in runs])
+    else:
+        printed_block(table(runs))
+    from volley.reporting import plot as plots
+
+    target = plot or Path(f"compare-{'-'.join(run.name for run in runs)[:80]}.png")
+    plots.draw_beside(target, {_label(run): run.rates for run in runs})
+    if not as_json:
+        printed(f"plot: {target}")
+    return 0
+
+
+def compared(folders: Sequence[RunFolder]) -> list[ComparedRun]:
+    """Raises ConfigError if a folder is not that of a run."""
+    for folder in folders:
+        report.check(folder)
+    records = [read_record(folder) for folder in folders]
+    configs = [dict(record.config) if record else {} for record in records]
+    keys = sorted({key for one in configs for key in one} - set(_NOT_COMPARED))
+    differing = [key for key in keys if len({json.dumps(one.get(key)) for one in configs}) > 1]
+    return [
+        _compared(folder, {key: one.get(key) for key in differing})
+        for folder, one in zip(folders, configs, strict=True)
+    ]
+
+
+def _compared(folder: RunFolder, settings: Mapping[str, Any]) -> ComparedRun:
+    summary = report.make(folder)
+    supervised = [{k: v for k, v in row.items() if k != "time"} for row in jsonl.read(folder.sft)]
+    rates = [SuccessRate(**rate) for rate in summary["evaluations"]]
+    warm_start = supervised[-1] if supervised else None
+    return ComparedRun(folder.name, settings, rates, summary["steps"], summary["elapsed_sec"], warm_start)
+
+
+def table(runs: Sequence[ComparedRun]) -> str:
+    """A row a run: held-out success before, at its best and after, with the 95 % interval of the last."""
+    rows = [("run", "before", "best", "after", "95 % interval", "steps", "elapsed")]
+    rows += [(_label(run), *_successes(run.rates), f"{run.steps}", f"{run.elapsed_s:.0f} s") for run in runs]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if any(run.warm_start for run in runs):
+        are_alike = all(run.warm_start == runs[0].warm_start for run in runs)
+        lines.append(f"warm start: {'the same in all' if are_alike else 'different'}")
+    return told_lines([lines[0], "─" * max(map(len, lines)), *lines[1:]])
+
+
+def _successes(rates: Sequence[SuccessRate]) -> tuple[str, str, str, str]:
+    if not rates:
+        return "–", "–", "–", "–"
+    last, best = rates[-1], max(rates, key=lambda rate: rate.standing)
+    before = f"{rates[0].success:.1%}" if rates[0].step == 0 else "–"
+    return before, f"{best.success:.1%} (step {best.step})", f"{last.success:.1%}", f"{last.low:.1%}–{last.high:.1%}"
+
+
+def _label(run: ComparedRun) -> str:
+    """Its name, and what alone sets it apart where that is short."""
+    told = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in run.settings.items())
+    return f"{run.name} ({told})" if told and len(told) <= 40 else run.name
+
+
+def _slug(key: str, value: str) -> str:
+    """`algorithm.name`, `ppo` -> ppo; `grpo_config.off_policy_steps`, `2` -> off_policy_steps-2."""
+    last = key.rpartition(".")[2]
+    return re.sub(r"[^A-Za-z0-9._]+", "-", value if last == "name" else f"{last}-{value}").strip("-")

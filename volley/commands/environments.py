@@ -1,0 +1,340 @@
+"""`volley env`: write, try, submit and look after environments of one's own.
+
+`init` and `test` need no service: the first writes a template, the second validates a file in the sandbox of this
+machine, as the service would. The others talk to the environment service of a run (default: the newest of runs/).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from shared.clients.env import EnvClient
+from shared.errors import ConfigError, Unavailable
+from shared.run.folder import RunFolder
+from shared.web.access import Role, read_token, token_for
+from volley.commands.environment_source import EnvSource, read_content, settings_of
+from volley.layout import CACHE, PROJECT, TEMPLATES, python_of, variables_of
+from volley.printing import printed, printed_block
+from volley.run_arguments import add_trust
+from volley.runs import addresses
+
+_POLL_S = 0.3
+_WAIT_S = 600.0
+_FILE_HELP = "a Python file, a .zip, a .whl, a folder (also of Harbor's tasks), or - for standard input"
+type _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvTarget:
+    """Which service: that of a run, or one by its address."""
+
+    run_dir: Path | None = None
+    url: str | None = None
+    token_file: Path | None = None
+    ca_file: Path | None = None
+
+    def client(self) -> EnvClient:
+        """Raises ConfigError."""
+        if self.url is not None:
+            token = read_token(self.token_file, "--token-file") if self.token_file else None
+            return EnvClient(self.url, token=token, ca_file=self.ca_file)
+        folder = RunFolder(self.run_dir.absolute()) if self.run_dir else addresses.newest_run()
+        found = addresses.read(folder)
+        return EnvClient(found.urls["env"], token=token_for(found.token_files, Role.ADMIN), ca_file=found.ca_file)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parts = parser.add_subparsers(required=True, metavar="COMMAND")
+    init = parts.add_parser("init", help="write a template of an environment")
+    init.add_argument("file", type=Path, metavar="FILE.py")
+    init.add_argument("--template", choices=TEMPLATES, default="sums", help="what to begin with (default: sums)")
+    init.set_defaults(part=_run_init)
+    test = parts.add_parser("test", help="validate a file or folder on this machine, as the service would")
+    test.add_argument("file", type=Path, metavar="FILE", help=_FILE_HELP)
+    test.add_argument("--entry", metavar="CLASS", help="the environment's class, where there are several")
+    test.add_argument("--config", type=Path, metavar="FILE.yaml", help="arguments of the class")
+    test.set_defaults(part=_run_test)
+    _add_submit(parts)
+    _add_target(listed := parts.add_parser("list", help="list all environments and their states"))
+    listed.set_defaults(part=_run_list)
+    for name, told in (
+        ("show", "show a submitted environment's versions, history and validation report"),
+        ("logs", "show what its episodes printed last, and how they failed"),
+        ("activate", "put a version in use: promote a canary, or go back to a retired version"),
+        ("retire", "take an environment back: no new groups of it"),
+    ):
+        part = parts.add_parser(name, help=told)
+        part.add_argument("name", metavar="NAME|NAME@VERSION")
+        _add_target(part)
+        part.set_defaults(part=_run_about, about=name)
+
+
+def _add_submit(parts: _Commands) -> None:
+    submit = parts.add_parser("submit", help="submit one to a run's environment service; it is validated first")
+    source = submit.add_mutually_exclusive_group(required=True)
+    source.add_argument("file", type=Path, nargs="?", metavar="FILE", help=_FILE_HELP)
+    source.add_argument(
+        "--import-path", metavar="PACKAGE.MODULE:CLASS", help="of a package that is installed beside the service"
+    )
+    source.add_argument("--remote", metavar="URL", help="an environment on somebody else's server, with --protocol")
+    submit.add_argument("--protocol", help="what --remote speaks: openenv, nemo_gym, volley")
+    submit.add_argument(
+        "--tasks",
+        type=_split_file,
+        action="append",
+        default=[],
+        metavar="SPLIT=FILE.jsonl",
+        help="the rows of --protocol nemo_gym",
+    )
+    submit.add_argument(
+        "--config", type=Path, metavar="FILE.yaml", help="arguments of the class, or settings of the protocol"
+    )
+    submit.add_argument("--name", metavar="NAME", help="default: the file's name")
+    submit.add_argument("--entry", metavar="CLASS", help="the environment's class, where there are several")
+    submit.add_argument(
+        "--weight",
+        type=_weight,
+        default=0.0,
+        metavar="W",
+        help="share of live runs, beside their own environment of weight 1 (default: 0, joins none)",
+    )
+    submit.add_argument("--replace", action="store_true", help="a new version of a name that is there")
+    submit.add_argument("--no-wait", action="store_true", help="do not wait for the validation")
+    _add_target(submit)
+    submit.set_defaults(part=_run_submit)
+
+
+def _add_target(part: argparse.ArgumentParser) -> None:
+    part.add_argument("--run", type=Path, metavar="RUN_DIR", help="whose service (default: the newest of runs/)")
+    add_trust(part)
+    part.add_argument("--url", help="of the service, instead of a run")
+    part.add_argument("--token-file", type=Path, metavar="FILE", help="an admin's token, with --url")
+    part.add_argument("--ca-file", type=Path, metavar="FILE", help="who vouches for the service, with --url")
+
+
+def _split_file(text: str) -> tuple[str, Path]:
+    """Raises ArgumentTypeError."""
+    split, equals, path = text.partition("=")
+    if not (split and equals and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not SPLIT=FILE, for example train=train.jsonl")
+    return split, Path(path)
+
+
+def _weight(text: str) -> float:
+    """Raises ArgumentTypeError."""
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not 0 <= weight <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1000")
+    return weight
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigError, and what the service answers."""
+    part: Callable[[argparse.Namespace], int] = arguments.part
+    return part(arguments)
+
+
+def _run_init(arguments: argparse.Namespace) -> int:
+    return init(arguments.file, arguments.template)
+
+
+def _run_test(arguments: argparse.Namespace) -> int:
+    return test(arguments.file, arguments.entry, arguments.config)
+
+
+def _run_submit(arguments: argparse.Namespace) -> int:
+    if (arguments.remote is None) != (arguments.protocol is None):
+        raise ConfigError("--remote and --protocol belong together", "for example --protocol openenv")
+    if arguments.tasks and arguments.remote is None:
+        raise ConfigError("--tasks goes with --remote", "a file of one's own makes its tasks itself")
+    if arguments.entry is not None and arguments.file is None:
+        raise ConfigError("--entry goes with a file", "an import path names its class after the colon")
+    source = EnvSource(
+        arguments.file,
+        arguments.import_path,
+        arguments.remote,
+        arguments.protocol,
+        dict(arguments.tasks),
+        arguments.config,
+        arguments.entry,
+    )
+    return submit(
+        _target_of(arguments),
+        source,
+        arguments.name,
+        weight=arguments.weight,
+        replace=arguments.replace,
+        wait=not arguments.no_wait,
+    )
+
+
+def _run_list(arguments: argparse.Namespace) -> int:
+    return listed(_target_of(arguments))
+
+
+def _run_about(arguments: argparse.Namespace) -> int:
+    return ABOUT[arguments.about](_target_of(arguments), arguments.name)
+
+
+def _target_of(arguments: argparse.Namespace) -> EnvTarget:
+    return EnvTarget(arguments.run, arguments.url, arguments.token_file, arguments.ca_file)
+
+
+def init(file: Path, template: str) -> int:
+    """Raises ConfigError where the file is there already."""
+    try:
+        with file.open("x", encoding="utf-8") as out:
+            out.write(TEMPLATES[template].read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise ConfigError(f"{file} is there already", "choose another name") from None
+    if template == "verifiers":
+        printed(
+            f"wrote {file}", f"start it:  uv run --with YOUR-PACKAGE {file} YOUR_MODULE; how to submit it stands in it"
+        )
+    else:
+        printed(
+            f"wrote {file}", f"try it:    volley env test {file}", f"submit it: volley env submit {file} --weight 1"
+        )
+    return 0
+
+
+def test(file: Path, entry: str | None, config: Path | None) -> int:
+    """Validates a file or folder in the sandbox of this machine; the exit code is 0 if it would be taken."""
+    content = read_content(file)
+    asked = {"name": content.name or "environment", "archive": content.archive, "entry": entry}
+    asked |= {"config": dict(settings_of(config))}
+    command = [str(python_of("base")), "-m", "services.env.submissions.check", str(CACHE), orjson.dumps(asked).decode()]
+    ended = subprocess.run(
+        command,
+        cwd=PROJECT,
+        env=variables_of("base", cpu=True),
+        input=content.data,
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    if ended.stdout:
+        _print_report(orjson.loads(ended.stdout))
+    return ended.returncode
+
+
+def submit(target: EnvTarget, source: EnvSource, name: str | None, *, weight: float, replace: bool, wait: bool) -> int:
+    """Raises ConfigError (a file), and what the service says. The exit code is 1 if it is rejected."""
+    return asyncio.run(_submit(target, source.body(name, weight), replace, wait))
+
+
+async def _submit(target: EnvTarget, body: Mapping[str, Any], replace: bool, wait: bool) -> int:
+    async with target.client() as client:
+        row = await client.submit(body, replace=replace)
+        printed(f"{row['name']} is {row['state']}")
+        if not wait:
+            return 0
+        row = await _decided(client, row["name"], row["state"])
+        _print_report(row.get("report"))
+        if row["state"] == "rejected":
+            return 1
+        if row["state"] == "canary":
+            printed(f"live runs play it now and then; `volley env show {body['name']}` tells how it fares")
+        return 0
+
+
+async def _decided(client: EnvClient, name: str, told: str) -> Mapping[str, Any]:
+    """The version once its validation is over; its states are printed as they change. Raises Unavailable."""
+    deadline = time.monotonic() + _WAIT_S
+    while time.monotonic() < deadline:
+        row = (await client.versions(name))[0]
+        if row["state"] != told:
+            told = row["state"]
+            printed(f"{name} is {told}: {row['why']}" if row["why"] else f"{name} is {told}")
+        if told not in ("submitted", "validating"):
+            return row
+        await asyncio.sleep(_POLL_S)
+    raise Unavailable(f"{name} is still {told} after {_WAIT_S:g} s", f"`volley env show {name}` tells more")
+
+
+def listed(target: EnvTarget) -> int:
+    rows: Sequence[Mapping[str, Any]] = asyncio.run(_asked(target, lambda client: client.environments()))[
+        "environments"
+    ]
+    width = max(len(row["name"]) for row in rows)
+    printed(f"{'name':<{width}}  {'base':<12}  {'state':<10}  {'weight':>6}  why")
+    for row in rows:
+        told = (
+            f"{row['name']:<{width}}  {row['base']:<12}  {row['state']:<10}  {row['weight']:>6g}  {row.get('why', '')}"
+        )
+        printed(told.rstrip())
+        if row.get("trouble"):
+            printed(f"  {row['name']}: {row['trouble']}")
+    return 0
+
+
+def show(target: EnvTarget, name: str) -> int:
+    """Prints every version with its history, and the newest one's report."""
+    versions: list[Mapping[str, Any]] = asyncio.run(_asked(target, lambda client: client.versions(name)))
+    for row in versions:
+        splits = ", ".join(f"{split}: {n}" for split, n in row["splits"].items())
+        told = f"{row['name']}: {row['state']}, weight {row['weight']:g}, {row['size']} bytes"
+        printed(f"{told}; {splits}" if splits else told)
+        for line in row["history"]:
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["at"]))
+            printed(f"  {at}  {line['state']:<10}  {line['why']}".rstrip())
+        for count in row.get("failures", ()):
+            printed(f"  turn {count['turn']}: {count['failed']} of {count['reached']} live episodes failed")
+        if row.get("trouble"):
+            printed(f"  trouble: {row['trouble']}")
+    _print_report(versions[-1].get("report"))
+    return 0
+
+
+def logs(target: EnvTarget, name: str) -> int:
+    printed_block(asyncio.run(_asked(target, lambda client: client.log(name))))
+    return 0
+
+
+def retire(target: EnvTarget, name: str) -> int:
+    return _moved(asyncio.run(_asked(target, lambda client: client.retire(name))))
+
+
+def activate(target: EnvTarget, name: str) -> int:
+    return _moved(asyncio.run(_asked(target, lambda client: client.activate(name))))
+
+
+ABOUT: Mapping[str, Callable[[EnvTarget, str], int]] = {
+    "show": show,
+    "logs": logs,
+    "activate": activate,
+    "retire": retire,
+}
+"""Commands about one environment, by name."""
+
+
+def _moved(row: Mapping[str, Any]) -> int:
+    printed(f"{row['name']} is {row['state']}")
+    return 0
+
+
+async def _asked[T](target: EnvTarget, ask: Callable[[EnvClient], Awaitable[T]]) -> T:
+    async with target.client() as client:
+        return await ask(client)
+
+
+def _print_report(report: Mapping[str, Any] | None) -> None:
+    for check in report["checks"] if report else ():
+        hint = f" ({check['hint']})" if check["hint"] and not check["ok"] else ""
+        printed(f"  {'ok  ' if check['ok'] else 'FAIL'}  {check['name']}: {check['detail']}{hint}")
+    for warning in report["warnings"] if report else ():
+        printed(f"  note  {warning}")
+    if report and report["log"]:
+        printed("  it printed:", *(f"    {line}" for line in report["log"].splitlines()[-20:]))

@@ -1,0 +1,41 @@
+"""`volley export`: a run's weights as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from shared.models.origin import LATEST
+from shared.run import trust
+from shared.run.folder import RunFolder
+from volley.layout import variables_of
+from volley.local import trainer_program
+from volley.printing import printed
+from volley.run_arguments import add_run_dir
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_run_dir(parser)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new one")
+    parser.add_argument("--version", default=LATEST, metavar="VERSION", help="e000001-s000020 (default: the newest)")
+    parser.add_argument(
+        "--adapter", action="store_true", help="of trainer.lora: the adapters alone, as PEFT saves them"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.run_dir, arguments.folder, arguments.version, adapter=arguments.adapter)
+
+
+def main(run_dir: Path, folder: Path, version: str, *, adapter: bool = False) -> int:
+    """Has the trainer's virtual environment write `folder`. Raises ConfigError, WeightsError."""
+    if (run := RunFolder(run_dir.absolute())).config.exists():
+        trust.check(run)
+    arguments = [str(run_dir.absolute()), str(folder.absolute()), "--version", version]
+    arguments += ["--adapter"] if adapter else []
+    told = trainer_program.run("services.trainer.checkpoints.export", arguments, variables_of("trainer", cpu=True))
+    printed(f"{folder} holds {told['version']} of {run_dir}: {told['tensors']} tensors, {told['dtype']}")
+    if warning := told.get("warning"):
+        printed(f"warning: {warning}")
+    return 0

@@ -1,0 +1,69 @@
+"""`volley follow`: watches a run whose services others started (compose, several hosts), and makes its report at the
+end.
+
+It starts and stops nothing. Ended early, it leaves the run alone; the same command takes it up again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+from shared import config
+from shared.config import LoadedConfig
+from shared.errors import ConfigError
+from shared.run.folder import RunFolder
+from shared.run.pinned import MAX_STEPS
+from shared.web.access import Role, token_for
+from volley.commands import train
+from volley.local import stack
+from volley.printing import printed
+from volley.reporting import report
+from volley.reporting.display import shown
+from volley.reporting.progress import RecordTails
+from volley.runs.addresses import followed
+from volley.runs.elapsed import counting
+from volley.runs.record import claimed, read_record
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    config.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.config, arguments.overrides)
+
+
+def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
+    """A run that is finished already is only reported, unless it is given more steps. Raises VolleyError."""
+    loaded = config.load(paths, overrides)
+    if loaded.config.is_supervised:
+        raise ConfigError(
+            f"mode={loaded.config.mode}: `volley follow` watches runs of RL", "`volley status URL` asks their trainer"
+        )
+    record = read_record(RunFolder(loaded.config.run.folder))
+    if record is not None and record.finished and loaded.config.trainer.max_steps <= record.config.get(MAX_STEPS, 0):
+        return report.main(loaded.config.run.folder)
+    with claimed(loaded) as (folder, record, _):
+        with counting(folder, record) as worked:
+            try:
+                asyncio.run(_watch(loaded, folder))
+            except train.Stopped as stopped:
+                with suppress(OSError):  # standard output may be gone
+                    printed(f"stopped by {stopped}; run {folder.name} goes on, and the same command follows it again")
+                return stopped.exit_code
+        return train.finish(folder, worked.record())
+
+
+async def _watch(loaded: LoadedConfig, folder: RunFolder) -> None:
+    """Raises Stopped when a signal ends it, or VolleyError."""
+    services = loaded.config.services
+    urls = followed(services)
+    printed(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
+    running = stack.LocalStack(urls, token_for(services.token_files, Role.VIEWER), services.tls.ca_file, [])
+    async with train.stopping_on_signal():
+        with shown(loaded.config.trainer.max_steps) as display:
+            await train.follow(running, folder, display, RecordTails(folder))

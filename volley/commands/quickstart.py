@@ -1,0 +1,21 @@
+"""`volley quickstart`: trains with the project's first configuration, as a run of a new name, and proves it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from volley.commands import train
+from volley.layout import PROJECT
+
+CONFIG = "configs/quickstart.yaml"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `train.main`."""
+    os.chdir(PROJECT)
+    return train.main([CONFIG], train.fresh_name([CONFIG], arguments.overrides), prove=True)

@@ -1,0 +1,93 @@
+"""`volley replay`: has the trainer's virtual environment train archived groups again, and tells what it found.
+
+The process writes a JSON line a step, and as its last line the result or an error (see services.trainer.replay.steps).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shared import config
+from shared.errors import ConfigError
+from shared.run import trust
+from shared.run.folder import RunFolder
+from volley.layout import variables_of
+from volley.local import trainer_program
+from volley.printing import printed, printed_block, printed_json
+from volley.run_arguments import add_run_dir
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_run_dir(parser)
+    parser.add_argument("--from-step", type=int, metavar="K", help="step of the checkpoint to begin at")
+    parser.add_argument(
+        "--refused",
+        metavar="VERSION",
+        help="instead: a step that was refused, because it gave numbers that are not finite",
+    )
+    parser.add_argument("--to-step", type=int, metavar="M", help="last step (default: that of the newest checkpoint)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.run_dir, arguments.from_step, arguments.to_step, arguments.refused, arguments.json)
+
+
+def main(run_dir: Path, first: int | None, last: int | None, refused: str | None, as_json: bool) -> int:
+    """Prints the result; 0 if every step, or the one that was refused, came out the same, else 1. Raises ConfigError,
+    VolleyError.
+    """
+    if (first is None) == (refused is None):
+        raise ConfigError("give either --from-step K or --refused VERSION")
+    what = ["--refused", refused] if refused is not None else ["--from-step", str(first)]
+    result = replayed(RunFolder(run_dir.absolute()), what, last, show=not as_json)
+    printed_json(result) if as_json else printed_block(told(result))
+    return 0 if result["ok"] else 1
+
+
+def replayed(folder: RunFolder, what: list[str], last: int | None, *, show: bool) -> dict[str, Any]:
+    """What services.trainer.replay.steps finds. Raises ConfigError, VolleyError.
+
+    Args:
+        what: its arguments that say where to begin.
+        show: print a line a step.
+    """
+    if not folder.config.exists():
+        raise ConfigError(f"{folder.path} is not the folder of a run", "it holds no config.yaml")
+    trust.check(folder)
+    cpu = config.load([folder.config]).config.rollout.engine.device == "cpu"
+    arguments = [str(folder.path), *what, *([] if last is None else ["--to-step", str(last)])]
+
+    def print_step(line: Mapping[str, Any]) -> None:
+        if show and "loss" in line:
+            printed(f"step {line['step']}: loss {line['loss']:.6g}, {line['compared']}")
+
+    return trainer_program.run("services.trainer.replay.steps", arguments, variables_of("trainer", cpu=cpu), print_step)
+
+
+def told(result: dict[str, Any]) -> str:
+    """For people."""
+    if "refused" in result:
+        now, then = (", ".join(result[key]) or "nothing" for key in ("refused", "recorded"))
+        return (
+            f"not finite are again: {now}"
+            if result["ok"]
+            else f"DIVERGED: not finite are now: {now}; when it was refused: {then}"
+        )
+    compared = (
+        f"{result['steps']} steps, {result['compared_checkpoints']} compared with checkpoints,"
+        f" {result['compared_checksums']} with commit records, {result['compared_metrics']} with metrics"
+    )
+    first = result["first_divergence"]
+    if first is None:
+        return f"{compared}: bit-identical"
+    return f"{compared}: DIVERGED at step {first['step']}, {first['what']} {first['name']}: {_amount(first)}"
+
+
+def _amount(divergence: dict[str, Any]) -> str:
+    amount = divergence["max_abs_diff"]
+    return "differs in shape, or is not finite" if amount is None else f"max |Δ| {amount:.3g}"

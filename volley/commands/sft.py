@@ -1,0 +1,106 @@
+"""`volley sft` and `volley dpo`: supervised training as a run of its own. It is a run like any other, stopped, resumed
+and watched the same way; the only service it needs is the trainer, and the environment's where that makes the data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shared import config
+from shared.config import LoadedConfig
+from shared.errors import ConfigError
+from volley.commands import train
+from volley.local import stack
+
+_OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*=")
+
+
+@dataclass(frozen=True, slots=True)
+class SftArguments:
+    """Of the command line; what is not given is as the configuration says."""
+
+    data: Sequence[Path]
+    model: str | None
+    held_out: Sequence[Path]
+    epochs: int | None
+    configs: Sequence[str]
+    overrides: Sequence[str]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="DATA | key.path=value",
+        help="JSONL, Parquet, or a folder of them, of conversations (dpo: with chosen and rejected); none:"
+        " demonstrations of data.env; and values that win",
+    )
+    parser.add_argument("--model", metavar="FOLDER", help="as model.path: also a hub id, or a run's RUN@VERSION")
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="FILE.yaml", help="given again, the later file wins"
+    )
+    parser.add_argument(
+        "--eval", action="append", default=[], type=Path, metavar="DATA", help="held-out data to measure the loss on"
+    )
+    parser.add_argument("--epochs", type=_epochs, metavar="N", help="passes over the data (default: 1)")
+
+
+def _epochs(text: str) -> int:
+    """Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if (n := int(text)) >= 1:
+            return n
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    given: list[str] = arguments.overrides
+    overrides = [one for one in given if _OVERRIDE.match(one) and not Path(one).exists()]
+    return main(
+        arguments.called,
+        SftArguments(
+            data=[Path(one) for one in given if one not in overrides],
+            model=arguments.model,
+            held_out=arguments.eval,
+            epochs=arguments.epochs,
+            configs=arguments.config,
+            overrides=overrides,
+        ),
+    )
+
+
+def main(mode: Literal["sft", "dpo"], arguments: SftArguments, seams: stack.StackSeams = stack.REAL) -> int:
+    """A new run, or one with this configuration that goes on. Raises VolleyError; otherwise returns the exit code."""
+    return train.start_or_continue(config.rooted(_configured(mode, arguments), Path.cwd()), seams)
+
+
+def _configured(mode: Literal["sft", "dpo"], given: SftArguments) -> LoadedConfig:
+    """Raises ConfigError."""
+    tree: dict[str, Any] = {"mode": mode, "sft": {}}
+    if given.data:
+        tree["sft"]["train"] = [str(path) for path in given.data]
+    if given.held_out:
+        tree["sft"]["eval"] = [str(path) for path in given.held_out]
+    if given.epochs is not None:
+        tree["sft"] |= {"epochs": given.epochs, "max_steps": 0}
+    if given.model is not None:
+        tree["model"] = {"path": given.model}
+    elif not given.configs and not any(one.startswith("model.path=") for one in given.overrides):
+        raise ConfigError("no model is named", f"`volley {mode} DATA --model FOLDER`, or --config FILE.yaml")
+    if not any(one.startswith("run.name=") for one in given.overrides):
+        tree["run"] = {"name": _name(mode, given.configs)}
+    return config.load(given.configs, given.overrides, given=tree)
+
+
+def _name(mode: str, configs: Sequence[str]) -> str:
+    """Of the run: a configuration's name belongs to its run of RL."""
+    named = [config.read_tree(Path(path)).get("run") or {} for path in configs]
+    names = [str(one["name"]) for one in named if isinstance(one, dict) and one.get("name")]
+    return f"{names[-1]}-{mode}" if names else mode

@@ -1,0 +1,53 @@
+"""Follows a supervised run and reports it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from shared.run.folder import RunFolder
+from volley.local import stack
+from volley.local.supervisor import ServiceFailed
+from volley.printing import printed_block
+from volley.reporting import supervised
+from volley.reporting.progress import Activity, ProgressDisplay, RecordTails
+from volley.runs.answers import told_by
+from volley.runs.record import RunRecord, finished
+
+_POLL_S = 0.3
+
+
+async def follow(running: stack.LocalStack, folder: RunFolder, display: ProgressDisplay, tails: RecordTails) -> None:
+    """Shows progress until the trainer says that it is done. Raises ServiceFailed if it says that it cannot go on."""
+    news = time.monotonic()
+    async with running.client("trainer") as trainer:
+        while True:
+            said = await told_by(trainer, "/status")
+            if display.detailed:
+                display.activity(Activity(trainer=said))
+            for kind, record in tails.new():
+                display.record(kind, record)
+                news = time.monotonic()
+            if refused := said.get("refused"):
+                raise ServiceFailed(f"run {folder.name} has stopped: {refused}", f"logs: {folder.logs}")
+            if said.get("phase") == "done":
+                return
+            if time.monotonic() - news > display.quiet_s:
+                display.quiet(_doing(said))
+                news = time.monotonic()
+            await asyncio.sleep(_POLL_S)
+
+
+def _doing(said: Mapping[str, Any]) -> str:
+    wait = said.get("waiting_for") or said.get("reason")
+    return f"the trainer is {said.get('phase', 'away')}" + (f": {wait}" if wait else "")
+
+
+def finish(folder: RunFolder, record: RunRecord) -> int:
+    """Tells what came of a run that is finished. Returns the exit code."""
+    finished(folder, record)
+    summary = supervised.make(folder)
+    printed_block(supervised.told(summary, folder))
+    return 0

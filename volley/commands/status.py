@@ -1,0 +1,263 @@
+"""`volley status`: each service of a run, whether it is ready, the weights it has; and who waits for whom."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shared.clients.base import HttpClient
+from shared.errors import ConfigError, ServiceUnreachable, VolleyError
+from shared.run import wedge
+from shared.run.folder import RunFolder
+from shared.run.wedge import ServiceReport, Verdict
+from shared.services import SERVICES, kind_of
+from shared.web.access import Role, read_token, token_for
+from volley.printing import as_json as json_of
+from volley.printing import printed_block, told_lines
+from volley.reporting.environments import told_mixture
+from volley.run_arguments import add_trust
+from volley.runs import addresses, identity
+from volley.runs.addresses import Addresses
+from volley.runs.record import read_record
+
+_TIMEOUT_S = 5.0
+_BETWEEN_S = 1.0  # two looks at the tokens a server has made
+_LOOKS = 10  # a long prefill, a compilation or the loading of weights makes none for a while
+_KEYS = ("current", "staged", "state", "step", "version", "epoch", "phase")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """One to ask; `kind` is None for an address alone, which then says itself what it is. `external`: others started
+    it.
+    """
+
+    name: str
+    kind: str | None
+    client: HttpClient
+    external: bool = False
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "targets", nargs="*", metavar="RUN_DIR|URL", help="a run's folder or addresses (default: the newest of runs/)"
+    )
+    add_trust(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="a viewer's token, for services given by address"
+    )
+    parser.add_argument("--ca-file", type=Path, metavar="FILE", help="who vouches for services given by address")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.targets, as_json=arguments.json, token_file=arguments.token_file, ca_file=arguments.ca_file)
+
+
+def main(
+    targets: Sequence[str], *, as_json: bool = False, token_file: Path | None = None, ca_file: Path | None = None
+) -> int:
+    """Prints a line a service and the chain of waits; the exit code is 0 if all are ready and the run is not wedged,
+    else 1.
+
+    Args:
+        token_file, ca_file: of a viewer, for services given by address; a run's folder names its own.
+
+    Raises:
+        ConfigError: the target is no run's folder and no address.
+    """
+    folder = None
+    if targets and all("://" in target for target in targets):
+        seen, verdict = asyncio.run(observe(_at(targets, token_file, ca_file)))
+    elif len(targets) > 1:
+        raise ConfigError("give one run's folder, or addresses like http://127.0.0.1:8102")
+    else:
+        folder = RunFolder(Path(targets[0]).absolute()) if targets else addresses.newest_run()
+        seen, verdict = asyncio.run(_of_run(folder))
+    hint = _hint(folder) if verdict.state == "stopped" else []
+    printed_block(_json(seen, verdict) if as_json else _text(seen, verdict, hint))
+    return 0 if all(s.error is None and s.not_ready is None for s in seen) and verdict.state != "wedged" else 1
+
+
+async def observe(services: Sequence[ServiceStatus]) -> tuple[list[ServiceReport], Verdict]:
+    """Asks all; where nothing advanced for a while, again, until every rollout server has produced tokens or enough
+    looks were taken.
+    """
+    seen = await ask_all(services)
+    verdict = wedge.judge(seen)
+    first = seen
+    for look in range(1, _LOOKS + 1):
+        if (verdict.quiet_s or 0.0) < wedge.FRESH_S or not any(_made(s) and not s.tokens_per_s for s in seen):
+            break
+        await asyncio.sleep(_BETWEEN_S)
+        later = await ask_all(services)
+        seen = [
+            replace(now, tokens_per_s=(_made(now) - _made(then)) / (look * _BETWEEN_S))
+            for then, now in zip(first, later, strict=True)
+        ]
+        verdict = wedge.judge(seen)
+    return seen, verdict
+
+
+def _at(urls: Sequence[str], token_file: Path | None, ca_file: Path | None) -> list[ServiceStatus]:
+    token = read_token(token_file, "--token-file") if token_file else None
+    return [
+        ServiceStatus(url, None, HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=ca_file)) for url in urls
+    ]
+
+
+async def _of_run(folder: RunFolder) -> tuple[list[ServiceReport], Verdict]:
+    """As `observe`; where another run sits at the addresses, nothing is asked of it."""
+    found = addresses.read(folder)
+    known = await identity.met(folder, found)
+    if not identity.is_elsewhere(known):
+        return await observe(_services(found))
+    errors = {name: identity.STRANGER if name in known else "nothing answers" for name in found.urls}
+    seen = [
+        ServiceReport(name, kind_of(name), url, errors[name], external=name in found.external)
+        for name, url in found.urls.items()
+    ]
+    return seen, Verdict("stopped", (identity.told(folder),))
+
+
+def _services(found: Addresses) -> list[ServiceStatus]:
+    token = token_for(found.token_files, Role.VIEWER)
+    return [
+        ServiceStatus(
+            name,
+            kind_of(name),
+            HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=found.ca_file),
+            external=name in found.external,
+        )
+        for name, url in found.urls.items()
+    ]
+
+
+async def ask_all(services: Sequence[ServiceStatus]) -> list[ServiceReport]:
+    """What each says of itself, once. Closes their clients."""
+    return list(await asyncio.gather(*map(_ask, services)))
+
+
+def unready(seen: Sequence[ServiceReport]) -> list[str]:
+    """A sentence on each that is not."""
+    return [f"{s.name} is {_state(s)}" for s in seen if s.error is not None or s.not_ready is not None]
+
+
+async def _ask(service: ServiceStatus) -> ServiceReport:
+    async with service.client as client:
+        seen = ServiceReport(service.name, service.kind or "", client.base_url, external=service.external)
+        try:
+            kind = service.kind or str((await client.get("/health", attempts=1)).get("service"))
+            seen = replace(seen, kind=kind, name=service.name if service.kind or _may_be_several(kind) else kind)
+            await client.get("/ready", attempts=1)
+        except ServiceUnreachable as error:
+            return replace(seen, error=error.detail)
+        except VolleyError as error:
+            seen = replace(seen, not_ready=error.detail, waits_on=error.waits_on)
+        return replace(seen, said=await _details(client, seen.kind))
+
+
+def _may_be_several(kind: str) -> bool:
+    return kind in SERVICES and SERVICES[kind].replicated
+
+
+async def _details(client: HttpClient, kind: str) -> dict[str, Any]:
+    """What the service tells of itself; of several runs the first. Empty where it does not answer, `untold` is why it
+    refuses us.
+    """
+    said: dict[str, Any] = {}
+    for path in SERVICES[kind].describes if kind in SERVICES else ():
+        with suppress(ServiceUnreachable):
+            try:
+                answer: Any = await client.get(path, attempts=1)
+            except VolleyError as error:
+                answer = {"untold": error.detail}
+            said |= answer[0] if isinstance(answer, list) and answer else answer
+    return said
+
+
+def _made(seen: ServiceReport) -> int:
+    """Tokens a rollout server has sampled since its start; 0 if none are asked of it now."""
+    engine = seen.said.get("internal_state") or {}
+    return int(engine.get("output_tokens", 0)) if engine.get("running") else 0
+
+
+def _hint(folder: RunFolder | None) -> list[str]:
+    """What can be done with a run whose services have ended; of those given by address nobody knows the folder."""
+    record = None if folder is None else read_record(folder)
+    if record is not None and record.finished:
+        return ["it is finished: `volley report` shows what it has done, `volley up` with more steps goes on with it"]
+    return ["`volley up` goes on with it; `volley report` shows what it has done"]
+
+
+def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str] = ()) -> str:
+    rows = [(f"{s.name} (external)" if s.external else s.name, s.url, _state(s), _details_of(s)) for s in seen]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
+        for row in rows
+    ]
+    quiet = (
+        f", nothing has advanced for {verdict.quiet_s:.0f} s"
+        if verdict.quiet_s and verdict.quiet_s >= wedge.FRESH_S
+        else ""
+    )
+    circle = ", they wait in a circle" if verdict.cycle else ""
+    state = "the state of the run is unknown" if verdict.state == "unknown" else f"the run is {verdict.state}"
+    chain = [f"  ← {sentence}" for sentence in verdict.chain]
+    return told_lines(
+        [*lines, f"{state}{quiet}{circle}", *chain, *_mixture(seen), *_memory(seen), *_bucket(seen), *hint]
+    )
+
+
+def _mixture(seen: Sequence[ServiceReport]) -> list[str]:
+    """The environments of the run where there are several, why one of them is not played, and those that fail."""
+    rows = next((one.said["mixture"] for one in seen if one.said.get("mixture")), [])
+    told = told_mixture(rows)
+    reasons = [f"  {row['env']} is {row['state']}: {row['reason']}" for row in rows if row.get("reason")]
+    warnings = [f"warning: {one}" for report in seen for one in report.said.get("warnings") or ()]
+    return [*([f"mixture: {told}"] if told else []), *reasons, *warnings]
+
+
+def _memory(seen: Sequence[ServiceReport]) -> list[str]:
+    """What the trainer trains on, and what it reckons that this takes on each device."""
+    parts = next((one.said["memory"] for one in seen if one.said.get("memory")), {})
+    told = ", ".join(f"{name} {mib:,.0f}" for name, mib in parts.items())
+    plans = [f"plan: {one.said['plan']}" for one in seen if one.said.get("plan")]
+    plans += [f"the lineage branched: {one.said['branched']}" for one in seen if one.said.get("branched")]
+    return [*plans, *([f"memory of the trainer in MiB: {told}"] if told else [])]
+
+
+def _bucket(seen: Sequence[ServiceReport]) -> list[str]:
+    """How far the run's bucket follows its folder."""
+    told = [one.said for one in seen if one.said.get("bucket")]
+    return [
+        "the run's bucket has nothing yet"
+        if said["bucket_step"] is None
+        else f"the run's bucket has step {said['bucket_step']} of {said['durable_step']}"
+        for said in told
+    ]
+
+
+def _state(seen: ServiceReport) -> str:
+    if seen.error is not None:
+        return f"not ready: {seen.error}"
+    return "ready" if seen.not_ready is None else f"not ready: {seen.not_ready}"
+
+
+def _details_of(seen: ServiceReport) -> str:
+    if untold := seen.said.get("untold"):
+        return f"tells nothing: {untold}"
+    return ", ".join(f"{key} {seen.said[key]}" for key in _KEYS if seen.said.get(key) not in (None, ""))
+
+
+def _json(seen: Sequence[ServiceReport], verdict: Verdict) -> str:
+    services = [dataclasses.asdict(s) | {"ready": _state(s) == "ready"} for s in seen]
+    return json_of({**dataclasses.asdict(verdict), "services": services})

@@ -1,0 +1,342 @@
+"""`volley train`, or `volley up`: the local supervisor. Starts every service, shows progress, ends with a report.
+
+Whatever happens – the run finishes, a service fails, Ctrl-C, SIGTERM, a second Ctrl-C, kill -9 – nothing started here
+is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from shared import config
+from shared.config import LoadedConfig
+from shared.errors import ConfigError, VolleyError, first_error
+from shared.files.reading import open_file
+from shared.findings import beyond_positions, findings
+from shared.models.config import ModelConfig
+from shared.models.hub import check_weights, model_folder
+from shared.run import commits, wedge
+from shared.run.folder import RunFolder
+from shared.run.pinned import MAX_STEPS
+from shared.services import kind_of
+from volley.commands import sft_run
+from volley.commands.status import ServiceStatus, ask_all, unready
+from volley.local import external, stack
+from volley.local.processes import Reaper
+from volley.local.supervisor import RestartPolicy, Say, Seen, ServiceFailed, ServiceState, unseen
+from volley.printing import printed as say
+from volley.printing import printed_block
+from volley.reporting import closing, report
+from volley.reporting.display import shown
+from volley.reporting.progress import Activity, ProgressDisplay, RecordTails, printed_text
+from volley.runs import survey
+from volley.runs.answers import told_by
+from volley.runs.elapsed import counting
+from volley.runs.record import RunClaim, RunRecord, claimed, finished, read_record, stored
+from volley.verify import command
+
+_POLL_S = 0.3
+_GOING = ("running", "evaluating")
+
+
+type Work = Callable[[stack.LocalStack], Awaitable[None]]
+
+
+class Stopped(Exception):
+    """A signal asked us to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        action="append",
+        metavar="FILE.yaml",
+        help="of a run to start or continue; given again, the later file wins",
+    )
+    parser.add_argument(
+        "rest",
+        nargs="*",
+        metavar="RUN_DIR | key.path=value",
+        help="a run's folder continues that run; values win over the files",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigError where neither a run nor a configuration is given, and as `main`."""
+    if arguments.config:
+        return main(arguments.config, arguments.rest)
+    if not arguments.rest or "=" in Path(arguments.rest[0]).name:
+        raise ConfigError(
+            "neither a run's folder nor --config is given", "`volley train --config FILE.yaml` or `volley up RUN_DIR`"
+        )
+    return resume(Path(arguments.rest[0]), arguments.rest[1:])
+
+
+def main(
+    paths: Sequence[str], overrides: Sequence[str], seams: stack.StackSeams = stack.REAL, *, prove: bool = False
+) -> int:
+    """A new run, or one with this configuration that goes on. Raises VolleyError; otherwise returns the exit code.
+
+    Relative paths count from the present directory, and are stored absolute. With `prove` a finished run is verified,
+    which reads all its checkpoints.
+    """
+    return start_or_continue(config.rooted(config.load(paths, overrides), Path.cwd()), seams, prove=prove)
+
+
+def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = stack.REAL) -> int:
+    """Goes on with the run in this folder; one that is finished is only reported. Raises as `main`."""
+    loaded, record = stored(run_dir, overrides)
+    if record.finished and not overrides:
+        config, more = loaded.config, ""
+        if not config.is_supervised:
+            more = f"; `volley up {run_dir} {MAX_STEPS}=N`, N above {config.trainer.max_steps}, goes on with it"
+        say(f"run {config.run.name} is finished{more}")
+        return report.main(run_dir)
+    return start_or_continue(loaded, seams)
+
+
+def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False) -> int:
+    """Begins or goes on with the run of this configuration, whatever its mode. Raises as `main`."""
+    model = check_inputs(loaded)
+    supervised = loaded.config.is_supervised
+    watch = sft_run.follow if supervised else follow
+    with claimed(loaded) as claim:
+        folder, max_steps = claim.folder, 0 if supervised else loaded.config.trainer.max_steps
+        tails, started = RecordTails(folder), dict[str, ServiceState]()
+        try:
+            with shown(max_steps) as display:
+
+                def seen(name: str, state: ServiceState) -> None:
+                    started[name] = state
+                    display.service(name, state)
+
+                for finding in [*findings(loaded.config), *_of_the_model(loaded, model)]:
+                    display.say(f"note: {finding}")
+                record = supervise(
+                    loaded, claim, lambda running: watch(running, folder, display, tails), display.say, seams, seen
+                )
+        except Stopped as stopped:
+            with suppress(OSError):  # standard output may be gone
+                printed_text(_interrupted(f"stopped by {stopped}", folder, max_steps, started))
+            return stopped.exit_code
+        except VolleyError:
+            if commits.newest(folder) is not None:  # else there is nothing to go on from
+                with suppress(OSError):
+                    printed_text(_interrupted("ended early", folder, max_steps, started))
+            raise
+        return sft_run.finish(folder, record) if supervised else finish(folder, record, prove=prove)
+
+
+def _interrupted(how: str, folder: RunFolder, max_steps: int, started: Mapping[str, ServiceState]) -> str:
+    """What has ended, at which step, and how to go on."""
+    head = commits.newest(folder)
+    names = [name for name, state in started.items() if state != "pending"]
+    ended = f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} ended" if names else "nothing had been started"
+    last = f" of {max_steps}" if max_steps else ""
+    where = f"from step {head.step}{last}" if head else "from its start"
+    return f"{how}; {ended}. `volley up {folder.path}` continues run {folder.name} {where}."
+
+
+def supervise(
+    loaded: LoadedConfig,
+    claim: RunClaim,
+    work: Work,
+    say: Say,
+    seams: stack.StackSeams = stack.REAL,
+    seen: Seen = unseen,
+) -> RunRecord:
+    """Runs all services for as long as `work` takes. Returns the record, with the time it took; it counts also if this
+    is killed.
+
+    Raises Stopped when a signal ends it, or VolleyError; whatever it started has ended then.
+    """
+    with counting(claim.folder, claim.record) as worked:
+        try:
+            asyncio.run(_supervised(loaded, claim, work, say, seams, seen))
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+    return worked.record()
+
+
+def _of_the_model(loaded: LoadedConfig, folder: Path) -> list[str]:
+    """Sentences on the model; none of a folder that the services refuse."""
+    from shared.models.tokenizer_files import read_tokenizer
+
+    notes: list[str | None] = []
+    with suppress(ConfigError):
+        notes.append(beyond_positions(loaded.config, ModelConfig.read(folder)))
+    with suppress(ConfigError):
+        notes.append(read_tokenizer(folder).note)
+    return [note for note in notes if note is not None]
+
+
+def check_inputs(loaded: LoadedConfig) -> Path:
+    """Finds what is wrong with the configuration, files and services of others, before anything is started. Returns the
+    model's folder. Raises VolleyError.
+    """
+    findings(loaded.config)
+    for key in ("train", "eval"):
+        path: Path | None = getattr(loaded.config.data, key)
+        if path is not None and loaded.config.services.env.url is None:  # else it lies on that service's host
+            try:
+                open_file(path).close()
+            except OSError as error:
+                raise ConfigError(
+                    f"data.{key}={path}: {error.strerror}", f"give an existing file with data.{key}=…"
+                ) from error
+    learns = loaded.config.is_supervised or loaded.config.sft.trains
+    for path in (*loaded.config.sft.train, *loaded.config.sft.eval) if learns else ():
+        if not path.exists():
+            raise ConfigError(f"{path}: no such file or folder", "name files of conversations, or folders of them")
+    model = loaded.config.model.path
+    if "@" in model and not Path(model).is_dir():
+        survey.check(RunFolder(Path(model.rpartition("@")[0]).absolute()))
+    folder = model_folder(model, loaded.config.run.folder)
+    check_weights(loaded.config)
+    asyncio.run(external.check(loaded.config))
+    return folder
+
+
+def fresh_name(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """The overrides with a run.name that is not that of a finished run, unless the user gave a name."""
+    if any(override.startswith("run.name=") for override in overrides):
+        return list(overrides)
+    run = config.load(paths, overrides).config.run
+    names = [run.name, *(f"{run.name}-{n}" for n in range(2, 1000))]
+    unfinished = (name for name in names if not is_finished(RunFolder(run.dir / name)))
+    return [*overrides, f"run.name={next(unfinished)}"]
+
+
+def is_finished(folder: RunFolder) -> bool:
+    """Whether there is a run in it that has come to its end."""
+    record = read_record(folder)
+    return record is not None and record.finished
+
+
+def finish(folder: RunFolder, record: RunRecord, *, prove: bool = False) -> int:
+    """Tells what came of a run that is finished. Returns the exit code: 1 if it was to be proven and is not."""
+    finished(folder, record)
+    summary = report.make(folder)
+    proof = command.verify(folder) if prove else None
+    printed_block(report.told(summary, folder))
+    printed_text(closing.sentence(folder, summary, proof))
+    if proof is not None and not proof["ok"]:
+        return 1
+    say(f"DONE: steps={summary['steps']} elapsed_sec={summary['elapsed_sec']:.1f}")
+    return 0
+
+
+async def _supervised(
+    loaded: LoadedConfig, claim: RunClaim, work: Work, say: Say, seams: stack.StackSeams, seen: Seen
+) -> None:
+    """Raises Stopped, VolleyError, or a group of them."""
+    folder = claim.folder
+    say(f"run {folder.name} in {folder.path}: starting services (logs in {folder.logs})")
+    with Reaper.running(holds=[claim.lock]) as reaper:
+        async with (
+            stopping_on_signal(
+                lambda name: say(f"{name}: stopping all services (once more: without waiting)"), reaper.kill_all
+            ),
+            stack.running(loaded, folder, reaper, say, RestartPolicy(), seams, seen) as running,
+        ):
+            await work(running)
+
+
+async def follow(running: stack.LocalStack, folder: RunFolder, display: ProgressDisplay, tails: RecordTails) -> None:
+    """Shows progress until the orchestrator says that the run is finished. Raises ServiceFailed if it says that it
+    failed.
+    """
+    news, plan = time.monotonic(), ""
+    async with running.client("orchestrator") as orchestrator, running.client("trainer") as trainer:
+        while True:
+            run = await told_by(orchestrator, f"/runs/{folder.name}")
+            if display.detailed or not plan:
+                said = await told_by(trainer, "/status")
+                display.activity(Activity(run, said))
+                if not plan and (plan := str(said.get("plan") or "")):
+                    display.say(f"plan: {plan}")
+            state, reason = str(run.get("state", "unknown")), str(run.get("reason") or "")
+            for kind, record in tails.new():
+                display.record(kind, record)
+                news = time.monotonic()
+            if state == "finished":
+                return
+            if state not in _GOING and (refused := await _refused(running)):
+                raise ServiceFailed(f"run {folder.name} has stopped: {refused}")
+            if state == "failed" and not run.get(
+                "refused"
+            ):  # else the trainer has refused a step, or is to begin again
+                raise ServiceFailed(f"run {folder.name} failed: {reason}", f"logs: {folder.logs}")
+            if time.monotonic() - news > display.quiet_s:
+                display.quiet(f"the run is {state}; {await _waiting_for(running)}")
+                news = time.monotonic()
+            await asyncio.sleep(_POLL_S)
+
+
+async def _refused(running: stack.LocalStack) -> str:
+    """Why the trainer trains no more; empty if it goes on, or does not answer."""
+    async with running.client("trainer") as trainer:
+        try:
+            return str((await trainer.get("/status", attempts=1)).get("refused") or "")
+        except VolleyError:
+            return ""
+
+
+async def _waiting_for(running: stack.LocalStack) -> str:
+    """The chain of waits, from the service that waits to the one that keeps all waiting."""
+    services = [ServiceStatus(name, kind_of(name), running.client(name)) for name in running.urls]
+    seen = await ask_all(services)
+    chain = wedge.judge(seen).chain
+    return "; ".join(chain or unready(seen)) or "all services are ready"
+
+
+@asynccontextmanager
+async def stopping_on_signal(
+    first: Callable[[str], None] = lambda name: None, again: Callable[[], None] = lambda: None
+) -> AsyncIterator[None]:
+    """Cancel the body at SIGINT, SIGTERM or SIGHUP. A SIGHUP that the parent ignores stays ignored.
+
+    Args:
+        first: told the name of the first signal.
+        again: called for each further one.
+
+    Raises Stopped.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    received: list[int] = []
+    assert task is not None
+
+    def on_signal(number: int) -> None:
+        received.append(number)
+        if len(received) == 1:
+            task.cancel()
+            with suppress(OSError):  # the terminal, or who read the pipe, may be gone
+                first(signal.Signals(number).name)
+        else:
+            again()
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` leaves it
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        task.uncancel()
+        raise Stopped(received[0]) from None
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

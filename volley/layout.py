@@ -1,0 +1,49 @@
+"""Where things lie that belong to the project: its virtual environments and its caches."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shared.errors import ConfigError
+
+PROJECT = Path(__file__).resolve().parents[1]
+CACHE = PROJECT / ".cache"
+_ENV = PROJECT / "services" / "env"
+TEMPLATES = {
+    "sums": _ENV / "submissions" / "templates" / "sums.py",
+    "textarena": _ENV / "submissions" / "templates" / "textarena.py",
+    "verifiers": _ENV / "bridges" / "verifiers_server.py",
+}
+"""What `volley env init` copies: environments, and a server of environments of another package."""
+
+
+def python_of(environment: str) -> Path:
+    """The interpreter of a virtual environment: base, rollout or trainer.
+
+    VOLLEY_VENVS names another folder than the project's `.venvs`. Raises ConfigError if the environment is not
+    installed.
+    """
+    root = Path(os.environ.get("VOLLEY_VENVS") or PROJECT / ".venvs")
+    python = root / environment / "bin" / "python"
+    if not os.access(python, os.X_OK):
+        raise ConfigError(f"the virtual environment {root / environment} is missing", "install it with `make install`")
+    return python
+
+
+def variables_of(environment: str, *, cpu: bool) -> dict[str, str]:
+    """Environment variables of a program: the caller's, and JAX's compilation cache in the project.
+
+    With `cpu`, JAX uses the CPU, whatever JAX_PLATFORMS the caller's shell has. The cache keeps every program: those
+    that take less than a second to compile, left out else, are a sixth of a start.
+
+    Bytecode is written, whatever the caller has set: a service that may not keep it compiles every imported module at
+    every start.
+    """
+    added = {
+        "PYTHONUNBUFFERED": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{environment}"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**added, **kept, **({"JAX_PLATFORMS": "cpu"} if cpu else {})}

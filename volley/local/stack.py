@@ -1,0 +1,282 @@
+"""The processes of a local run: which, in what order, with which configuration and environment.
+
+Redis first, then env (it checks the data), then trainer, rollout servers and orchestrator together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shared import boot
+from shared.clients.base import HttpClient
+from shared.config import LoadedConfig
+from shared.errors import ConfigError, QueueUnavailable, VolleyError
+from shared.files.storage import replace
+from shared.process.ports import free_port
+from shared.queue import client as redis_client
+from shared.queue import server as redis_server
+from shared.run import commits
+from shared.run.folder import RunFolder
+from shared.schema import RunConfig
+from shared.services import SERVICES
+from shared.services_schema import ServicesSection, TokenFiles
+from shared.web.access import Role, token_for
+from volley.layout import python_of, variables_of
+from volley.local import accelerators, external, ports
+from volley.local.processes import ProcessSpec, Reaper
+from volley.local.supervisor import (
+    RestartPolicy,
+    Say,
+    Seen,
+    SupervisedProcess,
+    Supervision,
+    keeping,
+    unseen,
+)
+from volley.runs import addresses
+from volley.runs.record import secret
+from volley.session_files import SessionFiles
+
+_REDIS_START_S = 30.0
+"""How long Redis may take to answer for the first time, in seconds."""
+_STOP_MARGIN_S = 5.0
+"""How much longer we wait than a service needs that ends by itself when its grace and its cleanup are over, in seconds.
+"""
+_QUEUE_FREE_S = 20.0
+"""How long a server of a supervisor that was killed may take to leave the queue's folder, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStack:
+    """A running stack: the address of every service that answers HTTP, a token that may read their state, and the local
+    processes.
+    """
+
+    urls: dict[str, str]
+    token: str | None
+    ca_file: Path | None
+    kept: list[Supervision]
+
+    def client(self, name: str, timeout_s: float = 5.0) -> HttpClient:
+        return HttpClient(self.urls[name], token=self.token, timeout_s=timeout_s, ca_file=self.ca_file)
+
+
+@dataclass(frozen=True, slots=True)
+class StackSeams:
+    """What a harness puts in the place of services, and between them.
+
+    `modules`: by service, the program to run instead, in the environment `base`. `reach`: from the name and the address
+    of a process to the address at which other services reach it.
+    """
+
+    modules: Mapping[str, str] = field(default_factory=dict[str, str])
+    reach: Callable[[str, str], str] = lambda name, url: url
+
+
+REAL = StackSeams()
+
+
+@asynccontextmanager
+async def running(
+    loaded: LoadedConfig,
+    folder: RunFolder,
+    reaper: Reaper,
+    say: Say,
+    patience: RestartPolicy,
+    seams: StackSeams = REAL,
+    seen: Seen = unseen,
+) -> AsyncIterator[LocalStack]:
+    """All services of the run, answering. Raises VolleyError, also inside an ExceptionGroup."""
+    with ExitStack() as held:
+        locks = (
+            ()
+            if loaded.config.services.redis_url or loaded.config.is_supervised
+            else (await _queue_lock(held, folder),)
+        )
+        builder = _Builder(loaded, folder, seams, say)
+        redis = [] if builder.redis is None else [builder.redis_member(builder.redis, locks)]
+        await builder.check_redis()
+        first_kinds = [name for name, service in SERVICES.items() if not service.needs]
+        later_kinds = [name for name, service in SERVICES.items() if service.needs]
+        for name in (*(member.spec.name for member in redis), *builder.urls):
+            seen(name, "pending")
+
+        def durable_steps() -> int:
+            return max((version.step for version in commits.committed(folder)), default=0)
+
+        async with (
+            keeping(redis, reaper, say, patience, seen, durable_steps) as first,
+            keeping(builder.members(*first_kinds), reaper, say, patience, seen, durable_steps) as second,
+            keeping(builder.members(*later_kinds), reaper, say, patience, seen, durable_steps) as third,
+        ):
+            yield LocalStack(
+                {**builder.urls, **builder.external}, builder.token, builder.ca_file, [*first, *second, *third]
+            )
+
+
+async def _queue_lock(held: ExitStack, folder: RunFolder) -> int:
+    """The lock of the queue's folder, for the server to inherit. Raises ConfigError if an older server
+    does not leave.
+    """
+    deadline = time.monotonic() + _QUEUE_FREE_S
+    while True:
+        try:
+            return held.enter_context(redis_server.folder_lock(folder.redis))
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.2)
+
+
+class _Builder:
+    """Turns a configuration into processes. What the supervisor chose (ports, secrets) goes to services.yaml of the
+    run.
+    """
+
+    def __init__(self, loaded: LoadedConfig, folder: RunFolder, seams: StackSeams, say: Say) -> None:
+        self._folder, self._seams, self._say = folder, seams, say
+        services = loaded.config.services
+        self.external = external.find(services)
+        counts = _counts(loaded.config, folder)
+        self._accelerators = accelerators.shares(loaded.config, counts["rollout"])
+        given: Mapping[str, Any] = loaded.tree.get("services") or {}
+        self._ports = ports.choose(services, given, counts, addresses.ports_before(folder), say)
+        self._has_queue = not loaded.config.is_supervised
+        is_ours = services.redis_url is None and self._has_queue
+        self.redis = redis_server.prepare(folder.redis) if is_ours else None
+        self.urls = ports.urls(services, self._ports)
+        self._services = self._resolved(services)
+        self.token, self.ca_file = token_for(self._services.token_files, Role.VIEWER), services.tls.ca_file
+        self._stop_s = services.limits.grace_s + boot.CLEANUP_S + _STOP_MARGIN_S
+        self._cpu = loaded.config.rollout.engine.device == "cpu"
+        replace(
+            folder.services,
+            yaml.safe_dump({"services": self._services.model_dump(mode="json")}, sort_keys=True).encode(),
+        )
+        addresses.write(folder, self.urls, self.external, self._services)
+        self._files = self._session_files()
+
+    def _session_files(self) -> SessionFiles:
+        folder, services = self._folder, self._services
+        paths = [folder.config, folder.services, folder.processes, services.redis_password_file]
+        paths += services.token_files.model_dump().values()
+        ours = [path for path in paths if path is not None and path.is_relative_to(folder.path)]
+        folders = [folder.logs, folder.secrets]
+        if self.redis is not None:
+            ours.append(self.redis.config)
+            folders.append(self.redis.folder)
+        return SessionFiles.read(folder.path, ours, folders)
+
+    async def check_redis(self) -> None:
+        """Raises QueueUnavailable if a Redis of the user's does not answer, ConfigError if it refuses us."""
+        if self.redis is None and self._has_queue:
+            try:
+                await _ping(self._services)
+            except QueueUnavailable as error:
+                hint = "start it, or leave services.redis_url out to get an embedded one"
+                raise QueueUnavailable(f"services.redis_url: {error.detail}", hint) from error
+
+    def redis_member(self, spec: redis_server.ServerSpec, locks: tuple[int, ...]) -> SupervisedProcess:
+        async def answers() -> bool:
+            try:
+                await _ping(self._services)
+            except VolleyError:
+                return False
+            return True
+
+        log = self._folder.logs / "redis.log"
+        return SupervisedProcess(
+            ProcessSpec("redis", tuple(spec.argv), dict(os.environ), log, inherits=locks),
+            answers,
+            _REDIS_START_S,
+            prepare=self._files.restore,
+            mend=lambda: self._set_aside(spec, log),
+        )
+
+    def _set_aside(self, spec: redis_server.ServerSpec, log: Path) -> bool:
+        """Lets Redis start empty where it cannot load its data: the trainer restores the queue from its log."""
+        found = redis_server.set_aside(spec, log)
+        if found is not None:
+            self._say(f"redis could not load its data, which are now in {found}; the queue is restored from the log")
+        return found is not None
+
+    def members(self, *kinds: str) -> list[SupervisedProcess]:
+        return [self._member(kind, i) for kind in kinds for i in range(len(self._ports[kind]))]
+
+    def _member(self, kind: str, i: int) -> SupervisedProcess:
+        info = SERVICES[kind]
+        name = info.process(i)
+        module, url = self._seams.modules.get(kind, info.module), self.urls[name]
+        command = [str(python_of(self._environment_of(kind))), "-P", "-m", module]
+        command += ["--config", str(self._folder.config), "--config", str(self._folder.services)]
+        command += [f"services.{kind}.port={self._ports[kind][i]}"]
+        command += [f"services.{kind}.process_id={i}"] if i and not info.replicated else []
+        reached = self._seams.reach(name, url)
+        command += [f"services.{kind}.url={reached}"] if reached != url else []
+        variables = variables_of(self._environment_of(kind), cpu=self._cpu) | self._accelerators.get(name, {})
+        spec = ProcessSpec(name, tuple(command), variables, self._folder.logs / f"{name}.log", self._stop_s)
+        return SupervisedProcess(
+            spec, lambda: _is_healthy(url, self.ca_file), info.start_s, prepare=self._files.restore
+        )
+
+    def _environment_of(self, kind: str) -> str:
+        return "base" if kind in self._seams.modules else SERVICES[kind].environment
+
+    def _resolved(self, services: ServicesSection) -> ServicesSection:
+        update: dict[str, Any] = {
+            name: getattr(services, name).model_copy(update={"port": numbers[0]})
+            for name, numbers in self._ports.items()
+            if numbers
+        }
+        if services.trainer.num_processes > 1 and services.trainer.coordinator_address is None:
+            address = {"coordinator_address": f"127.0.0.1:{free_port()}"}
+            update["trainer"] = update["trainer"].model_copy(update=address)
+        for name in update.keys() & {name for name, info in SERVICES.items() if info.shared}:
+            if (reached := self._seams.reach(name, self.urls[name])) != self.urls[name]:
+                update[name] = update[name].model_copy(update={"url": reached})
+        if self.redis is not None:
+            update |= {
+                "redis_url": self._seams.reach("redis", f"redis://127.0.0.1:{self.redis.port}/0"),
+                "redis_password_file": secret(self._folder, "redis", self.redis.password),
+            }
+        if services.token_files == TokenFiles():
+            update["token_files"] = TokenFiles(
+                **{role: secret(self._folder, f"token_{role}") for role in TokenFiles.model_fields}
+            )
+        return services.model_copy(update=update)
+
+
+def _counts(config: RunConfig, folder: RunFolder) -> dict[str, int]:
+    """Processes to start here, by service."""
+    counts = {name: config.services.n_local(name) for name in SERVICES}
+    if config.is_supervised:
+        counts |= {name: 0 for name, info in SERVICES.items() if not info.supervised}
+        if not config.needs_environment or folder.demonstrations.exists():
+            counts["env"] = 0
+    return counts
+
+
+async def _ping(services: ServicesSection) -> None:
+    assert services.redis_url is not None
+    client = redis_client.connect(services.redis_url, services.redis_password_file, services.tls.ca_file)
+    async with client:
+        with redis_client.translated(client):
+            await client.ping()
+
+
+async def _is_healthy(url: str, ca_file: Path | None) -> bool:
+    async with HttpClient(url, timeout_s=2.0, ca_file=ca_file) as client:
+        try:
+            await client.get("/health", attempts=1)
+        except VolleyError:
+            return False
+        return True

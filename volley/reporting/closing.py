@@ -1,0 +1,77 @@
+"""What came of a run, in one sentence: only what its folder says, or what was checked just before."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shared.run.folder import RunFolder
+from volley.reporting.intervals import SuccessRate
+from volley.reporting.lines import duration
+
+
+def sentence(folder: RunFolder, summary: Mapping[str, Any], proof: Mapping[str, Any] | None = None) -> str:
+    """Args:
+    summary: that of `report.make`.
+    proof: the result of `verify`, if it was made.
+    """
+    rates = [SuccessRate(**rate) for rate in summary["evaluations"]]
+    parts = [*_success(rates, summary["steps"], _extent(folder.name, summary)), *_groups(folder, summary, proof)]
+    return "; ".join(parts) + "."
+
+
+def _success(rates: Sequence[SuccessRate], steps: int, extent: str) -> list[str]:
+    """Rises and falls are told only where the two intervals have nothing in common; that they took the whole run, only
+    where they were measured before its first step and after its last.
+    """
+    if not rates:
+        return [f"Held-out success was not measured in {extent}"]
+    first, last = rates[0], rates[-1]
+    if len(rates) == 1:
+        return [f"Held-out success was measured once, {_interval(first)} after step {first.step}, in {extent}"]
+    tasks = f"on {first.tasks} tasks" if first.tasks == last.tasks else f"on {first.tasks}, then {last.tasks} tasks"
+    whole = (first.step, last.step) == (0, steps)
+    before, after = _interval(first), str(last)
+    if not whole:
+        before, after = f"{before} after step {first.step}", f"{after} after step {last.step}"
+    if last.low > first.high:
+        change = f"rose from {before} to {after} {tasks}"
+    elif last.high < first.low:
+        change = f"fell from {before} to {after} {tasks}"
+    elif whole:
+        change = f"did not change beyond its intervals, {before} before and {after} now, {tasks},"
+    else:
+        change = f"did not change beyond its intervals, {before} and {after}, {tasks}"
+    told = f"Held-out success {change}"
+    return [f"{told} in {extent}"] if whole else [told, f"the run has taken {extent}"]
+
+
+def _interval(rate: SuccessRate) -> str:
+    return f"{rate.success:.1%} (95% interval {rate.low * 100:.1f}–{rate.high * 100:.1f})"
+
+
+def _extent(run: str, summary: Mapping[str, Any]) -> str:
+    steps, last = summary["steps"], summary["max_steps"]
+    worked = f"{_counted(steps, 'step')} and {duration(summary['elapsed_sec'])}"
+    if summary["finished"] or not last:
+        return worked
+    return f"{worked}, of {last} steps that run {run} is to have"
+
+
+def _groups(folder: RunFolder, summary: Mapping[str, Any], proof: Mapping[str, Any] | None) -> list[str]:
+    """What became of the groups; that it is so of each, once, only where it was proven."""
+    ends = dict(summary["tickets"] if proof is None else proof["by_disposition"])
+    trained = ends.pop("trained", 0)
+    others = ", ".join(f"{n} ended {end}" for end, n in sorted(ends.items()) if n)
+    if proof is None:
+        return [f"{_counted(trained, 'group')} trained" + (f", {others}" if others else "")]
+    if not proof["ok"]:
+        violations = _counted(len(proof["violations"]), "violation")
+        return [f"the proof FAILED with {violations}, which `volley verify {shlex.quote(str(folder.path))}` names"]
+    told = [f"{_counted(trained, 'group')} trained exactly once", *([others] if others else []), "none lost (verified)"]
+    return [", ".join(told)]
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"

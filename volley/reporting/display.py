@@ -1,0 +1,21 @@
+"""The display that suits standard output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from volley.printing import printed
+from volley.reporting.progress import PlainLines, ProgressDisplay, is_terminal
+
+
+@contextmanager
+def shown(max_steps: int) -> Iterator[ProgressDisplay]:
+    """The display that suits standard output: live if that is a terminal which can move its cursor."""
+    if not is_terminal():
+        yield PlainLines(max_steps, printed)
+        return
+    from volley.reporting.live import LiveDisplay
+
+    with LiveDisplay.opened(max_steps) as display:
+        yield display

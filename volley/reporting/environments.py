@@ -1,0 +1,124 @@
+"""What came of each environment of a run that played several: from the `env/NAME/…` figures of metrics.jsonl, and the
+held-out evaluations that name an environment. A step without them is of the main environment alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from volley.reporting.intervals import SuccessRate, success_rates
+
+type Rows = Sequence[Mapping[str, Any]]
+type Figures = tuple[float, float, int]
+"""Mean reward, success, groups."""
+_PREFIX = "env/"
+_MOST_TOLD = 20
+
+
+@dataclass(slots=True)
+class EnvironmentCurve:
+    """Of one environment: `steps` are (step, mean reward, success), `groups` all that were trained on."""
+
+    env: str
+    groups: int = 0
+    steps: list[tuple[int, float, float]] = field(default_factory=list[tuple[int, float, float]])
+    held_out: list[SuccessRate] = field(default_factory=list[SuccessRate])
+
+    def summary(self) -> dict[str, Any]:
+        first, last = (self.steps[0], self.steps[-1]) if self.steps else (None, None)
+        return {
+            "env": self.env,
+            "groups": self.groups,
+            "first_step": first[0] if first else None,
+            "reward_first_step": first[1] if first else None,
+            "reward_last_step": last[1] if last else None,
+            "success_first_step": first[2] if first else None,
+            "success_last_step": last[2] if last else None,
+            "evaluations": [asdict(rate) for rate in self.held_out],
+        }
+
+
+def curves(steps: Rows, evals: Rows, main: str) -> list[EnvironmentCurve]:
+    """One an environment, the main one first, the others in the order in which they were met; none for a run that only
+    ever had its main environment.
+
+    Args:
+        evals: those of all environments; of the main one the records name none.
+    """
+    others = any(_played(row) for row in steps) or any(row.get("env") for row in evals)
+    if not others:
+        return []
+    found = {main: EnvironmentCurve(main)}
+    for row in steps:
+        for env, (reward, success, groups) in (_played(row) or _whole(row, main)).items():
+            one = found.setdefault(env, EnvironmentCurve(env))
+            one.groups += groups
+            one.steps.append((int(row["step"]), reward, success))
+    for row in evals:
+        one = found.setdefault(str(row.get("env") or main), EnvironmentCurve(str(row.get("env") or main)))
+        one.held_out += success_rates([row])
+    return list(found.values())
+
+
+def of_main(evals: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The evaluations of the main environment."""
+    return [row for row in evals if not row.get("env")]
+
+
+def by_environment(evals: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One row a step and environment, the last written, in the order of steps."""
+    last = {(int(row["step"]), str(row.get("env") or "")): row for row in evals if isinstance(row.get("step"), int)}
+    return [last[key] for key in sorted(last)]
+
+
+def table_rows(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Of the summaries: a line an environment, with its held-out success before and after."""
+    rows: list[tuple[str, str]] = []
+    for one in environments[:_MOST_TOLD]:
+        parts = [f"{one['groups']} groups"]
+        if one["reward_first_step"] is not None:
+            parts.append(f"reward {one['reward_first_step']:.3f} → {one['reward_last_step']:.3f}")
+            parts.append(f"success {one['success_first_step']:.0%} → {one['success_last_step']:.0%}")
+        if one["evaluations"]:
+            first, last = (SuccessRate(**one["evaluations"][i]) for i in (0, -1))
+            told = f"{first.success:.1%} → {last}" if first.step != last.step else f"{last}"
+            parts.append(f"held-out {told}")
+        rows.append((f"environment {one['env']}", ", ".join(parts)))
+    if len(environments) > _MOST_TOLD:
+        rows.append(("environments", f"{len(environments) - _MOST_TOLD} more in summary.json"))
+    return rows
+
+
+def told_mixture(rows: Any) -> str:
+    """The mixture of a run's description as one line, `frozen_lake 75%, adder@2 25%`; empty for one environment."""
+    if not isinstance(rows, list) or len(rows) < 2:
+        return ""
+    parts = [_told_row(row) for row in rows if row.get("share") or row.get("state") == "suspended"]
+    return ", ".join(parts) if len(parts) > 1 else ""
+
+
+def _told_row(row: Mapping[str, Any]) -> str:
+    state = row.get("state")
+    marked = f" ({state})" if state in ("canary", "suspended") else ""
+    return f"{row.get('env')} {row.get('share', 0):.0%}{marked}"
+
+
+def _played(row: Mapping[str, Any]) -> dict[str, Figures]:
+    """By environment, as a step's line names them."""
+    names = [key[len(_PREFIX) : -len("/groups")] for key in row if key.startswith(_PREFIX) and key.endswith("/groups")]
+    found = {env: _figures(row, f"{_PREFIX}{env}/") for env in names}
+    return {env: figures for env, figures in found.items() if figures is not None}
+
+
+def _whole(row: Mapping[str, Any], main: str) -> dict[str, Figures]:
+    figures = _figures(row, "")
+    return {} if figures is None else {main: figures}
+
+
+def _figures(row: Mapping[str, Any], prefix: str) -> Figures | None:
+    reward, success, groups = (row.get(f"{prefix}{name}") for name in ("reward_mean", "success", "groups"))
+    if isinstance(reward, int | float) and isinstance(success, int | float) and isinstance(groups, int | float):
+        return float(reward), float(success), int(groups)
+    return None

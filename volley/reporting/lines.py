@@ -1,0 +1,106 @@
+"""One line of text an optimizer step, a report of the warm start, an evaluation; figures as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from volley.reporting.intervals import SuccessRate
+
+_SUPERVISED = (
+    ("epoch", "epoch", ".2f"),
+    ("loss", "loss", ".4f"),
+    ("eval_loss", "held-out loss", ".4f"),
+    ("rewards/accuracies", "accuracy", ".3f"),
+    ("rewards/margins", "margin", "+.4f"),
+    ("eval_rewards/accuracies", "held-out accuracy", ".3f"),
+    ("tokens_per_sec", "tokens/s", ",.0f"),
+)
+
+OTHERS = {
+    "dropped": "too long and dropped",
+    "truncated": "too long and truncated",
+    "identical": "with one answer twice and dropped",
+    "without_tools": "whose tools the chat template leaves out",
+    "prompt_repeated": "whose answer began with the prompt, which was taken out",
+    "prompt_kept": "whose answer begins with the text of the prompt, and keeps it",
+    "not_learned": "with a flag that says not to learn them",
+}
+"""What the first line of a supervised run says of data that are not there as they were given."""
+
+
+def step_line(record: Mapping[str, Any], max_steps: int) -> str:
+    """One step; the keys are those of metrics.jsonl, |Δlogp| compares rollout and trainer, staleness is in steps."""
+    width = len(str(max_steps))
+    parts = [
+        f"step {record.get('step', '?'):>{width}}/{max_steps}",
+        f"loss {number(record, 'loss', '+.4f')}",
+        f"reward {number(record, 'reward_mean', '.3f')}",
+        f"success {number(record, 'success', '.3f')}",
+        f"KL {number(record, 'kl', '.5f')}",
+        f"mean |Δlogp| {number(record, 'logprob_abs_diff', '.1e')}",
+        f"{number(record, 'tokens_per_sec', ',.0f')} tokens/s",
+        f"weights {record.get('version', '?')}",
+        f"staleness {number(record, 'staleness_mean', '.1f')} (max {number(record, 'staleness_max', '.0f')})",
+    ]
+    return "  ".join(parts)
+
+
+def eval_line(record: Mapping[str, Any]) -> str:
+    rate = SuccessRate.of(record)
+    success = number(record, "success", ".1%") if rate is None else f"{rate}"
+    tasks = record.get("n_tasks", "?")
+    if rate is not None and rate.tasks != tasks:  # the interval is that of the tasks that did not fail
+        tasks = f"{rate.tasks} of {tasks}"
+    of = f" of {record['env']}" if record.get("env") else ""
+    parts = [
+        f"held-out{of} after step {record.get('step', '?')}: success {success}",
+        f"reward {number(record, 'reward_mean', '.3f')}",
+        f"{tasks} tasks, greedy",
+        f"weights {record.get('version_max', '?')}",
+    ]
+    return "  ".join(parts)
+
+
+def sft_line(record: Mapping[str, Any]) -> str:
+    """Empty for most steps: about ten lines tell the course of a warm start, or of a run of supervised training."""
+    step, last = int(record.get("step", 0)), int(record.get("max_steps", 0))
+    if "eval_loss" not in record and step != last and step % max(1, last // 10):
+        return ""
+    if "version" not in record:
+        return f"warm start (SFT) step {step}/{last}  loss {number(record, 'loss', '.4f')}"
+    parts = [f"step {step:>{len(str(last))}}/{last}"]
+    parts += [] if step else [data_told(record)]
+    for key, name, form in _SUPERVISED:
+        parts += [f"{name} {number(record, key, form)}"] if key in record else []
+    return "  ".join([*parts, f"weights {record['version']}"])
+
+
+def data_told(record: Mapping[str, Any]) -> str:
+    """What a run of supervised training found to train on, from its first line."""
+    parts = [f"{number(record, 'examples', ',.0f')} examples", *_others_told(record, "")]
+    if of_eval := _others_told(record, "eval_"):
+        parts += [f"{number(record, 'eval_examples', ',.0f')} held out", *of_eval]
+    return ", ".join(parts)
+
+
+def _others_told(record: Mapping[str, Any], prefix: str) -> list[str]:
+    found = [(record.get(f"{prefix}{key}"), said) for key, said in OTHERS.items()]
+    return [f"{n:,} {said}" for n, said in found if n]
+
+
+def number(record: Mapping[str, Any], key: str, form: str) -> str:
+    value = record.get(key)
+    return format(value, form) if isinstance(value, int | float) and math.isfinite(value) else "–"
+
+
+def duration(seconds: float) -> str:
+    """As `7.5 s`, `3 min 2 s`, `2 h 5 min`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"

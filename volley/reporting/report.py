@@ -1,0 +1,305 @@
+"""What a run has achieved: summary.json for programs, a table and a plot for people. Reads only the run's folder.
+
+A step that was undone by a crash and replayed counts once: its last line is the one of the surviving lineage. A step
+and an evaluation count if the weights they made or measured are ancestors of the newest checkpoint's, or may still
+become so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shared.errors import ConfigError, DecodeError
+from shared.failure_rates import CERTAIN, TOLERATED, tail
+from shared.run import commits, counted, ledger
+from shared.run.best import best_version
+from shared.run.folder import RunFolder
+from shared.run.pinned import MAX_STEPS, Change
+from shared.run.state import TrainerState
+from volley.printing import printed_block, told_lines
+from volley.reporting import closing, environments, jsonl, supervised
+from volley.reporting.curve import curve
+from volley.reporting.intervals import SuccessRate, success_rates
+from volley.reporting.progress import printed_text
+from volley.run_arguments import add_run_dir
+from volley.runs import survey
+from volley.runs.record import RunRecord, read_record, write_json
+
+_MAIN, _UNNAMED = "data.env", "main environment"
+_COMPONENT = "reward/"
+
+type Rows = Sequence[Mapping[str, Any]]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_run_dir(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.run_dir)
+
+
+def main(run_dir: Path) -> int:
+    """`volley report`. Raises ConfigError if the folder is not that of a run."""
+    folder = RunFolder(run_dir.absolute())
+    survey.check(folder)
+    if supervised.is_supervised(folder):
+        printed_block(supervised.told(supervised.make(folder), folder))
+        return 0
+    check(folder)
+    summary = make(folder)
+    printed_block(told(summary, folder))
+    printed_text(closing.sentence(folder, summary))
+    return 0
+
+
+def check(folder: RunFolder) -> None:
+    """Raises ConfigError if the folder is not that of a run, holds what no run leaves there, or nothing of it has been
+    recorded yet.
+    """
+    if not folder.path.is_dir():
+        raise ConfigError(f"{folder.path} is no folder", "give a run's folder, e.g. runs/quickstart")
+    survey.check(folder)
+    if not folder.metrics.exists() and not folder.evals.exists():
+        raise ConfigError(
+            f"{folder.path} has neither metrics.jsonl nor evals.jsonl", "is it a run's folder, and has a step ended?"
+        )
+
+
+def told(summary: Mapping[str, Any], folder: RunFolder) -> str:
+    """The curve and the table, as wide as the terminal."""
+    width = shutil.get_terminal_size().columns
+    rates = [SuccessRate(**rate) for rate in summary["evaluations"]]
+    return "\n".join([*curve(rates, width), table(summary, folder, width)])
+
+
+def make(folder: RunFolder) -> dict[str, Any]:
+    """Writes summary.json and the plot; returns the summary."""
+    head = commits.newest(folder)
+    steps = by_step(counted.of_steps(jsonl.read(folder.metrics), head))
+    evals = environments.by_environment(counted.of_weights(jsonl.read(folder.evals), head))
+    lines = list(_checked(jsonl.read(folder.ledger)))
+    record = read_record(folder)
+    summary = summarize(steps, environments.of_main(evals), record)
+    curves = environments.curves(steps, evals, _main_environment(record))
+    summary |= {"tickets": dispositions(lines, head), "episodes": outcomes(steps, lines, head)}
+    summary |= {"environments": [one.summary() for one in curves], "best": _best(folder, head)}
+    write_json(folder.summary, summary)
+    from volley.reporting import plot
+
+    changed = [one.from_step for one in record.amendments] if record else []
+    plot.draw(folder.plot, folder.name, steps, environments.of_main(evals), changed, curves)
+    return summary
+
+
+def by_step(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One row a step, the last written, in the order of steps."""
+    last = {int(row["step"]): row for row in rows if isinstance(row.get("step"), int)}
+    return [last[step] for step in sorted(last)]
+
+
+def summarize(steps: Rows, evals: Rows, record: RunRecord | None) -> dict[str, Any]:
+    """The figures of summary.json; None where there is nothing to tell."""
+    final: Mapping[str, Any] = steps[-1] if steps else {}
+    before: Mapping[str, Any] = evals[0] if evals and evals[0]["step"] == 0 else {}
+    after: Mapping[str, Any] = evals[-1] if evals and evals[-1]["step"] > 0 else {}
+    return {
+        "steps": int(final.get("step", 0)),
+        "max_steps": record.config.get(MAX_STEPS) if record else None,
+        "finished": record.finished if record else None,
+        "elapsed_sec": round(record.elapsed_s if record else _span(steps), 1),
+        "held_out_success_before_rl": before.get("success"),
+        "held_out_success_after_rl": after.get("success"),
+        "held_out_tasks": (after or before).get("n_tasks"),
+        "evaluations": [asdict(rate) for rate in success_rates(evals)],
+        "final_weight_version": final.get("version"),
+        "tokens_per_sec": _tokens_per_sec(steps),
+        "reward_first_step": steps[0].get("reward_mean") if steps else None,
+        "reward_last_step": final.get("reward_mean"),
+        "reward_components": reward_components(steps),
+        "kl_last_step": final.get("kl"),
+        "logprob_abs_diff_mean": _mean(steps, "logprob_abs_diff"),
+        "staleness_max": max(
+            (row["staleness_max"] for row in steps if row.get("staleness_max") is not None), default=None
+        ),
+        "started_from": dict(record.origin) if record and record.origin else None,
+        "changed": [{"from_step": a.from_step, "changes": dict(a.changes)} for a in record.amendments]
+        if record
+        else [],
+        "tokens_trained": sum(int(row.get("tokens") or 0) for row in steps),
+    }
+
+
+def reward_components(steps: Rows) -> dict[str, list[float]]:
+    """The mean of each component of the rewards, in the first step and in the last one that has it."""
+    found: dict[str, list[float]] = {}
+    for row in steps:
+        for key, value in row.items():
+            if key.startswith(_COMPONENT) and isinstance(value, int | float):
+                name = key.removeprefix(_COMPONENT)
+                found[name] = [found[name][0] if name in found else float(value), float(value)]
+    return found
+
+
+def _checked(rows: Iterable[dict[str, Any]]) -> Iterator[ledger.Line]:
+    """Rows that are lines of a ledger."""
+    for row in rows:
+        with suppress(DecodeError):
+            yield ledger.checked(row)
+
+
+def dispositions(lines: Iterable[ledger.Line], head: TrainerState | None = None) -> dict[str, int]:
+    """How many tickets ended in which way along the lineage of `head`; filtered ones by rule."""
+    return dict(Counter(ledger.end_named(line) for line in counted.of_tickets(lines, head)))
+
+
+def outcomes(steps: Rows, lines: Iterable[ledger.Line], head: TrainerState | None = None) -> dict[str, Any]:
+    """How the trained episodes ended, and what failed: shares and mean sampled tokens by end, counts of faults and
+    failures.
+    """
+    episodes, tokens = Counter[str](), Counter[str]()
+    faults, attempts = Counter[str](), Counter[str]()
+    for row in steps:
+        for end, share in (row.get("ends") or {}).items():
+            episodes[end] += (n := round(share * row["episodes"]))
+            tokens[end] += n * row["end_tokens"][end]
+        faults.update(row.get("faults") or {})
+        attempts.update(row.get("failed_attempts") or {})
+    ended = counted.of_tickets(lines, head)
+    failed = Counter(str(line.get("reason")) for line in ended if line["disposition"] == "failed")
+    return {
+        "ends": {end: n / episodes.total() for end, n in episodes.most_common()},
+        "end_tokens": {end: tokens[end] / n for end, n in episodes.items() if n},
+        "retried_tokens": _mean(steps, "retried_tokens"),
+        "faults": dict(faults.most_common()),
+        "failed_attempts": dict(attempts.most_common()),
+        "failed_groups": dict(failed.most_common()),
+        "biased": _biased(failed, len(ended)),
+    }
+
+
+def _biased(failed: Counter[str], n_groups: int) -> str | None:
+    """A sentence where so many groups failed that those that were trained on are no fair sample; None where not."""
+    n = failed.total()
+    if n < 2 or tail(n_groups, n, TOLERATED) >= CERTAIN:
+        return None
+    reason, most = failed.most_common(1)[0]
+    return f"{n} of {n_groups} groups failed, {most} with {reason}: training is biased where failures depend on answers"
+
+
+def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str:
+    before, after = summary["held_out_success_before_rl"], summary["held_out_success_after_rl"]
+    gain = f"  ({(after - before) * 100:+.1f} points)" if before is not None and after is not None else ""
+    rows = [
+        ("optimizer steps", f"{summary['steps']}"),
+        ("held-out tasks (greedy)", f"{_or_dash(summary['held_out_tasks'], '')}"),
+        ("held-out success before RL", _or_dash(before, ".1%")),
+        ("held-out success after RL", _or_dash(after, ".1%") + gain),
+        (
+            "training reward, first and last step",
+            f"{_or_dash(summary['reward_first_step'], '.3f')} → {_or_dash(summary['reward_last_step'], '.3f')}",
+        ),
+        *_component_rows(summary["reward_components"]),
+        ("mean |Δ log p|, rollout against trainer", _or_dash(summary["logprob_abs_diff_mean"], ".1e")),
+        ("largest staleness (steps)", _or_dash(summary["staleness_max"], ".0f")),
+        ("tokens/s during RL", _or_dash(summary["tokens_per_sec"], ",.0f")),
+        ("newest weights", str(summary["final_weight_version"] or "–")),
+        *_best_rows(summary.get("best")),
+        *_provenance_rows(summary),
+        ("groups", _counted(summary["tickets"])),
+        *environments.table_rows(summary["environments"]),
+        *_outcome_rows(summary["episodes"]),
+        ("elapsed", f"{summary['elapsed_sec']:.1f} s"),
+        ("plot", str(folder.plot)),
+        ("summary", str(folder.summary)),
+    ]
+    labels = max(len(label) for label, _ in rows)
+    rule = "─" * min(labels + 40, width)
+    return told_lines(
+        [rule, f"run {folder.name}", rule, *(f"{label:<{labels}}  {value}" for label, value in rows), rule]
+    )
+
+
+def _best(folder: RunFolder, head: TrainerState | None) -> dict[str, Any] | None:
+    """The version that solved the most held-out tasks; None without one, or while no checkpoint tells what counts."""
+    best = best_version(folder.evals, head.lineage, head.step) if head else None
+    if best is None:
+        return None
+    is_kept = (folder.checkpoints / str(best.version)).is_dir()
+    told = {"version": str(best.version), "success": best.success, "kept": is_kept}
+    return told | {"tasks": best.n_tasks - best.failed, "failed": best.failed}
+
+
+def _best_rows(best: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    if best is None:
+        return []
+    kept = "" if best["kept"] else ", not kept"
+    failed = f" of {best['tasks']} tasks; {best['failed']} failed" if best["failed"] else ""
+    return [("best weights", f"{best['version']}: {best['success']:.1%}{failed}{kept}")]
+
+
+def _main_environment(record: RunRecord | None) -> str:
+    """As run.json tells."""
+    return str(record.config.get(_MAIN) or _UNNAMED) if record else _UNNAMED
+
+
+def _component_rows(components: Mapping[str, Sequence[float]]) -> list[tuple[str, str]]:
+    parts = [f"{name} {first:.3f} → {last:.3f}" for name, (first, last) in sorted(components.items())]
+    return [("components of the reward", ", ".join(parts))] if parts else []
+
+
+def _provenance_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Whose weights it began with, and what was changed on the way; only what there is to tell."""
+    origin = summary["started_from"]
+    rows = [("started from", f"{origin['version']} of run {origin['run']}")] if origin else []
+    for one in summary["changed"]:
+        rows += [
+            (f"changed from step {one['from_step']} on", str(Change(key, was, now)))
+            for key, (was, now) in one["changes"].items()
+        ]
+    return rows
+
+
+def _outcome_rows(episodes: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Only what there is to tell."""
+    lengths = episodes["end_tokens"]
+    ends = ", ".join(
+        f"{share:.1%} {end} ({lengths[end]:.0f} tokens)" for end, share in episodes["ends"].items() if share
+    )
+    rows = [("episodes by end (mean length)", ends)]
+    names = {"faults": "turns with a fault", "failed_attempts": "failed attempts", "failed_groups": "failed groups"}
+    rows += [(label, _counted(episodes[key])) for key, label in names.items() if episodes[key]]
+    rows += [("warning", episodes.get("biased") or "")]
+    return [(label, text) for label, text in rows if text]
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "–"
+
+
+def _tokens_per_sec(steps: Rows) -> float | None:
+    """Tokens trained on, over the wall time of the RL steps."""
+    span, tokens = _span(steps), sum(float(row.get("tokens") or 0) for row in steps)
+    return round(tokens / span, 1) if span > 0 else None
+
+
+def _span(steps: Rows) -> float:
+    """Seconds from the start of the first step to the end of the last."""
+    return float(steps[-1]["time"]) - float(steps[0]["time"]) + float(steps[0].get("step_s") or 0.0) if steps else 0.0
+
+
+def _mean(rows: Rows, key: str) -> float | None:
+    values = [float(row[key]) for row in rows if row.get(key) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _or_dash(value: Any, form: str) -> str:
+    return "–" if value is None else format(value, form)

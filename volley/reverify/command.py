@@ -1,0 +1,199 @@
+"""`volley reverify`: what the archived episodes of a run are worth to the environments of today, and what that would
+have changed in training.
+
+Every episode that was trained on is played again: the same task, the same seed, the words that the model said. Nothing
+is written into the run. A group teaches by the differences of its rewards, so what counts is where these differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from shared import config
+from shared.clients.env import EnvClient
+from shared.errors import ConfigError
+from shared.models.chat import ChatTokenizer
+from shared.models.content import with_content
+from shared.models.hub import model_folder
+from shared.run import archive, commits, trust
+from shared.run.folder import RunFolder
+from shared.run.state import in_lineage
+from shared.types import Group, WeightVersion
+from volley.printing import printed_block, printed_json, told_lines
+from volley.reverify.episodes import Rejudged, rejudge
+from volley.reverify.service import environments_of
+from volley.run_arguments import add_run_dir
+
+_AT_ONCE = 32
+_MOST_SHOWN = 5
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Of one environment. `groups` are those whose differences of rewards changed; of these, `silenced` have none any
+    more, and `awakened` had none.
+    """
+
+    episodes: int = 0
+    changed: int = 0
+    was: list[float] = field(default_factory=list[float])
+    now: list[float] = field(default_factory=list[float])
+    was_success: int = 0
+    now_success: int = 0
+    n_groups: int = 0
+    groups: int = 0
+    silenced: int = 0
+    awakened: int = 0
+    skipped: Counter[str] = field(default_factory=Counter[str])
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_run_dir(parser)
+    parser.add_argument("--env", metavar="NAME", help="only episodes of that environment")
+    parser.add_argument("--by", metavar="NAME", help="the environment that judges them, e.g. its next version NAME@2")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.run_dir, only=arguments.env, instead=arguments.by, as_json=arguments.json)
+
+
+def main(run_dir: Path, *, only: str | None, instead: str | None, as_json: bool = False) -> int:
+    """Prints the result; 0 if everything could be played again, else 1.
+
+    Args:
+        only: the environment whose episodes are looked at; all by default.
+        instead: the environment that judges them, another version of it for example.
+
+    Raises:
+        ConfigError: the folder is not that of a run, or `instead` without `only`.
+    """
+    folder = RunFolder(run_dir.absolute())
+    if not folder.config.exists():
+        raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
+    trust.check(folder)
+    if instead is not None and only is None:
+        raise ConfigError("--by needs --env: whose episodes are to be judged by it?")
+    result = asyncio.run(_reverified(folder, only, instead))
+    printed_json(result) if as_json else printed_block(told(result))
+    return 1 if any(row["skipped"] for row in result["environments"].values()) or not result["environments"] else 0
+
+
+def told(result: Mapping[str, Any]) -> str:
+    """For people."""
+    if not result["environments"]:
+        return "no archived episode to look at"
+    lines = [
+        f"{'environment':<24}{'episodes':>9}{'changed':>9}  {'reward':<18}{'success':<18}groups that teach otherwise"
+    ]
+    for name, row in result["environments"].items():
+        reward = f"{row['reward'][0]:.3f} -> {row['reward'][1]:.3f}" if row["reward"] else "-"
+        success = f"{row['success'][0]:.1%} -> {row['success'][1]:.1%}" if row["success"] else "-"
+        groups = f"{row['groups_changed']} of {row['groups']}"
+        if row["groups_changed"]:
+            groups += f" ({row['silenced']} teach nothing any more, {row['awakened']} did not teach before)"
+        lines.append(f"{name:<24}{row['episodes']:>9}{row['changed']:>9}  {reward:<18}{success:<18}{groups}")
+        lines += [f"  not played again: {n}: {why}" for why, n in row["skipped"].items()]
+    for row in result["changed"][:_MOST_SHOWN]:
+        was, now = f"reward {row['was']:g}", f"{row['reward']:g}"
+        lines.append(
+            f"  step {row['step']}, ticket {row['ticket']}, sample {row['sample_index']}, {row['task']}: {was} -> {now}"
+        )
+    if len(result["changed"]) > _MOST_SHOWN:
+        lines.append(f"  and {len(result['changed']) - _MOST_SHOWN} more (--json lists all)")
+    return told_lines(lines)
+
+
+async def _reverified(folder: RunFolder, only: str | None, instead: str | None) -> dict[str, Any]:
+    run = config.load([folder.config]).config
+    model = await asyncio.to_thread(model_folder, run.model.path, folder.path)
+    await asyncio.to_thread(with_content, run, model)  # its tokenizer may have changed since
+    tokenizer = await asyncio.to_thread(ChatTokenizer, model)
+    async with environments_of(folder) as client:
+        return await _judged(_groups(folder, run.run.name), client, tokenizer, run.run.seed, only, instead)
+
+
+async def _judged(
+    groups: Iterable[tuple[WeightVersion, Group]],
+    client: EnvClient,
+    tokenizer: ChatTokenizer,
+    seed: int,
+    only: str | None,
+    instead: str | None,
+) -> dict[str, Any]:
+    tallies, changed = defaultdict[str, _Tally](_Tally), list[dict[str, Any]]()
+    slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(group: Group, n: int) -> Rejudged:
+        async with slots:
+            return await rejudge(client, tokenizer, group.trajectories[n], seed, instead or group.env)
+
+    for version, group in groups:
+        if only is None or group.env == only:
+            found = await asyncio.gather(*(one(group, n) for n in range(len(group.trajectories))))
+            _count(tallies[group.env], found)
+            changed += [{"step": version.step, **asdict(row)} for row in found if row.changed]
+    return {"environments": {name: _row(tally) for name, tally in sorted(tallies.items())}, "changed": changed}
+
+
+def _groups(folder: RunFolder, run: str) -> Iterator[tuple[WeightVersion, Group]]:
+    """Of all steps of a run that still count, in their order; one at a time in memory."""
+    head = commits.newest(folder)
+    lineage = head.lineage if head else ()
+    for version in archive.versions(folder.archive):
+        if in_lineage(version, lineage):
+            for payload in archive.read(folder.archive, run, version):
+                yield version, Group.decode(payload)
+
+
+def _count(tally: _Tally, found: Sequence[Rejudged]) -> None:
+    tally.n_groups += 1
+    for row in found:
+        tally.episodes += 1
+        if row.reward is None:
+            tally.skipped[row.why] += 1
+            continue
+        tally.changed += row.changed
+        tally.was.append(row.was)
+        tally.now.append(row.reward)
+        tally.was_success += row.was_success
+        tally.now_success += bool(row.success)
+    if all(row.reward is not None for row in found):
+        _compare(tally, [row.was for row in found], [row.reward or 0.0 for row in found])
+
+
+def _compare(tally: _Tally, was: Sequence[float], now: Sequence[float]) -> None:
+    before, after = _centred(was), _centred(now)
+    if not all(math.isclose(a, b, abs_tol=1e-9) for a, b in zip(before, after, strict=True)):
+        tally.groups += 1
+        tally.silenced += not any(after)
+        tally.awakened += not any(before)
+
+
+def _centred(rewards: Sequence[float]) -> list[float]:
+    middle = mean(rewards)
+    return [0.0 if math.isclose(reward, middle, abs_tol=1e-12) else reward - middle for reward in rewards]
+
+
+def _row(tally: _Tally) -> dict[str, Any]:
+    n = len(tally.was)
+    return {
+        "episodes": tally.episodes,
+        "changed": tally.changed,
+        "reward": [mean(tally.was), mean(tally.now)] if n else None,
+        "success": [tally.was_success / n, tally.now_success / n] if n else None,
+        "groups": tally.n_groups,
+        "groups_changed": tally.groups,
+        "silenced": tally.silenced,
+        "awakened": tally.awakened,
+        "skipped": dict(tally.skipped.most_common(20)),
+    }

@@ -1,0 +1,37 @@
+"""Arguments that all commands reading a run's folder share."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+_FOLDERS = ("run_dir", "run", "target", "targets", "rest")
+
+
+def add_run_dir(part: argparse.ArgumentParser) -> None:
+    part.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    add_trust(part)
+
+
+def add_trust(part: argparse.ArgumentParser) -> None:
+    part.add_argument(
+        "--trust",
+        action="store_true",
+        help="the run's folder is yours: use the files, addresses and programs that it names, as `volley up` does",
+    )
+
+
+def accept(arguments: argparse.Namespace) -> None:
+    """Trusts the folders that the command line names, if it says so."""
+    if not getattr(arguments, "trust", False):
+        return
+    from shared.run import trust
+    from shared.run.folder import RunFolder
+    from volley.runs import addresses
+
+    named = [value for name in _FOLDERS if (value := getattr(arguments, name, None))]
+    folders = [path for value in named for path in (value if isinstance(value, list) else [value])]
+    for path in folders:
+        trust.accept(RunFolder(Path(str(path).partition("@")[0] if not Path(path).exists() else path).absolute()))
+    if not folders:
+        trust.accept(addresses.newest_run())

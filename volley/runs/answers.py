@@ -1,0 +1,17 @@
+"""Answers of a run's services that may be away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared.clients.base import HttpClient
+from shared.errors import VolleyError
+
+
+async def told_by(client: HttpClient, path: str) -> Mapping[str, Any]:
+    """What the service says of itself; only a reason while it does not answer (it may be restarting)."""
+    try:
+        return await client.get(path, attempts=1)
+    except VolleyError as error:
+        return {"reason": str(error)}

@@ -1,0 +1,89 @@
+"""Whether what answers at the addresses of a run is that run: once it has ended, another one may sit on its ports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from shared import config
+from shared.clients.base import HttpClient
+from shared.errors import ConfigError, ServiceUnreachable, Unauthorized, VolleyError
+from shared.run.folder import RunFolder
+from shared.services import SERVICES, kind_of
+from shared.web.access import Role, token_for
+from volley.runs.addresses import Addresses
+
+STRANGER = "another run's service answers there"
+_TIMEOUT_S = 3.0
+
+
+async def met(folder: RunFolder, found: Addresses) -> dict[str, bool]:
+    """By name of the services that answer, whether they are this run's; none is where trainer and orchestrator are
+    another one's.
+
+    A service that does not know the run's token is not the run's, unless others started it and it serves several runs.
+    What cannot be told counts as the run's.
+    """
+    known: dict[str, bool] = {}
+    for name, url in found.urls.items():
+        with suppress(ServiceUnreachable):
+            known[name] = await _ours(folder, found, name, url)
+    core = [ours for name, ours in known.items() if (info := SERVICES.get(kind_of(name))) and info.run_key]
+    if not all(known.values()) and not any(core):
+        return dict.fromkeys(known, False)
+    return known
+
+
+def is_elsewhere(known: Mapping[str, bool]) -> bool:
+    """Whether all that was met is another run's."""
+    return bool(known) and not any(known.values())
+
+
+def told(folder: RunFolder) -> str:
+    return f"run {folder.name} is not running; other services answer at its addresses"
+
+
+async def _ours(folder: RunFolder, found: Addresses, name: str, url: str) -> bool:
+    """Raises ServiceUnreachable: nothing answers."""
+    info, token, readable = SERVICES.get(kind_of(name)), None, False
+    with suppress(ConfigError):
+        token, readable = token_for(found.token_files, Role.VIEWER), True
+    async with HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=found.ca_file) as client:
+        if info is None or not await _is_service(client, info.name):
+            return False
+        if name in found.external and info.run_key is None:
+            return True
+        try:
+            said = await client.get(info.guarded, attempts=1)
+        except ServiceUnreachable:
+            raise
+        except Unauthorized:
+            return not readable
+        except VolleyError:
+            return True
+    return info.run_key is None or _serves(said, info.run_key, _name(folder))
+
+
+async def _is_service(client: HttpClient, kind: str) -> bool:
+    """Raises ServiceUnreachable."""
+    try:
+        health = await client.get("/health", attempts=1)
+    except ServiceUnreachable:
+        raise
+    except VolleyError:
+        return False
+    return isinstance(health, dict) and health.get("service") == kind
+
+
+def _serves(said: Any, key: str, run: str) -> bool:
+    rows = said if isinstance(said, list) else [said]
+    names = {row[key] for row in rows if isinstance(row, dict) and isinstance(row.get(key), str)}
+    return not names or run in names
+
+
+def _name(folder: RunFolder) -> str:
+    """As the run's configuration tells: a folder that was moved meanwhile may have another one."""
+    with suppress(ConfigError):
+        return config.load([folder.config]).config.run.name
+    return folder.name

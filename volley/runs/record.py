@@ -1,0 +1,396 @@
+"""A run's folder from the supervisor's side: made once, continued only by the same configuration, used by one at a
+time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from shared import codec, config
+from shared.config import LoadedConfig
+from shared.errors import ConfigError, DecodeError
+from shared.files.locks import try_lock
+from shared.files.reading import open_file, read_file
+from shared.files.storage import replace
+from shared.models import content
+from shared.models.hub import keep
+from shared.models.origin import LATEST
+from shared.models.weight_files import KEY
+from shared.run import commits, pinned, trust
+from shared.run.checkpoint_files import MANIFEST
+from shared.run.folder import RunFolder
+from shared.run.state import TrainerState
+from volley import reaper
+from volley.layout import PROJECT
+from volley.printing import printed
+from volley.runs import beginning
+from volley.session_files import write_private
+
+_ORPHANS_S = reaper.GRACE_S + 10.0
+"""How long the processes of a supervisor that was killed may take to end, in seconds."""
+_MAX_RECORD = 4 * 2**20
+_PACKAGES = ("jax", "flax", "sglang-jax", "google-tunix", "orbax-checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Amendment:
+    """What was changed in a run that had begun: when, in seconds since 1970, from which step on, and the values by key,
+    (was, now).
+    """
+
+    time: float
+    from_step: int
+    changes: Mapping[str, tuple[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What run.json says: what the run is, where it was started, and how long it has been worked on, in seconds.
+
+    `config` is what is in force now (see shared.run.pinned), after `amendments`. `final` is the last version of a
+    finished run; `origin` the version of another run that it was started from (see shared.models.origin).
+    """
+
+    digest: str
+    seed: int
+    config: Mapping[str, Any]
+    versions: Mapping[str, str]
+    created: float
+    elapsed_s: float
+    finished: bool
+    cwd: str = "."
+    amendments: tuple[Amendment, ...] = ()
+    final: str | None = None
+    origin: Mapping[str, str] | None = None
+
+
+_RECORD = TypeAdapter(RunRecord)
+
+
+class RunClaim(NamedTuple):
+    """A run that is ours for as long as the file descriptor `lock`, or a copy of it that a child has inherited, is
+    open.
+    """
+
+    folder: RunFolder
+    record: RunRecord
+    lock: int
+
+
+@contextmanager
+def claimed(loaded: LoadedConfig, say: Callable[[str], None] = printed) -> Iterator[RunClaim]:
+    """Makes the run's folder, or takes up the one that exists, for this process alone.
+
+    Where a supervisor was killed, it waits until the last process of it has ended. Says what changes in a run that has
+    begun; one that has not only takes another configuration. Raises ConfigError: another process works on it, something
+    differs that may not change, or it is finished.
+    """
+    folder = RunFolder(loaded.config.run.folder.absolute())
+    try:
+        for path in (folder.path, folder.logs):
+            path.mkdir(parents=True, exist_ok=True)
+        folder.secrets.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run folder {folder.path}: {error.strerror}", "choose another with run.dir=…") from error
+    with _locked(folder, say) as lock:
+        origin = keep(loaded.config)
+        if origin is not None:
+            loaded = config.changed(loaded, {"model.path": origin.path})
+        record = read_record(folder)
+        loaded = dated(loaded, record)
+        if record is not None and beginning.is_from_random(loaded, folder, record.config):
+            say(
+                f"run {folder.name} was begun by an older version of Volley from random weights, which model folder "
+                f"{loaded.config.model.path} without weights meant then; it goes on with {KEY}=random"
+            )
+            loaded = config.changed(loaded, {KEY: "random"})
+            write_record(folder, dataclasses.replace(record, config={**record.config, KEY: "random"}))
+        loaded = beginning.with_content(loaded, folder, {} if record is None else record.config)
+        record = _continued(folder, loaded, say) or _new(loaded)
+        record = dataclasses.replace(record, origin=None if origin is None else dataclasses.asdict(origin))
+        replace(folder.config, loaded.to_yaml().encode())
+        write_record(folder, record)
+        trust.mark(folder)
+        yield RunClaim(folder, record, lock)
+
+
+def dated(loaded: LoadedConfig, record: RunRecord | None) -> LoadedConfig:
+    """The configuration with the date of its run: that of its first start, today's for a new one."""
+    if loaded.config.run.date is not None:
+        return loaded
+    first = datetime.datetime.now(datetime.UTC) if record is None else _utc(record.created)
+    known = None if record is None else record.config.get("run.date")
+    return config.changed(loaded, {"run.date": known or first.date().isoformat()})
+
+
+def _utc(seconds: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+
+
+def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[LoadedConfig, RunRecord]:
+    """The configuration that a run's folder holds, wherever the folder is now, and its record. Raises ConfigError.
+
+    Relative paths in it count from where the run was started, those of `overrides` from here.
+    """
+    folder = RunFolder(run_dir.absolute())
+    if not folder.path.is_dir():
+        raise ConfigError(
+            f"{run_dir}: no such folder", "give a run's folder to continue it, or --config FILE.yaml to start a run"
+        )
+    record = read_record(folder)
+    for path in (folder.record, folder.config):
+        if not path.exists():
+            raise ConfigError(
+                f"{run_dir} is not a run that can be continued: its {path.name} is missing",
+                f"`volley train --config FILE.yaml run.dir={folder.path.parent} run.name={folder.name}`, with the"
+                " configuration it was started with, goes on with it",
+            )
+    if record is None:
+        raise ConfigError(
+            f"{run_dir} is not a run that can be continued: its run.json cannot be read",
+            "remove run.json and give the command that started the run again",
+        )
+    name = config.stored(folder.path).config.run.name
+    if name != folder.name:
+        raise ConfigError(f"{run_dir} holds the run {name}", f"a run's folder has its name: call it {name} again")
+    loaded = config.stored(folder.path, overrides)
+    if (other := loaded.config.run.name) != name:
+        raise ConfigError(
+            f"run.name (was {name}, now {other}) may not change", "leave it out; --config FILE.yaml starts another run"
+        )
+    return config.changed(loaded, {"run.name": name, "run.dir": str(folder.path.parent)}), record
+
+
+def read_record(folder: RunFolder) -> RunRecord | None:
+    """None if the folder is not that of a run, or its record cannot be read."""
+    with contextlib.suppress(OSError, ValidationError, DecodeError):
+        text = read_file(folder.record, _MAX_RECORD)
+        codec.from_record(text, folder.record.name)
+        return _RECORD.validate_json(text, strict=True)
+    return None
+
+
+def write_record(folder: RunFolder, record: RunRecord) -> None:
+    write_json(folder.record, record)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces the file in one step, so that a reader sees all or nothing. Raises StorageFull."""
+    replace(path, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE, default=str))
+
+
+def secret(folder: RunFolder, name: str, word: str | None = None) -> Path:
+    """A file with `word` that only this user can read, or a random one, kept from start to start while it is whole.
+
+    Raises ConfigError.
+    """
+    path = folder.secrets / name
+    try:
+        if word is not None or not _is_whole(path):
+            write_private(path, (word or secrets.token_hex(24)).encode())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", "remove it") from error
+    return path
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return re.fullmatch(rb"[0-9a-f]{48}", read_file(path, 48)) is not None
+    except OSError:
+        return False
+
+
+def finished(folder: RunFolder, record: RunRecord) -> RunRecord:
+    """Writes and returns the record of a run whose last step is trained: its last version, and what the checkpoints say
+    was in force.
+    """
+    head = commits.newest(folder)
+    record = dataclasses.replace(record, finished=True)
+    if head is not None:
+        in_force = _content(record) | dict(pinned.in_force(head.settings, head.epoch) or record.config)
+        record = dataclasses.replace(
+            record, final=str(head.version), config=in_force, amendments=_amendments(record, head, in_force)
+        )
+        _agree(folder, in_force)
+    write_record(folder, record)
+    return record
+
+
+def _agree(folder: RunFolder, in_force: Mapping[str, Any]) -> None:
+    """config.yaml with the values in force: a trainer that others started may have been given others than we were."""
+    loaded = config.load([folder.config])
+    changed = pinned.changes(pinned.relevant(loaded.config), in_force)
+    if changed:
+        replace(
+            folder.config, config.changed(loaded, {change.key: change.now for change in changed}).to_yaml().encode()
+        )
+        trust.mark(folder)
+
+
+def _continued(folder: RunFolder, loaded: LoadedConfig, say: Callable[[str], None]) -> RunRecord | None:
+    record = read_record(folder)
+    if record is None:
+        head = commits.newest(folder)
+        if folder.record.exists() or (folder.metrics.exists() and not (head and head.settings)):
+            raise ConfigError(f"{folder.path} holds files but no readable run.json", "choose another run.name=…")
+        # services that were started by hand have begun it
+        return _amended(folder, _new(loaded), loaded, say) if head else None
+    if not (record.finished or _has_begun(folder)):
+        if differing := pinned.changes(record.config, pinned.relevant(loaded.config)):
+            say(
+                f"run {folder.name} has trained nothing yet: its configuration is replaced "
+                f"({'; '.join(map(str, differing[:5]))})"
+            )
+        return dataclasses.replace(_new(loaded), created=record.created, elapsed_s=record.elapsed_s)
+    return _amended(folder, record, loaded, say)
+
+
+def _has_begun(folder: RunFolder) -> bool:
+    """Whether anything rests on the configuration: a checkpoint, a ticket that ended, a step, a measurement."""
+    files = (folder.ledger, folder.metrics, folder.evals)
+    return any(file.exists() and file.stat().st_size for file in files) or any(folder.checkpoints.rglob(MANIFEST))
+
+
+def _amended(folder: RunFolder, record: RunRecord, loaded: LoadedConfig, say: Callable[[str], None]) -> RunRecord:
+    """The record of a run that goes on, perhaps with other settings from its newest step on. Raises ConfigError."""
+    head, now = commits.newest(folder), pinned.relevant(loaded.config)
+    step = head.step if head else 0
+    was = _in_force(record, head)
+    try:
+        content.check(beginning.content_of(was), beginning.content_of(now), loaded.config.model.path)
+        found = pinned.permitted(was, now, step=step)
+    except ConfigError as error:
+        raise ConfigError(f"run {folder.name} in {folder.path}: {error.detail}", error.hint) from None
+    if record.finished and loaded.config.is_supervised:
+        raise ConfigError(
+            f"run {folder.name} in {folder.path} is finished",
+            f"go on from its weights in another run: run.name=… model.path={folder.path}@{LATEST}",
+        )
+    if record.finished and (head is None or loaded.config.trainer.max_steps <= step):
+        more = (
+            f"extend it with `volley up {folder.path} {pinned.MAX_STEPS}=N`, N above {step}, "
+            f"or choose another run.name=…"
+        )
+        raise ConfigError(
+            f"run {folder.name} in {folder.path} is finished", f"{more}; `volley report {folder.path}` shows it"
+        )
+    for change in found:
+        say(f"{change} from step {step} on")
+    amendments = _amendments(record, head, now)
+    return dataclasses.replace(
+        record, digest=loaded.digest, config=now, finished=False, final=None, amendments=amendments
+    )
+
+
+def _in_force(record: RunRecord, head: TrainerState | None) -> Mapping[str, Any]:
+    """What the newest checkpoint was made under; what the run was started with, where the checkpoint is too old to
+    know.
+    """
+    recorded = pinned.in_force(head.settings, head.epoch) if head else {}
+    return _content(record) | (recorded or pinned.undone(record.config, [one.changes for one in record.amendments]))
+
+
+def _content(record: RunRecord) -> dict[str, Any]:
+    """Digests of the model's files, which checkpoints of an older run do not hold."""
+    return {key: value for key, value in record.config.items() if key.startswith(pinned.CONTENT)}
+
+
+def _amendments(record: RunRecord, head: TrainerState | None, now: Mapping[str, Any]) -> tuple[Amendment, ...]:
+    """What the lineage says was changed, then what `now` is about to change; what was known before keeps its time."""
+    found: list[tuple[int, dict[str, tuple[Any, Any]]]] = []
+    began, before = dict(head.lineage) if head else {}, dict[str, Any]()
+    for epoch, changed in head.settings if head else ():
+        found += (
+            [(began.get(epoch, 0), {key: (before.get(key), value) for key, value in changed.items()})] if before else []
+        )
+        before |= changed
+    pending = pinned.changes(_in_force(record, head), now)
+    found += [(head.step if head else 0, {c.key: (c.was, c.now) for c in pending})] if pending else []
+    times = {(one.from_step, tuple(sorted(one.changes))): one.time for one in record.amendments}
+    return tuple(
+        Amendment(times.get((step, tuple(sorted(changed))), time.time()), step, changed) for step, changed in found
+    )
+
+
+def _new(loaded: LoadedConfig) -> RunRecord:
+    seed, flat, cwd = loaded.config.run.seed, pinned.relevant(loaded.config), str(Path.cwd())
+    config.check_text("the present directory", cwd)
+    return RunRecord(loaded.digest, seed, flat, _versions(), time.time(), elapsed_s=0.0, finished=False, cwd=cwd)
+
+
+def _versions() -> dict[str, str]:
+    """Of Volley, Python, and the libraries of the three environments as the lock names them."""
+    found = {"volley": version("volley"), "python": sys.version.split()[0]}
+    lock = PROJECT / "uv.lock"
+    if lock.exists():
+        import tomllib
+
+        packages = tomllib.loads(lock.read_text(encoding="utf-8"))["package"]
+        for name in _PACKAGES:
+            found[name] = ", ".join(str(p["version"]) for p in packages if p["name"] == name)
+    return found
+
+
+@contextmanager
+def _locked(folder: RunFolder, say: Callable[[str], None]) -> Iterator[int]:
+    """Yields the descriptor of the lock. Raises ConfigError if another process holds the run."""
+    with _lock_file(folder.path / ".lock") as file:
+        _lock(file, folder, say)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield file.fileno()
+
+
+def _lock_file(path: Path) -> IO[str]:
+    """Raises ConfigError if something else lies there."""
+    try:
+        path.touch()
+        open_file(path).close()
+        return path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", "remove it, or choose another run.name=…") from error
+
+
+def _lock(file: IO[str], folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Waits, within bounds, if whoever held the run is gone: the reaper keeps the lock until all it has to end has
+    ended.
+    """
+    deadline, waiting = time.monotonic() + _ORPHANS_S, False
+    while not try_lock(file):
+        file.seek(0)
+        holder = file.read(32).strip() or "?"
+        if _lives(holder) or time.monotonic() > deadline:
+            raise ConfigError(
+                f"run {folder.name} in {folder.path} is being trained by process {holder}", "choose run.name=…"
+            )
+        if not waiting:
+            say(f"waiting for what process {holder}, which is gone, has left running")
+        waiting = True
+        time.sleep(0.1)
+
+
+def _lives(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (ValueError, ProcessLookupError):
+        return False
+    return True

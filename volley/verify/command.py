@@ -1,0 +1,257 @@
+"""The proof as a whole, and how it is told."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from shared import config
+from shared.errors import ConfigError
+from shared.files.reading import whole_lines
+from shared.run import archive, checkpoint_files, trust
+from shared.run import commits as commit_records
+from shared.run.archive import Spend
+from shared.run.folder import RunFolder
+from shared.run.state import in_lineage
+from shared.types import WeightVersion
+from volley.printing import printed_block, printed_json, told_lines
+from volley.run_arguments import add_run_dir
+from volley.runs import survey
+from volley.runs.record import read_record
+from volley.verify import (
+    budget,
+    checkpoints,
+    commits,
+    configuration,
+    data,
+    groups,
+    held,
+    mixture,
+    parameters,
+    queue,
+    records,
+    refusals,
+    supervised,
+    tickets,
+    unfounded,
+)
+from volley.verify.groups import GroupBounds
+from volley.verify.queue import QueueContents
+from volley.verify.violation import Findings, Violation, ViolationKind
+
+_MOST_TOLD = 1000
+_BEYOND = 10_000
+"""Tickets that may be out beside those that have ended."""
+type Result = dict[str, Any]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_run_dir(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.run_dir, arguments.json)
+
+
+def main(run_dir: Path, as_json: bool) -> int:
+    """Prints the result; 0 if the run is proven, else 1. Raises ConfigError if the folder is not that of a run."""
+    folder = RunFolder(run_dir.absolute())
+    if not folder.config.exists():
+        raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
+    result = verify(folder)
+    printed_json(result) if as_json else printed_block(told(result))
+    return 0 if result["ok"] else 1
+
+
+def verify(folder: RunFolder) -> Result:
+    """Everything that can be proven now; `violations` names the rest. Raises ConfigError.
+
+    What no run leaves in its folder is named before anything is read, and the work is bounded by the bytes that are
+    there, unless the folder's user trusts it.
+    """
+    try:
+        if trust.is_accepted(folder):
+            return _proof(folder, budget.unbounded)
+        began = time.monotonic()
+        with budget.bounded(budget.SURVEY):
+            found = survey.look(folder)
+        if found.problems:
+            return _refused(*(Violation(ViolationKind.FOLDER, reason, file=name) for name, reason in found.problems))
+        with budget.bounded(budget.allowed(found, time.monotonic() - began)):
+            return _proof(folder, budget.UnpackingBudget(found.archives).spend)
+    except budget.OutOfTime as error:
+        return _refused(Violation(ViolationKind.FOLDER, str(error)))
+    except budget.NotFinished as error:
+        return {**_refused(), "ok": False, "not_finished": str(error)}
+
+
+def _refused(*violations: Violation) -> Result:
+    """Result for a folder that is not read, or not to its end."""
+    findings = Findings()
+    findings.add(violations)
+    return _result(findings, None, {"set_aside": {}, "redis": "not asked"})
+
+
+def _proof(folder: RunFolder, spend: Spend) -> Result:
+    """Args: spend: told of the bytes that archives unpack to."""
+    run = config.recorded(folder.config).config
+    batch, name = run.trainer.groups_per_step, run.run.name
+    seen = "there is no queue" if run.is_supervised else asyncio.run(queue.ask(folder, name))
+    findings = Findings()
+    with checkpoint_files.hashing_once():
+        found, violations = checkpoints.retained(folder.checkpoints, name)
+    findings.add(violations)
+    aside = checkpoints.set_aside(folder.checkpoints)
+    if not found:
+        return _without_checkpoint(folder, seen, findings, aside)
+    if run.is_supervised:
+        about = {"set_aside": aside, **supervised.verify(folder, run, found, findings)}
+        return _result(findings, None, about)
+    logged, violations = commits.retained(folder, name)
+    findings.add(violations)
+    known = {one.version: one.state for one in (*logged, *found)}
+    head = known[max(known)]
+    older = [known[version] for version in sorted(known) if in_lineage(version, head.lineage)]
+    ancestors = older if head in older[-1:] else [*older, head]  # its lineage may be another's
+    lines, unreadable = tickets.read(folder.ledger)
+    findings.add(unreadable)
+    lines = tickets.with_pending(lines, head)
+    fates = tickets.fates(lines, head)
+    saved = max((one.version for one in found if in_lineage(one.version, head.lineage)), default=WeightVersion(0, 0))
+    if not saved.epoch:
+        detail = f"no whole checkpoint is an ancestor of {head.version}, the newest commit record"
+        findings.add([Violation(ViolationKind.CHECKPOINT, detail, file=folder.checkpoints.name)])
+    findings.add(configuration.check(folder, run, head, saved))
+    findings.add(data.check(folder, run.data.env))
+    findings.add(checkpoints.check(found, head, folder.checkpoints))
+    findings.add(checkpoints.check_states(ancestors, folder.checkpoints, batch))
+    findings.add(commits.check(logged, found, folder, head))
+    gone = commits.gone(logged, fates.undone, folder)
+    findings.add(commits.told(gone))
+    findings.add(held.check(folder, ancestors, found))
+    foreign, missing = parameters.check(folder, found, logged)
+    findings.add(foreign)
+    findings.add(unfounded.check(folder, head, gone))
+    findings.add(unfounded.check_ledger(lines, fates.undone, folder, name, head))
+    findings.add(tickets.check(lines, fates, head, batch))
+    max_staleness = run.grpo_config.off_policy_steps
+    findings.add(tickets.beyond(lines, fates, head, tickets.LedgerReach.of(folder.archive, head, max_staleness, batch)))
+    del lines
+    metrics, unfit = records.read(folder.metrics, head)
+    findings.add(unfit)
+    findings.add(records.check(fates, metrics, ancestors))
+    last = len(fates.n_trained) + len(fates.voids) + max_staleness * batch + _BEYOND
+    assignment, damaged = mixture.assigned(folder.mixture, run.data, last)
+    findings.add(damaged)
+    bounds = GroupBounds(name, max_staleness, run.grpo_config.num_generations, assignment, last, spend)
+    findings.add(groups.check(folder.archive, fates.steps, head, bounds))
+    findings.add(refusals.check(folder, fates.voids.values(), name, spend))
+    differing = [] if isinstance(seen, str) else queue.check(seen, head, fates.n_trained.keys() | fates.voids.keys())
+    findings.add(differing)
+    about = {
+        "head": str(head.version),
+        "chain": f"absent before step {head.chain.since + 1}"
+        if head.chain and head.chain.since
+        else "whole"
+        if head.chain
+        else "absent",
+        "checkpoints": len(found),
+        "logged": head.step - saved.step,
+        "undone": [{key: line[key] for key in ("ticket", "step", "epoch")} for line in fates.undone[:_MOST_TOLD]],
+        "set_aside": aside,
+        "not_checked": [*held.absent(found), *held.replaced(folder, ancestors), *missing],
+        "changed_data": data.changed(folder, run.data),
+        "superseded_archives": [str(version) for version in groups.superseded(folder.archive, head)][:_MOST_TOLD],
+        "redis": seen if isinstance(seen, str) else "differs" if differing else "agrees",
+    }
+    return _result(findings, fates, about)
+
+
+def _without_checkpoint(
+    folder: RunFolder, seen: QueueContents | str, findings: Findings, aside: Mapping[str, str]
+) -> Result:
+    """Of a run that was stopped before its first checkpoint nothing is claimed, and that is all there is to say."""
+    claims = [file.name for file in (folder.ledger, folder.metrics, folder.refused) if _has_lines(file)]
+    claims += [file.name for file in (folder.evals, folder.handovers) if _tells_of_steps(file)]
+    claims += [folder.archive.name] * bool(archive.versions(folder.archive) or commit_records.versions(folder.archive))
+    record = read_record(folder)
+    claims += [folder.record.name] * (record is not None and record.finished)
+    claims += ["Redis"] * (not isinstance(seen, str) and bool(seen.state.version or seen.done))
+    about = {
+        "set_aside": aside,
+        "redis": seen if isinstance(seen, str) else "differs" if "Redis" in claims else "agrees",
+    }
+    if not (claims or aside or findings.all()):
+        return _result(findings, None, {**about, "steps": 0})
+    detail = "there is no whole checkpoint, so nothing is durable"
+    if claims:
+        detail += f", and there is more in {', '.join(claims)}"
+    findings.add([Violation(ViolationKind.CHECKPOINT, detail, file=folder.checkpoints.name)])
+    return _result(findings, None, about)
+
+
+def _has_lines(file: Path) -> bool:
+    return os.path.lexists(file) and (not file.is_file() or file.stat().st_size > 0)
+
+
+def _tells_of_steps(file: Path) -> bool:
+    """Whether a line is of a step after the first weights, or cannot be read."""
+    try:
+        return any(orjson.loads(line)["step"] for line in whole_lines(file) if line.strip())
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+
+
+def _read(violation: Mapping[str, Any]) -> Violation:
+    return Violation(kind=ViolationKind(violation["kind"]), **{k: v for k, v in violation.items() if k != "kind"})
+
+
+def told(result: Result) -> str:
+    """For people: a line on what was proven, then a line a violation."""
+    ends = ", ".join(f"{n} {end}" for end, n in sorted(result["by_disposition"].items())) or "none"
+    about = f"tickets: {result['tickets']} ({ends}); lost: {result['lost']}; doubly trained: {result['doubly_trained']}"
+    lines = [
+        *([] if "data" in result else [about]),
+        *(
+            f"{name.replace('_', ' ')}: {result[name]}"
+            for name in ("steps", "data", "head", "checkpoints", "chain", "redis")
+            if name in result
+        ),
+        *(f"set aside: {version}: {reason}" for version, reason in result["set_aside"].items()),
+        *(f"data changed since: {one}" for one in result.get("changed_data", ())),
+        *(f"not checked: {one}" for one in result.get("not_checked", ())),
+        *(f"undone: ticket {x['ticket']}, step {x['step']} of epoch {x['epoch']}" for x in result.get("undone", ())),
+        *(f"VIOLATION {_read(x)}" for x in result["violations"]),
+    ]
+    if result["ok"] and result.get("steps") == 0 and "head" not in result:
+        lines.append("nothing has been trained yet")
+    return told_lines([*lines, _verdict(result)])
+
+
+def _verdict(result: Mapping[str, Any]) -> str:
+    if (why := result.get("not_finished")) is not None:
+        return f"NOT FINISHED: {why}"
+    return "proven" if result["ok"] else f"NOT PROVEN: {len(result['violations'])} violations"
+
+
+def _result(findings: Findings, fates: tickets.TicketFates | None, about: Result) -> Result:
+    counts, violations = fates.by_disposition() if fates else {}, findings.all()
+    return {
+        "ok": not violations,
+        "tickets": sum(counts.values()),
+        "by_disposition": counts,
+        "lost": findings.tickets(ViolationKind.LOST),
+        "doubly_trained": findings.tickets(ViolationKind.DOUBLY_TRAINED),
+        "violations": [asdict(violation) for violation in violations],
+        **about,
+    }

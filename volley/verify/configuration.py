@@ -1,0 +1,133 @@
+"""config.yaml and run.json against the settings that the newest checkpoint was made under (see shared.run.pinned)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+
+from shared.errors import DecodeError
+from shared.run import archive, pinned
+from shared.run.folder import RunFolder
+from shared.run.state import TrainerState, in_lineage
+from shared.schema import RunConfig
+from shared.types import WeightVersion
+from volley.runs.record import RunRecord, read_record
+from volley.verify.violation import Violation, ViolationKind
+
+_MOST_NAMED = 20
+
+type Amended = tuple[int, dict[str, list[object]]]
+"""The step from which on, and by key what was and what is."""
+
+
+def check(folder: RunFolder, config: RunConfig, head: TrainerState, saved: WeightVersion) -> Iterator[Violation]:
+    """What differs; `saved` is the newest whole checkpoint of the lineage. A run that is about to go on under amended
+    settings says so in run.json; its next checkpoint records them.
+    """
+    record = read_record(folder)
+    if record is None and (folder.record.is_symlink() or folder.record.exists() or head.settings):
+        yield _of(folder, "it is missing, or no record of a run")
+    in_force = pinned.in_force(head.settings, head.epoch)
+    configured = pinned.relevant(config)
+    if config.run.seed != head.seed:
+        yield Violation(
+            ViolationKind.CONFIG,
+            f"run.seed is {config.run.seed}, {head.version} was made with {head.seed}",
+            file=folder.config.name,
+        )
+    expected = in_force if record is None else record.config
+    if expected:
+        where = str(head.version) if record is None else folder.record.name
+        yield from _differing(folder.config.name, pinned.changes(expected, configured), f"in {where}")
+    if record is not None:
+        if in_force:
+            changed = [c for c in pinned.changes(in_force, record.config) if not _announced(c, record, head)]
+            yield from _differing(folder.record.name, changed, f"in force at {head.version}")
+        yield from _record(folder, record, head, saved)
+
+
+def _announced(change: pinned.Change, record: RunRecord, head: TrainerState) -> bool:
+    """Whether run.json says that this changes from the newest step on, and it may; a finished run has nothing before
+    it.
+    """
+    if record.finished or not pinned.rule_of(change.key).may:
+        return False
+    return any(
+        one.from_step == head.step and list(one.changes.get(change.key, ())) == [change.was, change.now]
+        for one in record.amendments
+    )
+
+
+def _record(folder: RunFolder, record: RunRecord, head: TrainerState, saved: WeightVersion) -> Iterator[Violation]:
+    if record.seed != head.seed:
+        yield _of(folder, f"seed is {record.seed}, {head.version} was made with {head.seed}")
+    if record.origin != head.origin:
+        yield _of(folder, f"origin is {record.origin}, that of {head.version} is {head.origin}"[:300])
+    if head.settings and (problem := _history(folder, record, head)) is not None:
+        yield _of(folder, f"amendments are not those of {head.version}: {problem}")
+    if not record.finished:
+        return
+    if record.final is not None and not (_ended_as(record.final, head) and saved.step == head.step):
+        yield _of(
+            folder,
+            f"the run is finished with {record.final}, the newest whole checkpoint is {saved}",
+            ViolationKind.CHECKPOINT,
+        )
+    if head.phase != "done":
+        yield _of(folder, f"the run is finished, {head.version} is not of its last step", ViolationKind.CHECKPOINT)
+
+
+def _ended_as(final: str, head: TrainerState) -> bool:
+    """Whether these are the last weights: a trainer that starts once more after the end saves them again, as a version
+    of its epoch.
+    """
+    try:
+        version = WeightVersion.parse(final)
+    except DecodeError:
+        return False
+    return version == head.version or (
+        head.phase == "done" and version.step == head.step and in_lineage(version, head.lineage)
+    )
+
+
+def _history(folder: RunFolder, record: RunRecord, head: TrainerState) -> str | None:
+    """What of the recorded amendments the checkpoint does not know; None if they agree."""
+    began, before = dict(head.lineage), dict[str, object]()
+    known = list[Amended]()
+    for epoch, changed in head.settings:
+        if before:
+            known.append((began.get(epoch, 0), {key: [before.get(key), value] for key, value in changed.items()}))
+        before |= changed
+    said = [(one.from_step, {key: list(values) for key, values in one.changes.items()}) for one in record.amendments]
+    undone = set() if record.finished else {v.step for v in archive.versions(folder.archive) if v.epoch < head.epoch}
+    ahead = _beyond(said, known, undone)
+    if ahead is not None and (not ahead or (len(ahead) == 1 and ahead[0][0] == head.step and not record.finished)):
+        return None
+    return f"it says {said}, known are {known}"[:300]
+
+
+def _beyond(said: Sequence[Amended], known: Sequence[Amended], undone: Set[int]) -> Sequence[Amended] | None:
+    """What is said after all that is known, in order; None if they differ.
+
+    A trainer that found the newest checkpoint damaged went back behind the step that run.json names: to be `undone`,
+    that step was archived. It may have gone back behind several amendments, which it then made at once.
+    """
+    for step, changes in known:
+        together: dict[str, list[object]] = {}
+        while said and together != changes and (said[0][0] == step or (said[0][0] > step and said[0][0] in undone)):
+            for key, (was, now) in said[0][1].items():
+                together[key] = [together.get(key, [was])[0], now]
+            said = said[1:]
+        if together != changes:
+            return None
+    return said
+
+
+def _differing(file: str, changes: list[pinned.Change], where: str) -> Iterator[Violation]:
+    for change in changes[:_MOST_NAMED]:
+        yield Violation(
+            ViolationKind.CONFIG, f"{change.key} is {str(change.now)[:100]}, {str(change.was)[:100]} {where}", file=file
+        )
+
+
+def _of(folder: RunFolder, detail: str, kind: ViolationKind = ViolationKind.CONFIG) -> Violation:
+    return Violation(kind, detail, file=folder.record.name)

@@ -1,0 +1,167 @@
+"""Beginnings of files by the states that hold them (see shared.run.held), and the line of every checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import blake3
+import orjson
+
+from shared.files.reading import ended_lines, open_file
+from shared.run import held, saved
+from shared.run.folder import RunFolder
+from shared.run.state import TrainerState
+from shared.types import WeightVersion
+from volley.verify.checkpoints import RetainedCheckpoint
+from volley.verify.violation import Violation, ViolationKind
+
+_BLOCK_BYTES = 2**20
+_NAMES = RunFolder(Path())
+_REWRITTEN = (_NAMES.evals.name, _NAMES.samples.name)
+"""Files that the orchestrator makes again if they are gone while the run goes on."""
+_MADE_AGAIN = (_NAMES.saved.name,)
+"""Files that the trainer makes again if they are gone; older versions did not count that."""
+type Expected = Mapping[int, Mapping[str, WeightVersion]]
+"""By size of the beginning: the digests of it, each with the oldest version whose state says so."""
+
+
+def check(
+    folder: RunFolder, ancestors: Sequence[TrainerState], found: Sequence[RetainedCheckpoint]
+) -> Iterator[Violation]:
+    """All files by the states of which each holds no less of them than the one before, and states that hold less
+    although no trainer has found that lines are lost.
+    """
+    states, newest = _with_files(ancestors), ancestors[-1]
+    known = {path.name: path for path in held.files(folder)}
+    for name, path in known.items():
+        grown = _grown(name, states)
+        recent = [state for state in grown if state.epoch == newest.epoch or name not in _REWRITTEN]
+        yield from _beginnings(path, _expected(name, recent))
+        if name in _REWRITTEN:
+            yield from _rewritten(path, [state for state in grown if state.epoch < newest.epoch])
+        for before, after in pairwise(states):
+            if _size(after, name) < _size(before, name) and not _is_told(name, before, after):
+                detail = (
+                    f"{after.version} holds {_size(after, name)} bytes of it, {before.version} {_size(before, name)}"
+                )
+                yield _of(path, f"{detail}, and no trainer has found that it lost lines", after.version)
+    for name in {name for state in states if state.epoch == newest.epoch for name in state.files or {}} - known.keys():
+        detail = f"it holds {name[:100]}, which is no file of a run"
+        yield Violation(ViolationKind.STATE, detail, step=newest.step)
+    yield from _lines(folder, found)
+
+
+def absent(found: Sequence[RetainedCheckpoint]) -> list[str]:
+    """Checks that older trainers left no witness for."""
+    old = [str(one.version) for one in found if one.state.files is None]
+    return [f"checkpoints.jsonl does not name {', '.join(old)}: an older version made them"] if old else []
+
+
+def replaced(folder: RunFolder, ancestors: Sequence[TrainerState]) -> list[str]:
+    """Files that were removed or replaced by shorter ones: what older states hold of them cannot be compared."""
+    states = _with_files(ancestors)
+    return [
+        f"{path.name} before {grown[0].version}: it has lost lines since"
+        for path in held.files(folder)
+        if (grown := _grown(path.name, states)) and grown[0] is not states[0]
+        if any(path.name in (state.files or {}) for state in states if state.version < grown[0].version)
+    ]
+
+
+def _with_files(ancestors: Sequence[TrainerState]) -> list[TrainerState]:
+    return [state for state in ancestors if state.files is not None]
+
+
+def _size(state: TrainerState, name: str) -> int:
+    return (state.files or {}).get(name, (0, ""))[0]
+
+
+def _is_told(name: str, before: TrainerState, after: TrainerState) -> bool:
+    """Tell if a trainer between two states counted a loss; trainers of older versions count none."""
+    if before.losses is None and after.losses is None:
+        return True
+    return _n_losses(after, name) > _n_losses(before, name)
+
+
+def _n_losses(state: TrainerState, name: str) -> int:
+    return (state.losses or {}).get(name, 0)
+
+
+def _grown(name: str, states: Sequence[TrainerState]) -> list[TrainerState]:
+    """The newest states of which each holds no less of the file than the one before, oldest first."""
+    found = list(states[-1:])
+    for before in reversed(states[:-1]):
+        after = found[-1]
+        if _size(before, name) > _size(after, name) or _n_losses(before, name) != _n_losses(after, name):
+            break
+        if name in _MADE_AGAIN and before.losses is None and before.epoch < states[-1].epoch:
+            break
+        found.append(before)
+    return found[::-1]
+
+
+def _expected(name: str, states: Sequence[TrainerState]) -> Expected:
+    expected = dict[int, dict[str, WeightVersion]]()
+    for state in states:
+        if (one := (state.files or {}).get(name)) is not None:
+            expected.setdefault(one[0], {}).setdefault(one[1], state.version)
+    return expected
+
+
+def _rewritten(path: Path, older: Sequence[TrainerState]) -> Iterator[Violation]:
+    """A file that was removed may have grown as long again by the evaluations of one step: more than that tells that
+    somebody has rewritten it.
+    """
+    for violation in _beginnings(path, _expected(path.name, older)):
+        try:
+            with open_file(path) as file:
+                steps = {_step(line) for _, line in ended_lines(file)}
+        except OSError:
+            steps = set[int | None]()
+        if len(steps - {None}) > 1:
+            yield violation
+
+
+def _step(line: bytes) -> int | None:
+    try:
+        step = orjson.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int else None
+
+
+def _beginnings(path: Path, sizes: Expected) -> Iterator[Violation]:
+    if not sizes:
+        return
+    told, at = blake3.blake3(), 0
+    try:
+        with open_file(path) as file:
+            for size in sorted(sizes):
+                while at < size and (block := file.read(min(_BLOCK_BYTES, size - at))):
+                    told.update(block)
+                    at += len(block)
+                for digest, version in sizes[size].items():
+                    if at < size or told.hexdigest() != digest:
+                        yield _of(path, f"its first {size} bytes are not those that {version} was made after", version)
+                        return
+    except OSError as error:
+        version = next(iter(sizes[min(sizes)].values()))
+        yield _of(path, f"{version} was made after lines of it, and it cannot be read: {error.strerror}", version)
+
+
+def _lines(folder: RunFolder, found: Sequence[RetainedCheckpoint]) -> Iterator[Violation]:
+    """A checkpoint that is made where there is such a file has its line before its name."""
+    try:
+        named = saved.named(folder)
+    except OSError:
+        return  # `saved.check` has named it
+    for one in found:
+        if one.state.files is not None and one.version not in named:
+            detail = f"{folder.saved.name} does not name {one.version}"
+            yield Violation(ViolationKind.CHECKPOINT, detail, step=one.version.step, file=folder.saved.name)
+
+
+def _of(path: Path, detail: str, version: WeightVersion) -> Violation:
+    return Violation(ViolationKind.CHAIN, detail, step=version.step, file=path.name)

@@ -1,0 +1,176 @@
+"""metrics.jsonl and the chain: the records of steps are those that the checkpoint was made after, none missing, none
+changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shared import codec
+from shared.bounds import MAX_LINE_VALUES
+from shared.errors import DecodeError
+from shared.files.reading import whole_lines
+from shared.run import counted
+from shared.run.chain import Chain
+from shared.run.ledger import Line
+from shared.run.state import TrainerState
+from shared.types import WeightVersion
+from volley.verify.tickets import TicketFates
+from volley.verify.violation import MOST_OF_A_KIND, Violation, ViolationKind
+
+_MOST_BAD = 10 * MOST_OF_A_KIND
+
+type Metrics = dict[int, Mapping[str, Any]]
+
+
+def read(path: Path, head: TrainerState) -> tuple[Metrics, list[Violation]]:
+    """The lines of the lineage by step, with those that the checkpoint carries and a crash kept from the file.
+
+    Lines of versions that no ancestor made are of steps that were undone, or of a trainer that woke up after it was
+    replaced.
+    """
+    found: Metrics = {}
+    violations, last = list[Violation](), 0
+
+    def violated(detail: str, step: int | None = None) -> None:
+        violations.append(Violation(ViolationKind.METRICS, detail, step=step, file=path.name))
+
+    try:
+        for number, text in enumerate(whole_lines(path), start=1):
+            line, version = _parsed(text)
+            if len(violations) >= _MOST_BAD:
+                violated("the lines that follow are not read")
+                break
+            if line is None or version is None:
+                violated(f"line {number} is not a line of metrics")
+                continue
+            if not counted.is_step(version, head):
+                continue
+            if version.step <= last:
+                violated(f"line {number} tells of step {version.step} after step {last}", version.step)
+            last = max(last, version.step)
+            found[version.step] = line
+    except OSError as error:
+        violated(f"it cannot be read: {error.strerror}")
+    for line in head.metrics:
+        found.setdefault(WeightVersion.parse(str(line["version"])).step, line)
+    return found, violations
+
+
+def check(fates: TicketFates, metrics: Metrics, ancestors: Sequence[TrainerState]) -> Iterator[Violation]:
+    """The chain of every retained checkpoint and record of the lineage, the newest last, and the lines that each of
+    them carries.
+    """
+    head = ancestors[-1]
+    chained = min((state.version for state in ancestors if state.chain is not None), default=head.version)
+    for state in ancestors:
+        yield from _carried(state, fates, metrics)
+        if state.chain is None and head.chain is None:
+            continue
+        if (state.chain is None and chained < state.version) or (  # an older one has a chain, so this one must
+            state.chain and head.chain and state.chain.since != head.chain.since
+        ):
+            yield Violation(
+                ViolationKind.CHAIN,
+                f"{state.version} and {head.version} say different things of where the chain begins",
+                step=state.step,
+            )
+    if head.chain is not None:
+        yield from _steps(head.chain, fates, metrics, [state for state in ancestors if state.chain is not None])
+
+
+def _steps(chain: Chain, fates: TicketFates, metrics: Metrics, states: Sequence[TrainerState]) -> Iterator[Violation]:
+    """Recomputes it up to the newest; a step is at fault if it lies between a checkpoint that agrees and one that does
+    not.
+    """
+    now, agreed, holes, differs = Chain(chain.since), chain.since, list[int](), False
+    expected = {state.step: state for state in states}
+    for step in range(chain.since + 1, min(states[-1].step, _last(chain, fates, metrics)) + 1):
+        line = metrics.get(step)
+        if line is None:
+            holes.append(step)
+        now = now.trained(fates.steps.get(step, ()), line or {})
+        if differs or step not in expected or (wanted := expected[step].chain) is None:
+            continue
+        if now.steps == wanted.steps:
+            agreed = step
+        else:
+            differs = True
+            where = f"step {step}" if step == agreed + 1 else f"a step from {agreed + 1} to {step}"
+            yield Violation(
+                ViolationKind.CHAIN,
+                f"ledger.jsonl or metrics.jsonl differ from what {expected[step].version} was made after, at {where}",
+                step=step,
+            )
+    for step in holes:
+        yield Violation(
+            ViolationKind.METRICS, "metrics.jsonl has no line of this step", step=step, file="metrics.jsonl"
+        )
+    head = states[-1]
+    progress, trained = head.progress(), fates.n_trained
+    voids = [line for ticket, line in fates.voids.items() if progress.is_finished(ticket) and ticket not in trained]
+    if head.chain is not None and Chain(0).ended(voids).voids != head.chain.voids:
+        detail = (
+            f"what ledger.jsonl says of tickets that ended without training differs from "
+            f"what {head.version} was made after"
+        )
+        yield Violation(ViolationKind.CHAIN, detail, step=head.step, file="ledger.jsonl")
+
+
+def _last(chain: Chain, fates: TicketFates, metrics: Metrics) -> int:
+    """The newest step that anything is recorded of: a checkpoint and a line may claim any number. Not beyond a hundred
+    holes.
+    """
+    return min(max([0, *fates.steps, *metrics]), chain.since + len(fates.steps) + len(metrics) + MOST_OF_A_KIND)
+
+
+def _carried(state: TrainerState, fates: TicketFates, metrics: Metrics) -> Iterator[Violation]:
+    """Every retained state holds the ledger lines and the metrics of its own step: who changed the files did not change
+    these.
+    """
+    theirs: dict[int, list[Line]] = {}
+    for line in state.recent:
+        theirs.setdefault(line.get("step", 0), []).append(dict(line))
+    for step, lines in theirs.items():
+        of_ticket = {line["ticket"]: line for line in reversed(fates.steps.get(step, ()))}
+        for one in lines:
+            ours = of_ticket.get(one.get("ticket"))
+            if ours is not None and ours != one:
+                differing = ", ".join(key for key in one if ours.get(key) != one[key]) or "more than"
+                yield Violation(
+                    ViolationKind.LEDGER,
+                    f"{differing} of its line differ from the one in {state.version}",
+                    one["ticket"],
+                    step,
+                    "ledger.jsonl",
+                )
+            elif ours is None:
+                yield Violation(
+                    ViolationKind.LEDGER,
+                    f"{state.version} says it was trained, ledger.jsonl does not",
+                    one.get("ticket"),
+                    step,
+                    "ledger.jsonl",
+                )
+    for line in state.metrics:
+        step = WeightVersion.parse(str(line["version"])).step
+        ours = metrics.get(step)
+        if ours is not None and ours != line:
+            differing = ", ".join(sorted(key for key in {*line, *ours} if ours.get(key) != line.get(key)))[:200]
+            yield Violation(
+                ViolationKind.METRICS,
+                f"{differing} differ from the line in {state.version}",
+                step=step,
+                file="metrics.jsonl",
+            )
+
+
+def _parsed(text: bytes) -> tuple[Mapping[str, Any] | None, WeightVersion | None]:
+    try:
+        line = codec.from_record(text, "a line of metrics", MAX_LINE_VALUES)
+        version = WeightVersion.parse(line["version"])
+        return (line, version) if line["step"] == version.step else (None, None)
+    except (KeyError, TypeError, DecodeError):
+        return None, None
