@@ -262,10 +262,11 @@ class TrainerSection(Section):
 
 
 class EngineSection(Section):
-    """sglang-jax: sizes are tokens, except `max_running_requests`. Paddings list the shapes compiled at start; null
-    compiles on demand.
+    """Engine of the rollout servers, one of the `kind` that services/rollout/engines/kinds.py names. Sizes are tokens,
+    except `max_running_requests`. Paddings list the shapes compiled at start; null compiles on demand.
     """
 
+    kind: Literal["sglang_jax"] = "sglang_jax"
     device: Literal["cpu", "tpu", "gpu"] = "cpu"
     tp_size: PositiveInt = 1
     context_length: PositiveInt = 512

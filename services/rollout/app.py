@@ -6,7 +6,7 @@ import asyncio
 import datetime
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -14,8 +14,8 @@ from fastapi import FastAPI
 from services.rollout import metrics
 from services.rollout.api import openai, routes
 from services.rollout.api.generation import GenerationRunner
-from services.rollout.engines.base import BASE_VERSION, Engine, EngineSpec
-from services.rollout.engines.sglang_jax.client import open_engine as open_sglang
+from services.rollout.engines.base import BASE_VERSION, Engine
+from services.rollout.engines.kinds import ENGINES, OpenEngine, declared
 from services.rollout.settings import RolloutSettings, from_config
 from services.rollout.weights.bucket import CheckpointBucket
 from services.rollout.weights.pulling import ChunkPuller
@@ -37,8 +37,6 @@ from shared.types import WeightVersion
 from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 
-type OpenEngine = Callable[[EngineSpec], AbstractAsyncContextManager[Engine]]
-
 _BODY_BYTES, _TOKEN_BYTES, _OBJECTS = 2**18, 16, 2**15
 _ANSWER_S = 5.0  # of a trainer that is asked what is new
 _log = Log("rollout")
@@ -53,16 +51,24 @@ async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
 
 @asynccontextmanager
 async def open_rollout(
-    settings: RolloutSettings, open_engine: OpenEngine = open_sglang
+    settings: RolloutSettings, open_engine: OpenEngine | None = None
 ) -> AsyncIterator[RunningService]:
-    """The service from plain settings, around the engine that `open_engine` starts; Redis is used only if given."""
+    """Open the service around the engine of `settings.kind`, or the one that `open_engine` starts in its place.
+
+    Redis is used only if `settings.redis_url` is given.
+    """
+    open_engine = open_engine or ENGINES[settings.kind].open
     model = ModelConfig.read(Path(settings.engine.model_path))
     tokens = read_tokens(settings.token_files)
     async with AsyncExitStack() as stack:
         puller, trainer = await _sources(settings, tokens, stack)
         engine = await stack.enter_async_context(open_engine(settings.engine))
         _log.info(
-            "engine ready", boot_s=engine.info.boot_s, pid=engine.info.pid, kv_tokens=engine.info.max_total_tokens
+            "engine ready",
+            engine=str(declared(settings.kind)),
+            boot_s=engine.info.boot_s,
+            pid=engine.info.pid,
+            kv_tokens=engine.info.max_total_tokens,
         )
         updates = WeightUpdater(
             engine,
@@ -75,6 +81,7 @@ async def open_rollout(
             puller=puller,
             newest_offer=trainer.newest if trainer else None,
             bucket=_bucket(settings),
+            declared=declared(settings.kind),
         )
         generation = GenerationRunner(engine, settings.limits.grace_s, updates)
         app = build_app(settings, engine, updates, generation, tokens)
@@ -150,7 +157,12 @@ def _heartbeat(
             return None
         epoch = _epoch(updates.current)
         return RegisteredServer(
-            settings.server_id, settings.url, updates.current, settings.engine.max_running_requests, epoch
+            settings.server_id,
+            settings.url,
+            updates.current,
+            settings.engine.max_running_requests,
+            epoch,
+            updates.declared,
         )
 
     return lambda: registry.heartbeat(current)

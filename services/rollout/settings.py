@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.rollout.engines.base import CommitMode, EngineSpec
+from services.rollout.engines.kinds import declared
+from shared.models.config import ModelConfig
 from shared.models.content import with_content
 from shared.models.hub import model_folder
 from shared.run.folder import RunFolder
@@ -26,6 +28,7 @@ class RolloutSettings:
     bucket: address below which versions of the run may be taken from a bucket.
     date: of the run, for chat templates that write one.
     run, server_id, url: how the server registers in Redis, if `redis_url` is given.
+    kind: which engine, a key of `engines.kinds.ENGINES`.
     """
 
     engine: EngineSpec
@@ -43,13 +46,18 @@ class RolloutSettings:
     trainer_url: str | None = None
     bucket: str | None = None
     date: datetime.date | None = None
+    kind: str = "sglang_jax"
 
 
 def from_config(config: RunConfig) -> RolloutSettings:
-    """A server of a run starts without weights: the run's newest checkpoint is loaded before it reports ready."""
+    """Settings of a server of the run. It starts without weights, and loads the run's newest before it reports ready.
+
+    Raises ConfigError, also for a setting that needs a capability the engine does not have.
+    """
     services, engine = config.services, config.rollout.engine
     model = model_folder(config.model.path, config.run.folder)
     with_content(config, model)
+    declared(engine.kind).check(config, ModelConfig.read(model).routing is not None)
     spec = EngineSpec(
         model_path=str(model),
         load_weights=False,
@@ -79,4 +87,5 @@ def from_config(config: RunConfig) -> RolloutSettings:
         trainer_url=services.base_url("trainer"),
         bucket=config.run.bucket,
         date=config.run.date,
+        kind=engine.kind,
     )

@@ -17,6 +17,7 @@ import orjson
 from pydantic import Field, TypeAdapter, ValidationError
 from redis.asyncio import Redis
 
+from shared.engines import DeclaredEngine
 from shared.errors import QueueUnavailable
 from shared.process import telemetry
 from shared.queue.client import command, transaction
@@ -37,7 +38,7 @@ class RegisteredServer:
     """A server that may be sent work.
 
     `version` is the weight version it serves ("e000001-s000042"), `capacity` how many requests it serves at once,
-    `epoch` the trainer incarnation its weights come from.
+    `epoch` the trainer incarnation its weights come from. `engine` is None in records of older servers.
     """
 
     id: str
@@ -45,6 +46,7 @@ class RegisteredServer:
     version: str
     capacity: Annotated[int, Field(ge=1)]
     epoch: int
+    engine: DeclaredEngine | None = None
 
 
 _RECORD = TypeAdapter(RegisteredServer)

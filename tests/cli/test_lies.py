@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 import pytest
 
+from shared.engines import DeclaredEngine
 from shared.run import checkpoint_files, commits, ledger
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
@@ -47,6 +48,18 @@ def test_the_run_itself_is_proven(valid: Path):
     result = command.verify(RunFolder(valid))
     assert result["violations"] == []
     assert [one for one in result["not_checked"] if "checkpoints.jsonl" in one] == []
+
+
+def test_an_engine_that_cannot_prove_its_weights_is_named(valid: Path, tmp_path: Path):
+    run = copied(valid, tmp_path)
+    line = lies.lines(run.handovers)[-1]
+    for engine in (DeclaredEngine("sglang_jax"), DeclaredEngine("plain", ("exact_ids", "spans", "probe"))):
+        servers = [{"url": "a", "engine": engine.to_json()}, {"url": "b"}, {"engine": 7}, 7]
+        append(run.handovers, line | {"servers": servers})
+    result = command.verify(run)
+    assert result["violations"] == []
+    reported = [one for one in result["not_checked"] if "as reported by the server" in one]
+    assert reported == ["weights as reported by the server: engine plain has no audit"]
 
 
 def test_remaking_an_honest_run_changes_nothing_that_is_named(valid: Path, tmp_path: Path):

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
+from shared.engines import DeclaredEngine
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from shared.run.state import initial_state
@@ -121,6 +122,17 @@ def test_a_tail_waits_for_whole_lines_and_survives_a_rollback(tmp_path: Path) ->
     assert tail.new() == []
     path.write_bytes(b'{"a":1}\n{"a":3}\n')
     assert tail.new() == [{"a": 3}]
+
+
+def test_an_engine_without_all_capabilities_is_named(folder: RunFolder) -> None:
+    whole, plain = DeclaredEngine("sglang_jax"), DeclaredEngine("plain", ("exact_ids", "spans", "in_flight_update"))
+    write(folder.handovers, [{"step": 1, "servers": [{"url": "a", "engine": whole.to_json()}, {"url": "b"}]}])
+    assert "sglang_jax" not in report.told(report.make(folder), folder)
+    write(folder.handovers, [{"step": 2, "servers": [{"url": "c", "engine": plain.to_json()}]}] * 2)
+    summary = report.make(folder)
+    lacks = ["audit", "routing", "probe"]
+    assert summary["engines"] == [{"kind": "sglang_jax", "lacks": []}, {"kind": "plain", "lacks": lacks}]
+    assert "plain, without audit, routing, probe" in report.told(summary, folder)
 
 
 def test_the_summary_counts_a_replayed_step_once(folder: RunFolder) -> None:

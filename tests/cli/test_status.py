@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import orjson
 import pytest
 
+from shared.engines import DeclaredEngine
 from shared.errors import ConfigError
 from shared.run import trust, wedge
 from shared.run.folder import RunFolder
@@ -94,6 +95,19 @@ async def test_how_far_the_bucket_follows_is_shown(capsys):
     async with stack(trainer={"/status": TRAINER | {"bucket": "s3://b/r", "bucket_step": None}}) as urls:
         await show(*urls.values())
     assert "the run's bucket has nothing yet" in capsys.readouterr().out
+
+
+async def test_an_engine_without_all_capabilities_is_named(capsys):
+    for engine, told in (
+        (DeclaredEngine("sglang_jax"), False),
+        (DeclaredEngine("plain", ("exact_ids", "spans", "in_flight_update", "routing")), True),
+    ):
+        described = {"/weights": {"current": "e000001-s000002"}, "/get_server_info": {"engine": engine.to_json()}}
+        async with stack(**{"rollout-0": described}) as urls:
+            await show(*urls.values())
+        shown = capsys.readouterr().out
+        assert "current e000001-s000002" in shown
+        assert ("engine plain (without audit, probe)" in shown) == told
 
 
 async def test_addresses_say_what_they_are_and_json_is_for_programs(capsys):

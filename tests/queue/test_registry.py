@@ -10,13 +10,15 @@ from contextlib import asynccontextmanager
 import pytest
 from redis.asyncio import Redis
 
+from shared.engines import DeclaredEngine
 from shared.process.ports import free_port
 from shared.queue import registry
 from shared.queue.client import connect
 from shared.queue.registry import RegisteredServer, Registry
 
+PLAIN = DeclaredEngine("plain", ("exact_ids", "spans"))
 ONE = RegisteredServer(id="one", url="http://127.0.0.1:1", version="e000001-s000000", capacity=8, epoch=1)
-TWO = RegisteredServer(id="two", url="http://127.0.0.1:2", version="e000001-s000000", capacity=8, epoch=1)
+TWO = RegisteredServer(id="two", url="http://127.0.0.1:2", version="e000001-s000000", capacity=8, epoch=1, engine=PLAIN)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from services.trainer.publishing import publisher as publishing
 from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.publishing.publisher import HandoverPublisher, Publisher
 from services.trainer.status import TrainerStatus
+from shared.engines import DeclaredEngine
 from shared.errors import QueueUnavailable, ServiceUnreachable
 from shared.published.manifest import Chunk, WeightOffer
 from shared.types import WeightVersion
@@ -15,6 +16,7 @@ from shared.types import WeightVersion
 V1, V2, V3 = (
     PublishedVersion(WeightVersion(1, n), Chunk(f"{n:064x}", 9), f"{n + 9:064x}", 9, 0, {}) for n in (1, 2, 3)
 )
+PLAIN = DeclaredEngine("plain", ("exact_ids", "spans"))
 TRAINER = "http://trainer"
 
 
@@ -26,7 +28,7 @@ class Servers:
     def __init__(self, *urls: str, down: tuple[str, ...] = (), hung: tuple[str, ...] = ()) -> None:
         self.urls, self.down, self.hung, self.told, self.gate = urls, down, hung or urls, [], asyncio.Event()
         self.announced, self.sources = list[PublishedVersion](), dict[str, set[str]]()
-        self.serves = dict[str, WeightVersion]()
+        self.serves, self.engines = dict[str, WeightVersion](), dict[str, Any]()
         self.gate.set()
 
     async def served(self) -> dict[str, WeightVersion | None]:
@@ -51,7 +53,7 @@ class RecordingServer:
             await self._all.gate.wait()
         if self._url in self._all.down:
             raise ServiceUnreachable(f"{self._url} did not answer")
-        return {"timings": {"stage_s": 0.5}}
+        return {"timings": {"stage_s": 0.5}, "engine": self._all.engines.get(self._url)}
 
 
 async def test_every_server_is_told_and_a_dead_one_harms_nobody():
@@ -62,6 +64,13 @@ async def test_every_server_is_told_and_a_dead_one_harms_nobody():
     assert servers.announced == [V1]
     assert servers.sources == {"a": {TRAINER, "b", "c"}, "b": {TRAINER, "a", "c"}, "c": {TRAINER, "a", "b"}}
     assert sorted(servers.told) == [(u, str(V1.version), "retract") for u in "abc"]
+
+
+async def test_the_engine_that_took_a_version_is_recorded():
+    servers = Servers("a", "b", "c", "d", down=("d",))
+    servers.engines = {"a": PLAIN.to_json(), "b": {"kind": 7}, "d": PLAIN.to_json()}
+    deliveries = await servers.publisher().publish(V1)
+    assert {d.url: d.engine for d in deliveries} == {"a": PLAIN.to_json(), "b": None, "c": None, "d": None}
 
 
 async def test_servers_are_told_at_the_same_time():

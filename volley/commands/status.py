@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.clients.base import HttpClient
+from shared.engines import DeclaredEngine
 from shared.errors import ConfigError, ServiceUnreachable, VolleyError
 from shared.run import wedge
 from shared.run.folder import RunFolder
@@ -255,7 +256,9 @@ def _state(seen: ServiceReport) -> str:
 def _details_of(seen: ServiceReport) -> str:
     if untold := seen.said.get("untold"):
         return f"tells nothing: {untold}"
-    return ", ".join(f"{key} {seen.said[key]}" for key in _KEYS if seen.said.get(key) not in (None, ""))
+    engine = DeclaredEngine.from_json(seen.said.get("engine"))
+    details = [f"{key} {seen.said[key]}" for key in _KEYS if seen.said.get(key) not in (None, "")]
+    return ", ".join([*details, *([f"engine {engine}"] if engine and engine.lacks else [])])
 
 
 def _json(seen: Sequence[ServiceReport], verdict: Verdict) -> str:

@@ -29,7 +29,7 @@ from volley.reporting.curve import curve
 from volley.reporting.intervals import SuccessRate, success_rates
 from volley.reporting.progress import printed_text
 from volley.run_arguments import add_run_dir
-from volley.runs import survey
+from volley.runs import engines, survey
 from volley.runs.record import RunRecord, read_record, write_json
 
 _MAIN, _UNNAMED = "data.env", "main environment"
@@ -92,6 +92,7 @@ def make(folder: RunFolder) -> dict[str, Any]:
     curves = environments.curves(steps, evals, _main_environment(record))
     summary |= {"tickets": dispositions(lines, head), "episodes": outcomes(steps, lines, head)}
     summary |= {"environments": [one.summary() for one in curves], "best": _best(folder, head)}
+    summary |= {"engines": [{"kind": one.kind, "lacks": [*one.lacks]} for one in engines.read(folder)]}
     write_json(folder.summary, summary)
     from volley.reporting import plot
 
@@ -214,6 +215,7 @@ def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str
         ("newest weights", str(summary["final_weight_version"] or "–")),
         *_best_rows(summary.get("best")),
         *_provenance_rows(summary),
+        *_engine_rows(summary["engines"]),
         ("groups", _counted(summary["tickets"])),
         *environments.table_rows(summary["environments"]),
         *_outcome_rows(summary["episodes"]),
@@ -266,6 +268,11 @@ def _provenance_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             for key, (was, now) in one["changes"].items()
         ]
     return rows
+
+
+def _engine_rows(engines: Rows) -> list[tuple[str, str]]:
+    """Engines that lack a capability."""
+    return [("engine", f"{one['kind']}, without {', '.join(one['lacks'])}") for one in engines if one["lacks"]]
 
 
 def _outcome_rows(episodes: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ from shared.run.state import in_lineage
 from shared.types import WeightVersion
 from volley.printing import printed_block, printed_json, told_lines
 from volley.run_arguments import add_run_dir
-from volley.runs import survey
+from volley.runs import engines, survey
 from volley.runs.record import read_record
 from volley.verify import (
     budget,
@@ -169,7 +169,7 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
         "logged": head.step - saved.step,
         "undone": [{key: line[key] for key in ("ticket", "step", "epoch")} for line in fates.undone[:_MOST_TOLD]],
         "set_aside": aside,
-        "not_checked": [*held.absent(found), *held.replaced(folder, ancestors), *missing],
+        "not_checked": [*held.absent(found), *held.replaced(folder, ancestors), *missing, *engines.unproven(folder)],
         "changed_data": data.changed(folder, run.data),
         "superseded_archives": [str(version) for version in groups.superseded(folder.archive, head)][:_MOST_TOLD],
         "redis": seen if isinstance(seen, str) else "differs" if differing else "agrees",

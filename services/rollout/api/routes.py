@@ -139,7 +139,7 @@ async def holding(digest: ChunkDigest, state: Rollout) -> Response:
     return Response(state.updates.holding(digest).to_bytes(), media_type="application/octet-stream")
 
 
-@router.post("/update_weights", tags=["weights"], openapi_extra=declares(body=schemas.UPDATE, answer=schemas.COMMITTED))
+@router.post("/update_weights", tags=["weights"], openapi_extra=declares(body=schemas.UPDATE, answer=schemas.UPDATED))
 async def update_weights(request: Request, state: Rollout) -> Response:
     """Stage and commit in one."""
     body = await read_body(request)
@@ -214,16 +214,22 @@ async def get_model_info(request: Request, state: Rollout) -> Response:
 
 @router.get("/get_server_info", tags=["info"], openapi_extra=declares(answer=schemas.SERVER))
 async def get_server_info(request: Request, state: Rollout) -> Response:
-    """How the engine was started and what it is doing."""
+    """The engine's kind and capabilities, how it was started, and what it is doing."""
     status = dataclasses.asdict(await state.engine.status())
     return respond(
-        request, {**dataclasses.asdict(state.spec), **dataclasses.asdict(state.info), "internal_state": status}
+        request,
+        {
+            **dataclasses.asdict(state.spec),
+            **dataclasses.asdict(state.info),
+            "engine": state.updates.declared.to_json(),
+            "internal_state": status,
+        },
     )
 
 
 async def _update(state: RolloutState, wanted: str | WeightOffer, mode: CommitMode | None) -> dict[str, Any]:
     staged, committed = await state.updates.update(wanted, mode)
-    done = _committed(committed)
+    done = _committed(committed) | {"engine": state.updates.declared.to_json()}
     return {**done, "timings": {**staged.timings, **done["timings"]}}
 
 

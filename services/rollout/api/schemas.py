@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from services.rollout.api import validation
 from services.rollout.engines.base import CommitMode, FinishType
+from shared.engines import CAPABILITIES
 
 type Schema = dict[str, Any]
 
@@ -140,11 +141,17 @@ COMMIT = _with_example(
     _object({"version": _TEXT}, {"base_version": _or_null(_TEXT), "mode": _MODE}), version=_VERSION_NAME
 )
 COMMITTED = _object(_COMMITTED)
+_ENGINE = _object(
+    {"kind": {"type": "string"}, "capabilities": {"type": "array", "items": {"enum": list(CAPABILITIES)}}}
+)
+UPDATED = _object({**_COMMITTED, "engine": _ENGINE})
 UPDATE = _with_example(
     {"anyOf": [_object({"manifest": _TEXT}, {"mode": _MODE}), _object(_OFFER, {"mode": _MODE})]}, manifest=_CHECKPOINT
 )
 UPDATE_FROM_DISK = _with_example(_object({"model_path": _TEXT}, {"mode": _MODE}), model_path=_CHECKPOINT)
-UPDATED_FROM_DISK = _object({"success": {"const": True}, "message": {"type": "string"}, **_COMMITTED})
+UPDATED_FROM_DISK = _object(
+    {"success": {"const": True}, "message": {"type": "string"}, **_COMMITTED, "engine": _ENGINE}
+)
 WEIGHTS = _object({"current": _VERSION, "staged": _VERSION, "digest": _VERSION})
 ABORT = _with_example({"anyOf": [_object({"rid": _TEXT}), _object({"abort_all": {"const": True}})]}, rid="1")
 ABORTED = _object({"aborted": _COUNT})
@@ -160,7 +167,7 @@ MODEL = _object(
         "eos_token_ids": {"type": "array", "items": _COUNT},
     }
 )
-SERVER = _object({"internal_state": {"type": "object"}})
+SERVER = _object({"engine": _ENGINE, "internal_state": {"type": "object"}})
 MODELS = _object({"object": {"const": "list"}, "data": {"type": "array", "items": {"type": "object"}}})
 ANSWER = _object(
     {

@@ -234,6 +234,15 @@ class EngineStatus:
 class Engine(Protocol):
     """An engine that is up. Every method may raise EngineDied; `audit`, `status` and `abort` Unavailable where it is
     too busy to answer.
+
+    An engine without a capability (`shared.engines.Capability`) never makes up what it cannot know:
+
+    - exact_ids: it serves no run.
+    - spans: `GenerateResult.versions` is one span, of the version that served when the request began.
+    - in_flight_update: `commit` is called with mode "abort" alone, and ends running requests before weights change.
+    - audit: `audit` is not called; `LoadedWeights.checksum` and `Live.checksum` are empty.
+    - routing: `GenerateResult.routed_experts` is None.
+    - probe: `stage` ignores the probe, and `Live.logprobs` is None.
     """
 
     @property

@@ -27,9 +27,11 @@ from services.rollout.weights.fence import VersionFence
 from services.rollout.weights.pulling import ChunkPuller, WantedVersion
 from services.rollout.weights.serving import Distrusted, NothingServes, Serving, ServingState, StagedUpdate
 from services.rollout.weights.turns import UpdateTurns
+from shared.engines import IN_FLIGHT, DeclaredEngine
 from shared.errors import (
     Conflict,
     Forbidden,
+    InputError,
     NotFound,
     OutOfMemory,
     Unavailable,
@@ -75,6 +77,8 @@ class WeightUpdater:
         puller: takes published versions; None refuses them.
         newest_offer: asks the trainer for its newest version; raises VolleyError.
         bucket: takes versions that lie there; None refuses their addresses.
+        declared: the engine's kind and capabilities. Without `audit` nothing is audited; without those of `IN_FLIGHT`
+            the only commit mode is abort.
 
     `staged` waits beside what serves; `_failed` is what the watcher does not try again at once.
     """
@@ -90,6 +94,7 @@ class WeightUpdater:
     puller: ChunkPuller | None = None
     newest_offer: Callable[[], Awaitable[WeightOffer]] | None = None
     bucket: CheckpointBucket | None = None
+    declared: DeclaredEngine = field(default_factory=lambda: DeclaredEngine("sglang_jax"))
     _announced: WeightVersion | None = None
     _failed: FailedVersion | None = None
     _fence: VersionFence = field(default_factory=VersionFence)
@@ -130,16 +135,28 @@ class WeightUpdater:
 
     async def commit(self, version: str, base_version: str | None, mode: CommitMode | None) -> CommitResult:
         """Raises Conflict if `version` is not staged, or `base_version` is not what serves; WeightsError if it then
-        does not serve.
+        does not serve; InputError for a mode that the engine does not have.
         """
+        mode = self._permitted(mode)
         async with self._turns.turn():
             return await self._commit(version, base_version, mode)
 
     async def update(self, wanted: str | WeightOffer, mode: CommitMode | None) -> tuple[StagedUpdate, CommitResult]:
         """`stage` and `commit`."""
+        mode = self._permitted(mode)
         async with self._turns.turn():
             staged = await self._stage(wanted)
             return staged, await self._commit(staged.version, None, mode)
+
+    def _permitted(self, mode: CommitMode | None) -> CommitMode:
+        """`mode`, or the default one. Raises InputError if the engine does not have it."""
+        mode = mode or self.default_mode
+        missing = [one for one in IN_FLIGHT if one in self.declared.lacks]
+        if missing and mode != "abort":
+            raise InputError(
+                f"mode={mode} needs {', '.join(missing)}, which engine {self.declared.kind} does not have", "mode=abort"
+            )
+        return mode
 
     def read_chunk(self, digest: str) -> bytes:
         """For other servers. Raises NotFound; it blocks."""
@@ -177,7 +194,7 @@ class WeightUpdater:
         Unavailable.
         """
         async with self._turns.between():
-            if self._serving is not None:
+            if self._serving is not None and "audit" not in self.declared.lacks:
                 found = self._serving.judge(await self.engine.audit(), self.dtype)
                 if found is not None:
                     self._distrust(self._serving.version, found)
@@ -337,7 +354,7 @@ class WeightUpdater:
         known = (update for update in (self._serving, self.staged) if update is not None)
         return next((one for one in known if (one.version, one.digest) == (found.version, found.digest)), None)
 
-    async def _commit(self, version: str, base_version: str | None, mode: CommitMode | None) -> CommitResult:
+    async def _commit(self, version: str, base_version: str | None, mode: CommitMode) -> CommitResult:
         staged = self.staged
         if version == self.current and (staged is None or staged.version != version):
             live = Live(version, self._serving.checksum if self._serving else "")
@@ -349,7 +366,6 @@ class WeightUpdater:
             )
         if base_version is not None and base_version != self.current:
             raise Conflict(f"{version} builds on {base_version}, but {self.current} is serving")
-        mode = mode or self.default_mode
         if self.current is None and mode == "in_place":
             mode = "retract"
         passed = version if WeightVersion.of_name(version) is not None else await asyncio.to_thread(self._newest_name)

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import FencedLog
+from shared.engines import DeclaredEngine
 from shared.errors import VolleyError
 from shared.process import telemetry
 from shared.published.manifest import WeightOffer
@@ -53,13 +54,14 @@ type Served = Mapping[str, WeightVersion | None]
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """What one server answered. `seconds` is the whole call; `timings` are the server's own figures; `error` is None on
-    success.
+    success. `engine` is the engine that took the version (see `DeclaredEngine.to_json`), if the server says it.
     """
 
     url: str
     seconds: float
     timings: Mapping[str, Any]
     error: str | None
+    engine: Mapping[str, Any] | None = None
 
 
 class Publisher:
@@ -146,7 +148,9 @@ class Publisher:
             seconds=round(seconds, 4),
             reason=reason,
         )
-        return Delivery(url, seconds, (answer or {}).get("timings") or {}, reason)
+        engine = DeclaredEngine.from_json((answer or {}).get("engine"))
+        timings = (answer or {}).get("timings") or {}
+        return Delivery(url, seconds, timings, reason, engine.to_json() if engine else None)
 
 
 class HandoverPublisher:

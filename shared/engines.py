@@ -1,0 +1,86 @@
+"""Capabilities that an engine of a rollout server declares, and the settings of a run that need them.
+
+The engines themselves are in `services.rollout.engines`; this is what servers, trainer and commands tell each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+from shared.errors import ConfigError
+from shared.schema import RunConfig
+
+type Capability = Literal["exact_ids", "spans", "in_flight_update", "audit", "routing", "probe"]
+"""
+exact_ids: output ids are the sampled tokens, each with its log-probability.
+spans: an answer names the weight version of every token, also where versions change within it.
+in_flight_update: weights may change while requests run, which then go on.
+audit: the checksum of the arrays that the next step uses can be read at any time.
+routing: the experts that tokens were sent to can be returned.
+probe: the engine compares its log-probabilities of given tokens with the trainer's before weights serve.
+"""
+CAPABILITIES: tuple[Capability, ...] = get_args(Capability.__value__)
+IN_FLIGHT: tuple[Capability, ...] = ("in_flight_update", "spans")
+"""Needed by every update mode but `abort`."""
+_PROOFS: tuple[Capability, ...] = ("audit", "probe")
+_MOST_NAME = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredEngine:
+    """Kind of an engine, as `rollout.engine.kind` names it, and its capabilities."""
+
+    kind: str
+    capabilities: tuple[str, ...] = CAPABILITIES
+
+    @property
+    def lacks(self) -> tuple[Capability, ...]:
+        """The known capabilities that it does not declare."""
+        return tuple(one for one in CAPABILITIES if one not in self.capabilities)
+
+    @property
+    def unproven(self) -> str | None:
+        """A sentence if its weights cannot be checked against the trainer's; else None."""
+        missing = [one for one in _PROOFS if one in self.lacks]
+        return f"weights as reported by the server: engine {self.kind} has no {', '.join(missing)}" if missing else None
+
+    def __str__(self) -> str:
+        return f"{self.kind} (without {', '.join(self.lacks)})" if self.lacks else self.kind
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "capabilities": list(self.capabilities)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self | None:
+        """None for anything else than `to_json` gives."""
+        if not isinstance(value, Mapping):
+            return None
+        kind, capabilities = value.get("kind"), value.get("capabilities")
+        if not (isinstance(kind, str) and 0 < len(kind) <= _MOST_NAME and isinstance(capabilities, list)):
+            return None
+        return cls(kind, tuple(one for one in CAPABILITIES if one in capabilities))
+
+    def check(self, config: RunConfig, has_experts: bool) -> None:
+        """Raises ConfigError if the run needs a capability that the engine does not declare."""
+        for key, capability, hint in _needs(config, has_experts):
+            if capability in self.lacks:
+                raise ConfigError(
+                    f"{key} needs {capability}, which rollout.engine.kind={self.kind} does not have", hint
+                )
+
+
+def _needs(config: RunConfig, has_experts: bool) -> Iterator[tuple[str, Capability, str]]:
+    """The setting, the capability, and how to do without it."""
+    another = "choose another rollout.engine.kind"
+    yield f"mode={config.mode}", "exact_ids", another
+    if config.rollout.update_mode != "abort":
+        for one in IN_FLIGHT:
+            yield (
+                f"rollout.update_mode={config.rollout.update_mode}",
+                one,
+                f"set rollout.update_mode=abort, or {another}",
+            )
+    if config.model.routing_replay and has_experts:
+        yield "model.routing_replay=true", "routing", f"set model.routing_replay=false, or {another}"
