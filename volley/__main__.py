@@ -60,13 +60,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    arguments = parsed(argv)
+    arguments = parse_arguments(argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     accept(arguments)
     return command(arguments)
 
 
-def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; argparse takes no further positional arguments after an option that follows the first ones."""
     given = sys.argv[1:] if argv is None else argv
     whole = parser(given[0] if given else "")

@@ -14,20 +14,20 @@ import orjson
 from shared.visible import visible, visible_json
 
 
-def printed(*lines: object) -> None:
+def print_lines(*lines: object) -> None:
     """Writes each as one line to standard output."""
     print("\n".join(map(visible, lines)), flush=True)
 
 
-def printed_block(text: str) -> None:
+def print_block(text: str) -> None:
     """Writes text of several lines: a table, or what somebody's program has printed."""
-    printed(*text.split("\n"))
+    print_lines(*text.split("\n"))
 
 
-def printed_for_shell(*lines: str) -> None:
+def print_for_shell(*lines: str) -> None:
     """Writes lines that a shell evaluates: as they are into its pipe, visible to a terminal."""
     if sys.stdout.isatty():
-        printed(*lines)
+        print_lines(*lines)
     else:
         print("\n".join(lines), flush=True)
 
@@ -37,12 +37,12 @@ def complain(line: object) -> None:
     print(visible(line), file=sys.stderr, flush=True)
 
 
-def printed_json(value: Any) -> None:
+def print_json(value: Any) -> None:
     """Writes the value as indented JSON, without control characters."""
-    print(as_json(value), flush=True)
+    print(format_json(value), flush=True)
 
 
-def as_json(value: Any) -> str:
+def format_json(value: Any) -> str:
     try:
         text = orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode()
     except TypeError:  # names of files may hold bytes that are no text
@@ -50,6 +50,6 @@ def as_json(value: Any) -> str:
     return visible_json(text)
 
 
-def told_lines(lines: list[str]) -> str:
+def join_lines(lines: list[str]) -> str:
     """The lines as one text, each of them one line whatever it quotes."""
     return "\n".join(map(visible, lines))

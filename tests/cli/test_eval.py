@@ -12,7 +12,7 @@ import pytest
 
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
-from volley.__main__ import parsed
+from volley.__main__ import parse_arguments
 from volley.commands import evaluate
 from volley.layout import PROJECT
 from volley.reporting import jsonl
@@ -103,7 +103,7 @@ def test_a_result_that_could_not_be_written_is_refused_first(tmp_path: Path):
 
 
 def test_values_may_stand_on_both_sides_of_an_option(capsys: pytest.CaptureFixture[str]):
-    arguments = parsed(["eval", "runs/x", "a=1", "--config", "c.yaml", "b=2", "--json", "o.json", "c=3"])
+    arguments = parse_arguments(["eval", "runs/x", "a=1", "--config", "c.yaml", "b=2", "--json", "o.json", "c=3"])
     assert (arguments.target, arguments.overrides) == ("runs/x", ["a=1", "b=2", "c=3"])
     for wrong in (
         ["eval", "runs/x", "--config", "c.yaml", "b"],
@@ -111,7 +111,7 @@ def test_values_may_stand_on_both_sides_of_an_option(capsys: pytest.CaptureFixtu
         ["verify", "r", "a=1"],
     ):
         with pytest.raises(SystemExit):
-            parsed(wrong)
+            parse_arguments(wrong)
         assert "unrecognized arguments" in capsys.readouterr().err
 
 

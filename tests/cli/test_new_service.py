@@ -76,7 +76,7 @@ async def test_it_is_started_supervised_asked_and_told_from_strangers(tmp_path: 
                 await nobody.get("/scores")
 
         found = addresses.read(run.folder)
-        assert (await identity.met(run.folder, found)) == dict.fromkeys(run.stack.urls, True)
+        assert (await identity.find_answering(run.folder, found)) == dict.fromkeys(run.stack.urls, True)
         seen, _ = await status._of_run(run.folder)
         (report,) = (one for one in seen if one.kind == "scorer")
         assert (report.error, report.not_ready, report.said["path"]) == (None, None, "/scores")
@@ -98,7 +98,7 @@ async def test_a_run_of_its_own_on_the_same_port_is_a_stranger(tmp_path: Path):
     async with started(loaded_with(tmp_path / "one")) as one, started(loaded_with(tmp_path / "two")) as two:
         found = addresses.read(one.folder)
         stolen = found.model_copy(update={"urls": found.urls | {"scorer": two.stack.urls["scorer"]}})
-        known = await identity.met(one.folder, stolen)
+        known = await identity.find_answering(one.folder, stolen)
     assert [name for name, ours in known.items() if not ours] == ["scorer"]
 
 

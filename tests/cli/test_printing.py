@@ -24,7 +24,7 @@ from shared.visible import visible, visible_json
 from tests.support import small_run
 from volley.__main__ import main
 from volley.commands import environments
-from volley.printing import as_json, complain, printed, printed_block
+from volley.printing import complain, format_json, print_block, print_lines
 from volley.reporting.live import LiveDisplay
 from volley.verify import command
 from volley.verify.violation import Violation, ViolationKind
@@ -49,19 +49,19 @@ def test_text_of_every_language_stays_as_it_is() -> None:
 
 @given(st.recursive(st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=5))
 def test_json_for_programs_has_the_same_value_and_no_controls(value: Any) -> None:
-    text = as_json(value)
+    text = format_json(value)
     assert not FORBIDDEN.search(text)
     assert orjson.loads(text) == value
     assert visible_json(text) == text
 
 
 def test_json_of_a_name_that_is_no_text() -> None:
-    assert not FORBIDDEN.search(as_json({"file": "\udc80\x9b"}))
+    assert not FORBIDDEN.search(format_json({"file": "\udc80\x9b"}))
 
 
 def test_every_printer_makes_its_text_visible(capsys: pytest.CaptureFixture[str]) -> None:
-    printed(HOSTILE, "second")
-    printed_block(f"table\n{HOSTILE}")
+    print_lines(HOSTILE, "second")
+    print_block(f"table\n{HOSTILE}")
     complain(HOSTILE)
     shown = capsys.readouterr()
     assert not FORBIDDEN.search(shown.out + shown.err)
@@ -71,7 +71,7 @@ def test_every_printer_makes_its_text_visible(capsys: pytest.CaptureFixture[str]
 
 def test_a_violation_forges_no_line_of_the_proof() -> None:
     result = command._refused(Violation(ViolationKind.FOLDER, HOSTILE, file=HOSTILE))
-    lines = command.told(result).split("\n")
+    lines = command.format_result(result).split("\n")
     assert "proven" not in lines
     assert lines[-1].startswith("NOT PROVEN")
     assert not any(map(FORBIDDEN.search, lines))

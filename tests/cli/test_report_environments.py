@@ -12,7 +12,7 @@ from shared.run.wedge import ServiceReport, Verdict
 from tests.cli.test_report import evaluation, step, write
 from volley.commands import status
 from volley.reporting import report
-from volley.reporting.environments import told_mixture
+from volley.reporting.environments import format_mixture
 from volley.reporting.lines import eval_line
 from volley.reporting.phases import RunPhases
 from volley.reporting.progress import Activity
@@ -78,8 +78,8 @@ def test_a_run_of_one_environment_is_told_as_before(tmp_path: Path) -> None:
 
 def test_the_mixture_is_one_line_where_there_are_several() -> None:
     told = "frozen_lake 75%, adder@2 5% (canary), words@1 0% (suspended)"
-    assert told_mixture(MIXTURE) == told
-    assert told_mixture(MIXTURE[:1]) == told_mixture([MIXTURE[0], MIXTURE[3]]) == told_mixture(None) == ""
+    assert format_mixture(MIXTURE) == told
+    assert format_mixture(MIXTURE[:1]) == format_mixture([MIXTURE[0], MIXTURE[3]]) == format_mixture(None) == ""
     phases = RunPhases(9, lambda: 0.0)
     phases.activity(Activity({"mixture": MIXTURE}, {"phase": "training", "step": 1}))
     assert [row.detail for row in phases.rows() if row.name == "mixture"] == [told]

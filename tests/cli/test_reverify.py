@@ -19,7 +19,7 @@ from shared.errors import ConfigError, RateLimited
 from shared.run import seeding
 from shared.types import ASSISTANT, Trajectory, Turn, VersionSpan
 from tests.support.tokenizer import tiny_tokenizer
-from volley.reverify.command import told
+from volley.reverify.command import format_result
 from volley.reverify.episodes import rejudge, said
 
 SEED, TICKET = 3, 7
@@ -137,7 +137,7 @@ def test_the_table_says_what_would_have_been_taught_otherwise() -> None:
         "awakened": 1,
         "skipped": {"NotFound: gone": 2},
     }
-    text = told({"environments": {"adder@1": row}, "changed": []})
+    text = format_result({"environments": {"adder@1": row}, "changed": []})
     assert "0.250 -> 0.500" in text
     assert "1 of 2 (0 teach nothing any more, 1 did not teach before)" in text
     assert "not played again: 2: NotFound: gone" in text

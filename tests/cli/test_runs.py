@@ -106,7 +106,7 @@ def test_what_may_change_is_said_and_listed_before_it_does(tmp_path: Path) -> No
 def test_a_finished_run_says_so_and_goes_on_with_more_steps(tmp_path: Path) -> None:
     wanted = begun(tmp_path, 10)
     with runs.claimed(wanted) as (folder, record, _):
-        done = runs.finished(folder, record)
+        done = runs.mark_finished(folder, record)
     assert (done.finished, done.final) == (True, "e000001-s000010")
     with pytest.raises(ConfigError, match=r"is finished.*trainer\.max_steps=N"):
         claim(wanted)
@@ -123,7 +123,7 @@ def test_a_finished_run_tells_what_its_trainer_had_in_force(tmp_path: Path) -> N
     checkpoints.fence(2)
     checkpoints.save(state, CheckpointContents({}, {}, None, {}, None), None)
     with runs.claimed(loaded(tmp_path, trainer={"max_steps": 10})) as (folder, record, _):
-        done = runs.finished(folder, record)
+        done = runs.mark_finished(folder, record)
     assert (done.final, done.config["trainer.max_steps"]) == ("e000002-s000005", 5)
     assert [(one.from_step, dict(one.changes)) for one in done.amendments] == [(4, {"trainer.max_steps": (10, 5)})]
     assert runs.stored(folder.path)[0].config.trainer.max_steps == 5
@@ -501,6 +501,7 @@ def test_a_finished_run_of_an_older_version_keeps_the_digests(tmp_path: Path) ->
     begun(tmp_path, model={"path": str(model)})
     with runs.claimed(loaded(tmp_path, model={"path": str(model)})) as (folder, record, _):
         assert (
-            runs.finished(folder, record).config["model.content.tokenizer"] == record.config["model.content.tokenizer"]
+            runs.mark_finished(folder, record).config["model.content.tokenizer"]
+            == record.config["model.content.tokenizer"]
         )
     assert load([folder.config]).config.model.content is not None

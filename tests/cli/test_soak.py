@@ -14,7 +14,7 @@ from shared.config import load
 from shared.queue.scripts import Keys
 from shared.schema import RunConfig
 from tests.support.redis import redis, redis_server  # noqa: F401
-from tools.soak.__main__ import told
+from tools.soak.__main__ import format_result
 from tools.soak.judgement import SoakSample, judged
 from tools.soak.samples import ProcessUsage, QueueUsage, queue_usage, usage
 from tools.soak.trend import trend
@@ -37,7 +37,7 @@ def steady(hour: float) -> ProcessUsage:
 def problems(service: Callable[[float], ProcessUsage], queue: Callable[[float], QueueUsage] = lambda _: QUIET) -> str:
     result = judged(samples(service, queue), CONFIG)
     assert result["ok"] == (not result["problems"])
-    assert all(problem in told(result) for problem in result["problems"])
+    assert all(problem in format_result(result) for problem in result["problems"])
     return "; ".join(result["problems"])
 
 
@@ -45,7 +45,7 @@ def test_a_steady_run_has_no_problem() -> None:
     assert problems(steady) == ""
     result = judged(samples(steady), CONFIG)
     assert (result["minutes"], result["measured_minutes"]) == (29.95, 19.95)
-    assert "nothing grows" in told(result)
+    assert "nothing grows" in format_result(result)
 
 
 def test_what_grows_during_the_warm_up_only_is_no_problem() -> None:

@@ -18,12 +18,12 @@ from shared.run import state as states
 from shared.run.folder import RunFolder
 from shared.run.held import FollowedFiles
 from shared.run.state import TrainerState, initial_state
-from volley.__main__ import parsed
+from volley.__main__ import parse_arguments
 from volley.commands import sft
 from volley.local import stack
 from volley.reporting import report
 from volley.reporting.lines import sft_line
-from volley.runs.record import claimed, finished
+from volley.runs.record import claimed, mark_finished
 from volley.verify.command import verify
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def configured(monkeypatch: pytest.MonkeyPatch, *words: str) -> LoadedConfig:
         return 0
 
     monkeypatch.setattr(sft.train, "start_or_continue", run)
-    arguments = parsed(words)
+    arguments = parse_arguments(words)
     assert arguments.command(arguments) == 0
     return found[0]
 
@@ -75,13 +75,15 @@ def test_a_configuration_of_rl_gives_its_environments_demonstrations(monkeypatch
     ],
 )
 def test_what_is_missing_is_named(words: tuple[str, ...], why: str):
-    arguments = parsed(words)
+    arguments = parse_arguments(words)
     with pytest.raises(ConfigError, match=why):
         arguments.command(arguments)
 
 
 def test_files_that_are_not_there_are_found_before_anything_is_started(tmp_path: Path):
-    arguments = parsed(["sft", str(tmp_path / "a.jsonl"), "--model", str(tmp_path), f"run.dir={tmp_path}/runs"])
+    arguments = parse_arguments(
+        ["sft", str(tmp_path / "a.jsonl"), "--model", str(tmp_path), f"run.dir={tmp_path}/runs"]
+    )
     with pytest.raises(ConfigError, match=r"a\.jsonl: no such file or folder"):
         arguments.command(arguments)
     assert not (tmp_path / "runs").exists()
@@ -107,7 +109,7 @@ def folder(tmp_path: Path) -> RunFolder:
         data = {"digest": "abc", "examples": 8, "epoch": 1, "offset": 4}
         begun = initial_state(0).under(1, keep_reference=False, settings=pinned.relevant(loaded.config))
         saved(made, replace(begun, step=STEPS, phase="done", metrics=tuple(told[1:]), data=data))
-        finished(made, claim.record)
+        mark_finished(made, claim.record)
     return made
 
 

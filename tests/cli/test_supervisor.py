@@ -19,7 +19,7 @@ from shared.errors import ConfigError, VolleyError, first_error
 from shared.process.events import CANNOT_START
 from shared.process.ports import free_port
 from volley.local.processes import ProcessSpec, Reaper, last_error
-from volley.local.supervisor import RestartPolicy, ServiceFailed, SupervisedProcess, Supervision, keeping
+from volley.local.supervisor import RestartPolicy, ServiceFailed, SupervisedProcess, Supervision, keep_running
 from volley.session_files import SessionFiles
 
 LIVES = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
@@ -69,7 +69,7 @@ async def fails(
 ) -> BaseException:
     """The error that supervision of this process ends with."""
     try:
-        async with asyncio.timeout(40), keeping([member], reaper, said.append, patience or RestartPolicy()):
+        async with asyncio.timeout(40), keep_running([member], reaper, said.append, patience or RestartPolicy()):
             await asyncio.sleep(40)
     except BaseExceptionGroup as group:
         return first_error(group)
@@ -77,7 +77,7 @@ async def fails(
 
 
 async def test_the_context_ends_what_it_started(member: Callable[..., SupervisedProcess], reaper: Reaper) -> None:
-    async with keeping([member(LIVES, name="a"), member(LIVES, name="b")], reaper, print) as kept:
+    async with keep_running([member(LIVES, name="a"), member(LIVES, name="b")], reaper, print) as kept:
         pids = [pid_of(one) for one in kept]
         assert all(map(is_alive, pids))
     assert not any(map(is_alive, pids))
@@ -107,7 +107,7 @@ async def test_what_a_process_needs_is_made_before_each_start_and_a_mended_cause
         return mended[-1]
 
     one = dataclasses.replace(member(program), prepare=needed.touch, mend=mend)
-    async with keeping([one], reaper, print, RestartPolicy(pause_s=0.01)) as (kept,):
+    async with keep_running([one], reaper, print, RestartPolicy(pause_s=0.01)) as (kept,):
         first = pid_of(kept)
         os.kill(first, signal.SIGKILL)
         await until(lambda: pid_of(kept) != first and not needed.exists())
@@ -154,7 +154,7 @@ async def test_exit_code_2_is_a_wrong_configuration(member: Callable[..., Superv
 
 async def test_a_crashed_process_is_started_again(member: Callable[..., SupervisedProcess], reaper: Reaper) -> None:
     said: list[str] = []
-    async with keeping([member(LIVES)], reaper, said.append) as (kept,):
+    async with keep_running([member(LIVES)], reaper, said.append) as (kept,):
         first = pid_of(kept)
         os.kill(first, signal.SIGKILL)
         await until(lambda: pid_of(kept) != first and is_alive(pid_of(kept)))
@@ -165,7 +165,7 @@ async def test_what_is_killed_on_request_is_not_started_again(
     member: Callable[..., SupervisedProcess], reaper: Reaper
 ) -> None:
     said: list[str] = []
-    async with keeping([member(LIVES)], reaper, said.append) as (kept,):
+    async with keep_running([member(LIVES)], reaper, said.append) as (kept,):
         pid = pid_of(kept)
         reaper.kill_all()
         await until(lambda: not is_alive(pid))
@@ -205,7 +205,9 @@ async def test_a_process_that_fails_rarely_is_restarted_for_ever(
 ) -> None:
     said: list[str] = []
     program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1.5); sys.exit(1)"
-    async with keeping([member(program)], reaper, said.append, RestartPolicy(restarts=1, window_s=0.2, pause_s=0.01)):
+    async with keep_running(
+        [member(program)], reaper, said.append, RestartPolicy(restarts=1, window_s=0.2, pause_s=0.01)
+    ):
         await until(lambda: len(said) >= 3)
     assert set(said) == {"child ended with exit code 1; restarting it in 0.01 s"}
 
@@ -217,7 +219,7 @@ async def test_a_run_that_makes_steps_between_failures_goes_on(
     said: list[str] = []
     program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1); sys.exit(1)"
     patience = RestartPolicy(restarts=1, pause_s=0.01, longest_pause_s=0.04)
-    async with keeping([member(program)], reaper, said.append, patience, progress=lambda: len(said)):
+    async with keep_running([member(program)], reaper, said.append, patience, progress=lambda: len(said)):
         await until(lambda: len(said) >= 4)
     assert [line.rpartition(" in ")[2] for line in said[:4]] == ["0.01 s", "0.02 s", "0.04 s", "0.04 s"]
 
@@ -229,7 +231,7 @@ async def test_a_step_that_is_undone_and_made_again_is_no_progress(
     program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1); sys.exit(1)"
     steps = iter([3, 2, 3, 2, 3])
     with pytest.raises(BaseExceptionGroup) as failure:
-        async with keeping(
+        async with keep_running(
             [member(program)],
             reaper,
             said.append,
@@ -282,7 +284,7 @@ async def test_a_process_that_no_longer_answers_is_killed_and_started_again(reap
         return False
 
     patience = RestartPolicy(probe_s=0.3, hung_s=1.5, pause_s=0.01)
-    async with keeping([SupervisedProcess(spec, answers, 20.0)], reaper, said.append, patience) as (kept,):
+    async with keep_running([SupervisedProcess(spec, answers, 20.0)], reaper, said.append, patience) as (kept,):
         first = pid_of(kept)
         os.kill(first, signal.SIGSTOP)
         await until(lambda: pid_of(kept) != first)
@@ -305,7 +307,7 @@ async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(
         f"pathlib.Path({str(tmp_path / 'grandchild')!r}).write_text(str(child.pid))\n"
         "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
     )
-    async with keeping([member(program, stop_s=0.3)], reaper, print) as (kept,):
+    async with keep_running([member(program, stop_s=0.3)], reaper, print) as (kept,):
         pids = [pid_of(kept), int((tmp_path / "grandchild").read_text(encoding="utf-8"))]
         assert all(map(is_alive, pids))
     await until(lambda: not any(map(is_alive, pids)))

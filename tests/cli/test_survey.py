@@ -124,7 +124,7 @@ def test_what_no_run_leaves_is_named_before_anything_is_read(
     assert not result["ok"]
     assert {violation["kind"] for violation in result["violations"]} == {"folder"}
     assert reason in result["violations"][0]["detail"]
-    assert reason in command.told(result)
+    assert reason in command.format_result(result)
     for read in (lambda: report.main(run.path), lambda: compare.compared([run])):
         with pytest.raises(ConfigError, match="--trust"):
             read()
@@ -274,7 +274,7 @@ def test_a_proof_on_a_busy_machine_is_not_finished(run: RunFolder, monkeypatch: 
         result = command.verify(run)
         assert signal.getitimer(signal.ITIMER_REAL)[0] > 0, "the alarm of `within`"
     assert (result["ok"], result["violations"]) == (False, [])
-    assert command.told(result).splitlines()[-1].startswith("NOT FINISHED: ")
+    assert command.format_result(result).splitlines()[-1].startswith("NOT FINISHED: ")
 
 
 def test_a_survey_on_a_busy_machine_is_not_finished(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

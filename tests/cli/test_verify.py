@@ -388,7 +388,7 @@ def test_steps_beyond_the_newest_checkpoint_of_a_run_without_records_are_named_a
     assert result["head"] == str(E2[4])
     assert result["undone"] == [{"ticket": ticket, "step": 5, "epoch": 2} for ticket in (11, 12)]
     assert result["superseded_archives"] == [str(E2[5])]
-    assert "undone: ticket 11, step 5 of epoch 2" in command.told(result)
+    assert "undone: ticket 11, step 5 of epoch 2" in command.format_result(result)
 
 
 def test_records_that_a_running_trainer_removes_meanwhile_are_missed_by_nobody(

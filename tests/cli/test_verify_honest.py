@@ -18,7 +18,7 @@ from shared.run.state import TrainerState
 from shared.types import Group, WeightVersion
 from tests.support import small_run
 from tests.support.small_run import RUN, Incarnation
-from volley.runs.record import claimed, finished
+from volley.runs.record import claimed, mark_finished
 from volley.verify import command
 
 RATE = "trainer.optimizer_config.learning_rate"
@@ -123,7 +123,7 @@ def test_made_shorter_while_tickets_are_under_way(tmp_path: Path):
     lived(folder, one_step)
     with claimed(config.stored(folder, ["trainer.max_steps=2"])) as claim:
         lived(folder, the_last)
-        finished(claim.folder, claim.record)
+        mark_finished(claim.folder, claim.record)
     assert violations(folder) == []
 
 
@@ -186,7 +186,7 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint(tmp_path: Path):
     folder = RunFolder(small_run.write_config(tmp_path / RUN))
     result = command.verify(folder)
     assert (result["ok"], result["steps"], result["redis"]) == (True, 0, "the run's folder names no Redis")
-    assert command.told(result).endswith("nothing has been trained yet\nproven")
+    assert command.format_result(result).endswith("nothing has been trained yet\nproven")
     folder.sft.write_text(
         '{"step":0}\n{"step":7}\n', encoding="utf-8"
     )  # of a warm start, or before the first checkpoint of SFT
@@ -197,7 +197,7 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint(tmp_path: Path):
         assert f"there is more in {file.name}" in violations(folder.path)[0]["detail"]
         file.unlink()
     with claimed(config.stored(folder.path)) as claim:
-        finished(claim.folder, claim.record)
+        mark_finished(claim.folder, claim.record)
     assert "there is more in run.json" in violations(folder.path)[0]["detail"]
     lived(folder.path, three_steps)
     shutil.rmtree(folder.checkpoints)

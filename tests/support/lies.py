@@ -33,7 +33,7 @@ from shared.run.mixture import MixtureChange
 from shared.run.state import TrainerState, in_lineage
 from shared.types import Group, WeightVersion
 from tests.support.small_run import RUN, Incarnation, write_config
-from volley.runs.record import claimed, finished
+from volley.runs.record import claimed, mark_finished
 
 type Part = Literal["digests", "lines", "beginnings", "records", "states", "saved", "described"]
 PARTS: tuple[Part, ...] = ("digests", "lines", "beginnings", "records", "states", "saved", "described")
@@ -65,7 +65,7 @@ def make(folder: Path) -> Path:
     with claimed(config.load([folder / "config.yaml"])) as claim, ThreadPoolExecutor(1) as executor:
         asyncio.run(Incarnation(folder, executor).run(first))
         asyncio.run(Incarnation(folder, executor).run(second))
-        finished(claim.folder, claim.record)
+        mark_finished(claim.folder, claim.record)
     return folder
 
 

@@ -43,7 +43,7 @@ from shared.run.state import TrainerState
 from shared.schema import RunConfig
 from shared.types import Group, Lineage, Trajectory, VersionSpan, WeightVersion
 from tools.simulated.trainer import NumpyArrays
-from volley.runs.record import claimed, finished
+from volley.runs.record import claimed, mark_finished
 
 RUN, BATCH, SIZE, ETA, STEPS = "r", 2, 2, 1, 5
 HUGE = 1e6
@@ -253,7 +253,7 @@ def make(folder: Path, *, max_to_keep: int = 3) -> Path:
     with claimed(load([folder / "config.yaml"])) as claim, ThreadPoolExecutor(1) as executor:
         asyncio.run(Incarnation(folder, executor, max_to_keep=max_to_keep).run(_first))
         asyncio.run(Incarnation(folder, executor, max_to_keep=max_to_keep).run(_second))
-        finished(claim.folder, claim.record)
+        mark_finished(claim.folder, claim.record)
     return folder
 
 

@@ -17,7 +17,7 @@ from shared.queue.server import embedded_server
 from shared.types import WeightVersion
 from tests.trainer.process import BATCH, deterministic, producing, trainer
 from tools.simulated.trainer import NumpyArrays, SimulatedBackend
-from volley.runs.record import claimed, finished
+from volley.runs.record import claimed, mark_finished
 from volley.verify.command import verify
 
 STEPS = 24
@@ -68,7 +68,7 @@ def test_killed_between_any_two_parts_of_a_step(tmp_path: Path, redis: str, monk
     assert newest.state.step == STEPS
     assert all(np.array_equal(newest.params[name], expected[name]) for name in expected)
     with claimed(load([tmp_path / "config.yaml"])) as claim:
-        finished(claim.folder, claim.record)
+        mark_finished(claim.folder, claim.record)
     result = verify(claim.folder)
     assert result["ok"], result["violations"]
     assert result["by_disposition"] == {"trained": STEPS * BATCH}

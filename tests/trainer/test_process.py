@@ -19,7 +19,7 @@ from shared.config import load
 from shared.queue.server import embedded_server, prepare, running
 from tests.trainer.process import BATCH, SIMULATED, producing, trainer
 from tools.simulated.trainer import NumpyArrays
-from volley.runs.record import claimed, finished
+from volley.runs.record import claimed, mark_finished
 from volley.verify.command import verify
 
 STEPS = 5
@@ -41,7 +41,7 @@ def newest(folder: Path) -> RestoredCheckpoint:
 def check(folder: Path) -> None:
     """The run, which a trainer alone has begun, is taken up and proven, and its metrics have one line a step."""
     with claimed(load([folder / "config.yaml"])) as claim:
-        finished(claim.folder, claim.record)
+        mark_finished(claim.folder, claim.record)
     result = verify(claim.folder)
     assert result["ok"], result["violations"]
     steps = [orjson.loads(line)["step"] for line in claim.folder.metrics.read_bytes().splitlines()]

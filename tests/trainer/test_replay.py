@@ -54,7 +54,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         process.wait(lambda status: status["phase"] == "done")
         assert process.terminate() == 0
     with record.claimed(load([folder / "config.yaml"])) as claim:
-        record.finished(claim.folder, claim.record)
+        record.mark_finished(claim.folder, claim.record)
     return claim.folder.path
 
 
@@ -85,7 +85,7 @@ def test_a_run_that_was_killed_goes_on_with_other_settings_and_nothing_is_undone
         assert status["branched"] is None
         assert process.terminate() == 0
     with record.claimed(load([tmp_path / "config.yaml"])) as claim:
-        known = record.finished(claim.folder, claim.record)
+        known = record.mark_finished(claim.folder, claim.record)
     state = commits.newest(claim.folder)
     assert state is not None
     began = dict(state.lineage)

@@ -18,7 +18,7 @@ import orjson
 
 from shared.errors import ConfigError, VolleyError
 from volley.layout import PROJECT, python_of, variables_of
-from volley.printing import complain, printed_block
+from volley.printing import complain, print_block
 from volley.program import run_program
 from volley.runs.record import write_json
 
@@ -95,7 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
         except VolleyError as error:
             failed.append(name)
             complain(f"{name} failed: {error}")
-    printed_block(table(results))
+    print_block(table(results))
     if arguments.json is not None:
         write_json(arguments.json, results)
     return 1 if failed else 0

@@ -54,11 +54,11 @@ def main(n_sessions: int, seconds: float, rounds: int) -> None:
                 with server() as (pid, port):
                     result = uvloop.run(load(port, pid, speak, n_sessions, seconds, warm_s=min(3.0, seconds)))
                 found[name].append(result)
-                print(f"{name}: {told(result)}", file=sys.stderr, flush=True)
+                print(f"{name}: {format_result(result)}", file=sys.stderr, flush=True)
     emit(summarize(found))
 
 
-def told(result: LoadResult) -> str:
+def format_result(result: LoadResult) -> str:
     return (
         f"{result.n_sessions} sessions, {result.steps_per_s:.0f} steps/s, p50 {result.quantile_ms(0.5):.0f} ms, "
         f"p99 {result.quantile_ms(0.99):.0f} ms, {result.cpu_s_per_1000:.3f} CPU s for 1,000 steps"

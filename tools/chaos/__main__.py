@@ -18,7 +18,7 @@ from tools.arguments import count, minutes
 from tools.chaos import campaign
 from tools.chaos.campaign import CampaignSpec
 from tools.chaos.plan import Amounts
-from volley.printing import complain, printed_block, printed_json, told_lines
+from volley.printing import complain, join_lines, print_block, print_json
 from volley.program import run_program
 
 
@@ -48,11 +48,11 @@ def _run(arguments: argparse.Namespace) -> int:
     amounts = Amounts(arguments.kills, arguments.wipes, arguments.zombies)
     wanted = CampaignSpec(arguments.seed, amounts, arguments.minutes, arguments.dir, arguments.save_interval_steps)
     result = (campaign.real if arguments.real else campaign.simulated)(wanted, _progress)
-    printed_json(result) if arguments.json else printed_block(told(result))
+    print_json(result) if arguments.json else print_block(format_result(result))
     return 0 if result["ok"] else 1
 
 
-def told(result: dict[str, Any]) -> str:
+def format_result(result: dict[str, Any]) -> str:
     """For people: tables in Markdown, then a line for every requirement that is broken."""
     faults = [[name, str(n)] for name, n in result["faults"].items()]
     kills = ", ".join(f"{name} {n}" for name, n in result["kills"].items())
@@ -71,7 +71,7 @@ def told(result: dict[str, Any]) -> str:
         f"Kills: {kills}. Seed {result['seed']}; {result['machine']}.",
         *(f"BROKEN {one['requirement']}: {one['detail']}" for one in result["violations"]),
     ]
-    return told_lines(lines)
+    return join_lines(lines)
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:

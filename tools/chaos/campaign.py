@@ -190,7 +190,7 @@ def _replayed(folder: RunFolder) -> str | None:
         result = replay.replayed(folder, ["--from-step", str(min(lineage.retained_steps(folder)))], None, show=False)
     except VolleyError as error:  # also if the newest checkpoint is damaged
         return f"the replay failed: {error}"
-    return None if result["ok"] else replay.told(result)
+    return None if result["ok"] else replay.format_result(result)
 
 
 def _load(path: Path, wanted: CampaignSpec, name: str, *more: str) -> LoadedConfig:

@@ -28,7 +28,7 @@ from tools.soak.samples import queue_usage, usage, usage_alone
 from volley.commands import train
 from volley.layout import PROJECT
 from volley.local.stack import LocalStack
-from volley.printing import complain, printed_block, printed_json, told_lines
+from volley.printing import complain, join_lines, print_block, print_json
 from volley.program import run_program
 from volley.reporting.progress import PlainLines, RecordTails
 from volley.runs.record import claimed, write_json
@@ -81,11 +81,11 @@ def _run(arguments: argparse.Namespace) -> int:
             raise VolleyError(f"only {len(samples)} samples were taken", "soak for longer")
         result = judged(samples, loaded.config)
         write_json(claim.folder.soak, result)
-    printed_json(result) if arguments.json else printed_block(told(result))
+    print_json(result) if arguments.json else print_block(format_result(result))
     return 0 if result["ok"] else 1
 
 
-def told(result: Mapping[str, Any]) -> str:
+def format_result(result: Mapping[str, Any]) -> str:
     """For people: a line a process, a line on Redis, a line a problem."""
     head = ["process", "MB start", "end", "max", "MB/hour", "99 % interval", "allowed", "fds", "threads"]
     rows = [head, *([name, *_cells(one)] for name, one in result["services"].items())]
@@ -97,7 +97,7 @@ def told(result: Mapping[str, Any]) -> str:
     )
     problems = [f"PROBLEM {problem}" for problem in result["problems"]]
     verdict = "nothing grows" if result["ok"] else "NOT OK"
-    return told_lines(
+    return join_lines(
         [lines[0], "─" * len(lines[0]), *lines[1:], _of_redis(result["redis"]), measured, *problems, verdict]
     )
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from shared.errors import ServiceUnreachable
 from shared.run.folder import RunFolder
 from shared.services_schema import TokenFiles
-from volley.printing import as_json as json_of
-from volley.printing import printed_block, printed_for_shell
+from volley.printing import format_json, print_block, print_for_shell
 from volley.run_arguments import add_run_dir
 from volley.runs import addresses, identity
 from volley.runs.addresses import Addresses
@@ -41,19 +40,21 @@ def main(run_dir: Path, *, as_json: bool = False) -> int:
     """
     folder = RunFolder(run_dir.absolute())
     found = addresses.read(folder)
-    known = asyncio.run(identity.met(folder, found))
+    known = asyncio.run(identity.find_answering(folder, found))
     answering = _answering(found, known)
     if as_json:
-        printed_block(_json(folder, found, answering))
+        print_block(_json(folder, found, answering))
         return 0 if answering else 1
     if identity.is_elsewhere(known):
-        raise ServiceUnreachable(identity.told(folder), f"`volley up {shlex.quote(str(run_dir))}` continues it")
+        raise ServiceUnreachable(
+            identity.elsewhere_message(folder), f"`volley up {shlex.quote(str(run_dir))}` continues it"
+        )
     if not answering:
         raise ServiceUnreachable(
             f"run {folder.name} is not running: none of its services answers ({', '.join(found.urls.values())})",
             f"`volley up {shlex.quote(str(run_dir))}` continues it",
         )
-    printed_for_shell(*(f"export {name}={shlex.quote(value)}" for name, value in variables(folder, found).items()))
+    print_for_shell(*(f"export {name}={shlex.quote(value)}" for name, value in variables(folder, found).items()))
     return 0
 
 
@@ -81,7 +82,7 @@ def _json(folder: RunFolder, found: Addresses, answering: set[str]) -> str:
         "token_files": files,
         "ca_file": found.ca_file,
     }
-    return json_of({**told, "variables": variables(folder, found)})
+    return format_json({**told, "variables": variables(folder, found)})
 
 
 def _answering(found: Addresses, known: Mapping[str, bool]) -> set[str]:

@@ -18,7 +18,7 @@ from shared import config
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from volley.commands import train
-from volley.printing import printed, printed_block, printed_json, told_lines
+from volley.printing import join_lines, print_block, print_json, print_lines
 from volley.reporting import jsonl, report
 from volley.reporting.intervals import SuccessRate
 from volley.run_arguments import add_trust
@@ -103,15 +103,15 @@ def main(run_dirs: Sequence[Path], plot: Path | None, *, as_json: bool) -> int:
     folders = [RunFolder(path.absolute()) for path in run_dirs]
     runs = compared(folders)
     if as_json:
-        printed_json([asdict(run) for run in runs])
+        print_json([asdict(run) for run in runs])
     else:
-        printed_block(table(runs))
+        print_block(table(runs))
     from volley.reporting import plot as plots
 
     target = plot or Path(f"compare-{'-'.join(run.name for run in runs)[:80]}.png")
     plots.draw_beside(target, {_label(run): run.rates for run in runs})
     if not as_json:
-        printed(f"plot: {target}")
+        print_lines(f"plot: {target}")
     return 0
 
 
@@ -146,7 +146,7 @@ def table(runs: Sequence[ComparedRun]) -> str:
     if any(run.warm_start for run in runs):
         are_alike = all(run.warm_start == runs[0].warm_start for run in runs)
         lines.append(f"warm start: {'the same in all' if are_alike else 'different'}")
-    return told_lines([lines[0], "─" * max(map(len, lines)), *lines[1:]])
+    return join_lines([lines[0], "─" * max(map(len, lines)), *lines[1:]])
 
 
 def _successes(rates: Sequence[SuccessRate]) -> tuple[str, str, str, str]:

@@ -24,7 +24,7 @@ from shared.run.folder import RunFolder
 from shared.web.access import Role, read_token, token_for
 from volley.commands.environment_source import EnvSource, read_content, settings_of
 from volley.layout import CACHE, PROJECT, TEMPLATES, python_of, variables_of
-from volley.printing import printed, printed_block
+from volley.printing import print_block, print_lines
 from volley.run_arguments import add_trust
 from volley.runs import addresses
 
@@ -201,11 +201,11 @@ def init(file: Path, template: str) -> int:
     except FileExistsError:
         raise ConfigError(f"{file} is there already", "choose another name") from None
     if template == "verifiers":
-        printed(
+        print_lines(
             f"wrote {file}", f"start it:  uv run --with YOUR-PACKAGE {file} YOUR_MODULE; how to submit it stands in it"
         )
     else:
-        printed(
+        print_lines(
             f"wrote {file}", f"try it:    volley env test {file}", f"submit it: volley env submit {file} --weight 1"
         )
     return 0
@@ -238,7 +238,7 @@ def submit(target: EnvTarget, source: EnvSource, name: str | None, *, weight: fl
 async def _submit(target: EnvTarget, body: Mapping[str, Any], replace: bool, wait: bool) -> int:
     async with target.client() as client:
         row = await client.submit(body, replace=replace)
-        printed(f"{row['name']} is {row['state']}")
+        print_lines(f"{row['name']} is {row['state']}")
         if not wait:
             return 0
         row = await _decided(client, row["name"], row["state"])
@@ -246,7 +246,7 @@ async def _submit(target: EnvTarget, body: Mapping[str, Any], replace: bool, wai
         if row["state"] == "rejected":
             return 1
         if row["state"] == "canary":
-            printed(f"live runs play it now and then; `volley env show {body['name']}` tells how it fares")
+            print_lines(f"live runs play it now and then; `volley env show {body['name']}` tells how it fares")
         return 0
 
 
@@ -257,7 +257,7 @@ async def _decided(client: EnvClient, name: str, told: str) -> Mapping[str, Any]
         row = (await client.versions(name))[0]
         if row["state"] != told:
             told = row["state"]
-            printed(f"{name} is {told}: {row['why']}" if row["why"] else f"{name} is {told}")
+            print_lines(f"{name} is {told}: {row['why']}" if row["why"] else f"{name} is {told}")
         if told not in ("submitted", "validating"):
             return row
         await asyncio.sleep(_POLL_S)
@@ -269,14 +269,14 @@ def listed(target: EnvTarget) -> int:
         "environments"
     ]
     width = max(len(row["name"]) for row in rows)
-    printed(f"{'name':<{width}}  {'base':<12}  {'state':<10}  {'weight':>6}  why")
+    print_lines(f"{'name':<{width}}  {'base':<12}  {'state':<10}  {'weight':>6}  why")
     for row in rows:
         told = (
             f"{row['name']:<{width}}  {row['base']:<12}  {row['state']:<10}  {row['weight']:>6g}  {row.get('why', '')}"
         )
-        printed(told.rstrip())
+        print_lines(told.rstrip())
         if row.get("trouble"):
-            printed(f"  {row['name']}: {row['trouble']}")
+            print_lines(f"  {row['name']}: {row['trouble']}")
     return 0
 
 
@@ -286,20 +286,20 @@ def show(target: EnvTarget, name: str) -> int:
     for row in versions:
         splits = ", ".join(f"{split}: {n}" for split, n in row["splits"].items())
         told = f"{row['name']}: {row['state']}, weight {row['weight']:g}, {row['size']} bytes"
-        printed(f"{told}; {splits}" if splits else told)
+        print_lines(f"{told}; {splits}" if splits else told)
         for line in row["history"]:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["at"]))
-            printed(f"  {at}  {line['state']:<10}  {line['why']}".rstrip())
+            print_lines(f"  {at}  {line['state']:<10}  {line['why']}".rstrip())
         for count in row.get("failures", ()):
-            printed(f"  turn {count['turn']}: {count['failed']} of {count['reached']} live episodes failed")
+            print_lines(f"  turn {count['turn']}: {count['failed']} of {count['reached']} live episodes failed")
         if row.get("trouble"):
-            printed(f"  trouble: {row['trouble']}")
+            print_lines(f"  trouble: {row['trouble']}")
     _print_report(versions[-1].get("report"))
     return 0
 
 
 def logs(target: EnvTarget, name: str) -> int:
-    printed_block(asyncio.run(_asked(target, lambda client: client.log(name))))
+    print_block(asyncio.run(_asked(target, lambda client: client.log(name))))
     return 0
 
 
@@ -321,7 +321,7 @@ ABOUT: Mapping[str, Callable[[EnvTarget, str], int]] = {
 
 
 def _moved(row: Mapping[str, Any]) -> int:
-    printed(f"{row['name']} is {row['state']}")
+    print_lines(f"{row['name']} is {row['state']}")
     return 0
 
 
@@ -333,8 +333,8 @@ async def _asked[T](target: EnvTarget, ask: Callable[[EnvClient], Awaitable[T]])
 def _print_report(report: Mapping[str, Any] | None) -> None:
     for check in report["checks"] if report else ():
         hint = f" ({check['hint']})" if check["hint"] and not check["ok"] else ""
-        printed(f"  {'ok  ' if check['ok'] else 'FAIL'}  {check['name']}: {check['detail']}{hint}")
+        print_lines(f"  {'ok  ' if check['ok'] else 'FAIL'}  {check['name']}: {check['detail']}{hint}")
     for warning in report["warnings"] if report else ():
-        printed(f"  note  {warning}")
+        print_lines(f"  note  {warning}")
     if report and report["log"]:
-        printed("  it printed:", *(f"    {line}" for line in report["log"].splitlines()[-20:]))
+        print_lines("  it printed:", *(f"    {line}" for line in report["log"].splitlines()[-20:]))

@@ -27,13 +27,13 @@ from shared.services import SERVICES
 from volley.commands import train
 from volley.local import stack
 from volley.local.supervisor import ServiceFailed
-from volley.printing import printed
+from volley.printing import print_lines
 from volley.reporting import jsonl
 from volley.reporting.display import shown
 from volley.reporting.intervals import SuccessRate
-from volley.reporting.progress import Activity, ProgressDisplay, printed_text
+from volley.reporting.progress import Activity, ProgressDisplay, print_text
 from volley.run_arguments import add_trust
-from volley.runs.answers import told_by
+from volley.runs.answers import fetch_status
 from volley.runs.record import claimed, dated, read_record, stored, write_json
 
 _NAME = "eval"
@@ -93,16 +93,16 @@ def main(
                 shutil.copytree(source.environments, folder / _NAME / "environments", symlinks=True)
             result = _measured(config.changed(loaded, {"run.dir": str(folder)}), seams)
     except train.Stopped as stopped:
-        printed(f"stopped by {stopped}: nothing was measured")
+        print_lines(f"stopped by {stopped}: nothing was measured")
         return stopped.exit_code
     if output is not None:
         write_json(output, result)
     for row in result["evaluations"]:
-        printed_text(told(row, result["model"]))
+        print_text(format_evaluation(row, result["model"]))
     return 0
 
 
-def told(row: Mapping[str, Any], model: str) -> str:
+def format_evaluation(row: Mapping[str, Any], model: str) -> str:
     """One environment, as a sentence."""
     rate = SuccessRate(0, row["n_tasks"] - row["failed"], row["success"], row["low"], row["high"])
     failed = f", {row['failed']} tasks failed and are not counted" if row["failed"] else ""
@@ -182,7 +182,7 @@ async def _evaluated(running: stack.LocalStack, display: ProgressDisplay) -> Non
     told_at = loop.time()
     async with running.client("orchestrator") as orchestrator:
         while True:
-            run = await told_by(orchestrator, f"/runs/{_NAME}")
+            run = await fetch_status(orchestrator, f"/runs/{_NAME}")
             if any(row.get("env") is None for row in run.get("evaluations", ())):
                 return
             if run.get("state") == "failed":

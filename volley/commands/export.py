@@ -10,7 +10,7 @@ from shared.run import trust
 from shared.run.folder import RunFolder
 from volley.layout import variables_of
 from volley.local import trainer_program
-from volley.printing import printed
+from volley.printing import print_lines
 from volley.run_arguments import add_run_dir
 
 
@@ -35,7 +35,7 @@ def main(run_dir: Path, folder: Path, version: str, *, adapter: bool = False) ->
     arguments = [str(run_dir.absolute()), str(folder.absolute()), "--version", version]
     arguments += ["--adapter"] if adapter else []
     told = trainer_program.run("services.trainer.checkpoints.export", arguments, variables_of("trainer", cpu=True))
-    printed(f"{folder} holds {told['version']} of {run_dir}: {told['tensors']} tensors, {told['dtype']}")
+    print_lines(f"{folder} holds {told['version']} of {run_dir}: {told['tensors']} tensors, {told['dtype']}")
     if warning := told.get("warning"):
-        printed(f"warning: {warning}")
+        print_lines(f"warning: {warning}")
     return 0

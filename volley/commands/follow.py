@@ -19,7 +19,7 @@ from shared.run.pinned import MAX_STEPS
 from shared.web.access import Role, token_for
 from volley.commands import train
 from volley.local import stack
-from volley.printing import printed
+from volley.printing import print_lines
 from volley.reporting import report
 from volley.reporting.display import shown
 from volley.reporting.progress import RecordTails
@@ -53,7 +53,9 @@ def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
                 asyncio.run(_watch(loaded, folder))
             except train.Stopped as stopped:
                 with suppress(OSError):  # standard output may be gone
-                    printed(f"stopped by {stopped}; run {folder.name} goes on, and the same command follows it again")
+                    print_lines(
+                        f"stopped by {stopped}; run {folder.name} goes on, and the same command follows it again"
+                    )
                 return stopped.exit_code
         return train.finish(folder, worked.record())
 
@@ -62,7 +64,7 @@ async def _watch(loaded: LoadedConfig, folder: RunFolder) -> None:
     """Raises Stopped when a signal ends it, or VolleyError."""
     services = loaded.config.services
     urls = followed(services)
-    printed(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
+    print_lines(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
     running = stack.LocalStack(urls, token_for(services.token_files, Role.VIEWER), services.tls.ca_file, [])
     async with train.stopping_on_signal():
         with shown(loaded.config.trainer.max_steps) as display:

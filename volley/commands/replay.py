@@ -16,7 +16,7 @@ from shared.run import trust
 from shared.run.folder import RunFolder
 from volley.layout import variables_of
 from volley.local import trainer_program
-from volley.printing import printed, printed_block, printed_json
+from volley.printing import print_block, print_json, print_lines
 from volley.run_arguments import add_run_dir
 
 
@@ -45,7 +45,7 @@ def main(run_dir: Path, first: int | None, last: int | None, refused: str | None
         raise ConfigError("give either --from-step K or --refused VERSION")
     what = ["--refused", refused] if refused is not None else ["--from-step", str(first)]
     result = replayed(RunFolder(run_dir.absolute()), what, last, show=not as_json)
-    printed_json(result) if as_json else printed_block(told(result))
+    print_json(result) if as_json else print_block(format_result(result))
     return 0 if result["ok"] else 1
 
 
@@ -64,12 +64,12 @@ def replayed(folder: RunFolder, what: list[str], last: int | None, *, show: bool
 
     def print_step(line: Mapping[str, Any]) -> None:
         if show and "loss" in line:
-            printed(f"step {line['step']}: loss {line['loss']:.6g}, {line['compared']}")
+            print_lines(f"step {line['step']}: loss {line['loss']:.6g}, {line['compared']}")
 
     return trainer_program.run("services.trainer.replay.steps", arguments, variables_of("trainer", cpu=cpu), print_step)
 
 
-def told(result: dict[str, Any]) -> str:
+def format_result(result: dict[str, Any]) -> str:
     """For people."""
     if "refused" in result:
         now, then = (", ".join(result[key]) or "nothing" for key in ("refused", "recorded"))

@@ -10,11 +10,11 @@ from typing import Any
 from shared.run.folder import RunFolder
 from volley.local import stack
 from volley.local.supervisor import ServiceFailed
-from volley.printing import printed_block
+from volley.printing import print_block
 from volley.reporting import supervised
 from volley.reporting.progress import Activity, ProgressDisplay, RecordTails
-from volley.runs.answers import told_by
-from volley.runs.record import RunRecord, finished
+from volley.runs.answers import fetch_status
+from volley.runs.record import RunRecord, mark_finished
 
 _POLL_S = 0.3
 
@@ -24,7 +24,7 @@ async def follow(running: stack.LocalStack, folder: RunFolder, display: Progress
     news = time.monotonic()
     async with running.client("trainer") as trainer:
         while True:
-            said = await told_by(trainer, "/status")
+            said = await fetch_status(trainer, "/status")
             if display.detailed:
                 display.activity(Activity(trainer=said))
             for kind, record in tails.new():
@@ -47,7 +47,7 @@ def _doing(said: Mapping[str, Any]) -> str:
 
 def finish(folder: RunFolder, record: RunRecord) -> int:
     """Tells what came of a run that is finished. Returns the exit code."""
-    finished(folder, record)
+    mark_finished(folder, record)
     summary = supervised.make(folder)
-    printed_block(supervised.told(summary, folder))
+    print_block(supervised.format_report(summary, folder))
     return 0

@@ -19,9 +19,8 @@ from shared.run.folder import RunFolder
 from shared.run.wedge import ServiceReport, Verdict
 from shared.services import SERVICES, kind_of
 from shared.web.access import Role, read_token, token_for
-from volley.printing import as_json as json_of
-from volley.printing import printed_block, told_lines
-from volley.reporting.environments import told_mixture
+from volley.printing import format_json, join_lines, print_block
+from volley.reporting.environments import format_mixture
 from volley.run_arguments import add_trust
 from volley.runs import addresses, identity
 from volley.runs.addresses import Addresses
@@ -83,7 +82,7 @@ def main(
         folder = RunFolder(Path(targets[0]).absolute()) if targets else addresses.newest_run()
         seen, verdict = asyncio.run(_of_run(folder))
     hint = _hint(folder) if verdict.state == "stopped" else []
-    printed_block(_json(seen, verdict) if as_json else _text(seen, verdict, hint))
+    print_block(_json(seen, verdict) if as_json else _text(seen, verdict, hint))
     return 0 if all(s.error is None and s.not_ready is None for s in seen) and verdict.state != "wedged" else 1
 
 
@@ -117,7 +116,7 @@ def _at(urls: Sequence[str], token_file: Path | None, ca_file: Path | None) -> l
 async def _of_run(folder: RunFolder) -> tuple[list[ServiceReport], Verdict]:
     """As `observe`; where another run sits at the addresses, nothing is asked of it."""
     found = addresses.read(folder)
-    known = await identity.met(folder, found)
+    known = await identity.find_answering(folder, found)
     if not identity.is_elsewhere(known):
         return await observe(_services(found))
     errors = {name: identity.STRANGER if name in known else "nothing answers" for name in found.urls}
@@ -125,7 +124,7 @@ async def _of_run(folder: RunFolder) -> tuple[list[ServiceReport], Verdict]:
         ServiceReport(name, kind_of(name), url, errors[name], external=name in found.external)
         for name, url in found.urls.items()
     ]
-    return seen, Verdict("stopped", (identity.told(folder),))
+    return seen, Verdict("stopped", (identity.elsewhere_message(folder),))
 
 
 def _services(found: Addresses) -> list[ServiceStatus]:
@@ -213,7 +212,7 @@ def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str] =
     circle = ", they wait in a circle" if verdict.cycle else ""
     state = "the state of the run is unknown" if verdict.state == "unknown" else f"the run is {verdict.state}"
     chain = [f"  ← {sentence}" for sentence in verdict.chain]
-    return told_lines(
+    return join_lines(
         [*lines, f"{state}{quiet}{circle}", *chain, *_mixture(seen), *_memory(seen), *_bucket(seen), *hint]
     )
 
@@ -221,7 +220,7 @@ def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str] =
 def _mixture(seen: Sequence[ServiceReport]) -> list[str]:
     """The environments of the run where there are several, why one of them is not played, and those that fail."""
     rows = next((one.said["mixture"] for one in seen if one.said.get("mixture")), [])
-    told = told_mixture(rows)
+    told = format_mixture(rows)
     reasons = [f"  {row['env']} is {row['state']}: {row['reason']}" for row in rows if row.get("reason")]
     warnings = [f"warning: {one}" for report in seen for one in report.said.get("warnings") or ()]
     return [*([f"mixture: {told}"] if told else []), *reasons, *warnings]
@@ -263,4 +262,4 @@ def _details_of(seen: ServiceReport) -> str:
 
 def _json(seen: Sequence[ServiceReport], verdict: Verdict) -> str:
     services = [dataclasses.asdict(s) | {"ready": _state(s) == "ready"} for s in seen]
-    return json_of({**dataclasses.asdict(verdict), "services": services})
+    return format_json({**dataclasses.asdict(verdict), "services": services})

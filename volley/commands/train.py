@@ -30,15 +30,15 @@ from volley.commands.status import ServiceStatus, ask_all, unready
 from volley.local import external, stack
 from volley.local.processes import Reaper
 from volley.local.supervisor import RestartPolicy, Say, Seen, ServiceFailed, ServiceState, unseen
-from volley.printing import printed as say
-from volley.printing import printed_block
+from volley.printing import print_block
+from volley.printing import print_lines as say
 from volley.reporting import closing, report
 from volley.reporting.display import shown
-from volley.reporting.progress import Activity, ProgressDisplay, RecordTails, printed_text
+from volley.reporting.progress import Activity, ProgressDisplay, RecordTails, print_text
 from volley.runs import survey
-from volley.runs.answers import told_by
+from volley.runs.answers import fetch_status
 from volley.runs.elapsed import counting
-from volley.runs.record import RunClaim, RunRecord, claimed, finished, read_record, stored
+from volley.runs.record import RunClaim, RunRecord, claimed, mark_finished, read_record, stored
 from volley.verify import command
 
 _POLL_S = 0.3
@@ -127,12 +127,12 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
                 )
         except Stopped as stopped:
             with suppress(OSError):  # standard output may be gone
-                printed_text(_interrupted(f"stopped by {stopped}", folder, max_steps, started))
+                print_text(_interrupted(f"stopped by {stopped}", folder, max_steps, started))
             return stopped.exit_code
         except VolleyError:
             if commits.newest(folder) is not None:  # else there is nothing to go on from
                 with suppress(OSError):
-                    printed_text(_interrupted("ended early", folder, max_steps, started))
+                    print_text(_interrupted("ended early", folder, max_steps, started))
             raise
         return sft_run.finish(folder, record) if supervised else finish(folder, record, prove=prove)
 
@@ -225,11 +225,11 @@ def is_finished(folder: RunFolder) -> bool:
 
 def finish(folder: RunFolder, record: RunRecord, *, prove: bool = False) -> int:
     """Tells what came of a run that is finished. Returns the exit code: 1 if it was to be proven and is not."""
-    finished(folder, record)
+    mark_finished(folder, record)
     summary = report.make(folder)
     proof = command.verify(folder) if prove else None
-    printed_block(report.told(summary, folder))
-    printed_text(closing.sentence(folder, summary, proof))
+    print_block(report.format_report(summary, folder))
+    print_text(closing.sentence(folder, summary, proof))
     if proof is not None and not proof["ok"]:
         return 1
     say(f"DONE: steps={summary['steps']} elapsed_sec={summary['elapsed_sec']:.1f}")
@@ -259,9 +259,9 @@ async def follow(running: stack.LocalStack, folder: RunFolder, display: Progress
     news, plan = time.monotonic(), ""
     async with running.client("orchestrator") as orchestrator, running.client("trainer") as trainer:
         while True:
-            run = await told_by(orchestrator, f"/runs/{folder.name}")
+            run = await fetch_status(orchestrator, f"/runs/{folder.name}")
             if display.detailed or not plan:
-                said = await told_by(trainer, "/status")
+                said = await fetch_status(trainer, "/status")
                 display.activity(Activity(run, said))
                 if not plan and (plan := str(said.get("plan") or "")):
                     display.say(f"plan: {plan}")

@@ -39,7 +39,7 @@ from volley.local.supervisor import (
     Seen,
     SupervisedProcess,
     Supervision,
-    keeping,
+    keep_running,
     unseen,
 )
 from volley.runs import addresses
@@ -114,9 +114,9 @@ async def running(
             return max((version.step for version in commits.committed(folder)), default=0)
 
         async with (
-            keeping(redis, reaper, say, patience, seen, durable_steps) as first,
-            keeping(builder.members(*first_kinds), reaper, say, patience, seen, durable_steps) as second,
-            keeping(builder.members(*later_kinds), reaper, say, patience, seen, durable_steps) as third,
+            keep_running(redis, reaper, say, patience, seen, durable_steps) as first,
+            keep_running(builder.members(*first_kinds), reaper, say, patience, seen, durable_steps) as second,
+            keep_running(builder.members(*later_kinds), reaper, say, patience, seen, durable_steps) as third,
         ):
             yield LocalStack(
                 {**builder.urls, **builder.external}, builder.token, builder.ca_file, [*first, *second, *third]

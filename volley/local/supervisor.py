@@ -213,7 +213,7 @@ class Supervision:
 
 
 @asynccontextmanager
-async def keeping(
+async def keep_running(
     members: Sequence[SupervisedProcess],
     reaper: Reaper,
     say: Say,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from volley.printing import printed
+from volley.printing import print_lines
 from volley.reporting.progress import PlainLines, ProgressDisplay, is_terminal
 
 
@@ -13,7 +13,7 @@ from volley.reporting.progress import PlainLines, ProgressDisplay, is_terminal
 def shown(max_steps: int) -> Iterator[ProgressDisplay]:
     """The display that suits standard output: live if that is a terminal which can move its cursor."""
     if not is_terminal():
-        yield PlainLines(max_steps, printed)
+        yield PlainLines(max_steps, print_lines)
         return
     from volley.reporting.live import LiveDisplay
 

@@ -91,15 +91,15 @@ def table_rows(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str
     return rows
 
 
-def told_mixture(rows: Any) -> str:
+def format_mixture(rows: Any) -> str:
     """The mixture of a run's description as one line, `frozen_lake 75%, adder@2 25%`; empty for one environment."""
     if not isinstance(rows, list) or len(rows) < 2:
         return ""
-    parts = [_told_row(row) for row in rows if row.get("share") or row.get("state") == "suspended"]
+    parts = [_format_mixture_row(row) for row in rows if row.get("share") or row.get("state") == "suspended"]
     return ", ".join(parts) if len(parts) > 1 else ""
 
 
-def _told_row(row: Mapping[str, Any]) -> str:
+def _format_mixture_row(row: Mapping[str, Any]) -> str:
     state = row.get("state")
     marked = f" ({state})" if state in ("canary", "suspended") else ""
     return f"{row.get('env')} {row.get('share', 0):.0%}{marked}"

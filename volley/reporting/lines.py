@@ -71,21 +71,21 @@ def sft_line(record: Mapping[str, Any]) -> str:
     if "version" not in record:
         return f"warm start (SFT) step {step}/{last}  loss {number(record, 'loss', '.4f')}"
     parts = [f"step {step:>{len(str(last))}}/{last}"]
-    parts += [] if step else [data_told(record)]
+    parts += [] if step else [data_line(record)]
     for key, name, form in _SUPERVISED:
         parts += [f"{name} {number(record, key, form)}"] if key in record else []
     return "  ".join([*parts, f"weights {record['version']}"])
 
 
-def data_told(record: Mapping[str, Any]) -> str:
+def data_line(record: Mapping[str, Any]) -> str:
     """What a run of supervised training found to train on, from its first line."""
-    parts = [f"{number(record, 'examples', ',.0f')} examples", *_others_told(record, "")]
-    if of_eval := _others_told(record, "eval_"):
+    parts = [f"{number(record, 'examples', ',.0f')} examples", *_format_others(record, "")]
+    if of_eval := _format_others(record, "eval_"):
         parts += [f"{number(record, 'eval_examples', ',.0f')} held out", *of_eval]
     return ", ".join(parts)
 
 
-def _others_told(record: Mapping[str, Any], prefix: str) -> list[str]:
+def _format_others(record: Mapping[str, Any], prefix: str) -> list[str]:
     found = [(record.get(f"{prefix}{key}"), said) for key, said in OTHERS.items()]
     return [f"{n:,} {said}" for n, said in found if n]
 

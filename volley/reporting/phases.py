@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from volley.local.supervisor import ServiceState
-from volley.reporting.environments import told_mixture
+from volley.reporting.environments import format_mixture
 from volley.reporting.intervals import SuccessRate
 from volley.reporting.lines import duration, number
 from volley.reporting.progress import Activity, Record, RecordKind
@@ -149,7 +149,7 @@ class RunPhases:
         return [PhaseRow(name, told[phase])] if phase in told else []
 
     def _mixture_row(self) -> list[PhaseRow]:
-        mixture = told_mixture(self._activity.run.get("mixture"))
+        mixture = format_mixture(self._activity.run.get("mixture"))
         return [PhaseRow("mixture", mixture)] if mixture else []
 
     def _evaluation_rows(self) -> list[PhaseRow]:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 from shared.run.folder import RunFolder
 from shared.visible import visible
 from volley.local.supervisor import ServiceState
-from volley.printing import printed, printed_block
+from volley.printing import print_block, print_lines
 from volley.reporting.jsonl import JsonlTail
 from volley.reporting.lines import eval_line, sft_line, step_line
 
@@ -116,10 +116,10 @@ def is_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 
-def printed_text(text: str) -> None:
+def print_text(text: str) -> None:
     """A sentence, broken between words to the terminal's width; elsewhere in one line."""
     if is_terminal():
         width = shutil.get_terminal_size().columns
-        printed_block(textwrap.fill(visible(text), width, break_long_words=False, break_on_hyphens=False))
+        print_block(textwrap.fill(visible(text), width, break_long_words=False, break_on_hyphens=False))
     else:
-        printed(text)
+        print_lines(text)

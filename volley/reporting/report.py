@@ -23,11 +23,11 @@ from shared.run.best import best_version
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS, Change
 from shared.run.state import TrainerState
-from volley.printing import printed_block, told_lines
+from volley.printing import join_lines, print_block
 from volley.reporting import closing, environments, jsonl, supervised
 from volley.reporting.curve import curve
 from volley.reporting.intervals import SuccessRate, success_rates
-from volley.reporting.progress import printed_text
+from volley.reporting.progress import print_text
 from volley.run_arguments import add_run_dir
 from volley.runs import engines, survey
 from volley.runs.record import RunRecord, read_record, write_json
@@ -52,12 +52,12 @@ def main(run_dir: Path) -> int:
     folder = RunFolder(run_dir.absolute())
     survey.check(folder)
     if supervised.is_supervised(folder):
-        printed_block(supervised.told(supervised.make(folder), folder))
+        print_block(supervised.format_report(supervised.make(folder), folder))
         return 0
     check(folder)
     summary = make(folder)
-    printed_block(told(summary, folder))
-    printed_text(closing.sentence(folder, summary))
+    print_block(format_report(summary, folder))
+    print_text(closing.sentence(folder, summary))
     return 0
 
 
@@ -74,7 +74,7 @@ def check(folder: RunFolder) -> None:
         )
 
 
-def told(summary: Mapping[str, Any], folder: RunFolder) -> str:
+def format_report(summary: Mapping[str, Any], folder: RunFolder) -> str:
     """The curve and the table, as wide as the terminal."""
     width = shutil.get_terminal_size().columns
     rates = [SuccessRate(**rate) for rate in summary["evaluations"]]
@@ -225,7 +225,7 @@ def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str
     ]
     labels = max(len(label) for label, _ in rows)
     rule = "─" * min(labels + 40, width)
-    return told_lines(
+    return join_lines(
         [rule, f"run {folder.name}", rule, *(f"{label:<{labels}}  {value}" for label, value in rows), rule]
     )
 

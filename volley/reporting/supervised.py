@@ -13,9 +13,9 @@ from shared.run import counted
 from shared.run.folder import RunFolder
 from shared.run.state import newest_state
 from shared.visible import visible
-from volley.printing import told_lines
+from volley.printing import join_lines
 from volley.reporting import jsonl
-from volley.reporting.lines import OTHERS, data_told, number
+from volley.reporting.lines import OTHERS, data_line, number
 from volley.runs.record import read_record, write_json
 
 _SHOWN = {
@@ -63,7 +63,7 @@ def make(folder: RunFolder) -> dict[str, Any]:
     return summary
 
 
-def told(summary: Mapping[str, Any], folder: RunFolder) -> str:
+def format_report(summary: Mapping[str, Any], folder: RunFolder) -> str:
     """The table, and how to go on from the weights."""
     figures: Mapping[str, Sequence[float]] = summary["measures"]
     rows = [
@@ -71,7 +71,7 @@ def told(summary: Mapping[str, Any], folder: RunFolder) -> str:
             "optimizer steps",
             f"{summary['steps']} of {summary['max_steps']} ({number(summary, 'epochs', '.2f')} epochs)",
         ),
-        ("data", data_told(summary["data"])),
+        ("data", data_line(summary["data"])),
         *((_SHOWN[key][0], " → ".join(format(value, _SHOWN[key][1]) for value in figures[key])) for key in figures),
         ("tokens trained", f"{summary['tokens_trained']:,}"),
         ("tokens/s, median of the steps", number(summary, "tokens_per_sec", ",.0f")),
@@ -81,7 +81,7 @@ def told(summary: Mapping[str, Any], folder: RunFolder) -> str:
     ]
     width = max(len(label) for label, _ in rows)
     rule = "─" * (width + 40)
-    table = told_lines(
+    table = join_lines(
         [rule, f"run {folder.name}", rule, *(f"{label:<{width}}  {value}" for label, value in rows), rule]
     )
     return f"{table}\n{visible(f'RL from these weights: model.path={folder.path}@{LATEST}')}"

@@ -27,7 +27,7 @@ from shared.run import archive, commits, trust
 from shared.run.folder import RunFolder
 from shared.run.state import in_lineage
 from shared.types import Group, WeightVersion
-from volley.printing import printed_block, printed_json, told_lines
+from volley.printing import join_lines, print_block, print_json
 from volley.reverify.episodes import Rejudged, rejudge
 from volley.reverify.service import environments_of
 from volley.run_arguments import add_run_dir
@@ -84,11 +84,11 @@ def main(run_dir: Path, *, only: str | None, instead: str | None, as_json: bool 
     if instead is not None and only is None:
         raise ConfigError("--by needs --env: whose episodes are to be judged by it?")
     result = asyncio.run(_reverified(folder, only, instead))
-    printed_json(result) if as_json else printed_block(told(result))
+    print_json(result) if as_json else print_block(format_result(result))
     return 1 if any(row["skipped"] for row in result["environments"].values()) or not result["environments"] else 0
 
 
-def told(result: Mapping[str, Any]) -> str:
+def format_result(result: Mapping[str, Any]) -> str:
     """For people."""
     if not result["environments"]:
         return "no archived episode to look at"
@@ -110,7 +110,7 @@ def told(result: Mapping[str, Any]) -> str:
         )
     if len(result["changed"]) > _MOST_SHOWN:
         lines.append(f"  and {len(result['changed']) - _MOST_SHOWN} more (--json lists all)")
-    return told_lines(lines)
+    return join_lines(lines)
 
 
 async def _reverified(folder: RunFolder, only: str | None, instead: str | None) -> dict[str, Any]:

@@ -74,7 +74,7 @@ async def _played(
     split, index = _where(trajectory.task)
     request_id = uuid.uuid4().hex
     env_seed = seeding.env_seed(seed, trajectory.ticket, trajectory.sample_index)
-    opening = await _patiently(client.create, request_id, env, split, index, seed=env_seed)
+    opening = await _retry_until_ready(client.create, request_id, env, split, index, seed=env_seed)
     rewards, success, over = list[float](), False, False
     try:
         if opening.task != trajectory.task:
@@ -82,18 +82,18 @@ async def _played(
         for n, text in enumerate(replies):
             if over:
                 raise DecodeError(f"{env} ends the episode after {n} turns, the archive after {len(replies)}")
-            reply = await _patiently(client.step, opening.episode_id, f"{request_id}-{n}", text)
+            reply = await _retry_until_ready(client.step, opening.episode_id, f"{request_id}-{n}", text)
             rewards.append(reply.reward)
             success, over = reply.success, reply.terminated or reply.truncated
         if opening.scored_at_end and not over:
-            reply = await _patiently(client.finish, opening.episode_id, f"{request_id}-finish")
+            reply = await _retry_until_ready(client.finish, opening.episode_id, f"{request_id}-finish")
             rewards.append(reply.reward)
     finally:
         await client.delete_episode(opening.episode_id)
     return sum(rewards), success
 
 
-async def _patiently[**P, T](call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+async def _retry_until_ready[**P, T](call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
     """Asks again for as long as it is told to come back: a judge is waited for, or a layout that is being drawn. Raises
     VolleyError.
     """

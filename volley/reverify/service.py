@@ -40,7 +40,7 @@ async def _own(folder: RunFolder) -> EnvClient | None:
     """Of the run's service, if the run is at work."""
     try:
         found = addresses.read(folder)
-        known = await identity.met(folder, found)
+        known = await identity.find_answering(folder, found)
     except ConfigError:
         return None
     if not known.get("env") or not any(known.get(name) for name, info in SERVICES.items() if info.run_key):

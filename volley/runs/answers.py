@@ -9,7 +9,7 @@ from shared.clients.base import HttpClient
 from shared.errors import VolleyError
 
 
-async def told_by(client: HttpClient, path: str) -> Mapping[str, Any]:
+async def fetch_status(client: HttpClient, path: str) -> Mapping[str, Any]:
     """What the service says of itself; only a reason while it does not answer (it may be restarting)."""
     try:
         return await client.get(path, attempts=1)

@@ -18,7 +18,7 @@ STRANGER = "another run's service answers there"
 _TIMEOUT_S = 3.0
 
 
-async def met(folder: RunFolder, found: Addresses) -> dict[str, bool]:
+async def find_answering(folder: RunFolder, found: Addresses) -> dict[str, bool]:
     """By name of the services that answer, whether they are this run's; none is where trainer and orchestrator are
     another one's.
 
@@ -40,7 +40,7 @@ def is_elsewhere(known: Mapping[str, bool]) -> bool:
     return bool(known) and not any(known.values())
 
 
-def told(folder: RunFolder) -> str:
+def elsewhere_message(folder: RunFolder) -> str:
     return f"run {folder.name} is not running; other services answer at its addresses"
 
 

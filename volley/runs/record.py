@@ -38,7 +38,7 @@ from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from volley import reaper
 from volley.layout import PROJECT
-from volley.printing import printed
+from volley.printing import print_lines
 from volley.runs import beginning
 from volley.session_files import write_private
 
@@ -94,7 +94,7 @@ class RunClaim(NamedTuple):
 
 
 @contextmanager
-def claimed(loaded: LoadedConfig, say: Callable[[str], None] = printed) -> Iterator[RunClaim]:
+def claimed(loaded: LoadedConfig, say: Callable[[str], None] = print_lines) -> Iterator[RunClaim]:
     """Makes the run's folder, or takes up the one that exists, for this process alone.
 
     Where a supervisor was killed, it waits until the last process of it has ended. Says what changes in a run that has
@@ -216,7 +216,7 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def finished(folder: RunFolder, record: RunRecord) -> RunRecord:
+def mark_finished(folder: RunFolder, record: RunRecord) -> RunRecord:
     """Writes and returns the record of a run whose last step is trained: its last version, and what the checkpoints say
     was in force.
     """
@@ -376,7 +376,7 @@ def _lock(file: IO[str], folder: RunFolder, say: Callable[[str], None]) -> None:
     while not try_lock(file):
         file.seek(0)
         holder = file.read(32).strip() or "?"
-        if _lives(holder) or time.monotonic() > deadline:
+        if _is_alive(holder) or time.monotonic() > deadline:
             raise ConfigError(
                 f"run {folder.name} in {folder.path} is being trained by process {holder}", "choose run.name=…"
             )
@@ -386,7 +386,7 @@ def _lock(file: IO[str], folder: RunFolder, say: Callable[[str], None]) -> None:
         time.sleep(0.1)
 
 
-def _lives(pid: str) -> bool:
+def _is_alive(pid: str) -> bool:
     try:
         os.kill(int(pid), 0)
     except PermissionError:

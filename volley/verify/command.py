@@ -22,7 +22,7 @@ from shared.run.archive import Spend
 from shared.run.folder import RunFolder
 from shared.run.state import in_lineage
 from shared.types import WeightVersion
-from volley.printing import printed_block, printed_json, told_lines
+from volley.printing import join_lines, print_block, print_json
 from volley.run_arguments import add_run_dir
 from volley.runs import engines, survey
 from volley.runs.record import read_record
@@ -69,7 +69,7 @@ def main(run_dir: Path, as_json: bool) -> int:
     if not folder.config.exists():
         raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
     result = verify(folder)
-    printed_json(result) if as_json else printed_block(told(result))
+    print_json(result) if as_json else print_block(format_result(result))
     return 0 if result["ok"] else 1
 
 
@@ -137,7 +137,7 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
     findings.add(checkpoints.check_states(ancestors, folder.checkpoints, batch))
     findings.add(commits.check(logged, found, folder, head))
     gone = commits.gone(logged, fates.undone, folder)
-    findings.add(commits.told(gone))
+    findings.add(commits.as_violations(gone))
     findings.add(held.check(folder, ancestors, found))
     foreign, missing = parameters.check(folder, found, logged)
     findings.add(foreign)
@@ -216,7 +216,7 @@ def _read(violation: Mapping[str, Any]) -> Violation:
     return Violation(kind=ViolationKind(violation["kind"]), **{k: v for k, v in violation.items() if k != "kind"})
 
 
-def told(result: Result) -> str:
+def format_result(result: Result) -> str:
     """For people: a line on what was proven, then a line a violation."""
     ends = ", ".join(f"{n} {end}" for end, n in sorted(result["by_disposition"].items())) or "none"
     about = f"tickets: {result['tickets']} ({ends}); lost: {result['lost']}; doubly trained: {result['doubly_trained']}"
@@ -235,7 +235,7 @@ def told(result: Result) -> str:
     ]
     if result["ok"] and result.get("steps") == 0 and "head" not in result:
         lines.append("nothing has been trained yet")
-    return told_lines([*lines, _verdict(result)])
+    return join_lines([*lines, _verdict(result)])
 
 
 def _verdict(result: Mapping[str, Any]) -> str:

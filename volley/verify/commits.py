@@ -97,7 +97,7 @@ def gone(
     return frozenset(version for version in made if version > durable[-1])
 
 
-def told(missing: Collection[WeightVersion]) -> Iterator[Violation]:
+def as_violations(missing: Collection[WeightVersion]) -> Iterator[Violation]:
     """Turn the steps into violations."""
     for version in sorted(missing)[:_MOST_MISSING]:
         yield _of(version, "its tickets were trained, but its record is gone; the next start undoes it")

@@ -73,7 +73,7 @@ class MadeVersions:
         return f"{version} was never made: its groups are not in the archive"
 
 
-def told(path: Path) -> tuple[Told, list[Violation]]:
+def read_versions(path: Path) -> tuple[Told, list[Violation]]:
     """The versions that the lines of a file name, and the lines that cannot be read. What a crash tore is no line."""
     found, bad = dict[WeightVersion, int](), list[Violation]()
     try:
@@ -97,7 +97,7 @@ def check(folder: RunFolder, head: TrainerState, but: Set[WeightVersion]) -> Ite
         but: versions that are named already.
     """
     files = (folder.metrics, folder.evals, folder.handovers, folder.saved)
-    found = {path: told(path) for path in files}
+    found = {path: read_versions(path) for path in files}
     unfit = [*evaluations.check(folder.evals)]
     sampled, bad = _sampled(folder.samples)
     made = MadeVersions(folder, head)
@@ -119,7 +119,7 @@ def check(folder: RunFolder, head: TrainerState, but: Set[WeightVersion]) -> Ite
 
 def check_supervised(folder: RunFolder, head: TrainerState) -> Iterator[Violation]:
     """Check a run that is done: before, lines of steps that no checkpoint holds yet are honest."""
-    for version, number in told(folder.sft)[0].items():
+    for version, number in read_versions(folder.sft)[0].items():
         if version.epoch == head.epoch and version.step > head.step:
             yield _of(
                 folder.sft, f"line {number}: {version} was never made: the last step is {head.version}", version.step

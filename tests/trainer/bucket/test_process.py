@@ -29,7 +29,7 @@ from shared.types import Group, WeightVersion
 from tests.support.bucket import s3_server
 from tests.trainer.process import BATCH, SIMULATED, TrainerProcess, deterministic, producing, trainer
 from tools.simulated.trainer import NumpyArrays, SimulatedBackend
-from volley.runs.record import claimed, finished
+from volley.runs.record import claimed, mark_finished
 from volley.verify.command import verify
 
 STEPS = 12
@@ -82,7 +82,7 @@ def check(folder: Path, bucket: Bucket, steps: int = STEPS) -> TrainerState:
 def verified(folder: Path, bucket: Bucket) -> TrainerState:
     """The newest state, also of the bucket."""
     with claimed(load([folder / "config.yaml"])) as claim:
-        finished(claim.folder, claim.record)
+        mark_finished(claim.folder, claim.record)
     result = verify(claim.folder)
     assert result["ok"], result["violations"]
     assert (result["lost"], result["doubly_trained"]) == (0, 0)
