@@ -1,4 +1,4 @@
-"""The `volley` command: a table of commands. The module of the one that is called is imported, and no other."""
+"""The `volley` command and its table of commands. Only the module of the called command is imported."""
 
 from __future__ import annotations
 
@@ -24,32 +24,30 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "train": Command(
         "commands.train",
-        "train, or go on training: starts all services on this machine, stops them at the end",
+        "start or continue training: starts all services on this machine and stops them at the end",
         aliases=("up",),
     ),
     "quickstart": Command("commands.quickstart", "train with configs/quickstart.yaml"),
-    "follow": Command("commands.follow", "watch a run whose services others started, and report at its end"),
+    "follow": Command("commands.follow", "watch a run whose services run elsewhere, and report at its end"),
     "sft": Command("commands.sft", "train on conversations: files, or an environment's demonstrations"),
     "dpo": Command("commands.sft", "train on preference pairs (direct preference optimization)"),
-    "env": Command("commands.environments", "write, try, submit and look after environments of your own"),
-    "model": Command("commands.model", "get a model"),
+    "env": Command("commands.environments", "write, test, submit and manage your own environments"),
+    "model": Command("commands.model", "download a model"),
     "export": Command("commands.export", "write a run's weights as a folder that transformers loads"),
-    "report": Command("reporting.report", "make summary.json, the plot and the table of a run"),
-    "compare": Command(
-        "commands.compare", "show runs beside each other, in a table and one picture; with --vary, train them first"
-    ),
+    "report": Command("reporting.report", "write a run's summary.json and plot, and print its table"),
+    "compare": Command("commands.compare", "compare runs in a table and one plot; with --vary, train them first"),
     "status": Command("commands.status", "show the services of a run: readiness, weight versions, who waits for whom"),
-    "access": Command("commands.access", "print addresses and token files of a running run, for a shell to evaluate"),
+    "access": Command("commands.access", "print a running run's addresses and token files as shell variables"),
     "verify": Command("verify.command", "prove that no ticket of a run was lost or trained twice, from its folder"),
     "replay": Command(
         "commands.replay", "train archived groups again from a retained checkpoint, and compare bit for bit"
     ),
     "reverify": Command(
-        "reverify.command", "play archived episodes to the environments of today: what their rewards would be now"
+        "reverify.command", "replay archived episodes in the current environments, and compare their rewards"
     ),
     "eval": Command(
         "commands.evaluate",
-        "measure a run's version or a model on the held-out tasks of a configuration, without training",
+        "evaluate a run's version or a model on a configuration's held-out tasks, without training",
     ),
 }
 
@@ -67,7 +65,10 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; argparse takes no further positional arguments after an option that follows the first ones."""
+    """Parse the command line.
+
+    argparse rejects positional arguments that follow an option; `key.path=value` overrides may come after one.
+    """
     given = sys.argv[1:] if argv is None else argv
     whole = parser(given[0] if given else "")
     arguments, late = whole.parse_known_args(given)
@@ -79,7 +80,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def parser(called: str | None = None) -> argparse.ArgumentParser:
-    """The whole command line, with the arguments of one command, or of all."""
+    """Parser of the whole command line, with the arguments of the command `called`, or of all."""
     whole = argparse.ArgumentParser(
         prog="volley", description="Reinforcement-learning post-training for language-model agents."
     )

@@ -1,4 +1,4 @@
-"""Where things lie that belong to the project: its virtual environments and its caches."""
+"""Paths of the project: virtual environments, caches and environment templates."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ TEMPLATES = {
     "textarena": _ENV / "submissions" / "templates" / "textarena.py",
     "verifiers": _ENV / "bridges" / "verifiers_server.py",
 }
-"""What `volley env init` copies: environments, and a server of environments of another package."""
+"""Files that `volley env init` copies: environments, and a server for environments of the package `verifiers`."""
 
 
 def python_of(environment: str) -> Path:
-    """The interpreter of a virtual environment: base, rollout or trainer.
+    """Interpreter of a virtual environment: base, rollout or trainer.
 
-    VOLLEY_VENVS names another folder than the project's `.venvs`. Raises ConfigError if the environment is not
-    installed.
+    VOLLEY_VENVS replaces the project's `.venvs`. Raises ConfigError if the environment is not installed.
     """
     root = Path(os.environ.get("VOLLEY_VENVS") or PROJECT / ".venvs")
     python = root / environment / "bin" / "python"
@@ -32,13 +31,12 @@ def python_of(environment: str) -> Path:
 
 
 def variables_of(environment: str, *, cpu: bool) -> dict[str, str]:
-    """Environment variables of a program: the caller's, and JAX's compilation cache in the project.
+    """Environment variables of a program: the caller's, plus JAX's compilation cache in the project.
 
-    With `cpu`, JAX uses the CPU, whatever JAX_PLATFORMS the caller's shell has. The cache keeps every program: those
-    that take less than a second to compile, left out else, are a sixth of a start.
+    With `cpu`, JAX uses the CPU and ignores the caller's JAX_PLATFORMS. The cache also keeps programs that compile in
+    less than a second, which JAX skips by default: they take a sixth of a start.
 
-    Bytecode is written, whatever the caller has set: a service that may not keep it compiles every imported module at
-    every start.
+    PYTHONDONTWRITEBYTECODE is removed: without bytecode files a service compiles every imported module at every start.
     """
     added = {
         "PYTHONUNBUFFERED": "1",

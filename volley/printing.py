@@ -1,6 +1,6 @@
-"""The only place where commands write to the terminal: what others wrote is made visible (shared.visible) on the way.
+"""Terminal output of all commands. Control characters in text from outside are made visible (shared.visible).
 
-The live display (reporting/live.py) draws by itself, and makes its texts visible too.
+Only the live display (reporting/live.py) writes by itself; it makes its text visible too.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from shared.visible import visible, visible_json
 
 
 def print_lines(*lines: object) -> None:
-    """Writes each as one line to standard output."""
+    """Write each value as one line to standard output."""
     print("\n".join(map(visible, lines)), flush=True)
 
 
 def print_block(text: str) -> None:
-    """Writes text of several lines: a table, or what somebody's program has printed."""
+    """Write text of several lines, such as a table or a program's output."""
     print_lines(*text.split("\n"))
 
 
 def print_for_shell(*lines: str) -> None:
-    """Writes lines that a shell evaluates: as they are into its pipe, visible to a terminal."""
+    """Write lines for a shell to evaluate: unchanged into a pipe, made visible on a terminal."""
     if sys.stdout.isatty():
         print_lines(*lines)
     else:
@@ -33,23 +33,23 @@ def print_for_shell(*lines: str) -> None:
 
 
 def complain(line: object) -> None:
-    """Writes one line to standard error."""
+    """Write one line to standard error."""
     print(visible(line), file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:
-    """Writes the value as indented JSON, without control characters."""
+    """Write the value as indented JSON, without control characters."""
     print(format_json(value), flush=True)
 
 
 def format_json(value: Any) -> str:
     try:
         text = orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode()
-    except TypeError:  # names of files may hold bytes that are no text
+    except TypeError:  # file names may hold bytes that are not UTF-8
         text = json.dumps(value, indent=2, default=str)
     return visible_json(text)
 
 
 def join_lines(lines: list[str]) -> str:
-    """The lines as one text, each of them one line whatever it quotes."""
+    """Join lines; a line break inside one of them is made visible."""
     return "\n".join(map(visible, lines))

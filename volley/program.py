@@ -1,4 +1,4 @@
-"""Life of a command-line program: encodings, errors as one line on standard error, exit codes.
+"""Run a command-line program: encodings, errors as one line on standard error, exit codes.
 
 Exit codes: 0 done, 1 failed, 2 wrong configuration or usage, 130 stopped by Ctrl-C, 143 stopped by SIGTERM.
 """
@@ -17,9 +17,9 @@ from volley.printing import complain
 
 
 def run_program(command: Callable[[], int]) -> NoReturn:
-    """Run a command, which parses its arguments itself, and exit with its code."""
+    """Run a command, which parses its own arguments, and exit with its code."""
     restart_in_utf8()
-    print_what_can_be_printed()  # not every encoding has the signs of curves, bars and tables
+    print_what_can_be_printed()  # not every encoding has the characters of curves, bars and tables
     try:
         code = _flushed(command())
     except VolleyError as error:
@@ -39,7 +39,7 @@ def run_program(command: Callable[[], int]) -> NoReturn:
 
 
 def _flushed(code: int) -> int:
-    """Exit code of a command that ended with `code`: no 0 where its output cannot be written."""
+    """Flush standard output; a command whose output cannot be written does not exit with 0."""
     try:
         sys.stdout.flush()
     except OSError as error:

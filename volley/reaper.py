@@ -1,6 +1,6 @@
-"""Ends a supervisor's process groups when the supervisor itself is killed. Standard library only; started by its path.
+"""End a supervisor's process groups after the supervisor was killed. Standard library only; started by its path.
 
-Protocol: lines `+PGID` and `-PGID` on stdin say which groups are alive. End of file means that the supervisor is gone:
+Protocol: lines `+PGID` and `-PGID` on stdin add and remove a group. End of file means that the supervisor has ended:
 every group still listed gets SIGTERM, and SIGKILL after `GRACE_S` seconds.
 """
 

@@ -1,4 +1,4 @@
-"""Arguments that all commands reading a run's folder share."""
+"""Arguments shared by all commands that read a run's folder."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def add_trust(part: argparse.ArgumentParser) -> None:
     part.add_argument(
         "--trust",
         action="store_true",
-        help="the run's folder is yours: use the files, addresses and programs that it names, as `volley up` does",
+        help="trust the run's folder as your own: use the files, addresses and programs that it names",
     )
 
 
 def accept(arguments: argparse.Namespace) -> None:
-    """Trusts the folders that the command line names, if it says so."""
+    """Trust the run folders on the command line if --trust is given."""
     if not getattr(arguments, "trust", False):
         return
     from shared.run import trust

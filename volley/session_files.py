@@ -1,6 +1,6 @@
-"""Files of a run's folder that its services read when they start.
+"""Files of a run's folder that its services read at startup.
 
-The supervisor writes a missing or changed one again before a restart.
+Before a restart the supervisor rewrites those that are missing or changed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class SessionFiles:
-    """Content of the files as they were when the session began, and folders that have to exist, each with its mode.
+    """Files as they were at the start of the session, and folders that must exist, each with its mode.
 
-    All are below `root`, which is not made again: a run whose whole folder is gone must not begin anew.
+    All are below `root`, which is never recreated: a run whose whole folder is gone must not start over.
     """
 
     root: Path
@@ -35,14 +35,12 @@ class SessionFiles:
 
     @classmethod
     def read(cls, root: Path, files: Iterable[Path], folders: Iterable[Path]) -> Self:
-        """Leaves out what is not there. Raises OSError."""
+        """Read the files that exist. Raises OSError."""
         kept = {path: _Kept(path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) for path in files if path.is_file()}
         return cls(root, kept, {path: stat.S_IMODE(path.stat().st_mode) for path in folders if path.is_dir()})
 
     def restore(self) -> None:
-        """Write what is missing or holds something else. A path that cannot be written is left to the service, which
-        names it.
-        """
+        """Rewrite missing and changed files. If a path cannot be written, the service reports it when it starts."""
         if not self.root.is_dir():
             return
         for folder, mode in self.folders.items():
@@ -62,7 +60,7 @@ def _holds(path: Path, content: bytes) -> bool:
 
 
 def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Replace the file in one step by one that has this mode from the beginning. Raises OSError."""
+    """Replace the file atomically by one that has `mode` from its creation. Raises OSError."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     draft.unlink(missing_ok=True)
     try:

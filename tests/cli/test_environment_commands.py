@@ -55,7 +55,7 @@ def volley(capsys: pytest.CaptureFixture[str]) -> Volley:
 def test_a_template_is_written_tried_and_submitted(volley: Volley, url: str, tmp_path: Path) -> None:
     file = tmp_path / "sums.py"
     assert volley("init", str(file))[0] == 0
-    assert volley("init", str(file)) == (2, "", f"volley: {file} is there already (choose another name)\n")
+    assert volley("init", str(file)) == (2, "", f"volley: {file} exists already (choose another name)\n")
     code, out, _ = volley("submit", str(file), "--url", url)
     assert code == 0
     assert out.splitlines()[:3] == ["sums@1 is submitted", "sums@1 is validating", out.splitlines()[2]]
@@ -157,7 +157,7 @@ def test_standard_input_is_submitted(volley: Volley, url: str, tmp_path: Path, m
         code, out, err = volley("submit", "-", "--name", f"stdin_{name}", "--url", url)
         assert (code, f"stdin_{name}@1 is active" in out) == (0, True), out + err
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(SUMS.encode()), encoding="utf-8"))
-    assert "what comes from standard input needs a name" in volley("submit", "-", "--url", url)[2]
+    assert "an environment from standard input needs a name" in volley("submit", "-", "--url", url)[2]
 
 
 def test_what_is_no_environment_is_named_before_anything_is_sent(volley: Volley, tmp_path: Path) -> None:

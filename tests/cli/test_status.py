@@ -150,7 +150,7 @@ async def test_a_missing_token_is_said(tmp_path, capsys):
     async with stack(tokens) as urls:
         await show(urls["trainer"])
         shown = capsys.readouterr().out
-        assert "tells nothing: missing or wrong bearer token" in shown
+        assert "missing or wrong bearer token" in shown
         assert "the state of the run is unknown" in shown
         assert "has stopped" not in shown
         await show(urls["trainer"], token_file=tmp_path / "viewer")

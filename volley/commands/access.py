@@ -1,7 +1,6 @@
-"""`volley access RUN`: what a shell needs to call the services of a run: their addresses, and the files of the tokens
-they know.
+"""`volley access RUN`: print the addresses and token files that a shell needs to call a run's services.
 
-Lines for `eval "$(volley access RUN)"`, or JSON. No token is ever printed: a shell reads the file when it calls.
+Prints lines for `eval "$(volley access RUN)"`, or JSON. Never prints a token: the shell reads it from its file.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from volley.runs.addresses import Addresses
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_run_dir(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,11 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(run_dir: Path, *, as_json: bool = False) -> int:
-    """Prints the variables; with `as_json` also those of a run that does not run, and then the exit code is 1.
+    """Print the variables. With `as_json`, also print those of a run that is not running; the exit code is then 1.
 
     Raises:
         ConfigError: the folder is not that of a run.
-        ServiceUnreachable: none of its services answers, or another run's do, so that a shell gets nothing to evaluate.
+        ServiceUnreachable: none of its services answers, or another run's do; the shell gets nothing to evaluate.
     """
     folder = RunFolder(run_dir.absolute())
     found = addresses.read(folder)
@@ -59,8 +58,9 @@ def main(run_dir: Path, *, as_json: bool = False) -> int:
 
 
 def variables(folder: RunFolder, found: Addresses) -> dict[str, str]:
-    """By name of the variable: VOLLEY_RUN_DIR, VOLLEY_TRAINER_URL, VOLLEY_ROLLOUT_0_URL, VOLLEY_TOKEN_FILE_VIEWER,
-    VOLLEY_CA_FILE, …
+    """Values by variable name.
+
+    VOLLEY_RUN_DIR, VOLLEY_TRAINER_URL, VOLLEY_ROLLOUT_0_URL, VOLLEY_TOKEN_FILE_VIEWER, VOLLEY_CA_FILE, …
     """
     shown = {"VOLLEY_RUN_DIR": str(folder.path)}
     shown |= {f"VOLLEY_{name.upper().replace('-', '_')}_URL": url for name, url in found.urls.items()}
@@ -86,8 +86,9 @@ def _json(folder: RunFolder, found: Addresses, answering: set[str]) -> str:
 
 
 def _answering(found: Addresses, known: Mapping[str, bool]) -> set[str]:
-    """Names of the run's services that answer; an external one may although the run does not run, and counts where all
-    are external.
+    """Names of the run's services that answer; none if the run is not running.
+
+    External services may answer although the run is not running: they count alone only if all services are external.
     """
     names = {name for name, ours in known.items() if ours}
     return names if names - set(found.external) or len(found.external) == len(found.urls) else set()

@@ -1,6 +1,6 @@
-"""`volley compare`: several runs beside each other, in a table and one picture; with `--vary`, trained first.
+"""`volley compare`: compare runs in a table and one plot. With `--vary`, train the runs first.
 
-Everything is read from the runs' folders, as `volley report` reads them.
+Reads only the runs' folders, as `volley report` does.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ _NOT_COMPARED = ("run.name",)
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """`settings` are those of its configuration that are not the same in all runs; `rates` its evaluations, in the
-    order of steps; `warm_start` its last supervised step, or None without one.
+    """One run of a comparison.
+
+    `settings`: those that differ between the runs. `rates`: its evaluations, by step. `warm_start`: its last
+    supervised step, or None.
     """
 
     name: str
@@ -42,26 +44,26 @@ class ComparedRun:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", action="append", metavar="FILE.yaml", help="of the runs that --vary trains")
+    parser.add_argument("--config", action="append", metavar="FILE.yaml", help="configuration of the runs of --vary")
     parser.add_argument(
         "--vary",
         action="append",
         nargs="+",
         default=[],
         metavar=("KEY", "VALUE"),
-        help="train a run for each value of a setting, one after the other, e.g. --vary algorithm.name grpo ppo;"
-        " given again: for each combination",
+        help="train a run for each value of a setting, in sequence, e.g. --vary algorithm.name grpo ppo;"
+        " repeatable: a run for each combination",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where the picture goes")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="file of the plot (default: compare-RUNS.png)")
     add_trust(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("rest", nargs="*", metavar="RUN_DIR | key.path=value", help="runs, or values for --vary")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("rest", nargs="*", metavar="RUN_DIR | key.path=value", help="runs, or settings for --vary")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigError where one of --config and --vary is missing, and as `main`."""
+    """Raises ConfigError if only one of --config and --vary is given, and as `main`."""
     if bool(arguments.config) != bool(arguments.vary):
-        raise ConfigError("--config and --vary belong together", "to compare runs that exist, give their folders")
+        raise ConfigError("--config and --vary belong together", "to compare existing runs, give their folders")
     folders = (
         varied(arguments.config, arguments.rest, arguments.vary)
         if arguments.vary
@@ -71,8 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def varied(paths: Sequence[str], overrides: Sequence[str], variations: Sequence[Sequence[str]]) -> list[Path]:
-    """Trains a run for each combination of values, one after the other, and returns their folders; runs that are
-    finished are taken as they are. Raises as `volley train`, and ConfigError for a variation without values.
+    """Train a run for each combination of values, in sequence, and return the folders.
+
+    Finished runs are not trained again. Raises as `volley train`, and ConfigError for a variation without values.
 
     Args:
         variations: each a key and its values.
@@ -81,13 +84,15 @@ def varied(paths: Sequence[str], overrides: Sequence[str], variations: Sequence[
         if not values or any("=" in value for value in (key, *values)):
             raise ConfigError(f"--vary {key} {' '.join(values)}".strip(), "give a key and its values: --vary KEY A B")
         if key in ("run.bucket", "run.name"):
-            raise ConfigError(f"--vary {key}", "each variation has a name and a bucket of its own, made of those given")
+            raise ConfigError(
+                f"--vary {key} is not possible", "each variation gets its own name and bucket, derived from those given"
+            )
     run = config.load(paths, overrides).config.run
     wanted = dict[Path, list[str]]()
     for chosen in itertools.product(*[[(key, value) for value in values] for key, *values in variations]):
         name = "-".join([run.name, *(_slug(key, value) for key, value in chosen)])
         settings = [*overrides, *(f"{key}={value}" for key, value in chosen), f"run.name={name}"]
-        settings += [f"run.bucket={run.bucket}/{name}"] if run.bucket else []  # each has one of its own
+        settings += [f"run.bucket={run.bucket}/{name}"] if run.bucket else []  # runs never share a bucket
         loaded = config.rooted(config.load(paths, settings), Path.cwd())
         wanted[loaded.config.run.folder] = settings
     for folder, settings in wanted.items():
@@ -97,7 +102,7 @@ def varied(paths: Sequence[str], overrides: Sequence[str], variations: Sequence[
 
 
 def main(run_dirs: Sequence[Path], plot: Path | None, *, as_json: bool) -> int:
-    """Prints the table (or JSON) and draws the picture. Raises ConfigError for fewer than two runs, and as `report`."""
+    """Print the table (or JSON) and draw the plot. Raises ConfigError for fewer than two runs, and as `report`."""
     if len(run_dirs) < 2:
         raise ConfigError("there is nothing to compare", "give the folders of two runs or more, or --vary KEY A B")
     folders = [RunFolder(path.absolute()) for path in run_dirs]
@@ -116,7 +121,7 @@ def main(run_dirs: Sequence[Path], plot: Path | None, *, as_json: bool) -> int:
 
 
 def compared(folders: Sequence[RunFolder]) -> list[ComparedRun]:
-    """Raises ConfigError if a folder is not that of a run."""
+    """Read the runs. Raises ConfigError if a folder is not that of a run."""
     for folder in folders:
         report.check(folder)
     records = [read_record(folder) for folder in folders]
@@ -138,7 +143,7 @@ def _compared(folder: RunFolder, settings: Mapping[str, Any]) -> ComparedRun:
 
 
 def table(runs: Sequence[ComparedRun]) -> str:
-    """A row a run: held-out success before, at its best and after, with the 95 % interval of the last."""
+    """Table with a row per run: held-out success before, best and after, with the 95 % interval of the last."""
     rows = [("run", "before", "best", "after", "95 % interval", "steps", "elapsed")]
     rows += [(_label(run), *_successes(run.rates), f"{run.steps}", f"{run.elapsed_s:.0f} s") for run in runs]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -158,12 +163,12 @@ def _successes(rates: Sequence[SuccessRate]) -> tuple[str, str, str, str]:
 
 
 def _label(run: ComparedRun) -> str:
-    """Its name, and what alone sets it apart where that is short."""
+    """Name of the run, followed by its differing settings if they take at most 40 characters."""
     told = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in run.settings.items())
     return f"{run.name} ({told})" if told and len(told) <= 40 else run.name
 
 
 def _slug(key: str, value: str) -> str:
-    """`algorithm.name`, `ppo` -> ppo; `grpo_config.off_policy_steps`, `2` -> off_policy_steps-2."""
+    """Name of a setting: `algorithm.name`, `ppo` -> ppo; `grpo_config.off_policy_steps`, `2` -> off_policy_steps-2."""
     last = key.rpartition(".")[2]
     return re.sub(r"[^A-Za-z0-9._]+", "-", value if last == "name" else f"{last}-{value}").strip("-")

@@ -1,6 +1,6 @@
-"""The environment that a person names on the command line, as the service takes it.
+"""Turn the environment named on the command line into a request to the service.
 
-A file or folder becomes either the text of a Python file or the bytes of a zip file. Nothing of it is imported or run.
+A file or folder becomes the text of a Python file or the bytes of a zip file. None of it is imported or run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """`name` is the file's or folder's own, empty for standard input; `data` the zip file, or Python text in UTF-8."""
+    """Content of a file or folder.
+
+    `name`: its stem, empty for standard input. `data`: the zip file's bytes, or Python text in UTF-8.
+    """
 
     name: str
     data: bytes
@@ -38,8 +41,10 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class EnvSource:
-    """The environment to submit: a file or folder, the import path of a package that is installed beside the service,
-    or the address of a remote environment, with the files of its tasks by split. `config` is a file with its settings.
+    """The environment to submit.
+
+    A file or folder, the import path of a package that the service has installed, or the address of a remote
+    environment with its task files by split. `config` is a file with its settings.
     """
 
     file: Path | None = None
@@ -51,7 +56,7 @@ class EnvSource:
     entry: str | None = None
 
     def body(self, name: str | None, weight: float) -> dict[str, Any]:
-        """Body of POST /environments; `archive` holds a zip file's bytes. Raises ConfigError."""
+        """Body of POST /environments, where `archive` holds a zip file's bytes. Raises ConfigError."""
         content = read_content(self.file) if self.file is not None else None
         whole: dict[str, Any] = {"config": settings_of(self.config), "weight": weight}
         whole["name"] = name or self._plain_name(content)
@@ -69,12 +74,12 @@ class EnvSource:
             return content.name
         if self.import_path is not None:
             return self.import_path.rpartition(":")[2]
-        what = "what comes from standard input" if content is not None else "a remote environment"
+        what = "an environment from standard input" if content is not None else "a remote environment"
         raise ConfigError(f"{what} needs a name", "add --name NAME")
 
 
 def read_content(path: Path) -> Content:
-    """Reads a Python file, a zip file, a wheel or a folder; `-` is standard input. Raises ConfigError."""
+    """Read a Python file, a zip file, a wheel or a folder; `-` is standard input. Raises ConfigError."""
     if path == STDIN:
         return _recognised("standard input", "", sys.stdin.buffer.read(MAX_BYTES + 1))
     try:
@@ -90,19 +95,23 @@ def read_content(path: Path) -> Content:
 
 
 def settings_of(file: Path | None) -> Mapping[str, Any]:
-    """The settings in a YAML file; none without one. Raises ConfigError."""
+    """Settings of a YAML file; none if `file` is None. Raises ConfigError."""
     if file is None:
         return {}
     settings = read_tree(file)
     try:
         orjson.dumps(settings)
     except TypeError as error:
-        raise ConfigError(f"{file}: {error}", "settings are what JSON knows; put quotes around a date") from error
+        raise ConfigError(f"{file}: {error}", "settings must be JSON values; put quotes around a date") from error
     return settings
 
 
 def _recognised(what: str, name: str, data: bytes, *, is_archive: bool = False) -> Content:
-    """Args: is_archive: the file's name says that it is one. Raises ConfigError."""
+    """Tell zip files from Python files by content. Raises ConfigError.
+
+    Args:
+        is_archive: the file's name ends in .zip or .whl.
+    """
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{what} has more than {MAX_BYTES} bytes", "declare large packages as dependencies")
     if not data.strip():
@@ -126,14 +135,14 @@ def _check_zip(what: str, data: bytes) -> None:
 
 
 def _python_text(what: str, data: bytes) -> str:
-    """The text of a Python file in the encoding that it declares (PEP 263); UTF-16 by its mark. Raises ConfigError."""
+    """Decode a Python file: UTF-16 by its byte-order mark, else its declared encoding (PEP 263). Raises ConfigError."""
     try:
         encoding = "utf-16" if data.startswith(_UTF_16) else tokenize.detect_encoding(io.BytesIO(data).readline)[0]
         text = data.decode(encoding).removeprefix("\ufeff")
     except (SyntaxError, UnicodeError, LookupError) as error:
         told = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ConfigError(
-            f"{what} is not a Python file that can be read: {told}",
+            f"{what} is not a readable Python file: {told}",
             "save it as UTF-8, or declare its encoding in its first line: # -*- coding: latin-1 -*-",
         ) from None
     if "\0" in text:

@@ -1,7 +1,7 @@
-"""`volley env`: write, try, submit and look after environments of one's own.
+"""`volley env`: write, test, submit and manage your own environments.
 
-`init` and `test` need no service: the first writes a template, the second validates a file in the sandbox of this
-machine, as the service would. The others talk to the environment service of a run (default: the newest of runs/).
+`init` writes a template; `test` validates a file in this machine's sandbox, as the service would. Neither needs a
+service. The others call the environment service of a run (default: the newest in runs/).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from volley.runs import addresses
 
 _POLL_S = 0.3
 _WAIT_S = 600.0
-_FILE_HELP = "a Python file, a .zip, a .whl, a folder (also of Harbor's tasks), or - for standard input"
+_FILE_HELP = "a Python file, a .zip, a .whl, a folder (also of Harbor tasks), or - for standard input"
 type _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 @dataclass(frozen=True, slots=True)
 class EnvTarget:
-    """Which service: that of a run, or one by its address."""
+    """Environment service to call: a run's, or the one at `url`."""
 
     run_dir: Path | None = None
     url: str | None = None
@@ -55,13 +55,13 @@ class EnvTarget:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(required=True, metavar="COMMAND")
-    init = parts.add_parser("init", help="write a template of an environment")
+    init = parts.add_parser("init", help="write an environment template")
     init.add_argument("file", type=Path, metavar="FILE.py")
-    init.add_argument("--template", choices=TEMPLATES, default="sums", help="what to begin with (default: sums)")
+    init.add_argument("--template", choices=TEMPLATES, default="sums", help="template to copy (default: sums)")
     init.set_defaults(part=_run_init)
     test = parts.add_parser("test", help="validate a file or folder on this machine, as the service would")
     test.add_argument("file", type=Path, metavar="FILE", help=_FILE_HELP)
-    test.add_argument("--entry", metavar="CLASS", help="the environment's class, where there are several")
+    test.add_argument("--entry", metavar="CLASS", help="the environment's class, if the file has several")
     test.add_argument("--config", type=Path, metavar="FILE.yaml", help="arguments of the class")
     test.set_defaults(part=_run_test)
     _add_submit(parts)
@@ -69,9 +69,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     listed.set_defaults(part=_run_list)
     for name, told in (
         ("show", "show a submitted environment's versions, history and validation report"),
-        ("logs", "show what its episodes printed last, and how they failed"),
-        ("activate", "put a version in use: promote a canary, or go back to a retired version"),
-        ("retire", "take an environment back: no new groups of it"),
+        ("logs", "show the latest output and failures of its episodes"),
+        ("activate", "put a version in use: promote a canary, or return to a retired version"),
+        ("retire", "retire an environment: no new groups of it"),
     ):
         part = parts.add_parser(name, help=told)
         part.add_argument("name", metavar="NAME|NAME@VERSION")
@@ -80,46 +80,46 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_submit(parts: _Commands) -> None:
-    submit = parts.add_parser("submit", help="submit one to a run's environment service; it is validated first")
+    submit = parts.add_parser("submit", help="submit an environment to a run's service, which validates it first")
     source = submit.add_mutually_exclusive_group(required=True)
     source.add_argument("file", type=Path, nargs="?", metavar="FILE", help=_FILE_HELP)
     source.add_argument(
-        "--import-path", metavar="PACKAGE.MODULE:CLASS", help="of a package that is installed beside the service"
+        "--import-path", metavar="PACKAGE.MODULE:CLASS", help="class of a package that the service has installed"
     )
-    source.add_argument("--remote", metavar="URL", help="an environment on somebody else's server, with --protocol")
-    submit.add_argument("--protocol", help="what --remote speaks: openenv, nemo_gym, volley")
+    source.add_argument("--remote", metavar="URL", help="an environment on another server; needs --protocol")
+    submit.add_argument("--protocol", help="protocol of --remote: openenv, nemo_gym, volley")
     submit.add_argument(
         "--tasks",
         type=_split_file,
         action="append",
         default=[],
         metavar="SPLIT=FILE.jsonl",
-        help="the rows of --protocol nemo_gym",
+        help="rows for --protocol nemo_gym",
     )
     submit.add_argument(
         "--config", type=Path, metavar="FILE.yaml", help="arguments of the class, or settings of the protocol"
     )
     submit.add_argument("--name", metavar="NAME", help="default: the file's name")
-    submit.add_argument("--entry", metavar="CLASS", help="the environment's class, where there are several")
+    submit.add_argument("--entry", metavar="CLASS", help="the environment's class, if the file has several")
     submit.add_argument(
         "--weight",
         type=_weight,
         default=0.0,
         metavar="W",
-        help="share of live runs, beside their own environment of weight 1 (default: 0, joins none)",
+        help="weight in live runs, relative to weight 1 of their own environment (default: 0, joins none)",
     )
-    submit.add_argument("--replace", action="store_true", help="a new version of a name that is there")
-    submit.add_argument("--no-wait", action="store_true", help="do not wait for the validation")
+    submit.add_argument("--replace", action="store_true", help="submit a new version of an existing name")
+    submit.add_argument("--no-wait", action="store_true", help="do not wait for validation")
     _add_target(submit)
     submit.set_defaults(part=_run_submit)
 
 
 def _add_target(part: argparse.ArgumentParser) -> None:
-    part.add_argument("--run", type=Path, metavar="RUN_DIR", help="whose service (default: the newest of runs/)")
+    part.add_argument("--run", type=Path, metavar="RUN_DIR", help="call this run's service (default: newest in runs/)")
     add_trust(part)
-    part.add_argument("--url", help="of the service, instead of a run")
-    part.add_argument("--token-file", type=Path, metavar="FILE", help="an admin's token, with --url")
-    part.add_argument("--ca-file", type=Path, metavar="FILE", help="who vouches for the service, with --url")
+    part.add_argument("--url", help="address of the service, instead of --run")
+    part.add_argument("--token-file", type=Path, metavar="FILE", help="admin token, with --url")
+    part.add_argument("--ca-file", type=Path, metavar="FILE", help="CA certificate of the service, with --url")
 
 
 def _split_file(text: str) -> tuple[str, Path]:
@@ -142,7 +142,7 @@ def _weight(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigError, and what the service answers."""
+    """Raises ConfigError, and the service's errors."""
     part: Callable[[argparse.Namespace], int] = arguments.part
     return part(arguments)
 
@@ -157,11 +157,11 @@ def _run_test(arguments: argparse.Namespace) -> int:
 
 def _run_submit(arguments: argparse.Namespace) -> int:
     if (arguments.remote is None) != (arguments.protocol is None):
-        raise ConfigError("--remote and --protocol belong together", "for example --protocol openenv")
+        raise ConfigError("--remote and --protocol belong together", "add the other, for example --protocol openenv")
     if arguments.tasks and arguments.remote is None:
-        raise ConfigError("--tasks goes with --remote", "a file of one's own makes its tasks itself")
+        raise ConfigError("--tasks goes with --remote", "leave it out: a submitted file makes its own tasks")
     if arguments.entry is not None and arguments.file is None:
-        raise ConfigError("--entry goes with a file", "an import path names its class after the colon")
+        raise ConfigError("--entry goes with a file", "leave it out, or name the class after the import path's colon")
     source = EnvSource(
         arguments.file,
         arguments.import_path,
@@ -194,12 +194,12 @@ def _target_of(arguments: argparse.Namespace) -> EnvTarget:
 
 
 def init(file: Path, template: str) -> int:
-    """Raises ConfigError where the file is there already."""
+    """Write a template. Raises ConfigError if the file exists."""
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(TEMPLATES[template].read_text(encoding="utf-8"))
     except FileExistsError:
-        raise ConfigError(f"{file} is there already", "choose another name") from None
+        raise ConfigError(f"{file} exists already", "choose another name") from None
     if template == "verifiers":
         print_lines(
             f"wrote {file}", f"start it:  uv run --with YOUR-PACKAGE {file} YOUR_MODULE; how to submit it stands in it"
@@ -212,7 +212,7 @@ def init(file: Path, template: str) -> int:
 
 
 def test(file: Path, entry: str | None, config: Path | None) -> int:
-    """Validates a file or folder in the sandbox of this machine; the exit code is 0 if it would be taken."""
+    """Validate a file or folder in this machine's sandbox. Exit code 0 if the service would accept it."""
     content = read_content(file)
     asked = {"name": content.name or "environment", "archive": content.archive, "entry": entry}
     asked |= {"config": dict(settings_of(config))}
@@ -231,7 +231,7 @@ def test(file: Path, entry: str | None, config: Path | None) -> int:
 
 
 def submit(target: EnvTarget, source: EnvSource, name: str | None, *, weight: float, replace: bool, wait: bool) -> int:
-    """Raises ConfigError (a file), and what the service says. The exit code is 1 if it is rejected."""
+    """Submit an environment. Exit code 1 if it is rejected. Raises ConfigError (a file), and the service's errors."""
     return asyncio.run(_submit(target, source.body(name, weight), replace, wait))
 
 
@@ -246,12 +246,12 @@ async def _submit(target: EnvTarget, body: Mapping[str, Any], replace: bool, wai
         if row["state"] == "rejected":
             return 1
         if row["state"] == "canary":
-            print_lines(f"live runs play it now and then; `volley env show {body['name']}` tells how it fares")
+            print_lines(f"live runs play it now and then; `volley env show {body['name']}` shows its results")
         return 0
 
 
 async def _decided(client: EnvClient, name: str, told: str) -> Mapping[str, Any]:
-    """The version once its validation is over; its states are printed as they change. Raises Unavailable."""
+    """Wait until the version is validated, printing each new state. Raises Unavailable."""
     deadline = time.monotonic() + _WAIT_S
     while time.monotonic() < deadline:
         row = (await client.versions(name))[0]
@@ -261,7 +261,7 @@ async def _decided(client: EnvClient, name: str, told: str) -> Mapping[str, Any]
         if told not in ("submitted", "validating"):
             return row
         await asyncio.sleep(_POLL_S)
-    raise Unavailable(f"{name} is still {told} after {_WAIT_S:g} s", f"`volley env show {name}` tells more")
+    raise Unavailable(f"{name} is still {told} after {_WAIT_S:g} s", f"`volley env show {name}` shows its state")
 
 
 def listed(target: EnvTarget) -> int:
@@ -281,7 +281,7 @@ def listed(target: EnvTarget) -> int:
 
 
 def show(target: EnvTarget, name: str) -> int:
-    """Prints every version with its history, and the newest one's report."""
+    """Print every version with its history, and the newest version's report."""
     versions: list[Mapping[str, Any]] = asyncio.run(_asked(target, lambda client: client.versions(name)))
     for row in versions:
         splits = ", ".join(f"{split}: {n}" for split, n in row["splits"].items())

@@ -1,9 +1,8 @@
-"""`volley eval`: how often a model solves the held-out tasks of a configuration, alone and without training.
+"""`volley eval`: evaluate a model on the held-out tasks of a configuration, without training.
 
-What is measured is version 0 of a run of its own, whose folder is removed afterwards. So it is measured as every run
-measures its first weights: those of the model bit by bit in float32, every token from exactly these, each task played
-once, greedily, with the configuration's seed. The same command gives the same figures. The trainer is started to make
-that version, and trains nothing.
+Starts a temporary run and evaluates its version 0, as every run evaluates its first weights: the model's weights bit
+by bit in float32, each task played once, greedily, with the configuration's seed. The same command gives the same
+figures. The trainer only makes that version. The run's folder is removed afterwards.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _TOLD_S = 10.0
 
 
 def _alone() -> Mapping[str, Any]:
-    """Settings in the place of those of the run that is measured: its bucket, warm start, queue, servers and ports."""
+    """Overrides that detach the temporary run from the evaluated one: bucket, warm start, queue, servers and ports."""
     return {
         "run.name": _NAME,
         "run.bucket": None,
@@ -57,16 +56,16 @@ def _alone() -> Mapping[str, Any]:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="RUN|RUN@VERSION|MODEL", help="RUN: its newest version")
+    parser.add_argument("target", metavar="RUN|RUN@VERSION|MODEL", help="a run's newest or given version, or a model")
     parser.add_argument(
         "--config",
         action="append",
         metavar="FILE.yaml",
-        help="on what, and how (default: the run's own); given again, the later file wins",
+        help="configuration to evaluate with (default: the run's own); repeatable, later files win",
     )
     add_trust(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that override the files")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,11 +80,14 @@ def main(
     output: Path | None,
     seams: stack.StackSeams = stack.REAL,
 ) -> int:
-    """Measures a run's newest version (RUN), one of its versions (RUN@VERSION), a model's folder or a hub id. Prints
-    the result and writes it to `output`, if one is given. Returns the exit code. Raises VolleyError.
+    """Evaluate a run's newest version (RUN), one of its versions (RUN@VERSION), a model's folder or a hub id.
+
+    Prints the result and writes it to `output` if given. Returns the exit code. Raises VolleyError.
     """
     if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"--json {output}: there is no folder {output.absolute().parent}", "name a file in one")
+        raise ConfigError(
+            f"--json {output}: there is no folder {output.absolute().parent}", "name a file in an existing folder"
+        )
     loaded, source = _configured(target, paths, overrides)
     try:
         with _scratch(loaded) as folder:
@@ -103,7 +105,7 @@ def main(
 
 
 def format_evaluation(row: Mapping[str, Any], model: str) -> str:
-    """One environment, as a sentence."""
+    """Sentence on one environment's evaluation."""
     rate = SuccessRate(0, row["n_tasks"] - row["failed"], row["success"], row["low"], row["high"])
     failed = f", {row['failed']} tasks failed and are not counted" if row["failed"] else ""
     return (
@@ -113,12 +115,12 @@ def format_evaluation(row: Mapping[str, Any], model: str) -> str:
 
 
 def _configured(target: str, paths: Sequence[str], overrides: Sequence[str]) -> tuple[LoadedConfig, RunFolder | None]:
-    """The configuration to measure with, and the run that is measured, if it is one. Raises ConfigError."""
+    """Configuration to evaluate with, and the evaluated run, or None for a model. Raises ConfigError."""
     name, _, version = target.rpartition("@") if "@" in target and not Path(target).is_dir() else (target, "", "")
     run = RunFolder(Path(name).absolute())
     is_run = bool(version) or run.record.exists()
     if not paths and not is_run:
-        raise ConfigError(f"{target} is not the folder of a run", "to measure a model, say on what: --config FILE.yaml")
+        raise ConfigError(f"{target} is not the folder of a run", "to evaluate a model, give --config FILE.yaml")
     if paths:
         loaded = config.rooted(config.load(paths, overrides), Path.cwd())
     else:
@@ -137,9 +139,7 @@ def _configured(target: str, paths: Sequence[str], overrides: Sequence[str]) -> 
 
 @contextmanager
 def _scratch(loaded: LoadedConfig) -> Iterator[Path]:
-    """A folder beside the runs, so that there is room for a checkpoint where there is room for theirs. Raises
-    ConfigError.
-    """
+    """Make a temporary folder next to the runs, on the disk that has room for checkpoints. Raises ConfigError."""
     beside = loaded.config.run.dir
     try:
         beside.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def _scratch(loaded: LoadedConfig) -> Iterator[Path]:
 
 
 def _measured(loaded: LoadedConfig, seams: stack.StackSeams) -> dict[str, Any]:
-    """The lines of evals.jsonl with their intervals, and what was measured with what. Raises Stopped, VolleyError."""
+    """Run the evaluation. Returns its rows with intervals, the model and the seed. Raises Stopped, VolleyError."""
     with claimed(loaded) as claim, shown(loaded.config.trainer.max_steps) as display:
         train.supervise(
             loaded, claim, lambda running: _evaluated(running, display), display.say, seams, display.service
@@ -177,7 +177,7 @@ def _row(row: Mapping[str, Any], env: str) -> dict[str, Any]:
 
 
 async def _evaluated(running: stack.LocalStack, display: ProgressDisplay) -> None:
-    """Returns when version 0 is measured. Raises ServiceFailed if it cannot be."""
+    """Wait until version 0 is evaluated. Raises ServiceFailed if the run fails."""
     loop = asyncio.get_running_loop()
     told_at = loop.time()
     async with running.client("orchestrator") as orchestrator:

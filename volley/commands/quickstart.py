@@ -1,4 +1,4 @@
-"""`volley quickstart`: trains with the project's first configuration, as a run of a new name, and proves it."""
+"""`volley quickstart`: train a new run with configs/quickstart.yaml, and verify it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONFIG = "configs/quickstart.yaml"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the file")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that override the file")
 
 
 def run(arguments: argparse.Namespace) -> int:

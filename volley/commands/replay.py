@@ -1,6 +1,6 @@
-"""`volley replay`: has the trainer's virtual environment train archived groups again, and tells what it found.
+"""`volley replay`: train archived groups again in the trainer's virtual environment, and print the differences.
 
-The process writes a JSON line a step, and as its last line the result or an error (see services.trainer.replay.steps).
+The program prints one JSON line per step, then the result or an error (see services.trainer.replay.steps).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from volley.run_arguments import add_run_dir
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_run_dir(parser)
-    parser.add_argument("--from-step", type=int, metavar="K", help="step of the checkpoint to begin at")
+    parser.add_argument("--from-step", type=int, metavar="K", help="step of the checkpoint to start from")
     parser.add_argument(
         "--refused",
         metavar="VERSION",
-        help="instead: a step that was refused, because it gave numbers that are not finite",
+        help="replay a step that was refused because it was not finite, instead of --from-step",
     )
     parser.add_argument("--to-step", type=int, metavar="M", help="last step (default: that of the newest checkpoint)")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,8 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(run_dir: Path, first: int | None, last: int | None, refused: str | None, as_json: bool) -> int:
-    """Prints the result; 0 if every step, or the one that was refused, came out the same, else 1. Raises ConfigError,
-    VolleyError.
+    """Print the result. Exit code 0 if every step, or the refused one, was reproduced, else 1.
+
+    Raises ConfigError, VolleyError.
     """
     if (first is None) == (refused is None):
         raise ConfigError("give either --from-step K or --refused VERSION")
@@ -50,11 +51,11 @@ def main(run_dir: Path, first: int | None, last: int | None, refused: str | None
 
 
 def replayed(folder: RunFolder, what: list[str], last: int | None, *, show: bool) -> dict[str, Any]:
-    """What services.trainer.replay.steps finds. Raises ConfigError, VolleyError.
+    """Result of services.trainer.replay.steps. Raises ConfigError, VolleyError.
 
     Args:
-        what: its arguments that say where to begin.
-        show: print a line a step.
+        what: its arguments that name the first or the refused step.
+        show: print one line per step.
     """
     if not folder.config.exists():
         raise ConfigError(f"{folder.path} is not the folder of a run", "it holds no config.yaml")
@@ -70,13 +71,13 @@ def replayed(folder: RunFolder, what: list[str], last: int | None, *, show: bool
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """For people."""
+    """Result as one line."""
     if "refused" in result:
         now, then = (", ".join(result[key]) or "nothing" for key in ("refused", "recorded"))
         return (
-            f"not finite are again: {now}"
+            f"not finite again: {now}"
             if result["ok"]
-            else f"DIVERGED: not finite are now: {now}; when it was refused: {then}"
+            else f"DIVERGED: not finite now: {now}; when it was refused: {then}"
         )
     compared = (
         f"{result['steps']} steps, {result['compared_checkpoints']} compared with checkpoints,"

@@ -1,5 +1,7 @@
-"""`volley sft` and `volley dpo`: supervised training as a run of its own. It is a run like any other, stopped, resumed
-and watched the same way; the only service it needs is the trainer, and the environment's where that makes the data.
+"""`volley sft` and `volley dpo`: supervised training as its own run.
+
+It is stopped, resumed and watched like any other run. It needs only the trainer, and the environment service if that
+makes the data.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*=")
 
 @dataclass(frozen=True, slots=True)
 class SftArguments:
-    """Of the command line; what is not given is as the configuration says."""
+    """Arguments of the command line; the configuration supplies those that are not given."""
 
     data: Sequence[Path]
     model: str | None
@@ -38,12 +40,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         "overrides",
         nargs="*",
         metavar="DATA | key.path=value",
-        help="JSONL, Parquet, or a folder of them, of conversations (dpo: with chosen and rejected); none:"
-        " demonstrations of data.env; and values that win",
+        help="conversations (dpo: with chosen and rejected) as JSONL, Parquet or a folder of them (default:"
+        " demonstrations of data.env); settings that override the files",
     )
-    parser.add_argument("--model", metavar="FOLDER", help="as model.path: also a hub id, or a run's RUN@VERSION")
+    parser.add_argument("--model", metavar="FOLDER", help="sets model.path: a folder, a hub id, or RUN@VERSION")
     parser.add_argument(
-        "--config", action="append", default=[], metavar="FILE.yaml", help="given again, the later file wins"
+        "--config", action="append", default=[], metavar="FILE.yaml", help="configuration; repeatable, later files win"
     )
     parser.add_argument(
         "--eval", action="append", default=[], type=Path, metavar="DATA", help="held-out data to measure the loss on"
@@ -77,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(mode: Literal["sft", "dpo"], arguments: SftArguments, seams: stack.StackSeams = stack.REAL) -> int:
-    """A new run, or one with this configuration that goes on. Raises VolleyError; otherwise returns the exit code."""
+    """Start or continue the run. Raises VolleyError; otherwise returns the exit code."""
     return train.start_or_continue(config.rooted(_configured(mode, arguments), Path.cwd()), seams)
 
 
@@ -93,14 +95,14 @@ def _configured(mode: Literal["sft", "dpo"], given: SftArguments) -> LoadedConfi
     if given.model is not None:
         tree["model"] = {"path": given.model}
     elif not given.configs and not any(one.startswith("model.path=") for one in given.overrides):
-        raise ConfigError("no model is named", f"`volley {mode} DATA --model FOLDER`, or --config FILE.yaml")
+        raise ConfigError("no model is named", f"run `volley {mode} DATA --model FOLDER`, or add --config FILE.yaml")
     if not any(one.startswith("run.name=") for one in given.overrides):
         tree["run"] = {"name": _name(mode, given.configs)}
     return config.load(given.configs, given.overrides, given=tree)
 
 
 def _name(mode: str, configs: Sequence[str]) -> str:
-    """Of the run: a configuration's name belongs to its run of RL."""
+    """Name of the run: `NAME-sft`, because a configuration's own name belongs to its RL run."""
     named = [config.read_tree(Path(path)).get("run") or {} for path in configs]
     names = [str(one["name"]) for one in named if isinstance(one, dict) and one.get("name")]
     return f"{names[-1]}-{mode}" if names else mode

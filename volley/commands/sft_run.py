@@ -1,4 +1,4 @@
-"""Follows a supervised run and reports it."""
+"""Follow a supervised run and report it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POLL_S = 0.3
 
 
 async def follow(running: stack.LocalStack, folder: RunFolder, display: ProgressDisplay, tails: RecordTails) -> None:
-    """Shows progress until the trainer says that it is done. Raises ServiceFailed if it says that it cannot go on."""
+    """Show progress until the trainer is done. Raises ServiceFailed if the trainer stops training."""
     news = time.monotonic()
     async with running.client("trainer") as trainer:
         while True:
@@ -46,7 +46,7 @@ def _doing(said: Mapping[str, Any]) -> str:
 
 
 def finish(folder: RunFolder, record: RunRecord) -> int:
-    """Tells what came of a run that is finished. Returns the exit code."""
+    """Report a finished run. Returns the exit code."""
     mark_finished(folder, record)
     summary = supervised.make(folder)
     print_block(supervised.format_report(summary, folder))

@@ -1,4 +1,4 @@
-"""`volley status`: each service of a run, whether it is ready, the weights it has; and who waits for whom."""
+"""`volley status`: readiness and weight version of each service, and which service waits for which."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from volley.runs.addresses import Addresses
 from volley.runs.record import read_record
 
 _TIMEOUT_S = 5.0
-_BETWEEN_S = 1.0  # two looks at the tokens a server has made
-_LOOKS = 10  # a long prefill, a compilation or the loading of weights makes none for a while
+_BETWEEN_S = 1.0  # between two readings of a server's token count
+_LOOKS = 10  # a long prefill, a compilation or loading weights samples no tokens for a while
 _KEYS = ("current", "staged", "state", "step", "version", "epoch", "phase")
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """One to ask; `kind` is None for an address alone, which then says itself what it is. `external`: others started
-    it.
+    """A service to ask.
+
+    `kind` is None for a bare address: the service then names its own kind. `external`: not started by this run's
+    supervisor.
     """
 
     name: str
@@ -46,14 +48,12 @@ class ServiceStatus:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "targets", nargs="*", metavar="RUN_DIR|URL", help="a run's folder or addresses (default: the newest of runs/)"
+        "targets", nargs="*", metavar="RUN_DIR|URL", help="a run's folder or addresses (default: newest run in runs/)"
     )
     add_trust(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="a viewer's token, for services given by address"
-    )
-    parser.add_argument("--ca-file", type=Path, metavar="FILE", help="who vouches for services given by address")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="viewer token for services given by address")
+    parser.add_argument("--ca-file", type=Path, metavar="FILE", help="CA certificate for services given by address")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,14 +64,15 @@ def run(arguments: argparse.Namespace) -> int:
 def main(
     targets: Sequence[str], *, as_json: bool = False, token_file: Path | None = None, ca_file: Path | None = None
 ) -> int:
-    """Prints a line a service and the chain of waits; the exit code is 0 if all are ready and the run is not wedged,
-    else 1.
+    """Print one line per service and the chain of waits.
 
     Args:
-        token_file, ca_file: of a viewer, for services given by address; a run's folder names its own.
+        token_file, ca_file: viewer token and CA for services given by address; a run's folder names its own.
+
+    Returns: exit code 0 if all services are ready and the run is not wedged, else 1.
 
     Raises:
-        ConfigError: the target is no run's folder and no address.
+        ConfigError: the target is neither a run's folder nor an address.
     """
     folder = None
     if targets and all("://" in target for target in targets):
@@ -87,8 +88,8 @@ def main(
 
 
 async def observe(services: Sequence[ServiceStatus]) -> tuple[list[ServiceReport], Verdict]:
-    """Asks all; where nothing advanced for a while, again, until every rollout server has produced tokens or enough
-    looks were taken.
+    """Ask all services. If nothing has advanced for a while, ask again, at most `_LOOKS` times, until every busy
+    rollout server has sampled tokens.
     """
     seen = await ask_all(services)
     verdict = wedge.judge(seen)
@@ -114,7 +115,7 @@ def _at(urls: Sequence[str], token_file: Path | None, ca_file: Path | None) -> l
 
 
 async def _of_run(folder: RunFolder) -> tuple[list[ServiceReport], Verdict]:
-    """As `observe`; where another run sits at the addresses, nothing is asked of it."""
+    """Observe a run's services; if another run's services answer at its addresses, report the run as stopped."""
     found = addresses.read(folder)
     known = await identity.find_answering(folder, found)
     if not identity.is_elsewhere(known):
@@ -141,12 +142,12 @@ def _services(found: Addresses) -> list[ServiceStatus]:
 
 
 async def ask_all(services: Sequence[ServiceStatus]) -> list[ServiceReport]:
-    """What each says of itself, once. Closes their clients."""
+    """Ask each service once for its state, and close its client."""
     return list(await asyncio.gather(*map(_ask, services)))
 
 
 def unready(seen: Sequence[ServiceReport]) -> list[str]:
-    """A sentence on each that is not."""
+    """One sentence per service that is not ready."""
     return [f"{s.name} is {_state(s)}" for s in seen if s.error is not None or s.not_ready is not None]
 
 
@@ -169,8 +170,9 @@ def _may_be_several(kind: str) -> bool:
 
 
 async def _details(client: HttpClient, kind: str) -> dict[str, Any]:
-    """What the service tells of itself; of several runs the first. Empty where it does not answer, `untold` is why it
-    refuses us.
+    """Status of a service; the first if it serves several runs.
+
+    Empty if the service does not answer; `untold` holds the reason if it refuses the request.
     """
     said: dict[str, Any] = {}
     for path in SERVICES[kind].describes if kind in SERVICES else ():
@@ -184,17 +186,17 @@ async def _details(client: HttpClient, kind: str) -> dict[str, Any]:
 
 
 def _made(seen: ServiceReport) -> int:
-    """Tokens a rollout server has sampled since its start; 0 if none are asked of it now."""
+    """Tokens that a rollout server has sampled since its start; 0 if it has no running requests."""
     engine = seen.said.get("internal_state") or {}
     return int(engine.get("output_tokens", 0)) if engine.get("running") else 0
 
 
 def _hint(folder: RunFolder | None) -> list[str]:
-    """What can be done with a run whose services have ended; of those given by address nobody knows the folder."""
+    """Next commands for a run whose services have ended."""
     record = None if folder is None else read_record(folder)
     if record is not None and record.finished:
-        return ["it is finished: `volley report` shows what it has done, `volley up` with more steps goes on with it"]
-    return ["`volley up` goes on with it; `volley report` shows what it has done"]
+        return ["it is finished: `volley report` shows its results, `volley up` with more steps continues it"]
+    return ["`volley up` continues it; `volley report` shows its results"]
 
 
 def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str] = ()) -> str:
@@ -218,7 +220,7 @@ def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str] =
 
 
 def _mixture(seen: Sequence[ServiceReport]) -> list[str]:
-    """The environments of the run where there are several, why one of them is not played, and those that fail."""
+    """The run's environments if there are several, reasons for inactive ones, and warnings."""
     rows = next((one.said["mixture"] for one in seen if one.said.get("mixture")), [])
     told = format_mixture(rows)
     reasons = [f"  {row['env']} is {row['state']}: {row['reason']}" for row in rows if row.get("reason")]
@@ -227,7 +229,7 @@ def _mixture(seen: Sequence[ServiceReport]) -> list[str]:
 
 
 def _memory(seen: Sequence[ServiceReport]) -> list[str]:
-    """What the trainer trains on, and what it reckons that this takes on each device."""
+    """The trainer's plan and its estimate of memory on each device."""
     parts = next((one.said["memory"] for one in seen if one.said.get("memory")), {})
     told = ", ".join(f"{name} {mib:,.0f}" for name, mib in parts.items())
     plans = [f"plan: {one.said['plan']}" for one in seen if one.said.get("plan")]
@@ -236,7 +238,7 @@ def _memory(seen: Sequence[ServiceReport]) -> list[str]:
 
 
 def _bucket(seen: Sequence[ServiceReport]) -> list[str]:
-    """How far the run's bucket follows its folder."""
+    """Newest step in the run's bucket, compared with the run's folder."""
     told = [one.said for one in seen if one.said.get("bucket")]
     return [
         "the run's bucket has nothing yet"
@@ -254,7 +256,7 @@ def _state(seen: ServiceReport) -> str:
 
 def _details_of(seen: ServiceReport) -> str:
     if untold := seen.said.get("untold"):
-        return f"tells nothing: {untold}"
+        return f"no status: {untold}"
     engine = DeclaredEngine.from_json(seen.said.get("engine"))
     details = [f"{key} {seen.said[key]}" for key in _KEYS if seen.said.get(key) not in (None, "")]
     return ", ".join([*details, *([f"engine {engine}"] if engine and engine.lacks else [])])

@@ -1,7 +1,7 @@
-"""`volley train`, or `volley up`: the local supervisor. Starts every service, shows progress, ends with a report.
+"""`volley train` and `volley up`: start every service, show progress and print a report.
 
-Whatever happens – the run finishes, a service fails, Ctrl-C, SIGTERM, a second Ctrl-C, kill -9 – nothing started here
-is left.
+Every process started here is ended when the run finishes, when a service fails, and after Ctrl-C, SIGTERM, a second
+Ctrl-C or kill -9.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ type Work = Callable[[stack.LocalStack], Awaitable[None]]
 
 
 class Stopped(Exception):
-    """A signal asked us to stop."""
+    """A signal stopped the command."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -61,23 +61,24 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--config",
         action="append",
         metavar="FILE.yaml",
-        help="of a run to start or continue; given again, the later file wins",
+        help="configuration of a run to start or continue; repeatable, later files win",
     )
     parser.add_argument(
         "rest",
         nargs="*",
         metavar="RUN_DIR | key.path=value",
-        help="a run's folder continues that run; values win over the files",
+        help="folder of a run to continue; settings that override the files",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigError where neither a run nor a configuration is given, and as `main`."""
+    """Raises ConfigError if neither a run's folder nor a configuration is given, and as `main`."""
     if arguments.config:
         return main(arguments.config, arguments.rest)
     if not arguments.rest or "=" in Path(arguments.rest[0]).name:
         raise ConfigError(
-            "neither a run's folder nor --config is given", "`volley train --config FILE.yaml` or `volley up RUN_DIR`"
+            "neither a run's folder nor --config is given",
+            "run `volley train --config FILE.yaml` or `volley up RUN_DIR`",
         )
     return resume(Path(arguments.rest[0]), arguments.rest[1:])
 
@@ -85,16 +86,16 @@ def run(arguments: argparse.Namespace) -> int:
 def main(
     paths: Sequence[str], overrides: Sequence[str], seams: stack.StackSeams = stack.REAL, *, prove: bool = False
 ) -> int:
-    """A new run, or one with this configuration that goes on. Raises VolleyError; otherwise returns the exit code.
+    """Start or continue the run of a configuration. Raises VolleyError; otherwise returns the exit code.
 
-    Relative paths count from the present directory, and are stored absolute. With `prove` a finished run is verified,
-    which reads all its checkpoints.
+    Paths relative to the working directory are stored absolute. With `prove` the finished run is verified, which reads
+    all its checkpoints.
     """
     return start_or_continue(config.rooted(config.load(paths, overrides), Path.cwd()), seams, prove=prove)
 
 
 def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = stack.REAL) -> int:
-    """Goes on with the run in this folder; one that is finished is only reported. Raises as `main`."""
+    """Continue the run in this folder, or report it if it is finished. Raises as `main`."""
     loaded, record = stored(run_dir, overrides)
     if record.finished and not overrides:
         config, more = loaded.config, ""
@@ -106,7 +107,7 @@ def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = st
 
 
 def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False) -> int:
-    """Begins or goes on with the run of this configuration, whatever its mode. Raises as `main`."""
+    """Start or continue the run of this configuration, of any mode. Raises as `main`."""
     model = check_inputs(loaded)
     supervised = loaded.config.is_supervised
     watch = sft_run.follow if supervised else follow
@@ -130,7 +131,7 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
                 print_text(_interrupted(f"stopped by {stopped}", folder, max_steps, started))
             return stopped.exit_code
         except VolleyError:
-            if commits.newest(folder) is not None:  # else there is nothing to go on from
+            if commits.newest(folder) is not None:  # else there is nothing to continue from
                 with suppress(OSError):
                     print_text(_interrupted("ended early", folder, max_steps, started))
             raise
@@ -138,7 +139,7 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
 
 
 def _interrupted(how: str, folder: RunFolder, max_steps: int, started: Mapping[str, ServiceState]) -> str:
-    """What has ended, at which step, and how to go on."""
+    """Sentence for a run that ended early: its services, its last step, and the command that continues it."""
     head = commits.newest(folder)
     names = [name for name, state in started.items() if state != "pending"]
     ended = f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} ended" if names else "nothing had been started"
@@ -155,10 +156,10 @@ def supervise(
     seams: stack.StackSeams = stack.REAL,
     seen: Seen = unseen,
 ) -> RunRecord:
-    """Runs all services for as long as `work` takes. Returns the record, with the time it took; it counts also if this
-    is killed.
+    """Run all services for as long as `work` takes. Returns the record with the elapsed time added.
 
-    Raises Stopped when a signal ends it, or VolleyError; whatever it started has ended then.
+    The time is recorded even if this process is killed. Raises Stopped after a signal, or VolleyError; every process
+    it started has ended by then.
     """
     with counting(claim.folder, claim.record) as worked:
         try:
@@ -169,7 +170,7 @@ def supervise(
 
 
 def _of_the_model(loaded: LoadedConfig, folder: Path) -> list[str]:
-    """Sentences on the model; none of a folder that the services refuse."""
+    """Notes on the model; none for a folder that the services will refuse."""
     from shared.models.tokenizer_files import read_tokenizer
 
     notes: list[str | None] = []
@@ -181,13 +182,14 @@ def _of_the_model(loaded: LoadedConfig, folder: Path) -> list[str]:
 
 
 def check_inputs(loaded: LoadedConfig) -> Path:
-    """Finds what is wrong with the configuration, files and services of others, before anything is started. Returns the
-    model's folder. Raises VolleyError.
+    """Check configuration, files and external services before anything starts. Returns the model's folder.
+
+    Raises VolleyError.
     """
     findings(loaded.config)
     for key in ("train", "eval"):
         path: Path | None = getattr(loaded.config.data, key)
-        if path is not None and loaded.config.services.env.url is None:  # else it lies on that service's host
+        if path is not None and loaded.config.services.env.url is None:  # else the file is on that service's host
             try:
                 open_file(path).close()
             except OSError as error:
@@ -197,7 +199,7 @@ def check_inputs(loaded: LoadedConfig) -> Path:
     learns = loaded.config.is_supervised or loaded.config.sft.trains
     for path in (*loaded.config.sft.train, *loaded.config.sft.eval) if learns else ():
         if not path.exists():
-            raise ConfigError(f"{path}: no such file or folder", "name files of conversations, or folders of them")
+            raise ConfigError(f"{path}: no such file or folder", "name files of conversations, or folders with them")
     model = loaded.config.model.path
     if "@" in model and not Path(model).is_dir():
         survey.check(RunFolder(Path(model.rpartition("@")[0]).absolute()))
@@ -208,7 +210,7 @@ def check_inputs(loaded: LoadedConfig) -> Path:
 
 
 def fresh_name(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """The overrides with a run.name that is not that of a finished run, unless the user gave a name."""
+    """Add a run.name that no finished run has, unless the user gave a name."""
     if any(override.startswith("run.name=") for override in overrides):
         return list(overrides)
     run = config.load(paths, overrides).config.run
@@ -218,13 +220,13 @@ def fresh_name(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 
 def is_finished(folder: RunFolder) -> bool:
-    """Whether there is a run in it that has come to its end."""
+    """Tell if the folder holds a finished run."""
     record = read_record(folder)
     return record is not None and record.finished
 
 
 def finish(folder: RunFolder, record: RunRecord, *, prove: bool = False) -> int:
-    """Tells what came of a run that is finished. Returns the exit code: 1 if it was to be proven and is not."""
+    """Report a finished run. Returns the exit code: 1 if `prove` is set and verification fails."""
     mark_finished(folder, record)
     summary = report.make(folder)
     proof = command.verify(folder) if prove else None
@@ -253,9 +255,7 @@ async def _supervised(
 
 
 async def follow(running: stack.LocalStack, folder: RunFolder, display: ProgressDisplay, tails: RecordTails) -> None:
-    """Shows progress until the orchestrator says that the run is finished. Raises ServiceFailed if it says that it
-    failed.
-    """
+    """Show progress until the orchestrator reports the run finished. Raises ServiceFailed if it reports a failure."""
     news, plan = time.monotonic(), ""
     async with running.client("orchestrator") as orchestrator, running.client("trainer") as trainer:
         while True:
@@ -284,7 +284,7 @@ async def follow(running: stack.LocalStack, folder: RunFolder, display: Progress
 
 
 async def _refused(running: stack.LocalStack) -> str:
-    """Why the trainer trains no more; empty if it goes on, or does not answer."""
+    """Reason why the trainer stopped training; empty if it is training or does not answer."""
     async with running.client("trainer") as trainer:
         try:
             return str((await trainer.get("/status", attempts=1)).get("refused") or "")
@@ -293,7 +293,7 @@ async def _refused(running: stack.LocalStack) -> str:
 
 
 async def _waiting_for(running: stack.LocalStack) -> str:
-    """The chain of waits, from the service that waits to the one that keeps all waiting."""
+    """Chain of waits, from the waiting service to the one that blocks the others."""
     services = [ServiceStatus(name, kind_of(name), running.client(name)) for name in running.urls]
     seen = await ask_all(services)
     chain = wedge.judge(seen).chain
@@ -307,8 +307,8 @@ async def stopping_on_signal(
     """Cancel the body at SIGINT, SIGTERM or SIGHUP. A SIGHUP that the parent ignores stays ignored.
 
     Args:
-        first: told the name of the first signal.
-        again: called for each further one.
+        first: called with the name of the first signal.
+        again: called for each further signal.
 
     Raises Stopped.
     """
@@ -320,7 +320,7 @@ async def stopping_on_signal(
         received.append(number)
         if len(received) == 1:
             task.cancel()
-            with suppress(OSError):  # the terminal, or who read the pipe, may be gone
+            with suppress(OSError):  # the terminal or the pipe's reader may be gone
                 first(signal.Signals(number).name)
         else:
             again()

@@ -1,8 +1,8 @@
-"""Which accelerators of this machine each process of a run sees.
+"""Assign this machine's accelerators to the processes of a run.
 
-The trainer has as many as its mesh, every rollout server as many as its model is split over (`tp_size`), and no two
-processes share one: a TPU chip can be opened once only, and JAX takes most of a GPU's memory when it starts. On CPUs
-nothing is to be shared out: an engine takes the processor for as many devices as it wants.
+The trainer gets as many as its mesh has devices, each rollout server as many as its model is split over (`tp_size`).
+No two processes share one: a TPU chip can be opened only once, and JAX takes most of a GPU's memory at startup. On
+CPUs nothing is assigned: an engine makes as many CPU devices as it needs.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _GOOGLE = "0x1ae0"
 _TPU_CHIPS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x0083", "0x007c"})
 """PCI ids, as in `jax._src.hardware_utils`."""
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
-"""How the chips of a process lie, by their number: parts of a host that libtpu knows."""
+"""Chip bounds of a process by its number of chips; libtpu supports only these parts of a host."""
 _FIRST_PORT = 8476  # libtpu's own default
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerators:
-    """Those that this process may give away, by the names that `variable` takes: numbers, for GPUs also UUIDs."""
+    """Accelerators to assign, by the names that `variable` takes: numbers, for GPUs also UUIDs."""
 
     kind: Kind
     names: tuple[str, ...]
 
     @property
     def variable(self) -> str:
-        """The environment variable that names those that a process sees."""
+        """Environment variable that lists the accelerators visible to a process."""
         return _VISIBLE[self.kind]
 
 
-def found(kind: Kind, environ: Mapping[str, str], root: Path = Path("/")) -> Accelerators:
-    """Those that `environ` says are ours, else all of the machine whose files are below `root`."""
+def find_accelerators(kind: Kind, environ: Mapping[str, str], root: Path = Path("/")) -> Accelerators:
+    """Accelerators listed in `environ`, else all of the machine whose files are below `root`."""
     if given := environ.get(_VISIBLE[kind], "").strip():
         return Accelerators(kind, tuple(name.strip() for name in given.split(",")))
     n = _chips(root) if kind == "tpu" else _gpus(root)
@@ -65,14 +65,14 @@ def _gpus(root: Path) -> int:
 
 
 def shares(config: RunConfig, n_rollout: int, root: Path = Path("/")) -> dict[str, dict[str, str]]:
-    """The environment variables with which each process of a local run sees its own accelerators, by its name.
+    """Environment variables that show each process of a local run its own accelerators, by process name.
 
-    Raises ConfigError if there are too few, or if libtpu has no such part of a host.
+    Raises ConfigError if there are too few, or if libtpu does not support such a part of a host.
     """
     device, tp_size = config.rollout.engine.device, config.rollout.engine.tp_size
     if device == "cpu":
         return {}
-    here = found(device, os.environ, root)
+    here = find_accelerators(device, os.environ, root)
     servers = [SERVICES["rollout"].process(i) for i in range(n_rollout)]
     needed = {"trainer": math.prod(config.trainer.mesh.shape)} | dict.fromkeys(servers, tp_size)
     if sum(needed.values()) > len(here.names):
@@ -80,8 +80,8 @@ def shares(config: RunConfig, n_rollout: int, root: Path = Path("/")) -> dict[st
             f"this machine has {len(here.names)} {device.upper()}s for the run, and it needs {sum(needed.values())}:"
             f" {needed['trainer']} for trainer.mesh, {n_rollout} times {tp_size} for services.rollout_replicas with"
             " rollout.engine.tp_size",
-            "lower one of them, or name rollout servers of other hosts in services.rollout_urls; where this machine"
-            f" does not show what it has, {here.variable}=0,1,… names it",
+            "lower one of them, or name rollout servers of other hosts in services.rollout_urls; if this machine has"
+            f" more than were found, list them in {here.variable}=0,1,…",
         )
     made: dict[str, dict[str, str]] = {}
     start = 0
@@ -92,7 +92,10 @@ def shares(config: RunConfig, n_rollout: int, root: Path = Path("/")) -> dict[st
 
 
 def _variables(here: Accelerators, start: int, n: int) -> dict[str, str]:
-    """Of a process that sees `n` of them from `start` on; of all chips of a host nothing need be said."""
+    """Environment variables of a process that sees `n` accelerators from `start` on; none for all chips of a host.
+
+    Raises ConfigError if libtpu does not support such a part of a host.
+    """
     seen = {here.variable: ",".join(here.names[start : start + n])}
     if here.kind == "gpu":
         return seen

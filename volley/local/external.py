@@ -1,8 +1,7 @@
-"""Services of a run that others have started: which there are, and whether they can be used, found before anything is
-started.
+"""Find and check a run's external services before anything is started.
 
-`services.env.url` names an environment service, `services.rollout_urls` rollout servers. Orchestrator and trainer
-belong to the run: where they are somebody else's, there is nothing left to start, and `volley follow` watches.
+`services.env.url` names an environment service, `services.rollout_urls` rollout servers. `volley train` always starts
+orchestrator and trainer; if they run elsewhere, use `volley follow`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _TIMEOUT_S = 10.0
 def find(services: ServicesSection) -> dict[str, str]:
     """Base addresses by name: env, rollout-0, …
 
-    Raises ConfigError: the configuration names the address of a service that this machine is to start itself.
+    Raises ConfigError if the configuration names the address of a service that `volley train` starts itself.
     """
     found: dict[str, str] = {}
     for name, info in SERVICES.items():
@@ -48,8 +47,8 @@ def _started_here(info: ServiceInfo) -> ConfigError:
     name = info.name
     if info.replicated:
         return ConfigError(
-            f"services.{name}.url is how one {name} server registers itself, but `volley train` may start several and"
-            " knows where",
+            f"services.{name}.url is the address under which one {name} server registers, but `volley train` starts"
+            " them and sets their addresses",
             f"leave it out; name {name} servers that run elsewhere in services.{name}_urls",
         )
     return ConfigError(
@@ -59,8 +58,7 @@ def _started_here(info: ServiceInfo) -> ConfigError:
 
 
 async def check(config: RunConfig) -> None:
-    """Every external service answers, knows our tokens and, the environments', offers what the run asks for. A teacher
-    answers.
+    """Check that external services and a teacher answer, accept our tokens and offer the run's environments.
 
     Raises ServiceUnreachable or Unavailable (it does not answer, it is not ready), ConfigError (tokens, environment,
     settings).
@@ -97,9 +95,9 @@ def _refused(what: str, error: Forbidden, role: Role, *, given: bool) -> ConfigE
     if isinstance(error, Unauthorized) and not given:
         return ConfigError(
             f"{what} asks for a token",
-            "name the files with the tokens that it knows in services.token_files (service and admin)",
+            "name the files with the tokens that it accepts in services.token_files (service and admin)",
         )
-    wanted = f"services.token_files.{role} must hold the token that it knows"
+    wanted = f"services.token_files.{role} must hold a token that it accepts"
     return ConfigError(f"{what} refuses the token of services.token_files: {error.detail}", wanted)
 
 
@@ -109,7 +107,7 @@ async def _answers(client: HttpClient, key: str) -> None:
     except TlsFailed as error:
         raise TlsFailed(f"{key}: {error.detail}", error.hint) from error
     except ServiceUnreachable as error:
-        hint = f"start it, or leave {key} out to have one started here"
+        hint = f"start it, or leave {key} out to start one here"
         raise ServiceUnreachable(f"{key}: {error.detail}", hint) from error
     except VolleyError as error:
         raise ConfigError(
@@ -149,18 +147,19 @@ async def _offers_environments(client: HttpClient, config: RunConfig) -> None:
 
 
 def _same_rewards(client: HttpClient, config: RunConfig, env: str, served: Any) -> None:
-    """Raises ConfigError where that service would reward episodes otherwise than this configuration says."""
+    """Raises ConfigError if the service rewards episodes differently from this configuration."""
     rewards = config.data.rewards.get(env) or config.data.rewards.get(env.partition("@")[0])
     if served != (rewards and rewards.model_dump(mode="json")):
         raise ConfigError(
-            f"data.rewards.{env}: {client.base_url} rewards {env} otherwise",
-            "start that service with the data.rewards and services.env.reward_servers of this run",
+            f"data.rewards.{env}: {client.base_url} rewards {env} differently",
+            "start that service with this run's data.rewards and services.env.reward_servers",
         )
 
 
 async def _takes_weights(client: HttpClient) -> None:
-    """Whether the trainer may set its weights: a request that names none is refused for that alone. Raises
-    Forbidden.
+    """Check that the trainer may set the server's weights. Raises Forbidden.
+
+    The request names no weights: a server that accepts the token refuses it only for that.
     """
     try:
         await client.post("/weights/stage", {})

@@ -1,5 +1,6 @@
-"""Ports of the local services: those the user named must be free, the rest are chosen, as they were before where that
-can be.
+"""Ports of the local services.
+
+A port that the user names must be free. For the others, the port of the last session is used if it is free.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ def choose(
     before: Mapping[str, int] | None = None,
     say: Callable[[str], None] = lambda _line: None,
 ) -> dict[str, list[int]]:
-    """Ports by service; several for one that is replicated, in a row if the user named the first.
+    """Choose ports by service; a replicated service gets several, consecutive if the user named the first.
 
     Args:
-        given: the section `services` as the user wrote it; a port named there is kept.
+        given: the section `services` as the user wrote it; ports named there are used.
         counts: processes by service.
-        before: by name of a process, the port it had when the run was last at work; taken again if it is free.
+        before: ports of the last session by process name; used again if free.
+        say: called with a line for each process whose port changes.
 
     Raises:
-        ConfigError: a port the user named is taken.
+        ConfigError: a port that the user named is in use.
     """
     ports: dict[str, list[int]] = {}
     with contextlib.ExitStack() as held:
@@ -65,7 +67,7 @@ def _named(service: str, host: str, port: int) -> socket.socket:
 
 
 def _chosen(service: str, host: str, before: int | None) -> socket.socket:
-    """Held until all are chosen, so that no two services get the same."""
+    """Socket on a free port; held until all ports are chosen, so that no two services get the same."""
     try:
         return hold_free(host, before)
     except OSError as error:
@@ -79,7 +81,7 @@ def _unusable(service: str, host: str, problem: str) -> ConfigError:
 
 
 def urls(services: ServicesSection, ports: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Base address of every process by its name."""
+    """Base address of every process by name."""
     return {
         SERVICES[service].process(i): services.local_url(service, port)
         for service, all_of in ports.items()

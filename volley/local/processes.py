@@ -1,6 +1,6 @@
-"""Child processes that cannot outlive us: each leads its own session, and a reaper ends them if we are killed.
+"""Child processes that do not outlive this one: each leads its own session, and a reaper ends them if we are killed.
 
-Invariant: when `stop` returns, or the context of `Reaper` has ended, no process of any started group is left.
+Invariant: after `stop`, and after the context of `Reaper`, no process of a started group is left.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ _TAIL_BYTES = 65536
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """How to start one process. Its output is appended to `log`; `inherits` are file descriptors it is given, e.g. a
-    lock's; `cwd` is where it works, None for where we do.
+    """How to start one process.
+
+    Its output is appended to `log`. `stop_s`: seconds between SIGTERM and SIGKILL. `inherits`: file descriptors to
+    pass on, such as a lock's. `cwd`: its working directory, None for ours.
     """
 
     name: str
@@ -39,7 +41,7 @@ class ProcessSpec:
 
 
 class Reaper:
-    """The process that survives us for as long as it takes to end our children. One for all of them."""
+    """The process that ends all our children if we are killed."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -49,8 +51,10 @@ class Reaper:
     @classmethod
     @contextmanager
     def running(cls, holds: Sequence[int] = ()) -> Iterator[Self]:
-        """`holds` are file descriptors that stay open until all groups have ended, even if we are killed: a lock, for
-        example.
+        """Start the reaper.
+
+        Args:
+            holds: file descriptors, such as a lock's, to keep open until all groups have ended, even if we are killed.
         """
         command = [sys.executable, "-I", "-S", str(Path(__file__).parents[1] / "reaper.py")]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=holds)
@@ -72,7 +76,7 @@ class Reaper:
         self._tell(f"-{group}\n")
 
     def kill_all(self) -> None:
-        """Ends every group at once, without grace; from now on nothing is worth restarting."""
+        """Kill every group at once, without grace; nothing is restarted afterwards."""
         self.closed = True
         for group in self._groups:
             _kill_group(group)
@@ -85,7 +89,7 @@ class Reaper:
 
 
 class Child:
-    """One running process group. `log_start` is where its part of the log begins, in bytes."""
+    """One running process group. `log_start`: offset of its output in the log, in bytes."""
 
     def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, reaper: Reaper, log_start: int) -> None:
         self.spec, self._process, self._reaper, self.log_start = spec, process, reaper, log_start
@@ -120,18 +124,18 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative when a signal ended it."""
+        """Exit code: None while it runs, negative if a signal ended it."""
         return self._process.returncode
 
     async def wait(self) -> int:
         return await self._process.wait()
 
     def kill(self) -> None:
-        """SIGKILL to its whole group."""
+        """Send SIGKILL to the whole group."""
         _kill_group(self.pid)
 
     async def stop(self) -> None:
-        """SIGTERM to the leader, SIGKILL to its whole group when it has ended or its grace is over."""
+        """Send SIGTERM to the leader; once it has ended, or after `stop_s`, send SIGKILL to the group."""
         try:
             if self.exit_code is None:
                 self._process.terminate()
@@ -146,9 +150,7 @@ class Child:
 
 
 def last_error(log: Path, start: int = 0) -> str:
-    """The last line of a log, from byte `start` on, that tells of an error, else its last line; empty if
-    there is none.
-    """
+    """Last error in a log from byte `start` on, else its last line; empty if there is none."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(start, log.stat().st_size - _TAIL_BYTES))
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
@@ -159,7 +161,7 @@ def last_error(log: Path, start: int = 0) -> str:
 
 
 def _end_line(log: IO[bytes]) -> None:
-    """What a killed process, or a full disk, has cut is not continued by the first line of the next process."""
+    """End a line that a killed process or a full disk left incomplete, before the next process writes."""
     if size := log.seek(0, os.SEEK_END):
         log.seek(size - 1)
         if log.read(1) != b"\n":
@@ -169,7 +171,7 @@ def _end_line(log: IO[bytes]) -> None:
 
 
 def _readable(line: str) -> tuple[str, bool]:
-    """A log line as text, and whether it is an error: a structured event, or a line not made by our logging."""
+    """Text of a log line, structured or not, and whether it is an error."""
     event = parse(line)
     if not event:
         return line.strip(), "Error" in line.split(":")[0]

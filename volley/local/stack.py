@@ -1,6 +1,6 @@
-"""The processes of a local run: which, in what order, with which configuration and environment.
+"""Start the processes of a local run with their configuration and environment variables.
 
-Redis first, then env (it checks the data), then trainer, rollout servers and orchestrator together.
+Order: Redis, then env (it checks the data), then trainer, rollout servers and orchestrator together.
 """
 
 from __future__ import annotations
@@ -47,19 +47,16 @@ from volley.runs.record import secret
 from volley.session_files import SessionFiles
 
 _REDIS_START_S = 30.0
-"""How long Redis may take to answer for the first time, in seconds."""
+"""Time for Redis to answer after its start, in seconds."""
 _STOP_MARGIN_S = 5.0
-"""How much longer we wait than a service needs that ends by itself when its grace and its cleanup are over, in seconds.
-"""
+"""Time added to a service's own grace and cleanup before it is killed, in seconds."""
 _QUEUE_FREE_S = 20.0
-"""How long a server of a supervisor that was killed may take to leave the queue's folder, in seconds."""
+"""Time for the Redis server of a killed supervisor to release the queue's folder, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalStack:
-    """A running stack: the address of every service that answers HTTP, a token that may read their state, and the local
-    processes.
-    """
+    """A running stack: addresses of its HTTP services, a viewer's token, and the local processes (`kept`)."""
 
     urls: dict[str, str]
     token: str | None
@@ -72,10 +69,10 @@ class LocalStack:
 
 @dataclass(frozen=True, slots=True)
 class StackSeams:
-    """What a harness puts in the place of services, and between them.
+    """Replacements that a test harness makes.
 
-    `modules`: by service, the program to run instead, in the environment `base`. `reach`: from the name and the address
-    of a process to the address at which other services reach it.
+    `modules`: by service, the module to run instead, in the environment `base`. `reach`: maps a process's name and
+    address to the address at which other services reach it, such as a proxy's.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -95,7 +92,7 @@ async def running(
     seams: StackSeams = REAL,
     seen: Seen = unseen,
 ) -> AsyncIterator[LocalStack]:
-    """All services of the run, answering. Raises VolleyError, also inside an ExceptionGroup."""
+    """Start all services of the run, and yield once they answer. Raises VolleyError, also inside an ExceptionGroup."""
     with ExitStack() as held:
         locks = (
             ()
@@ -124,9 +121,7 @@ async def running(
 
 
 async def _queue_lock(held: ExitStack, folder: RunFolder) -> int:
-    """The lock of the queue's folder, for the server to inherit. Raises ConfigError if an older server
-    does not leave.
-    """
+    """Lock the queue's folder; the server inherits the lock. Raises ConfigError if an older server keeps it."""
     deadline = time.monotonic() + _QUEUE_FREE_S
     while True:
         try:
@@ -138,9 +133,7 @@ async def _queue_lock(held: ExitStack, folder: RunFolder) -> int:
 
 
 class _Builder:
-    """Turns a configuration into processes. What the supervisor chose (ports, secrets) goes to services.yaml of the
-    run.
-    """
+    """Turns a configuration into processes, and writes chosen ports and secrets to the run's services.yaml."""
 
     def __init__(self, loaded: LoadedConfig, folder: RunFolder, seams: StackSeams, say: Say) -> None:
         self._folder, self._seams, self._say = folder, seams, say
@@ -177,12 +170,12 @@ class _Builder:
         return SessionFiles.read(folder.path, ours, folders)
 
     async def check_redis(self) -> None:
-        """Raises QueueUnavailable if a Redis of the user's does not answer, ConfigError if it refuses us."""
+        """Raises QueueUnavailable if an external Redis does not answer, ConfigError if it refuses us."""
         if self.redis is None and self._has_queue:
             try:
                 await _ping(self._services)
             except QueueUnavailable as error:
-                hint = "start it, or leave services.redis_url out to get an embedded one"
+                hint = "start it, or leave services.redis_url out to use an embedded one"
                 raise QueueUnavailable(f"services.redis_url: {error.detail}", hint) from error
 
     def redis_member(self, spec: redis_server.ServerSpec, locks: tuple[int, ...]) -> SupervisedProcess:
@@ -203,10 +196,10 @@ class _Builder:
         )
 
     def _set_aside(self, spec: redis_server.ServerSpec, log: Path) -> bool:
-        """Lets Redis start empty where it cannot load its data: the trainer restores the queue from its log."""
+        """Let Redis start empty if it cannot load its data; the trainer restores the queue from its log."""
         found = redis_server.set_aside(spec, log)
         if found is not None:
-            self._say(f"redis could not load its data, which are now in {found}; the queue is restored from the log")
+            self._say(f"redis could not load its data; moved to {found}, the queue is restored from the log")
         return found is not None
 
     def members(self, *kinds: str) -> list[SupervisedProcess]:
@@ -256,7 +249,7 @@ class _Builder:
 
 
 def _counts(config: RunConfig, folder: RunFolder) -> dict[str, int]:
-    """Processes to start here, by service."""
+    """Number of processes to start here, by service."""
     counts = {name: config.services.n_local(name) for name in SERVICES}
     if config.is_supervised:
         counts |= {name: 0 for name, info in SERVICES.items() if not info.supervised}

@@ -1,9 +1,9 @@
-"""Keeps processes alive: waits until each answers, restarts what crashed or hangs within bounds, stops all at the end.
+"""Keep processes running: wait until they answer, restart those that crash or hang, stop all at the end.
 
-- A process that ends before it ever answered, or with exit code 2 (a wrong configuration), ends the run.
-- One that ends later is restarted after a growing pause, within the bounds of `RestartPolicy`.
-- One that no longer answers is killed, which is then the same as a crash.
-- The context stops what it started, concurrently, each within its grace.
+- A process that ends before its first answer, or with exit code 2 (a wrong configuration), ends the run.
+- A process that ends later is restarted after a growing pause, within the bounds of `RestartPolicy`.
+- A process that no longer answers is killed; this counts as a crash.
+- At its end the context stops all processes concurrently, each within its grace.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ type Say = Callable[[str], None]
 
 ServiceState = Literal["pending", "starting", "up", "stopping", "down"]
 type Seen = Callable[[str, ServiceState], None]
-"""Told of each process by name: it is to be started, is started, answers, is being stopped, has ended."""
+"""Called with a process's name and new state: to be started, started, answers, being stopped, ended."""
 
 
 def unseen(name: str, state: ServiceState) -> None:
-    """Nobody looks."""
+    """Ignore the state."""
 
 
 type Progress = Callable[[], int]
-"""A number that grows as the run goes on, such as its durable steps."""
+"""A number that grows as the run progresses, such as its durable steps."""
 
 
 def no_progress() -> int:
-    """Of processes that serve no run."""
+    """Progress of processes that serve no run: always 0."""
     return 0
 
 
 class ServiceFailed(VolleyError):
-    """A process of the run is gone for good."""
+    """A process of the run has failed and is not restarted."""
 
     title = "Service failed"
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How often a process is started again, and how long it may be silent.
+    """Bounds on restarts and on silence of a process.
 
-    At most `restarts` in `window_s` seconds of service without progress of the run. The time to get ready does not
-    count, so a process that takes long to start and crashes at once is given up all the same; one that fails rarely
-    goes on for ever, as does a run that makes steps between its failures. The first restart comes after `pause_s`
-    seconds, each further one in the window after twice as long, at most `longest_pause_s`. A process is asked every
-    `probe_s` seconds; one that has not answered for `hung_s` seconds is killed.
+    A process is restarted at most `restarts` times in `window_s` seconds of service without progress of the run.
+    Startup time does not count: a process that starts slowly and then crashes at once is also given up. A process that
+    fails rarely, or a run that makes steps between failures, is restarted without limit. The first restart comes after
+    `pause_s` seconds, each further one in the window after twice as long, at most `longest_pause_s`. A process is
+    probed every `probe_s` seconds, and killed after `hung_s` seconds without an answer.
     """
 
     restarts: int = 5
@@ -70,10 +70,10 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class SupervisedProcess:
-    """One process to keep: how to start it, how to see that it answers, how long that may take in seconds.
+    """One process to keep running.
 
-    `prepare` is called before each start. `mend` is called when the process ended before it answered: True if it
-    removed the cause, so that the process is started again.
+    `probe` tells if it answers. `start_s`: seconds until its first answer. `prepare` is called before each start.
+    `mend` is called when the process ended before its first answer; if it returns True, the process is started again.
     """
 
     spec: ProcessSpec
@@ -85,8 +85,9 @@ class SupervisedProcess:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
-    """How a process ended that was up and nobody stopped. `code` is its exit code, negative for a signal; `hung_s` is
-    set if it was killed after so many seconds without an answer.
+    """Unexpected end of a process.
+
+    `code`: exit code, negative for a signal. `hung_s`: set if it was killed after so many seconds without an answer.
     """
 
     name: str
@@ -99,7 +100,7 @@ class ProcessEnd:
 
 
 class Supervision:
-    """A process under supervision. `up` is set once it has answered for the first time; `ends` grows with each end."""
+    """A process under supervision. `up` is set after its first answer; `ends` lists its unexpected ends."""
 
     def __init__(
         self,
@@ -123,8 +124,9 @@ class Supervision:
         return self.member.spec.name
 
     async def run(self) -> None:
-        """Ends only when all was killed on request. Raises ServiceFailed, or ConfigError if the process refuses its
-        configuration.
+        """Start and restart the process. Returns only after `Reaper.kill_all`.
+
+        Raises ServiceFailed, or ConfigError if the process refuses its configuration.
         """
         while True:
             self._seen(self.name, "starting")
@@ -145,7 +147,7 @@ class Supervision:
                 await self._before_restart(child, end)
 
     async def _until_up(self, child: Child) -> bool:
-        """Wait until it answers; False if it has ended."""
+        """Wait until the process answers; False if it ends first."""
         deadline = time.monotonic() + self.member.start_s
         while child.exit_code is None and not await self.member.probe():
             if time.monotonic() > deadline:
@@ -158,7 +160,7 @@ class Supervision:
         return True
 
     async def _until_end(self, child: Child) -> ProcessEnd:
-        """How it ends, in the end; kills it if it hangs. Counts the service time."""
+        """Wait until the process ends, kill it if it hangs, and add its service time."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(self._watch(child))
@@ -169,9 +171,7 @@ class Supervision:
         return ProcessEnd(self.name, code, hung_s)
 
     async def _watch(self, child: Child) -> None:
-        """Silence is counted in probes that failed, not on the clock: it is not the service's if we were paused
-        ourselves.
-        """
+        """Kill the process if it hangs. Counts failed probes, not clock time: the supervisor may be paused itself."""
         silent, patience = 0, self._patience
         while silent * patience.probe_s < patience.hung_s:
             began = time.monotonic()
@@ -201,11 +201,11 @@ class Supervision:
         await asyncio.sleep(pause_s)
 
     def _next_pause_s(self) -> float | None:
-        """None when patience is at its end."""
+        """Seconds before the next restart; None if the restarts are used up."""
         patience, recent = self._patience, self._restarts
         while recent and self._served_s - recent[0][0] > patience.window_s:
             recent.popleft()
-        progress = max([self._progress(), *(at for _, at in recent)])  # steps that are undone and made again are none
+        progress = max([self._progress(), *(at for _, at in recent)])  # redone steps are no progress
         if sum(at == progress for _, at in recent) >= patience.restarts:
             return None
         recent.append((self._served_s, progress))
@@ -221,9 +221,9 @@ async def keep_running(
     seen: Seen = unseen,
     progress: Progress = no_progress,
 ) -> AsyncIterator[list[Supervision]]:
-    """Keeps the processes alive for the length of the context, which begins when all of them have answered once.
+    """Keep the processes running inside the context, whose body starts when all have answered once.
 
-    Raises, in an ExceptionGroup, ServiceFailed or ConfigError when one of them is gone for good.
+    Raises ServiceFailed or ConfigError in an ExceptionGroup when a process is not restarted.
     """
     async with asyncio.TaskGroup() as group:
         kept = [Supervision(member, reaper, say, patience, seen, progress) for member in members]
@@ -238,7 +238,7 @@ async def keep_running(
 
 
 def _log_end(child: Child) -> str:
-    """What the process said last, for an error message."""
+    """Last error of the process and its log file, to end an error message."""
     found = last_error(child.spec.log, child.log_start)
     return f": {found} (log: {child.spec.log})" if found else f" (log: {child.spec.log})"
 

@@ -1,5 +1,6 @@
-"""Programs of the trainer's virtual environment that a command runs to their end: what they print is a JSON object a
-line, the last of which is the result, or an error as a problem body.
+"""Run a program of the trainer's virtual environment to its end.
+
+The program prints one JSON object per line; the last one is the result, or an error as a problem body.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ def run(
     variables: Mapping[str, str],
     on_line: Callable[[Mapping[str, Any]], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """The last line; each is given to `on_line`. Raises the VolleyError that the program tells of, one if it ends
-    without a result, and ConfigError where the environment is not installed.
+    """Run the program, call `on_line` with each line's object, and return the last one.
+
+    Raises the VolleyError that the program prints, VolleyError if it ends without a result, and ConfigError if the
+    environment is not installed.
     """
     last: dict[str, Any] = {}
     command = [str(python_of("trainer")), "-P", "-m", module, *arguments]
@@ -38,7 +41,7 @@ def run(
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """Empty for what a library wrote to the same place."""
+    """Object on a line; empty for output of libraries."""
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError:

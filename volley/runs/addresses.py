@@ -1,7 +1,6 @@
-"""Where the services of a run are and which files hold the tokens they know: `processes.json`, or else the run's
-configuration.
+"""Addresses and token files of a run's services, from `processes.json` or else the run's configuration.
 
-Tokens themselves are never in it.
+`processes.json` never holds the tokens themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MAX_RECORD = 2**20
 
 
 class Addresses(BaseModel):
-    """Base addresses by name of the process; `external` are those that `volley train` found and did not start."""
+    """Base addresses by process name; `external` names the processes that `volley train` did not start."""
 
     urls: dict[str, str]
     token_files: TokenFiles
@@ -35,7 +34,7 @@ class Addresses(BaseModel):
 
 
 def write(folder: RunFolder, urls: Mapping[str, str], external: Mapping[str, str], services: ServicesSection) -> None:
-    """Paths become absolute: whoever reads them may be anywhere. Raises StorageFull."""
+    """Write processes.json with absolute paths. Raises StorageFull."""
     files = _absolute(services.token_files, Path.cwd())
     tree = {"urls": {**urls, **external}, "external": list(external), "token_files": files.model_dump(mode="json")}
     write_json(folder.processes, {**tree, "ca_file": services.tls.ca_file and services.tls.ca_file.absolute()})
@@ -43,10 +42,10 @@ def write(folder: RunFolder, urls: Mapping[str, str], external: Mapping[str, str
 
 
 def read(folder: RunFolder) -> Addresses:
-    """Addresses of a run that was started here, or whose folder says where its services are.
+    """Read a run's addresses from processes.json, or from its configuration.
 
-    Raises ConfigError, also for a folder that is not trusted: callers send a token from a file that it names to an
-    address that it names.
+    Raises ConfigError, also for an untrusted folder: callers send a token from a file that it names to an address that
+    it names.
     """
     recorded = _recorded(folder)
     if recorded is None and not folder.config.is_file():
@@ -62,12 +61,12 @@ def read(folder: RunFolder) -> Addresses:
 
 
 def followed(services: ServicesSection) -> dict[str, str]:
-    """Services of a run that others started; its rollout servers are known to the orchestrator."""
+    """Configured addresses by service, without rollout servers, which the orchestrator knows."""
     return {name: services.base_url(name) for name in sorted(SERVICES) if not SERVICES[name].replicated}
 
 
 def newest_run() -> RunFolder:
-    """The run of runs/ that was started last. Raises ConfigError if there is none."""
+    """The run in runs/ that was started last. Raises ConfigError if there is none."""
     found = sorted(Path("runs").glob("*/processes.json"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise ConfigError("there is no run in runs/", "give RUN_DIR or the services' addresses")
@@ -75,7 +74,7 @@ def newest_run() -> RunFolder:
 
 
 def ports_before(folder: RunFolder) -> dict[str, int]:
-    """By name of a process started here, the port it had in the run's last session, as far as known."""
+    """Ports of the run's last session by process name, of processes started here."""
     ports: dict[str, int] = {}
     recorded = _recorded(folder)
     for name, url in (recorded.urls if recorded else {}).items():

@@ -1,4 +1,4 @@
-"""Answers of a run's services that may be away."""
+"""Status requests to services that may be down."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.errors import VolleyError
 
 
 async def fetch_status(client: HttpClient, path: str) -> Mapping[str, Any]:
-    """What the service says of itself; only a reason while it does not answer (it may be restarting)."""
+    """Answer of the service; `{"reason": …}` if it does not answer (it may be restarting)."""
     try:
         return await client.get(path, attempts=1)
     except VolleyError as error:

@@ -1,4 +1,4 @@
-"""Settings that the first start of a run decides, and that its configuration file need not name."""
+"""Settings fixed by the first start of a run, which its configuration file may leave out."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from shared.run.pinned import Flat
 
 
 def is_from_random(loaded: LoadedConfig, folder: RunFolder, recorded: Flat) -> bool:
-    """Tell if a version without `model.initial_weights` began a run, without a checkpoint yet, from random weights.
+    """Tell if an older version of Volley started this run from random weights, and it has no checkpoint yet.
 
-    Each later version records the key. Those before it took random weights where the model's folder held none.
+    Versions without the key `model.initial_weights` used random weights if the model's folder held none; later ones
+    record the key.
     """
     section, model = loaded.tree.get("model") or {}, Path(loaded.config.model.path)
     if KEY in recorded or KEY.partition(".")[2] in section or not model.is_dir() or commits.newest(folder):
@@ -34,7 +35,7 @@ def is_from_random(loaded: LoadedConfig, folder: RunFolder, recorded: Flat) -> b
 
 
 def with_content(loaded: LoadedConfig, folder: RunFolder, recorded: Flat) -> LoadedConfig:
-    """The configuration with the digests of its model's folder; those of `recorded` if there is no such folder.
+    """Add the digests of the model's folder, or those of `recorded` if there is no such folder.
 
     Raises ConfigError.
     """
@@ -46,6 +47,6 @@ def with_content(loaded: LoadedConfig, folder: RunFolder, recorded: Flat) -> Loa
 
 
 def content_of(recorded: Flat) -> dict[str, str]:
-    """Digests among recorded settings; none in those of an older run."""
+    """Digests among recorded settings; older runs have none."""
     n = len(pinned.CONTENT)
     return {key[n:]: str(value) for key, value in recorded.items() if key.startswith(pinned.CONTENT)}

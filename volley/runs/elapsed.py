@@ -1,5 +1,6 @@
-"""How long a run has been worked on. The time is written down while it passes, so that a supervisor that is killed, or
-whose machine loses its power, forgets no more than the last seconds; the time in which nobody works does not count.
+"""Time that a run has been worked on, without the pauses between sessions.
+
+It is written every two seconds, so a killed supervisor or a power failure loses only the last seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _BEAT_S = 2.0
 
 
 class ElapsedTime:
-    """The run's record, with the seconds that have passed since this was made."""
+    """The run's record, with the seconds since this object was made added."""
 
     def __init__(self, record: RunRecord) -> None:
         self._record, self._started = record, time.monotonic()
@@ -29,15 +30,15 @@ class ElapsedTime:
 
 @contextmanager
 def counting(folder: RunFolder, record: RunRecord) -> Iterator[ElapsedTime]:
-    """Inside, run.json is a few seconds old at most, while it can be written; at the end it is exact.
+    """Keep run.json up to date: at most a few seconds old inside the context, exact at its end.
 
-    Raises StorageUnavailable at the end, unless something else is raised inside.
+    Raises StorageUnavailable at the end, unless the body raises.
     """
     worked, ended = ElapsedTime(record), threading.Event()
 
     def beat() -> None:
         while not ended.wait(_BEAT_S):
-            with suppress(VolleyError, OSError):  # the next beat tells of this one's time too
+            with suppress(VolleyError, OSError):  # the next beat includes this one's time
                 write_record(folder, worked.record())
 
     thread = threading.Thread(target=beat, name="worked", daemon=True)

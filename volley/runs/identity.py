@@ -1,4 +1,4 @@
-"""Whether what answers at the addresses of a run is that run: once it has ended, another one may sit on its ports."""
+"""Check that the services at a run's addresses belong to it: after its end another run may use its ports."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _TIMEOUT_S = 3.0
 
 
 async def find_answering(folder: RunFolder, found: Addresses) -> dict[str, bool]:
-    """By name of the services that answer, whether they are this run's; none is where trainer and orchestrator are
-    another one's.
+    """Find the services that answer, by name, and tell which belong to this run.
 
-    A service that does not know the run's token is not the run's, unless others started it and it serves several runs.
-    What cannot be told counts as the run's.
+    If a service belongs to another run and neither trainer nor orchestrator to this one, none does. A service that
+    refuses the run's token belongs to another run, unless it is external and serves several runs. A service that
+    cannot be identified counts as the run's.
     """
     known: dict[str, bool] = {}
     for name, url in found.urls.items():
@@ -36,7 +36,7 @@ async def find_answering(folder: RunFolder, found: Addresses) -> dict[str, bool]
 
 
 def is_elsewhere(known: Mapping[str, bool]) -> bool:
-    """Whether all that was met is another run's."""
+    """Tell if every service that answers belongs to another run."""
     return bool(known) and not any(known.values())
 
 
@@ -45,7 +45,7 @@ def elsewhere_message(folder: RunFolder) -> str:
 
 
 async def _ours(folder: RunFolder, found: Addresses, name: str, url: str) -> bool:
-    """Raises ServiceUnreachable: nothing answers."""
+    """Tell if a service belongs to the run. Raises ServiceUnreachable if nothing answers."""
     info, token, readable = SERVICES.get(kind_of(name)), None, False
     with suppress(ConfigError):
         token, readable = token_for(found.token_files, Role.VIEWER), True
@@ -83,7 +83,7 @@ def _serves(said: Any, key: str, run: str) -> bool:
 
 
 def _name(folder: RunFolder) -> str:
-    """As the run's configuration tells: a folder that was moved meanwhile may have another one."""
+    """Run name in the configuration; a folder that was renamed may have another name."""
     with suppress(ConfigError):
         return config.load([folder.config]).config.run.name
     return folder.name

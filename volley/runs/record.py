@@ -1,5 +1,6 @@
-"""A run's folder from the supervisor's side: made once, continued only by the same configuration, used by one at a
-time.
+"""A run's folder and its run.json, as the supervisor uses them.
+
+A folder is made once, continued only with a compatible configuration, and used by one process at a time.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ from volley.runs import beginning
 from volley.session_files import write_private
 
 _ORPHANS_S = reaper.GRACE_S + 10.0
-"""How long the processes of a supervisor that was killed may take to end, in seconds."""
+"""Time for the processes of a killed supervisor to end, in seconds."""
 _MAX_RECORD = 4 * 2**20
 _PACKAGES = ("jax", "flax", "sglang-jax", "google-tunix", "orbax-checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
 class Amendment:
-    """What was changed in a run that had begun: when, in seconds since 1970, from which step on, and the values by key,
-    (was, now).
+    """Settings changed in a run that has trained.
+
+    `time`: seconds since 1970. `from_step`: first step with the new values. `changes`: (was, now) by key.
     """
 
     time: float
@@ -61,10 +63,11 @@ class Amendment:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What run.json says: what the run is, where it was started, and how long it has been worked on, in seconds.
+    """Content of run.json. Times are in seconds, `created` since 1970; `elapsed_s` counts only time worked.
 
-    `config` is what is in force now (see shared.run.pinned), after `amendments`. `final` is the last version of a
-    finished run; `origin` the version of another run that it was started from (see shared.models.origin).
+    `config`: settings in force (see shared.run.pinned), after `amendments`. `cwd`: folder in which the run was
+    started. `final`: last version of a finished run. `origin`: version of another run that it was started from (see
+    shared.models.origin).
     """
 
     digest: str
@@ -84,9 +87,7 @@ _RECORD = TypeAdapter(RunRecord)
 
 
 class RunClaim(NamedTuple):
-    """A run that is ours for as long as the file descriptor `lock`, or a copy of it that a child has inherited, is
-    open.
-    """
+    """A run claimed by this process while the file descriptor `lock`, or a child's copy of it, is open."""
 
     folder: RunFolder
     record: RunRecord
@@ -95,11 +96,11 @@ class RunClaim(NamedTuple):
 
 @contextmanager
 def claimed(loaded: LoadedConfig, say: Callable[[str], None] = print_lines) -> Iterator[RunClaim]:
-    """Makes the run's folder, or takes up the one that exists, for this process alone.
+    """Make the run's folder, or continue the existing one, exclusively for this process.
 
-    Where a supervisor was killed, it waits until the last process of it has ended. Says what changes in a run that has
-    begun; one that has not only takes another configuration. Raises ConfigError: another process works on it, something
-    differs that may not change, or it is finished.
+    After a supervisor was killed, waits until its last process has ended. A run that has trained nothing takes the new
+    configuration; for any other, `say` gets each change. Raises ConfigError if another process works on the run, if a
+    setting differs that may not change, or if the run is finished.
     """
     folder = RunFolder(loaded.config.run.folder.absolute())
     try:
@@ -116,8 +117,8 @@ def claimed(loaded: LoadedConfig, say: Callable[[str], None] = print_lines) -> I
         loaded = dated(loaded, record)
         if record is not None and beginning.is_from_random(loaded, folder, record.config):
             say(
-                f"run {folder.name} was begun by an older version of Volley from random weights, which model folder "
-                f"{loaded.config.model.path} without weights meant then; it goes on with {KEY}=random"
+                f"run {folder.name} was started by an older version of Volley from random weights, because model "
+                f"folder {loaded.config.model.path} holds none; it continues with {KEY}=random"
             )
             loaded = config.changed(loaded, {KEY: "random"})
             write_record(folder, dataclasses.replace(record, config={**record.config, KEY: "random"}))
@@ -131,7 +132,7 @@ def claimed(loaded: LoadedConfig, say: Callable[[str], None] = print_lines) -> I
 
 
 def dated(loaded: LoadedConfig, record: RunRecord | None) -> LoadedConfig:
-    """The configuration with the date of its run: that of its first start, today's for a new one."""
+    """Set run.date: the date of the run's first start, today for a new run."""
     if loaded.config.run.date is not None:
         return loaded
     first = datetime.datetime.now(datetime.UTC) if record is None else _utc(record.created)
@@ -144,31 +145,32 @@ def _utc(seconds: float) -> datetime.datetime:
 
 
 def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[LoadedConfig, RunRecord]:
-    """The configuration that a run's folder holds, wherever the folder is now, and its record. Raises ConfigError.
+    """Load the configuration and the record of a run's folder, which may have been moved. Raises ConfigError.
 
-    Relative paths in it count from where the run was started, those of `overrides` from here.
+    Relative paths in it count from the folder in which the run was started, those of `overrides` from the working
+    directory.
     """
     folder = RunFolder(run_dir.absolute())
     if not folder.path.is_dir():
         raise ConfigError(
-            f"{run_dir}: no such folder", "give a run's folder to continue it, or --config FILE.yaml to start a run"
+            f"{run_dir}: no such folder", "give a run's folder to continue the run, or --config FILE.yaml to start one"
         )
     record = read_record(folder)
     for path in (folder.record, folder.config):
         if not path.exists():
             raise ConfigError(
                 f"{run_dir} is not a run that can be continued: its {path.name} is missing",
-                f"`volley train --config FILE.yaml run.dir={folder.path.parent} run.name={folder.name}`, with the"
-                " configuration it was started with, goes on with it",
+                f"to continue it, use `volley train --config FILE.yaml run.dir={folder.path.parent}"
+                f" run.name={folder.name}` with the configuration it was started with",
             )
     if record is None:
         raise ConfigError(
             f"{run_dir} is not a run that can be continued: its run.json cannot be read",
-            "remove run.json and give the command that started the run again",
+            "remove run.json and repeat the command that started the run",
         )
     name = config.stored(folder.path).config.run.name
     if name != folder.name:
-        raise ConfigError(f"{run_dir} holds the run {name}", f"a run's folder has its name: call it {name} again")
+        raise ConfigError(f"{run_dir} holds the run {name}", f"a run's folder bears its name: rename it to {name}")
     loaded = config.stored(folder.path, overrides)
     if (other := loaded.config.run.name) != name:
         raise ConfigError(
@@ -178,7 +180,7 @@ def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[LoadedConfig, 
 
 
 def read_record(folder: RunFolder) -> RunRecord | None:
-    """None if the folder is not that of a run, or its record cannot be read."""
+    """Read run.json; None if the folder is not that of a run, or the record cannot be read."""
     with contextlib.suppress(OSError, ValidationError, DecodeError):
         text = read_file(folder.record, _MAX_RECORD)
         codec.from_record(text, folder.record.name)
@@ -191,12 +193,12 @@ def write_record(folder: RunFolder, record: RunRecord) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces the file in one step, so that a reader sees all or nothing. Raises StorageFull."""
+    """Replace the file atomically. Raises StorageFull."""
     replace(path, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE, default=str))
 
 
 def secret(folder: RunFolder, name: str, word: str | None = None) -> Path:
-    """A file with `word` that only this user can read, or a random one, kept from start to start while it is whole.
+    """Write a file that only this user can read, with `word` or a random secret; keep a whole random one.
 
     Raises ConfigError.
     """
@@ -217,9 +219,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def mark_finished(folder: RunFolder, record: RunRecord) -> RunRecord:
-    """Writes and returns the record of a run whose last step is trained: its last version, and what the checkpoints say
-    was in force.
-    """
+    """Mark a run finished in its record, with its last version and the settings in force by its checkpoints."""
     head = commits.newest(folder)
     record = dataclasses.replace(record, finished=True)
     if head is not None:
@@ -233,7 +233,7 @@ def mark_finished(folder: RunFolder, record: RunRecord) -> RunRecord:
 
 
 def _agree(folder: RunFolder, in_force: Mapping[str, Any]) -> None:
-    """config.yaml with the values in force: a trainer that others started may have been given others than we were."""
+    """Write the settings in force to config.yaml: an external trainer may have used others than we were given."""
     loaded = config.load([folder.config])
     changed = pinned.changes(pinned.relevant(loaded.config), in_force)
     if changed:
@@ -249,7 +249,7 @@ def _continued(folder: RunFolder, loaded: LoadedConfig, say: Callable[[str], Non
         head = commits.newest(folder)
         if folder.record.exists() or (folder.metrics.exists() and not (head and head.settings)):
             raise ConfigError(f"{folder.path} holds files but no readable run.json", "choose another run.name=…")
-        # services that were started by hand have begun it
+        # services that were started by hand have trained it
         return _amended(folder, _new(loaded), loaded, say) if head else None
     if not (record.finished or _has_begun(folder)):
         if differing := pinned.changes(record.config, pinned.relevant(loaded.config)):
@@ -262,13 +262,13 @@ def _continued(folder: RunFolder, loaded: LoadedConfig, say: Callable[[str], Non
 
 
 def _has_begun(folder: RunFolder) -> bool:
-    """Whether anything rests on the configuration: a checkpoint, a ticket that ended, a step, a measurement."""
+    """Tell if the run has a checkpoint, an ended ticket, a step or an evaluation made with its configuration."""
     files = (folder.ledger, folder.metrics, folder.evals)
     return any(file.exists() and file.stat().st_size for file in files) or any(folder.checkpoints.rglob(MANIFEST))
 
 
 def _amended(folder: RunFolder, record: RunRecord, loaded: LoadedConfig, say: Callable[[str], None]) -> RunRecord:
-    """The record of a run that goes on, perhaps with other settings from its newest step on. Raises ConfigError."""
+    """Record of a continued run, whose settings may change from its newest step on. Raises ConfigError."""
     head, now = commits.newest(folder), pinned.relevant(loaded.config)
     step = head.step if head else 0
     was = _in_force(record, head)
@@ -280,7 +280,7 @@ def _amended(folder: RunFolder, record: RunRecord, loaded: LoadedConfig, say: Ca
     if record.finished and loaded.config.is_supervised:
         raise ConfigError(
             f"run {folder.name} in {folder.path} is finished",
-            f"go on from its weights in another run: run.name=… model.path={folder.path}@{LATEST}",
+            f"continue from its weights in another run: run.name=… model.path={folder.path}@{LATEST}",
         )
     if record.finished and (head is None or loaded.config.trainer.max_steps <= step):
         more = (
@@ -299,20 +299,18 @@ def _amended(folder: RunFolder, record: RunRecord, loaded: LoadedConfig, say: Ca
 
 
 def _in_force(record: RunRecord, head: TrainerState | None) -> Mapping[str, Any]:
-    """What the newest checkpoint was made under; what the run was started with, where the checkpoint is too old to
-    know.
-    """
+    """Settings of the newest checkpoint, or those of the run's start if an older version made the checkpoint."""
     recorded = pinned.in_force(head.settings, head.epoch) if head else {}
     return _content(record) | (recorded or pinned.undone(record.config, [one.changes for one in record.amendments]))
 
 
 def _content(record: RunRecord) -> dict[str, Any]:
-    """Digests of the model's files, which checkpoints of an older run do not hold."""
+    """Digests of the model's files, which checkpoints of older versions do not hold."""
     return {key: value for key, value in record.config.items() if key.startswith(pinned.CONTENT)}
 
 
 def _amendments(record: RunRecord, head: TrainerState | None, now: Mapping[str, Any]) -> tuple[Amendment, ...]:
-    """What the lineage says was changed, then what `now` is about to change; what was known before keeps its time."""
+    """Changes along the lineage, then those that `now` adds; amendments already recorded keep their time."""
     found: list[tuple[int, dict[str, tuple[Any, Any]]]] = []
     began, before = dict(head.lineage) if head else {}, dict[str, Any]()
     for epoch, changed in head.settings if head else ():
@@ -330,12 +328,12 @@ def _amendments(record: RunRecord, head: TrainerState | None, now: Mapping[str, 
 
 def _new(loaded: LoadedConfig) -> RunRecord:
     seed, flat, cwd = loaded.config.run.seed, pinned.relevant(loaded.config), str(Path.cwd())
-    config.check_text("the present directory", cwd)
+    config.check_text("the working directory", cwd)
     return RunRecord(loaded.digest, seed, flat, _versions(), time.time(), elapsed_s=0.0, finished=False, cwd=cwd)
 
 
 def _versions() -> dict[str, str]:
-    """Of Volley, Python, and the libraries of the three environments as the lock names them."""
+    """Versions of Volley, Python, and the libraries in the lock file."""
     found = {"volley": version("volley"), "python": sys.version.split()[0]}
     lock = PROJECT / "uv.lock"
     if lock.exists():
@@ -349,7 +347,7 @@ def _versions() -> dict[str, str]:
 
 @contextmanager
 def _locked(folder: RunFolder, say: Callable[[str], None]) -> Iterator[int]:
-    """Yields the descriptor of the lock. Raises ConfigError if another process holds the run."""
+    """Lock the run, and yield the lock's file descriptor. Raises ConfigError if another process holds it."""
     with _lock_file(folder.path / ".lock") as file:
         _lock(file, folder, say)
         file.truncate(0)
@@ -359,7 +357,7 @@ def _locked(folder: RunFolder, say: Callable[[str], None]) -> Iterator[int]:
 
 
 def _lock_file(path: Path) -> IO[str]:
-    """Raises ConfigError if something else lies there."""
+    """Open the lock file. Raises ConfigError if the path is not a regular file."""
     try:
         path.touch()
         open_file(path).close()
@@ -369,8 +367,9 @@ def _lock_file(path: Path) -> IO[str]:
 
 
 def _lock(file: IO[str], folder: RunFolder, say: Callable[[str], None]) -> None:
-    """Waits, within bounds, if whoever held the run is gone: the reaper keeps the lock until all it has to end has
-    ended.
+    """Take the lock. If its holder is gone, wait for the reaper, which keeps the lock until all processes have ended.
+
+    Raises ConfigError if the holder is alive, or after `_ORPHANS_S`.
     """
     deadline, waiting = time.monotonic() + _ORPHANS_S, False
     while not try_lock(file):
@@ -381,7 +380,7 @@ def _lock(file: IO[str], folder: RunFolder, say: Callable[[str], None]) -> None:
                 f"run {folder.name} in {folder.path} is being trained by process {holder}", "choose run.name=…"
             )
         if not waiting:
-            say(f"waiting for what process {holder}, which is gone, has left running")
+            say(f"waiting for the processes that process {holder} left running when it ended")
         waiting = True
         time.sleep(0.1)
 

@@ -1,10 +1,10 @@
-"""A look at the sizes and kinds of a run's files before any is read.
+"""Check the sizes and types of a run's files before any is read.
 
-A folder that somebody else made may hold links to other files, FIFOs, a terabyte without a byte, or records that take
-hours and all memory to read. No run writes such: they are named at once, and then nothing is read. What is left costs
-time and memory in proportion to the bytes that are really there.
+A folder from elsewhere may hold links to other files, FIFOs, sparse files of a terabyte, or records that take hours
+and all memory to read. No run writes those: they are reported, and nothing is read. Reading the rest takes time and
+memory in proportion to the bytes on the disk.
 
-A file may be linked twice: a trainer that starts again gives the files of its checkpoint another name.
+A file may have two hard links: a restarted trainer gives the files of its checkpoint another name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shared.run import trust
 from shared.run.folder import RunFolder
 
 MAX_ENTRIES = 100_000
-"""Files and folders: 40,000 steps, and a hundred checkpoints."""
+"""Files and folders; enough for 40,000 steps and a hundred checkpoints."""
 MAX_DEPTH = 12
 MAX_PARSED_BYTES = 640 * 2**20
-"""In memory, of all records together."""
+"""Memory that all records together may take, in bytes."""
 _VALUE_BYTES = 60
-"""In memory, of a value of JSON: at least a reference to it and the value."""
+"""Memory of one JSON value: at least a reference and the value, in bytes."""
 _MARKS = (b",", b"[", b"{", b"\n")
 _MOST_NAMED = 20
 _LEAST_SPARSE = 2**20
@@ -40,7 +40,7 @@ _HINT = "if the folder is yours and this is right, add --trust"
 
 @dataclass(slots=True)
 class Survey:
-    """Bytes on the disk, each file once; `problems` are (file, reason), the first of them."""
+    """Bytes on the disk, counting each file once; `problems` holds the first (file, reason) pairs."""
 
     records: int = 0
     archives: int = 0
@@ -49,14 +49,14 @@ class Survey:
 
 
 def check(folder: RunFolder) -> None:
-    """Raises ConfigError naming the first thing that no run leaves in its folder, unless its user trusts it."""
+    """Raises ConfigError with the first file that no run leaves in its folder, unless the folder is trusted."""
     if not trust.is_accepted(folder) and (found := look(folder).problems):
         name, reason = found[0]
         raise ConfigError(f"{folder.path / name} {reason}", _HINT)
 
 
 def look(folder: RunFolder) -> Survey:
-    """Sizes of the files that commands read. A file that cannot be examined is left to its reader to name."""
+    """Sum the sizes of the files that commands read. Files that cannot be examined are left to their reader."""
     found, seen, parsed = Survey(), dict[tuple[int, int], int](), 0  # seen: what a file takes in memory
     streamed = {folder.samples, folder.demonstrations, folder.handovers}  # no reader holds all of one
     for n, (path, status) in enumerate(_entries(folder), start=1):
@@ -90,7 +90,7 @@ def look(folder: RunFolder) -> Survey:
 
 
 def _entries(folder: RunFolder) -> Iterator[tuple[str, os.stat_result]]:
-    """The run's records, and all below the folders of checkpoints, groups and the model; no link is followed."""
+    """Yield the run's records, and all files of its checkpoints, groups and model; follow no links."""
     trees = (folder.checkpoints, folder.archive, folder.refused_groups, kept_in(folder.path))
     files = (
         *(folder.config, folder.record, folder.services, folder.processes, folder.summary, folder.secrets),
@@ -120,7 +120,7 @@ def _entries(folder: RunFolder) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _kind(name: str, status: os.stat_result) -> str | None:
-    """Why an entry is not what a run leaves, by what it is and where."""
+    """Reason why no run leaves an entry of this type or depth; None if one does."""
     kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFLNK:
         return "is a link: it is not followed"
@@ -132,20 +132,20 @@ def _kind(name: str, status: os.stat_result) -> str | None:
 
 
 def _holes(path: str, status: os.stat_result) -> str | None:
-    """Why a file is sparse: it claims far more bytes than lie on the disk, and says where the first hole is."""
+    """Description of a sparse file, whose size is far above its bytes on the disk; None for any other file."""
     if status.st_size < _LEAST_SPARSE or status.st_blocks * 512 * _SPARSE_FACTOR >= status.st_size:
         return None
     try:
         with open_file(Path(path)) as file:
             if os.lseek(file.fileno(), 0, os.SEEK_HOLE) >= status.st_size:
-                return None  # this file system does not tell
+                return None  # this file system does not report holes
     except OSError:
         return None
     return f"is sparse: it claims {status.st_size} bytes, of which {status.st_blocks * 512} are there"
 
 
 def _parsed_bytes(path: str, most: int) -> int:
-    """Estimate the memory that reading a record takes, looking no further than `most` makes necessary."""
+    """Estimate the memory that reading a record takes, in bytes; stop once it exceeds `most`."""
     total = 0
     try:
         with open_file(Path(path)) as file:
