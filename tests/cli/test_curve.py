@@ -149,7 +149,7 @@ def test_one_evaluation_and_none() -> None:
 
 def test_a_run_that_is_not_finished_says_so() -> None:
     told = sentence(RUN, summary([row(0, 0.2), row(3, 0.9)], steps=3, finished=False))
-    assert "in 3 steps and 3 min 2 s, of 15 steps that run r is to have;" in told
+    assert "in 3 steps and 3 min 2 s, of 15 steps configured for run r;" in told
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ async def test_what_cannot_be_played_again_is_told(tmp_path: Path) -> None:
             return row.why
 
         assert "NotFound: there is no environment 'gone'" in await why(trajectory, "gone")
-        assert "does not say its split and index" in await why(replace(trajectory, task="a maze"))
+        assert "does not begin with its split and index" in await why(replace(trajectory, task="a maze"))
         assert "has the task train/5@" in await why(replace(trajectory, task="train/5@0123456789ab"))
         longer = replace(trajectory, turns=(*trajectory.turns, trajectory.turns[-1]))
         assert "ends the episode after" in await why(longer)
@@ -139,8 +139,8 @@ def test_the_table_says_what_would_have_been_taught_otherwise() -> None:
     }
     text = format_result({"environments": {"adder@1": row}, "changed": []})
     assert "0.250 -> 0.500" in text
-    assert "1 of 2 (0 teach nothing any more, 1 did not teach before)" in text
-    assert "not played again: 2: NotFound: gone" in text
+    assert "1 of 2 (0 with equal rewards now, 1 with equal rewards before)" in text
+    assert "not replayed: 2: NotFound: gone" in text
 
 
 def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_what_is_proven_of_a_run(folder: RunFolder):
     for lines, detail in (
         (whole[:2] + whole[3:], "holds"),
         (whole[:3] + whole[2:], "after step"),
-        ([*whole[:3], orjson.dumps(line(3, loss=9.0)) + b"\n"], "its line is another than e000001-s000003 holds"),
+        ([*whole[:3], orjson.dumps(line(3, loss=9.0)) + b"\n"], "its line differs from the one in e000001-s000003"),
         ([*whole, b"{]\n"], "not a line"),
     ):
         folder.sft.write_bytes(b"".join(lines))

@@ -59,7 +59,7 @@ def test_the_same_digests_everywhere_are_proven(run: RunFolder):
 
 def test_an_evaluation_of_other_data_is_named(run: RunFolder):
     evaluated(run, combined(FILES), combined(FILES | {"eval": "d" * 64}))
-    told = "the evaluation of toy is of other data than those before: eval has the digest dddddddddddddddd, it was bbbb"
+    told = "the evaluation of toy used other data than those before: eval has the digest dddddddddddddddd, it was bbbb"
     assert any(told in one for one in found(run))
 
 

@@ -47,8 +47,8 @@ def _started_here(info: ServiceInfo) -> ConfigError:
     name = info.name
     if info.replicated:
         return ConfigError(
-            f"services.{name}.url is the address under which one {name} server registers, but `volley train` starts"
-            " them and sets their addresses",
+            f"services.{name}.url is the address with which one {name} server registers itself; `volley train` starts"
+            " several and sets their addresses",
             f"leave it out; name {name} servers that run elsewhere in services.{name}_urls",
         )
     return ConfigError(

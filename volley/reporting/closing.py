@@ -1,4 +1,4 @@
-"""What came of a run, in one sentence: only what its folder says, or what was checked just before."""
+"""Summarize a run in one sentence, from its folder and its proof."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from volley.reporting.lines import duration
 
 
 def sentence(folder: RunFolder, summary: Mapping[str, Any], proof: Mapping[str, Any] | None = None) -> str:
-    """Args:
-    summary: that of `report.make`.
-    proof: the result of `verify`, if it was made.
+    """Sentence on success, steps and groups.
+
+    Args:
+        summary: from `report.make`.
+        proof: from `verify`, if the run was verified.
     """
     rates = [SuccessRate(**rate) for rate in summary["evaluations"]]
     parts = [*_success(rates, summary["steps"], _extent(folder.name, summary)), *_groups(folder, summary, proof)]
@@ -22,8 +24,10 @@ def sentence(folder: RunFolder, summary: Mapping[str, Any], proof: Mapping[str, 
 
 
 def _success(rates: Sequence[SuccessRate], steps: int, extent: str) -> list[str]:
-    """Rises and falls are told only where the two intervals have nothing in common; that they took the whole run, only
-    where they were measured before its first step and after its last.
+    """Change of held-out success.
+
+    It counts as a rise or fall only if the two intervals are disjoint, and as over the whole run only if evaluated
+    before its first step and after its last.
     """
     if not rates:
         return [f"Held-out success was not measured in {extent}"]
@@ -56,11 +60,11 @@ def _extent(run: str, summary: Mapping[str, Any]) -> str:
     worked = f"{_counted(steps, 'step')} and {duration(summary['elapsed_sec'])}"
     if summary["finished"] or not last:
         return worked
-    return f"{worked}, of {last} steps that run {run} is to have"
+    return f"{worked}, of {last} steps configured for run {run}"
 
 
 def _groups(folder: RunFolder, summary: Mapping[str, Any], proof: Mapping[str, Any] | None) -> list[str]:
-    """What became of the groups; that it is so of each, once, only where it was proven."""
+    """How the groups ended. Says "exactly once" and "none lost" only if the run was verified."""
     ends = dict(summary["tickets"] if proof is None else proof["by_disposition"])
     trained = ends.pop("trained", 0)
     others = ", ".join(f"{n} ended {end}" for end, n in sorted(ends.items()) if n)

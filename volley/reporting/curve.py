@@ -1,4 +1,4 @@
-"""The held-out success over the steps as text: a line an evaluation, the 95 % interval as a band around it."""
+"""Held-out success over the steps as text: one line per evaluation, with its 95 % interval as a band."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def curve(rates: Sequence[SuccessRate], width: int) -> list[str]:
-    """Lines of at most `width` characters, from 38 on; none where nothing was evaluated.
+    """Lines of at most `width` characters (at least 38); none without evaluations.
 
-    Of many evaluations some are left out, evenly; the first and the last stay.
+    Shows at most `_MOST_LINES` evaluations, evenly spaced, always with the first and the last.
     """
     if not rates:
         return []

@@ -1,4 +1,4 @@
-"""The display that suits standard output."""
+"""Choose the progress display for standard output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from volley.reporting.progress import PlainLines, ProgressDisplay, is_terminal
 
 @contextmanager
 def shown(max_steps: int) -> Iterator[ProgressDisplay]:
-    """The display that suits standard output: live if that is a terminal which can move its cursor."""
+    """Open a live display if standard output is a terminal that can move its cursor, else plain lines."""
     if not is_terminal():
         yield PlainLines(max_steps, print_lines)
         return

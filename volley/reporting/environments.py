@@ -1,5 +1,7 @@
-"""What came of each environment of a run that played several: from the `env/NAME/…` figures of metrics.jsonl, and the
-held-out evaluations that name an environment. A step without them is of the main environment alone.
+"""Results per environment of a run with several.
+
+Sources: the `env/NAME/…` figures of metrics.jsonl, and held-out evaluations that name an environment. A step without
+such figures played only the main environment.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ _MOST_TOLD = 20
 
 @dataclass(slots=True)
 class EnvironmentCurve:
-    """Of one environment: `steps` are (step, mean reward, success), `groups` all that were trained on."""
+    """Results of one environment.
+
+    `groups`: number of trained groups. `steps`: (step, mean reward, success). `held_out`: its evaluations.
+    """
 
     env: str
     groups: int = 0
@@ -41,11 +46,12 @@ class EnvironmentCurve:
 
 
 def curves(steps: Rows, evals: Rows, main: str) -> list[EnvironmentCurve]:
-    """One an environment, the main one first, the others in the order in which they were met; none for a run that only
-    ever had its main environment.
+    """One curve per environment, the main one first, then in order of appearance.
+
+    Empty for a run that played only its main environment.
 
     Args:
-        evals: those of all environments; of the main one the records name none.
+        evals: evaluations of all environments; those of the main one name none.
     """
     others = any(_played(row) for row in steps) or any(row.get("env") for row in evals)
     if not others:
@@ -63,18 +69,18 @@ def curves(steps: Rows, evals: Rows, main: str) -> list[EnvironmentCurve]:
 
 
 def of_main(evals: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The evaluations of the main environment."""
+    """Evaluations of the main environment."""
     return [row for row in evals if not row.get("env")]
 
 
 def by_environment(evals: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """One row a step and environment, the last written, in the order of steps."""
+    """The last row per step and environment, ordered by step."""
     last = {(int(row["step"]), str(row.get("env") or "")): row for row in evals if isinstance(row.get("step"), int)}
     return [last[key] for key in sorted(last)]
 
 
 def table_rows(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Of the summaries: a line an environment, with its held-out success before and after."""
+    """Table rows (label, value), one per environment, with held-out success before and after."""
     rows: list[tuple[str, str]] = []
     for one in environments[:_MOST_TOLD]:
         parts = [f"{one['groups']} groups"]
@@ -92,7 +98,7 @@ def table_rows(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str
 
 
 def format_mixture(rows: Any) -> str:
-    """The mixture of a run's description as one line, `frozen_lake 75%, adder@2 25%`; empty for one environment."""
+    """Format a run's mixture as `frozen_lake 75%, adder@2 25%`; empty for one environment."""
     if not isinstance(rows, list) or len(rows) < 2:
         return ""
     parts = [_format_mixture_row(row) for row in rows if row.get("share") or row.get("state") == "suspended"]
@@ -106,7 +112,7 @@ def _format_mixture_row(row: Mapping[str, Any]) -> str:
 
 
 def _played(row: Mapping[str, Any]) -> dict[str, Figures]:
-    """By environment, as a step's line names them."""
+    """Figures of a step by environment; empty if its line names none."""
     names = [key[len(_PREFIX) : -len("/groups")] for key in row if key.startswith(_PREFIX) and key.endswith("/groups")]
     found = {env: _figures(row, f"{_PREFIX}{env}/") for env in names}
     return {env: figures for env, figures in found.items() if figures is not None}

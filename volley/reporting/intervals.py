@@ -1,4 +1,4 @@
-"""How certain a held-out success is: the 95 % interval of k successes in n tasks."""
+"""The 95 % interval of a held-out success rate."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _Z_95 = 1.959963984540054
 
 
 def wilson(successes: int, tasks: int) -> tuple[float, float]:
-    """The 95 % score interval of a rate, as shares between 0 and 1: E. B. Wilson, "Probable inference, the law of
-    succession, and statistical inference", JASA 22 (1927), without correction for continuity.
+    """The 95 % score interval of a rate, as shares between 0 and 1.
+
+    Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927),
+    without continuity correction.
 
     Args:
         successes: 0 … tasks.
@@ -29,8 +31,9 @@ def wilson(successes: int, tasks: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class SuccessRate:
-    """One evaluation: `success` is the share of `tasks` that were solved, with its 95 % interval. `failed` tasks beside
-    them (infrastructure) were not played.
+    """Success rate of one evaluation, with its 95 % interval `low` to `high`.
+
+    `success`: share of `tasks` that were solved. `failed`: further tasks that failed (infrastructure).
     """
 
     step: int
@@ -46,7 +49,7 @@ class SuccessRate:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self | None:
-        """A line of evals.jsonl; None where it lacks a figure. Tasks that failed (infrastructure) are not counted."""
+        """Rate of a line of evals.jsonl; None if it lacks a figure. Failed tasks (infrastructure) are not counted."""
         step, success, tasks, failed = (row.get(key) for key in ("step", "success", "n_tasks", "failed"))
         if not isinstance(success, int | float) or not (isinstance(step, int) and isinstance(tasks, int)):
             return None
@@ -57,7 +60,7 @@ class SuccessRate:
         return cls(step, counted, float(success), *wilson(round(success * counted), counted), failed)
 
     def __str__(self) -> str:
-        """As `29.0% (23.2–35.6)`."""
+        """Format as `29.0% (23.2–35.6)`."""
         return f"{self.success:.1%} ({self.low * 100:.1f}–{self.high * 100:.1f})"
 
 

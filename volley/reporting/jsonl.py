@@ -1,4 +1,4 @@
-"""Reading JSON lines that another process is still writing."""
+"""Read JSON lines that another process is still writing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shared.files.reading import ended_lines, open_file
 
 
 class JsonlTail:
-    """The complete lines added to a file since the last call; a file that is not there yet has none.
+    """Reads the complete lines added to a file since the last call; none if the file does not exist yet.
 
-    A file that has become shorter has lost lines at its end (a rolled-back step); what follows is new.
-    Lines that do not parse are skipped: a writer that was killed may leave half a line, and its successor starts a new
-    one. So are lines that hold more values than any record has.
+    A file that became shorter has lost lines at its end (a rolled-back step); lines added after that are new. Lines
+    that do not parse are skipped: a killed writer may leave half a line, and its successor starts a new one. Lines with
+    more values than any record are skipped too.
     """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
@@ -34,7 +34,7 @@ class JsonlTail:
         except FileNotFoundError:
             return []
         except OSError as error:
-            hint = "is this folder as the run left it? `volley verify` names what is not"
+            hint = "check the folder with `volley verify`"
             raise ConfigError(f"{self._path}: {error.strerror}", hint) from error
 
     def _complete(self, file: IO[bytes]) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""One line of text an optimizer step, a report of the warm start, an evaluation; figures as text."""
+"""Format records as one line each: optimizer steps, supervised steps, evaluations."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _SUPERVISED = (
 OTHERS = {
     "dropped": "too long and dropped",
     "truncated": "too long and truncated",
-    "identical": "with one answer twice and dropped",
+    "identical": "with two identical answers and dropped",
     "without_tools": "whose tools the chat template leaves out",
-    "prompt_repeated": "whose answer began with the prompt, which was taken out",
-    "prompt_kept": "whose answer begins with the text of the prompt, and keeps it",
-    "not_learned": "with a flag that says not to learn them",
+    "prompt_repeated": "whose answer began with the prompt, which was removed",
+    "prompt_kept": "whose answer begins with the text of the prompt, which was kept",
+    "not_learned": "flagged as not to be learned",
 }
-"""What the first line of a supervised run says of data that are not there as they were given."""
+"""Descriptions of examples that were dropped or changed, by key of the first line of a supervised run."""
 
 
 def step_line(record: Mapping[str, Any], max_steps: int) -> str:
-    """One step; the keys are those of metrics.jsonl, |Δlogp| compares rollout and trainer, staleness is in steps."""
+    """Format a step of metrics.jsonl. |Δlogp| compares rollout and trainer, staleness is in steps."""
     width = len(str(max_steps))
     parts = [
         f"step {record.get('step', '?'):>{width}}/{max_steps}",
@@ -51,7 +51,7 @@ def eval_line(record: Mapping[str, Any]) -> str:
     rate = SuccessRate.of(record)
     success = number(record, "success", ".1%") if rate is None else f"{rate}"
     tasks = record.get("n_tasks", "?")
-    if rate is not None and rate.tasks != tasks:  # the interval is that of the tasks that did not fail
+    if rate is not None and rate.tasks != tasks:  # the interval leaves out failed tasks
         tasks = f"{rate.tasks} of {tasks}"
     of = f" of {record['env']}" if record.get("env") else ""
     parts = [
@@ -64,7 +64,7 @@ def eval_line(record: Mapping[str, Any]) -> str:
 
 
 def sft_line(record: Mapping[str, Any]) -> str:
-    """Empty for most steps: about ten lines tell the course of a warm start, or of a run of supervised training."""
+    """Format a supervised step; empty for most steps, so that a run or warm start prints about ten lines."""
     step, last = int(record.get("step", 0)), int(record.get("max_steps", 0))
     if "eval_loss" not in record and step != last and step % max(1, last // 10):
         return ""
@@ -78,7 +78,7 @@ def sft_line(record: Mapping[str, Any]) -> str:
 
 
 def data_line(record: Mapping[str, Any]) -> str:
-    """What a run of supervised training found to train on, from its first line."""
+    """Numbers of examples of a supervised run, from its first line."""
     parts = [f"{number(record, 'examples', ',.0f')} examples", *_format_others(record, "")]
     if of_eval := _format_others(record, "eval_"):
         parts += [f"{number(record, 'eval_examples', ',.0f')} held out", *of_eval]
@@ -96,7 +96,7 @@ def number(record: Mapping[str, Any], key: str, form: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As `7.5 s`, `3 min 2 s`, `2 h 5 min`."""
+    """Format as `7.5 s`, `3 min 2 s` or `2 h 5 min`."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,6 +1,7 @@
-"""The live display at a terminal, the only module that imports rich: lines that stay, and below them the rows of what
-goes on, drawn anew a few times a second. When it closes, however that comes, the rows are gone and the cursor is back.
-Once the terminal is gone, nothing is shown, and nothing fails because of it.
+"""Live display on a terminal: permanent lines, and below them rows of current activity, redrawn four times a second.
+
+The only module that imports rich. However the display closes, it removes the rows and restores the cursor. If the
+terminal is gone, it shows nothing and raises nothing.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from volley.reporting.progress import Activity, Record, RecordKind
 _A_SECOND = 4
 _WIDEST_BAR = 30
 _BESIDE_BAR = 50
-"""Columns that names and figures need; narrower terminals than this and the shortest bar have none."""
+"""Columns for names and figures; terminals too narrow for these and the shortest bar show no bars."""
 _SHORTEST_BAR = 6
 
 
 class LiveDisplay:
-    """Made by `opened`; the calls come from one thread, another one draws.
+    """Made by `opened`. One thread calls it, another draws.
 
-    A lock keeps both from writing at a time (rich counts the rows on the screen before it writes, not while), and from
-    reading phases that change.
+    A lock keeps the two from writing at once (rich counts the rows on the screen before it writes), and from reading
+    phases while they change.
     """
 
     quiet_s = 10.0
@@ -68,7 +69,7 @@ class LiveDisplay:
                 with suppress(OSError):
                     display._live.stop()
         finally:
-            with suppress(OSError, ValueError):  # what failed may have been the drawing itself
+            with suppress(OSError, ValueError):  # the drawing itself may have failed
                 console.file.write("\x1b[?25h")
                 console.file.flush()
 
@@ -93,24 +94,24 @@ class LiveDisplay:
             self._phases.quiet(waiting)
 
     def refresh(self) -> None:
-        """Draws the rows now; they are drawn a few times a second anyway."""
+        """Draw the rows now, in addition to the periodic drawing."""
         with self._writing():
             self._live.refresh()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Inside, no other thread writes. From the first error of the terminal on, nothing is written."""
+        """Exclude other threads from writing. After the terminal's first error nothing is written."""
         with self._lock:
             try:
                 yield
             except BlockingIOError:
-                pass  # it is only slow
+                pass  # the terminal is only slow
             except OSError:
                 self._console.quiet = True
 
     @contextmanager
     def _drawn(self) -> Iterator[None]:
-        """Inside, the rows are drawn a few times a second."""
+        """Draw the rows periodically inside the context."""
         ended = threading.Event()
 
         def draw() -> None:
@@ -126,13 +127,13 @@ class LiveDisplay:
             thread.join()
 
     def table(self) -> Table:
-        """The rows of what goes on; none is wider than the terminal."""
+        """Rows of current activity, none wider than the terminal."""
         bar = min(_WIDEST_BAR, (self._console.width - _BESIDE_BAR) // 3)
         wide = bar >= _SHORTEST_BAR
         table = Table.grid(padding=(0, 1))
         for _ in range(3 if wide else 2):
             table.add_column(no_wrap=True)
-        table.add_column()  # the only one that is cut
+        table.add_column()  # the only column that is cut
         for row in self._phases.rows():
             detail = Text(visible(row.detail), no_wrap=True, overflow="ellipsis")
             bars = [_bar(row, bar)] if wide else []

@@ -1,7 +1,6 @@
-"""The phases of a run as a person watches them: what goes on now, as rows, and a line for each that has ended.
+"""Phases of a run for the live display: rows for current phases, and a line for each phase that has ended.
 
-Without a terminal, a clock apart: values in, text out. Durations are those of the watcher's clock, rates and the time
-left those of the records' own.
+Values in, text out; needs no terminal. Durations come from the watcher's clock, the time left from the records' times.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from volley.reporting.lines import duration, number
 from volley.reporting.progress import Activity, Record, RecordKind
 
 _PACE = 6
-"""Over so many of the latest records the time left is estimated."""
+"""Number of latest records from which the time left is estimated."""
 _BEFORE_RL = ("", "loading", "warm start", "starting")
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseRow:
-    """Something that goes on: `done` of `total`, where that is known."""
+    """A current phase: `done` of `total`, if known."""
 
     name: str
     detail: str
@@ -32,7 +31,7 @@ class PhaseRow:
 
 
 class RunPhases:
-    """Each event returns the lines of what has ended with it.
+    """Phases by the events of a run. `service` and `record` return lines of phases that the event ends.
 
     Args:
         clock: seconds.
@@ -87,7 +86,7 @@ class RunPhases:
         self._waiting = waiting
 
     def rows(self) -> list[PhaseRow]:
-        """What goes on now, the phase that has lasted longest first."""
+        """Current phases: services, trainer, evaluations, then what the run waits for."""
         states = set(self._services.values())
         if "stopping" in states or (self._answered and states == {"down"}):
             left = [name for name, state in self._services.items() if state not in ("down", "pending")]
@@ -169,7 +168,7 @@ class RunPhases:
 
     @property
     def _supervised(self) -> str:
-        """A warm start, where RL follows."""
+        """Name of the supervised phase: a warm start if RL follows."""
         return "warm start" if self._max_steps else "supervised"
 
     def _rl_ended(self) -> list[str]:
@@ -198,7 +197,7 @@ def _line(name: str, seconds: Any, detail: str) -> str:
 
 
 def _left(records: list[Record], n: int) -> str:
-    """How long `n` more such records will take, at the pace of the latest ones."""
+    """Estimated time for `n` more records, at the pace of the latest ones."""
     times = [float(one["time"]) for one in records[-_PACE:] if isinstance(one.get("time"), int | float)]
     if len(times) < 2 or times[-1] <= times[0] or n <= 0:
         return ""

@@ -1,6 +1,4 @@
-"""The picture of a run: held-out success with its 95 % interval, and training reward, over optimizer steps. Imports
-matplotlib, without a display.
-"""
+"""Plot held-out success with 95 % intervals and training reward over optimizer steps. Needs no display."""
 
 from __future__ import annotations
 
@@ -35,11 +33,13 @@ def draw(
     changed: Sequence[int] = (),
     environments: Sequence[EnvironmentCurve] = (),
 ) -> None:
-    """Writes a PNG of about 1200 × 900 pixels, wider where there are several environments. Rows are those of
-    metrics.jsonl and evals.jsonl, in the order of steps.
+    """Write a PNG of about 1200 × 900 pixels, wider with several environments.
 
-    `changed` are the steps from which on other settings were in force, `environments` the curves of each where there
-    are several: `evals` are then those of the first.
+    Args:
+        steps, evals: rows of metrics.jsonl and evals.jsonl, by step; with several environments, `evals` holds those of
+            the first.
+        changed: steps from which on other settings were in force.
+        environments: curve of each environment, if there are several.
     """
     figure = Figure(figsize=(10.5 if environments else 8, 6), dpi=150, layout="constrained")
     success, reward = figure.subplots(2, 1, sharex=True)
@@ -56,18 +56,16 @@ def draw(
             axes.legend(loc="best", fontsize=9)
     png = io.BytesIO()
     figure.savefig(png, format="png")
-    replace(path, png.getvalue())  # a link that lies there is not followed
+    replace(path, png.getvalue())  # does not follow an existing link
 
 
 def _plain(text: str) -> str:
-    """Text of a run as matplotlib draws it: it has no glyphs for control characters, and reads what is between dollar
-    signs as a formula.
-    """
+    """Escape text for matplotlib, which has no glyphs for control characters and reads `$…$` as a formula."""
     return visible(text).replace("$", r"\$")
 
 
 def draw_beside(path: Path, runs: Mapping[str, Sequence[SuccessRate]]) -> None:
-    """Writes a PNG of about 1200 × 750 pixels: held-out success of several runs, by label, with 95 % intervals."""
+    """Write a PNG of about 1200 × 750 pixels: held-out success of several runs, by label, with 95 % intervals."""
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
     axes: Any = figure.subplots()
     for i, (label, rates) in enumerate(runs.items()):
@@ -99,7 +97,7 @@ def _draw_held_out(axes: Any, rates: Sequence[SuccessRate]) -> None:
     label = f"{rates[-1].tasks if rates else ''} held-out tasks (greedy)".strip()
     axes.fill_between(x, low, high, color=_HELD_OUT, alpha=0.18, linewidth=0, label="95% interval (Wilson)")
     axes.plot(x, y, color=_HELD_OUT, marker="o", linewidth=2, label=label)
-    if len(rates) == 1:  # a band needs two
+    if len(rates) == 1:  # a band needs two points
         axes.vlines(x, low, high, color=_HELD_OUT, alpha=0.4, linewidth=4)
     for rate in rates[:: max(1, -(-len(rates) // _MOST_LABELS))]:
         place = (rate.step, rate.high)
@@ -107,7 +105,7 @@ def _draw_held_out(axes: Any, rates: Sequence[SuccessRate]) -> None:
 
 
 def _draw_environments(success: Any, reward: Any, environments: Sequence[EnvironmentCurve]) -> None:
-    """A colour each: training as a thin line in both pictures, held-out success as squares."""
+    """Draw each environment in a colour: training as a dashed line in both plots, held-out success as squares."""
     for i, one in enumerate(environments[:_MOST_ENVIRONMENTS]):
         color, marker = f"C{i % 10}", "." if len(one.steps) == 1 else None
         x = [step for step, _, _ in one.steps]

@@ -1,7 +1,6 @@
-"""What a run shows while it goes: a live display at a terminal, plain lines everywhere else.
+"""Progress of a run: a live display on a terminal, plain lines elsewhere.
 
-Everything shown comes from the run's files (`RecordTails`), from what trainer and orchestrator answer (`Activity`), or
-from the supervisor of the processes.
+Sources: the run's files (`RecordTails`), the status of trainer and orchestrator (`Activity`), and the supervisor.
 """
 
 from __future__ import annotations
@@ -28,24 +27,23 @@ type Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What goes on: `run` is the orchestrator's GET /runs/NAME, `trainer` the trainer's GET /status; empty where it
-    does not answer.
-    """
+    """Answers of orchestrator (`run`: GET /runs/NAME) and trainer (`trainer`: GET /status); empty if there is none."""
 
     run: Mapping[str, Any] = field(default_factory=dict[str, Any])
     trainer: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class ProgressDisplay(Protocol):
-    """After so many seconds without a record, `quiet_s`, it wants to know what the run waits for; one that is
-    `detailed` also what goes on between the records.
+    """Shows the events of a run.
+
+    `quiet_s`: call `quiet` after so many seconds without a record. `detailed`: call `activity` between records.
     """
 
     quiet_s: float
     detailed: bool
 
     def say(self, line: str, /) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
 
     def service(self, name: str, state: ServiceState) -> None: ...
 
@@ -58,7 +56,7 @@ class ProgressDisplay(Protocol):
 
 
 class RecordTails:
-    """What the services have added to the run's files since the last call."""
+    """Records that the services have added to the run's files since the last call."""
 
     def __init__(self, folder: RunFolder) -> None:
         files: tuple[tuple[RecordKind, Any], ...] = (
@@ -75,7 +73,7 @@ class RecordTails:
 
 
 class PlainLines:
-    """A line an event, for pipes and files: no control codes, and no line is cut."""
+    """Prints one line per event, for pipes and files: no control codes, no line is cut."""
 
     quiet_s = 30.0
     detailed = False
@@ -103,7 +101,7 @@ class PlainLines:
             self.say(line)
 
     def activity(self, activity: Activity) -> None:
-        """Not told: it changes all the time."""
+        """Ignored: it changes all the time."""
 
     def quiet(self, waiting: str) -> None:
         self.say(f"no news for {self.quiet_s:g} s; {waiting}")
@@ -117,7 +115,7 @@ def is_terminal() -> bool:
 
 
 def print_text(text: str) -> None:
-    """A sentence, broken between words to the terminal's width; elsewhere in one line."""
+    """Print a sentence, wrapped between words on a terminal, else as one line."""
     if is_terminal():
         width = shutil.get_terminal_size().columns
         print_block(textwrap.fill(visible(text), width, break_long_words=False, break_on_hyphens=False))

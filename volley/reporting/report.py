@@ -1,7 +1,7 @@
-"""What a run has achieved: summary.json for programs, a table and a plot for people. Reads only the run's folder.
+"""`volley report`: summary.json, a table and a plot of a run. Reads only the run's folder.
 
-A step that was undone by a crash and replayed counts once: its last line is the one of the surviving lineage. A step
-and an evaluation count if the weights they made or measured are ancestors of the newest checkpoint's, or may still
+A step that a crash undid and that was trained again counts once: its last line is that of the surviving lineage. Steps
+and evaluations count if the weights they made or evaluated are ancestors of the newest checkpoint's, or may still
 become so.
 """
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(run_dir: Path) -> int:
-    """`volley report`. Raises ConfigError if the folder is not that of a run."""
+    """Report the run in `run_dir`. Raises ConfigError if the folder is not that of a run."""
     folder = RunFolder(run_dir.absolute())
     survey.check(folder)
     if supervised.is_supervised(folder):
@@ -62,27 +62,26 @@ def main(run_dir: Path) -> int:
 
 
 def check(folder: RunFolder) -> None:
-    """Raises ConfigError if the folder is not that of a run, holds what no run leaves there, or nothing of it has been
-    recorded yet.
-    """
+    """Raises ConfigError if the folder is not that of a run, holds files that no run writes, or has no record yet."""
     if not folder.path.is_dir():
-        raise ConfigError(f"{folder.path} is no folder", "give a run's folder, e.g. runs/quickstart")
+        raise ConfigError(f"{folder.path} is no folder", "give a run's folder, such as runs/quickstart")
     survey.check(folder)
     if not folder.metrics.exists() and not folder.evals.exists():
         raise ConfigError(
-            f"{folder.path} has neither metrics.jsonl nor evals.jsonl", "is it a run's folder, and has a step ended?"
+            f"{folder.path} has neither metrics.jsonl nor evals.jsonl",
+            "give a run's folder, and wait for its first step or evaluation",
         )
 
 
 def format_report(summary: Mapping[str, Any], folder: RunFolder) -> str:
-    """The curve and the table, as wide as the terminal."""
+    """Curve and table, as wide as the terminal."""
     width = shutil.get_terminal_size().columns
     rates = [SuccessRate(**rate) for rate in summary["evaluations"]]
     return "\n".join([*curve(rates, width), table(summary, folder, width)])
 
 
 def make(folder: RunFolder) -> dict[str, Any]:
-    """Writes summary.json and the plot; returns the summary."""
+    """Write summary.json and the plot; return the summary."""
     head = commits.newest(folder)
     steps = by_step(counted.of_steps(jsonl.read(folder.metrics), head))
     evals = environments.by_environment(counted.of_weights(jsonl.read(folder.evals), head))
@@ -102,13 +101,13 @@ def make(folder: RunFolder) -> dict[str, Any]:
 
 
 def by_step(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """One row a step, the last written, in the order of steps."""
+    """The last row of each step, ordered by step."""
     last = {int(row["step"]): row for row in rows if isinstance(row.get("step"), int)}
     return [last[step] for step in sorted(last)]
 
 
 def summarize(steps: Rows, evals: Rows, record: RunRecord | None) -> dict[str, Any]:
-    """The figures of summary.json; None where there is nothing to tell."""
+    """Figures of summary.json; None for those without data."""
     final: Mapping[str, Any] = steps[-1] if steps else {}
     before: Mapping[str, Any] = evals[0] if evals and evals[0]["step"] == 0 else {}
     after: Mapping[str, Any] = evals[-1] if evals and evals[-1]["step"] > 0 else {}
@@ -140,7 +139,7 @@ def summarize(steps: Rows, evals: Rows, record: RunRecord | None) -> dict[str, A
 
 
 def reward_components(steps: Rows) -> dict[str, list[float]]:
-    """The mean of each component of the rewards, in the first step and in the last one that has it."""
+    """Mean of each reward component in the first and in the last step that has it."""
     found: dict[str, list[float]] = {}
     for row in steps:
         for key, value in row.items():
@@ -151,21 +150,19 @@ def reward_components(steps: Rows) -> dict[str, list[float]]:
 
 
 def _checked(rows: Iterable[dict[str, Any]]) -> Iterator[ledger.Line]:
-    """Rows that are lines of a ledger."""
+    """Rows that are valid ledger lines."""
     for row in rows:
         with suppress(DecodeError):
             yield ledger.checked(row)
 
 
 def dispositions(lines: Iterable[ledger.Line], head: TrainerState | None = None) -> dict[str, int]:
-    """How many tickets ended in which way along the lineage of `head`; filtered ones by rule."""
+    """Tickets by disposition along the lineage of `head`; filtered ones by rule."""
     return dict(Counter(ledger.end_named(line) for line in counted.of_tickets(lines, head)))
 
 
 def outcomes(steps: Rows, lines: Iterable[ledger.Line], head: TrainerState | None = None) -> dict[str, Any]:
-    """How the trained episodes ended, and what failed: shares and mean sampled tokens by end, counts of faults and
-    failures.
-    """
+    """Trained episodes by end (shares and mean sampled tokens), and counts of faults and failures."""
     episodes, tokens = Counter[str](), Counter[str]()
     faults, attempts = Counter[str](), Counter[str]()
     for row in steps:
@@ -188,7 +185,7 @@ def outcomes(steps: Rows, lines: Iterable[ledger.Line], head: TrainerState | Non
 
 
 def _biased(failed: Counter[str], n_groups: int) -> str | None:
-    """A sentence where so many groups failed that those that were trained on are no fair sample; None where not."""
+    """Warning if so many groups failed that the trained ones are a biased sample, else None."""
     n = failed.total()
     if n < 2 or tail(n_groups, n, TOLERATED) >= CERTAIN:
         return None
@@ -231,7 +228,7 @@ def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str
 
 
 def _best(folder: RunFolder, head: TrainerState | None) -> dict[str, Any] | None:
-    """The version that solved the most held-out tasks; None without one, or while no checkpoint tells what counts."""
+    """Version with the highest held-out success; None without an evaluation or a checkpoint."""
     best = best_version(folder.evals, head.lineage, head.step) if head else None
     if best is None:
         return None
@@ -249,7 +246,7 @@ def _best_rows(best: Mapping[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _main_environment(record: RunRecord | None) -> str:
-    """As run.json tells."""
+    """Name of the main environment, from run.json."""
     return str(record.config.get(_MAIN) or _UNNAMED) if record else _UNNAMED
 
 
@@ -259,7 +256,7 @@ def _component_rows(components: Mapping[str, Sequence[float]]) -> list[tuple[str
 
 
 def _provenance_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Whose weights it began with, and what was changed on the way; only what there is to tell."""
+    """Rows for the run that this one started from, and for changed settings, if any."""
     origin = summary["started_from"]
     rows = [("started from", f"{origin['version']} of run {origin['run']}")] if origin else []
     for one in summary["changed"]:
@@ -276,7 +273,7 @@ def _engine_rows(engines: Rows) -> list[tuple[str, str]]:
 
 
 def _outcome_rows(episodes: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Only what there is to tell."""
+    """Rows for ends, faults and failures, if any."""
     lengths = episodes["end_tokens"]
     ends = ", ".join(
         f"{share:.1%} {end} ({lengths[end]:.0f} tokens)" for end, share in episodes["ends"].items() if share
@@ -293,7 +290,7 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 
 def _tokens_per_sec(steps: Rows) -> float | None:
-    """Tokens trained on, over the wall time of the RL steps."""
+    """Trained tokens per second of wall time of the RL steps."""
     span, tokens = _span(steps), sum(float(row.get("tokens") or 0) for row in steps)
     return round(tokens / span, 1) if span > 0 else None
 

@@ -1,6 +1,4 @@
-"""What a run of supervised training has achieved: summary.json for programs, a table for people. Reads only the run's
-folder.
-"""
+"""Report of a supervised run: summary.json and a table. Reads only the run's folder."""
 
 from __future__ import annotations
 
@@ -32,13 +30,13 @@ type Rows = Sequence[Mapping[str, Any]]
 
 
 def is_supervised(folder: RunFolder) -> bool:
-    """As run.json tells."""
+    """Tell if run.json records a supervised run."""
     record = read_record(folder)
     return record is not None and record.config.get("mode") in ("sft", "dpo")
 
 
 def make(folder: RunFolder) -> dict[str, Any]:
-    """Writes summary.json; returns it."""
+    """Write and return summary.json."""
     record, head = read_record(folder), newest_state(folder.checkpoints)
     lines = counted.of_steps(jsonl.read(folder.sft), head)
     by_step = {int(row["step"]): row for row in lines if isinstance(row.get("step"), int)}
@@ -64,7 +62,7 @@ def make(folder: RunFolder) -> dict[str, Any]:
 
 
 def format_report(summary: Mapping[str, Any], folder: RunFolder) -> str:
-    """The table, and how to go on from the weights."""
+    """Table, and the setting that starts RL from the weights."""
     figures: Mapping[str, Sequence[float]] = summary["measures"]
     rows = [
         (
@@ -88,6 +86,6 @@ def format_report(summary: Mapping[str, Any], folder: RunFolder) -> str:
 
 
 def _ends(rows: Rows, key: str) -> list[float]:
-    """The first and the last value."""
+    """First and last value; empty without values."""
     values = [float(row[key]) for row in rows if isinstance(row.get(key), int | float)]
     return [values[0], values[-1]] if values else []

@@ -1,8 +1,7 @@
-"""`volley reverify`: what the archived episodes of a run are worth to the environments of today, and what that would
-have changed in training.
+"""`volley reverify`: replay a run's archived episodes in the current environments, and compare their rewards.
 
-Every episode that was trained on is played again: the same task, the same seed, the words that the model said. Nothing
-is written into the run. A group teaches by the differences of its rewards, so what counts is where these differ.
+Every trained episode is replayed with its task, seed and the model's messages. Nothing is written into the run. A
+group trains by the differences between its rewards, so the comparison counts groups in which these changed.
 """
 
 from __future__ import annotations
@@ -38,8 +37,9 @@ _MOST_SHOWN = 5
 
 @dataclass(slots=True)
 class _Tally:
-    """Of one environment. `groups` are those whose differences of rewards changed; of these, `silenced` have none any
-    more, and `awakened` had none.
+    """Counts of one environment.
+
+    `groups`: groups whose reward differences changed; of these, `silenced` have none now, and `awakened` had none.
     """
 
     episodes: int = 0
@@ -58,8 +58,8 @@ class _Tally:
 def add(parser: argparse.ArgumentParser) -> None:
     add_run_dir(parser)
     parser.add_argument("--env", metavar="NAME", help="only episodes of that environment")
-    parser.add_argument("--by", metavar="NAME", help="the environment that judges them, e.g. its next version NAME@2")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--by", metavar="NAME", help="environment to replay them in, e.g. its next version NAME@2")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,11 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(run_dir: Path, *, only: str | None, instead: str | None, as_json: bool = False) -> int:
-    """Prints the result; 0 if everything could be played again, else 1.
+    """Print the result. Exit code 0 if every episode could be replayed, else 1.
 
     Args:
-        only: the environment whose episodes are looked at; all by default.
-        instead: the environment that judges them, another version of it for example.
+        only: environment whose episodes are replayed; all by default.
+        instead: environment to replay them in, such as another version.
 
     Raises:
         ConfigError: the folder is not that of a run, or `instead` without `only`.
@@ -82,27 +82,27 @@ def main(run_dir: Path, *, only: str | None, instead: str | None, as_json: bool 
         raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
     trust.check(folder)
     if instead is not None and only is None:
-        raise ConfigError("--by needs --env: whose episodes are to be judged by it?")
+        raise ConfigError("--by needs --env", "name the environment of the episodes to replay with --env NAME")
     result = asyncio.run(_reverified(folder, only, instead))
     print_json(result) if as_json else print_block(format_result(result))
     return 1 if any(row["skipped"] for row in result["environments"].values()) or not result["environments"] else 0
 
 
 def format_result(result: Mapping[str, Any]) -> str:
-    """For people."""
+    """Result as a table."""
     if not result["environments"]:
-        return "no archived episode to look at"
+        return "no archived episode to replay"
     lines = [
-        f"{'environment':<24}{'episodes':>9}{'changed':>9}  {'reward':<18}{'success':<18}groups that teach otherwise"
+        f"{'environment':<24}{'episodes':>9}{'changed':>9}  {'reward':<18}{'success':<18}groups with changed advantages"
     ]
     for name, row in result["environments"].items():
         reward = f"{row['reward'][0]:.3f} -> {row['reward'][1]:.3f}" if row["reward"] else "-"
         success = f"{row['success'][0]:.1%} -> {row['success'][1]:.1%}" if row["success"] else "-"
         groups = f"{row['groups_changed']} of {row['groups']}"
         if row["groups_changed"]:
-            groups += f" ({row['silenced']} teach nothing any more, {row['awakened']} did not teach before)"
+            groups += f" ({row['silenced']} with equal rewards now, {row['awakened']} with equal rewards before)"
         lines.append(f"{name:<24}{row['episodes']:>9}{row['changed']:>9}  {reward:<18}{success:<18}{groups}")
-        lines += [f"  not played again: {n}: {why}" for why, n in row["skipped"].items()]
+        lines += [f"  not replayed: {n}: {why}" for why, n in row["skipped"].items()]
     for row in result["changed"][:_MOST_SHOWN]:
         was, now = f"reward {row['was']:g}", f"{row['reward']:g}"
         lines.append(
@@ -146,7 +146,7 @@ async def _judged(
 
 
 def _groups(folder: RunFolder, run: str) -> Iterator[tuple[WeightVersion, Group]]:
-    """Of all steps of a run that still count, in their order; one at a time in memory."""
+    """Yield the groups of all steps along the lineage, in order, one at a time."""
     head = commits.newest(folder)
     lineage = head.lineage if head else ()
     for version in archive.versions(folder.archive):

@@ -1,4 +1,4 @@
-"""Plays what a trajectory's model said to an environment again, and compares what it is worth."""
+"""Replay a trajectory's assistant messages in an environment, and compare the rewards."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _TASK = re.compile(r"(train|eval)/(\d+)(?![\w.])")
 
 @dataclass(frozen=True, slots=True)
 class Rejudged:
-    """One archived episode, and what the environment of today says of it. `reward` and `success` are None where it
-    could not be played again, and `why` says why not.
+    """An archived episode and its reward in the current environment.
+
+    `was`, `was_success`: archived reward and success. `reward`, `success`: current ones; None if the episode could not
+    be replayed, for the reason `why`.
     """
 
     env: str
@@ -43,7 +45,12 @@ class Rejudged:
 
 
 async def rejudge(client: EnvClient, tokenizer: ChatTokenizer, trajectory: Trajectory, seed: int, env: str) -> Rejudged:
-    """Args: seed: the run's; env: the environment to ask. What it refuses is told, and never raised."""
+    """Replay one trajectory. Errors are reported in `why`, not raised.
+
+    Args:
+        seed: seed of the run.
+        env: environment to replay in.
+    """
     known = Rejudged(
         trajectory.env,
         trajectory.task,
@@ -60,7 +67,7 @@ async def rejudge(client: EnvClient, tokenizer: ChatTokenizer, trajectory: Traje
 
 
 def said(tokenizer: ChatTokenizer, trajectory: Trajectory) -> list[str]:
-    """What the model said, turn by turn, as the environment got it."""
+    """Assistant messages by turn, as the environment received them."""
     turns = [turn for turn in trajectory.turns if turn.role == ASSISTANT]
     return [
         tokenizer.message_text(trajectory.token_ids[turn.start : turn.end].tolist())[:MAX_MESSAGE] for turn in turns
@@ -70,7 +77,10 @@ def said(tokenizer: ChatTokenizer, trajectory: Trajectory) -> list[str]:
 async def _played(
     client: EnvClient, trajectory: Trajectory, replies: Sequence[str], seed: int, env: str
 ) -> tuple[float, bool]:
-    """Reward and success. Raises VolleyError, DecodeError where it is not the same task or takes another course."""
+    """Play the episode; return reward and success.
+
+    Raises VolleyError, and DecodeError if the task differs or the episode ends at another turn.
+    """
     split, index = _where(trajectory.task)
     request_id = uuid.uuid4().hex
     env_seed = seeding.env_seed(seed, trajectory.ticket, trajectory.sample_index)
@@ -94,9 +104,7 @@ async def _played(
 
 
 async def _retry_until_ready[**P, T](call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Asks again for as long as it is told to come back: a judge is waited for, or a layout that is being drawn. Raises
-    VolleyError.
-    """
+    """Call until the service is no longer rate-limited, e.g. by a judge or a layout being drawn. Raises VolleyError."""
     try:
         async with asyncio.timeout(_PATIENCE_S):
             while True:
@@ -109,8 +117,8 @@ async def _retry_until_ready[**P, T](call: Callable[P, Awaitable[T]], *args: P.a
 
 
 def _where(task: str) -> tuple[str, int]:
-    """Split and index. Raises DecodeError where the task's id does not begin with them."""
+    """Split and index of a task id. Raises DecodeError if it does not begin with them."""
     found = _TASK.match(task)
     if found is None:
-        raise DecodeError(f"the task {task[:100]!r} does not say its split and index")
+        raise DecodeError(f"the task {task[:100]!r} does not begin with its split and index")
     return found[1], int(found[2])

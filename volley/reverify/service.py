@@ -1,6 +1,4 @@
-"""The environment service that archived episodes are played to: one by its address, the run's own, or one started for
-it.
-"""
+"""Environment service in which archived episodes are replayed: the run's own, or one started for it."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _START_S = 120.0
 
 @asynccontextmanager
 async def environments_of(folder: RunFolder) -> AsyncIterator[EnvClient]:
-    """That of the run if it is at work, else one that lives as long as the context. Raises VolleyError."""
+    """Client of the run's service if the run is running, else of one started for the context. Raises VolleyError."""
     own = await _own(folder)
     if own is not None:
         async with own as client:
@@ -37,7 +35,7 @@ async def environments_of(folder: RunFolder) -> AsyncIterator[EnvClient]:
 
 
 async def _own(folder: RunFolder) -> EnvClient | None:
-    """Of the run's service, if the run is at work."""
+    """Client of the run's service; None if the run is not running."""
     try:
         found = addresses.read(folder)
         known = await identity.find_answering(folder, found)
@@ -50,11 +48,11 @@ async def _own(folder: RunFolder) -> EnvClient | None:
 
 @asynccontextmanager
 async def _started(folder: RunFolder) -> AsyncIterator[str]:
-    """A service with the run's configuration, and what was submitted to the run; it does not outlive us. Raises
-    ConfigError, Unavailable.
+    """Start a service with the run's configuration and submissions; it does not outlive this process.
 
-    It refuses data files that have changed since the run was made, but not the code of submitted environments, which
-    is what episodes are played again for. What it records of a run that recorded none is removed again.
+    It refuses data files that have changed since the run, but accepts changed code of submitted environments, which is
+    what reverify tests. If the run had no record of its data, the service's record is removed. Raises ConfigError,
+    Unavailable.
     """
     is_recorded = folder.environment_data.exists()
     with tempfile.TemporaryDirectory() as logs, Reaper.running() as reaper:
@@ -70,7 +68,7 @@ async def _started(folder: RunFolder) -> AsyncIterator[str]:
 
 
 def _service(folder: RunFolder, log: Path) -> tuple[ProcessSpec, str]:
-    """How it is started, and its address. Paths of the run's configuration are relative to where the run began."""
+    """Process and address of the service. It runs in the run's folder of start, for paths of the configuration."""
     record = read_record(folder)
     base = Path(record.cwd) if record is not None and Path(record.cwd).is_dir() else PROJECT
     with hold_free("127.0.0.1") as held:

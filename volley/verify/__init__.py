@@ -1,3 +1,1 @@
-"""`volley verify`: proves from a run's folder what it trained on. Reads only; see docs/reliability.md for what is
-proven.
-"""
+"""`volley verify`: prove from a run's folder what it trained on. Read-only. Claims: docs/reliability.md."""

@@ -1,4 +1,4 @@
-"""Bounds on the work of a proof, in proportion to the bytes that lie in the folder."""
+"""Bounds on the work of a proof, in proportion to the folder's bytes."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from shared.errors import DecodeError
 from volley.runs.survey import Survey
 
 UNPACKED_FACTOR = 64
-"""Groups repeat their prompt for each sample; tokens and numbers hardly pack at all."""
+"""Bound on compression: groups repeat their prompt for each sample, other tokens and numbers hardly compress."""
 UNPACKED_BYTES = 2**28
 _CPU_S, _WALL_S, _WALL_FACTOR = 20.0, 28.0, 3.0
 _RATES = {"records": 2e6, "archives": 5e6, "others": 5e7}
-"""Bytes a CPU second that even a slow machine proves."""
+"""Bytes per CPU second that even a slow machine verifies."""
 
 
 class OutOfTime(BaseException):
-    """The proof took more CPU time than a run of this size needs. No part of the proof takes it for its own error."""
+    """The proof took more CPU time than a run of this size needs. A BaseException, so no check catches it."""
 
 
 class NotFinished(BaseException):
-    """The proof did not end in its time on the clock, within its CPU time: the machine is busy, or its disk slow."""
+    """The proof exceeded its wall time, but not its CPU time: the machine is busy, or its disk slow."""
 
 
 class UnpackingBudget:
-    """How much the archives of a folder may unpack to, all together."""
+    """Bytes that all archives of a folder may unpack to."""
 
     def __init__(self, packed_bytes: int) -> None:
         self._most = self._left = UNPACKED_BYTES + UNPACKED_FACTOR * packed_bytes
 
     def spend(self, n_bytes: int) -> None:
-        """Raises DecodeError where the budget is used up."""
+        """Raises DecodeError if the budget is used up."""
         self._left -= n_bytes
         if self._left < 0:
-            most = f"{self._most >> 20} MiB, {UNPACKED_FACTOR} times what lies on the disk"
+            most = f"{self._most >> 20} MiB, {UNPACKED_FACTOR} times their size on the disk"
             raise DecodeError(f"the archives unpack to more than {most}")
 
 
 def unbounded(n_bytes: int) -> None:
-    """No bounds, for a folder that its user trusts."""
+    """No bounds, for a trusted folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,18 @@ class Allowance:
 
 
 SURVEY = Allowance(_CPU_S, _WALL_S)
-"""For the look at kinds and sizes of its files, before it is known how much there is to read."""
+"""For the survey of file types and sizes, before the amount to read is known."""
 
 
 def allowed(found: Survey, surveyed_s: float) -> Allowance:
-    """More for each byte that lies in the folder, less what the survey took on the clock."""
+    """Allowance for the folder's bytes, less the wall time that the survey took."""
     read_s = sum(getattr(found, name) / rate for name, rate in _RATES.items())
     return Allowance(_CPU_S + read_s, max(1.0, _WALL_S + _WALL_FACTOR * read_s - surveyed_s))
 
 
 @contextmanager
 def bounded(allowance: Allowance) -> Iterator[None]:
-    """Raises OutOfTime or NotFinished beyond the allowance. Only the main thread can be stopped."""
+    """Raises OutOfTime or NotFinished beyond the allowance. Works only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -85,7 +85,7 @@ def bounded(allowance: Allowance) -> Iterator[None]:
 
 @contextmanager
 def _alarm(number: signal.Signals, timer: int, seconds: float, error: BaseException) -> Iterator[None]:
-    """Raise `error` when the timer has run for so many seconds; a timer that runs already goes on afterwards."""
+    """Raise `error` after so many seconds of the timer; an earlier timer continues afterwards."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise error

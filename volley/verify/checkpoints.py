@@ -1,6 +1,4 @@
-"""The retained checkpoints: whole, what their names say, and consistent with each other along the lineage of the
-newest.
-"""
+"""Verify the retained checkpoints: whole, matching their names, and consistent along the newest one's lineage."""
 
 from __future__ import annotations
 
@@ -39,9 +37,9 @@ class RetainedCheckpoint:
 
 
 def retained(root: Path, run: str) -> tuple[list[RetainedCheckpoint], list[Violation]]:
-    """The whole checkpoints under `root`, oldest first, and what is wrong with the others.
+    """Whole checkpoints under `root`, oldest first, and violations of the others.
 
-    One that a running trainer removes meanwhile is neither.
+    A checkpoint that a running trainer removes meanwhile is in neither.
     """
     found, violations, bases = [], [], set[str]()
     for version in checkpoint_files.versions(root):
@@ -63,9 +61,7 @@ def retained(root: Path, run: str) -> tuple[list[RetainedCheckpoint], list[Viola
 
 
 def set_aside(root: Path) -> dict[str, str]:
-    """Damaged checkpoints that the trainer has gone back from, and what is wrong with them. No violations: nothing
-    rests on them.
-    """
+    """Damaged checkpoints that the trainer set aside, with their damage. No violations: nothing depends on them."""
     return {str(version): _damage(root / BAD / str(version)) for version in checkpoint_files.versions(root / BAD)}
 
 
@@ -91,16 +87,16 @@ def _checked(folder: Path, version: WeightVersion, run: str) -> RetainedCheckpoi
     dtypes = {leaf.dtype for leaf in manifest.tree}
     kind = "adapter" if manifest.adapter else "full"
     if manifest.kind != kind or not manifest.tree or not manifest.files or not dtypes <= _DTYPES:
-        raise WeightsError("the manifest does not name weights: kind, tree and files say what there is")
+        raise WeightsError("the manifest does not describe weights: kind, tree or files are wrong or empty")
     if len({leaf.key for leaf in manifest.tree}) < len(manifest.tree) or not 0 <= manifest.created < _MOST_S:
-        raise WeightsError("the manifest names a weight twice, or no time")
+        raise WeightsError("the manifest names a weight twice, or no valid time")
     if extra := sorted({path.name for path in folder.iterdir()} - _ENTRIES):
         raise WeightsError(f"{extra[0][:100]} does not belong to a checkpoint")
     return RetainedCheckpoint(manifest, state)
 
 
 def check(found: Sequence[RetainedCheckpoint], head: TrainerState, root: Path) -> list[Violation]:
-    """What the newest state says, and the manifests along its lineage."""
+    """Check the newest state, and the manifests along its lineage."""
     details = _lineage(head)
     if head.issued < max(head.low, *head.done, 0) if head.done else head.issued < head.low:
         details.append(f"{head.issued} tickets were issued, but later ones are finished")
@@ -118,7 +114,7 @@ def check(found: Sequence[RetainedCheckpoint], head: TrainerState, root: Path) -
 
 
 def _differs(one: Manifest, newest: Manifest) -> str | None:
-    """What two versions of a run have in common, whichever versions of Volley described them."""
+    """First difference between two manifests of a run, or None. Manifests of any version of Volley compare."""
     if one.adapter != newest.adapter:
         return "its weights are adapters of another base than"
     if {leaf.key: leaf for leaf in one.tree} != {leaf.key: leaf for leaf in newest.tree}:
@@ -138,7 +134,7 @@ def _computes_the_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool
 
 
 def check_states(ancestors: Sequence[TrainerState], root: Path, groups_per_step: int) -> list[Violation]:
-    """The states of checkpoints and commit records along the lineage of the newest, oldest first."""
+    """Check the states of checkpoints and commit records along the newest one's lineage, oldest first."""
     head = ancestors[-1]
     violations, known = list[Violation](), False
     for state in ancestors:

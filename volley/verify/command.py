@@ -1,4 +1,4 @@
-"""The proof as a whole, and how it is told."""
+"""`volley verify`: run all checks, and print the result."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ from volley.verify.violation import Findings, Violation, ViolationKind
 
 _MOST_TOLD = 1000
 _BEYOND = 10_000
-"""Tickets that may be out beside those that have ended."""
+"""Tickets that may be open in addition to those that have ended."""
 type Result = dict[str, Any]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_run_dir(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(run_dir: Path, as_json: bool) -> int:
-    """Prints the result; 0 if the run is proven, else 1. Raises ConfigError if the folder is not that of a run."""
+    """Print the result. Exit code 0 if the run is proven, else 1. Raises ConfigError if it is not a run's folder."""
     folder = RunFolder(run_dir.absolute())
     if not folder.config.exists():
         raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
@@ -74,10 +74,10 @@ def main(run_dir: Path, as_json: bool) -> int:
 
 
 def verify(folder: RunFolder) -> Result:
-    """Everything that can be proven now; `violations` names the rest. Raises ConfigError.
+    """Run all checks; `violations` lists what they find. Raises ConfigError.
 
-    What no run leaves in its folder is named before anything is read, and the work is bounded by the bytes that are
-    there, unless the folder's user trusts it.
+    Unless the folder is trusted, files that no run writes are reported before anything is read, and the work is bounded
+    by the folder's bytes.
     """
     try:
         if trust.is_accepted(folder):
@@ -96,14 +96,14 @@ def verify(folder: RunFolder) -> Result:
 
 
 def _refused(*violations: Violation) -> Result:
-    """Result for a folder that is not read, or not to its end."""
+    """Result for a folder that is not read completely."""
     findings = Findings()
     findings.add(violations)
     return _result(findings, None, {"set_aside": {}, "redis": "not asked"})
 
 
 def _proof(folder: RunFolder, spend: Spend) -> Result:
-    """Args: spend: told of the bytes that archives unpack to."""
+    """Args: spend: called with the bytes that archives unpack to."""
     run = config.recorded(folder.config).config
     batch, name = run.trainer.groups_per_step, run.run.name
     seen = "there is no queue" if run.is_supervised else asyncio.run(queue.ask(folder, name))
@@ -180,7 +180,7 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
 def _without_checkpoint(
     folder: RunFolder, seen: QueueContents | str, findings: Findings, aside: Mapping[str, str]
 ) -> Result:
-    """Of a run that was stopped before its first checkpoint nothing is claimed, and that is all there is to say."""
+    """Result for a run without a checkpoint: its other files may not claim any step."""
     claims = [file.name for file in (folder.ledger, folder.metrics, folder.refused) if _has_lines(file)]
     claims += [file.name for file in (folder.evals, folder.handovers) if _tells_of_steps(file)]
     claims += [folder.archive.name] * bool(archive.versions(folder.archive) or commit_records.versions(folder.archive))
@@ -195,7 +195,7 @@ def _without_checkpoint(
         return _result(findings, None, {**about, "steps": 0})
     detail = "there is no whole checkpoint, so nothing is durable"
     if claims:
-        detail += f", and there is more in {', '.join(claims)}"
+        detail += f", but steps or tickets are recorded in {', '.join(claims)}"
     findings.add([Violation(ViolationKind.CHECKPOINT, detail, file=folder.checkpoints.name)])
     return _result(findings, None, about)
 
@@ -205,7 +205,7 @@ def _has_lines(file: Path) -> bool:
 
 
 def _tells_of_steps(file: Path) -> bool:
-    """Whether a line is of a step after the first weights, or cannot be read."""
+    """Tell if a line is of a step after the first weights, or cannot be read."""
     try:
         return any(orjson.loads(line)["step"] for line in whole_lines(file) if line.strip())
     except (OSError, ValueError, KeyError, TypeError):
@@ -217,7 +217,7 @@ def _read(violation: Mapping[str, Any]) -> Violation:
 
 
 def format_result(result: Result) -> str:
-    """For people: a line on what was proven, then a line a violation."""
+    """Result as text: lines on what was proven, then one line per violation."""
     ends = ", ".join(f"{n} {end}" for end, n in sorted(result["by_disposition"].items())) or "none"
     about = f"tickets: {result['tickets']} ({ends}); lost: {result['lost']}; doubly trained: {result['doubly_trained']}"
     lines = [

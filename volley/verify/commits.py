@@ -1,4 +1,4 @@
-"""The commit records: whole, what their names say, one for each step since the first, and none without its groups."""
+"""Verify the commit records: whole, matching their names, one per step since the first, each with its groups."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MOST_MISSING = 100
 
 
 def retained(folder: RunFolder, run: str) -> tuple[list[CommitRecord], list[Violation]]:
-    """The whole records, oldest first, and what is wrong with the others, but for those that a later trainer undid.
+    """Whole records, oldest first, and violations of the others; records that a later trainer undid are left out.
 
-    One that a running trainer removes meanwhile is neither, nor are the earlier ones: it removes the oldest first.
+    If a running trainer removes a record meanwhile, it and all earlier ones are left out: it removes the oldest first.
     """
     found, violations = list[CommitRecord](), list[Violation]()
     there = commits.versions(folder.archive)
@@ -49,15 +49,15 @@ def retained(folder: RunFolder, run: str) -> tuple[list[CommitRecord], list[Viol
 def check(
     records: Sequence[CommitRecord], found: Sequence[RetainedCheckpoint], folder: RunFolder, head: TrainerState
 ) -> Iterator[Violation]:
-    """Records against checkpoints, archive and each other, along the lineage of the newest."""
+    """Compare records with checkpoints, archive and each other, along the newest one's lineage."""
     mine: Mapping[WeightVersion, CommitRecord] = {r.version: r for r in records if in_lineage(r.version, head.lineage)}
     for one in found:
         record = mine.get(one.version)
         if record is not None and record.state != replace(one.state, schema=record.state.schema):
-            yield _of(one.version, f"it tells another state than checkpoint {one.version}")
+            yield _of(one.version, f"its state differs from that of checkpoint {one.version}")
     if not mine:
         if found and _has_lost_all(found[-1], folder):
-            yield _of(found[-1].version, "no step has a record, though its trainer made it after one")
+            yield _of(found[-1].version, "no step has a record, although the trainer made one before this checkpoint")
         return
     archived = set(archive.versions(folder.archive))
     first = min(version.step for version in mine)
@@ -69,15 +69,17 @@ def check(
             continue
         n_missing += 1
         if n_missing <= _MOST_MISSING:
-            what = "a record, but no groups" if version in mine else "no record, though an earlier step has one"
+            what = "a record, but no groups" if version in mine else "no record, although an earlier step has one"
             yield _of(version, f"it has {what}")
     if more := max(0, n_missing - _MOST_MISSING) + beyond:
         yield Violation(ViolationKind.COMMIT, f"and {more} more steps without a record", n=more)
 
 
 def _has_lost_all(newest: RetainedCheckpoint, folder: RunFolder) -> bool:
-    """Tell if the trainer that made the newest checkpoint had made its record before: not where an epoch begins with
-    the step of another trainer, perhaps an older version of Volley, nor where the folder is as the bucket filled it.
+    """Tell if the trainer of the newest checkpoint had made a record before it.
+
+    It had not if the epoch begins with another trainer's step (perhaps of an older version of Volley), or if the folder
+    was filled from a bucket.
     """
     state = newest.state
     is_own = bool(state.step) and epoch_of(state.step, state.lineage) == state.epoch
@@ -87,8 +89,10 @@ def _has_lost_all(newest: RetainedCheckpoint, folder: RunFolder) -> bool:
 def gone(
     records: Sequence[CommitRecord], undone: Sequence[Mapping[str, Any]], folder: RunFolder
 ) -> frozenset[WeightVersion]:
-    """Steps whose tickets the ledger tells of as trained, and that nothing durable is as new as: their records were
-    there before those lines. `undone` was read before this is called; a run without records had none.
+    """Steps that the ledger records as trained but whose commit records are gone: nothing durable is as new.
+
+    A step's record is written before its ledger lines. Read `undone` before calling this. Empty for a run without
+    records.
     """
     durable = commits.committed(folder)
     if not records or not durable:

@@ -1,4 +1,4 @@
-"""config.yaml and run.json against the settings that the newest checkpoint was made under (see shared.run.pinned)."""
+"""Compare config.yaml and run.json with the settings of the newest checkpoint (see shared.run.pinned)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from volley.verify.violation import Violation, ViolationKind
 _MOST_NAMED = 20
 
 type Amended = tuple[int, dict[str, list[object]]]
-"""The step from which on, and by key what was and what is."""
+"""First step with the new values, and [was, now] by key."""
 
 
 def check(folder: RunFolder, config: RunConfig, head: TrainerState, saved: WeightVersion) -> Iterator[Violation]:
-    """What differs; `saved` is the newest whole checkpoint of the lineage. A run that is about to go on under amended
-    settings says so in run.json; its next checkpoint records them.
+    """Yield differences.
+
+    A run that is about to continue with amended settings records them in run.json, and then in its next checkpoint.
+
+    Args:
+        saved: newest whole checkpoint of the lineage.
     """
     record = read_record(folder)
     if record is None and (folder.record.is_symlink() or folder.record.exists() or head.settings):
-        yield _of(folder, "it is missing, or no record of a run")
+        yield _of(folder, "it is missing, or not a run's record")
     in_force = pinned.in_force(head.settings, head.epoch)
     configured = pinned.relevant(config)
     if config.run.seed != head.seed:
@@ -46,9 +50,7 @@ def check(folder: RunFolder, config: RunConfig, head: TrainerState, saved: Weigh
 
 
 def _announced(change: pinned.Change, record: RunRecord, head: TrainerState) -> bool:
-    """Whether run.json says that this changes from the newest step on, and it may; a finished run has nothing before
-    it.
-    """
+    """Tell if run.json announces the change from the newest step on, and it is permitted; never for a finished run."""
     if record.finished or not pinned.rule_of(change.key).may:
         return False
     return any(
@@ -77,8 +79,9 @@ def _record(folder: RunFolder, record: RunRecord, head: TrainerState, saved: Wei
 
 
 def _ended_as(final: str, head: TrainerState) -> bool:
-    """Whether these are the last weights: a trainer that starts once more after the end saves them again, as a version
-    of its epoch.
+    """Tell if `final` names the last weights.
+
+    A trainer that starts again after the end saves them once more, as a version of its own epoch.
     """
     try:
         version = WeightVersion.parse(final)
@@ -90,7 +93,7 @@ def _ended_as(final: str, head: TrainerState) -> bool:
 
 
 def _history(folder: RunFolder, record: RunRecord, head: TrainerState) -> str | None:
-    """What of the recorded amendments the checkpoint does not know; None if they agree."""
+    """Difference between recorded amendments and the checkpoint's; None if they agree."""
     began, before = dict(head.lineage), dict[str, object]()
     known = list[Amended]()
     for epoch, changed in head.settings:
@@ -102,14 +105,14 @@ def _history(folder: RunFolder, record: RunRecord, head: TrainerState) -> str | 
     ahead = _beyond(said, known, undone)
     if ahead is not None and (not ahead or (len(ahead) == 1 and ahead[0][0] == head.step and not record.finished)):
         return None
-    return f"it says {said}, known are {known}"[:300]
+    return f"it records {said}, the checkpoint {known}"[:300]
 
 
 def _beyond(said: Sequence[Amended], known: Sequence[Amended], undone: Set[int]) -> Sequence[Amended] | None:
-    """What is said after all that is known, in order; None if they differ.
+    """Amendments of run.json that follow all those of the checkpoint; None if the two differ.
 
-    A trainer that found the newest checkpoint damaged went back behind the step that run.json names: to be `undone`,
-    that step was archived. It may have gone back behind several amendments, which it then made at once.
+    A trainer that found the newest checkpoint damaged resumed before the step that run.json names; that step is
+    archived, and in `undone`. If it resumed before several amendments, it then made them at once.
     """
     for step, changes in known:
         together: dict[str, list[object]] = {}

@@ -1,6 +1,6 @@
-"""Data of the environments: every evaluation, and the record of the environment service, have to name the same digests.
+"""Verify the environments' data: all evaluations and the environment service's record must name the same digests.
 
-The data files are read only where this user's supervisor wrote the configuration: another folder would choose which.
+Data files are read only if this user's supervisor wrote the configuration: an untrusted folder must not choose files.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ _SHOWN = 16
 
 
 def check(folder: RunFolder, main: str) -> Iterator[Violation]:
-    """Args: main: the run's main environment, which evaluations do not name."""
+    """Yield differences between digests.
+
+    Args:
+        main: the run's main environment, which its evaluations do not name.
+    """
     known = dict[str, dict[str, str]]()
     for step, env, data in _measured(folder, main):
         first = known.setdefault(env, {})
         for part in differing(first, data):
-            detail = f"the evaluation of {env} is of other data than those before: {_told(part, first, data)}"
+            detail = f"the evaluation of {env} used other data than those before: {_difference(part, first, data)}"
             yield Violation(ViolationKind.CONFIG, detail, step=step, file=folder.evals.name)
         known[env] = {**data, **first}
     file = f"{folder.environments.name}/{folder.environment_data.name}"
@@ -41,14 +45,14 @@ def check(folder: RunFolder, main: str) -> Iterator[Violation]:
         return
     for env in sorted(known.keys() & recorded.keys()):
         for part in differing(known[env], recorded[env]):
-            told = _told(part, known[env], recorded[env])
+            told = _difference(part, known[env], recorded[env])
             yield Violation(ViolationKind.CONFIG, f"{env} was evaluated with other data: {told}", file=file)
 
 
 def changed(folder: RunFolder, data: DataSection) -> list[str]:
-    """The configured files of the main environment that are at hand and have other content than the run played.
+    """Configured files of the main environment whose content has changed since the run played them.
 
-    They prove nothing against the run: it may be over. None where the folder may not name files to read.
+    They are no violations: the run may be over. Empty for a folder that is not trusted to name files.
     """
     if not trust.is_own(folder):
         return []
@@ -56,16 +60,16 @@ def changed(folder: RunFolder, data: DataSection) -> list[str]:
         recorded = _recorded(folder).get(data.env, {})
         files = {part: path for part, path in (("train", data.train), ("eval", data.eval)) if path and part in recorded}
         found = {part: checkpoint_files.digest(path) for part, path in files.items() if path.is_file()}
-        return [f"{files[part]}: {_told(part, recorded, found)}" for part in differing(recorded, found)]
+        return [f"{files[part]}: {_difference(part, recorded, found)}" for part in differing(recorded, found)]
     return []
 
 
-def _told(part: str, was: Digests, now: Digests) -> str:
+def _difference(part: str, was: Digests, now: Digests) -> str:
     return f"{part} has the digest {now[part][:_SHOWN]}, it was {was[part][:_SHOWN]}"
 
 
 def _measured(folder: RunFolder, main: str) -> Iterator[tuple[int | None, str, Digests]]:
-    """Lines that cannot be read are others' business."""
+    """Yield step, environment and digests of each evaluation; other checks report unreadable lines."""
     try:
         for line in whole_lines(folder.evals):
             row = _object(line)
@@ -85,7 +89,7 @@ def _object(line: bytes) -> Mapping[str, Any]:
 
 
 def _recorded(folder: RunFolder) -> dict[str, dict[str, str]]:
-    """Raises OSError, DecodeError, and others for what is no such record."""
+    """Raises OSError, DecodeError, or AttributeError, KeyError or TypeError for a malformed record."""
     try:
         text = read_file(folder.environment_data, _MOST_BYTES)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The lines of evals.jsonl: each names the versions that it measured, and holds results that can be measured."""
+"""Verify the lines of evals.jsonl: each names the versions it evaluated, and holds possible results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RESULT = ("n_tasks", "success", "reward_mean", "failed")
 
 
 def check(path: Path) -> Iterator[Violation]:
-    """Lines that no orchestrator writes. It blanks a torn line before it appends another."""
+    """Yield lines that no orchestrator writes. It blanks an incomplete line before it appends another."""
     rows = [*_rows(path)]
     versioned = any(_versions(row) for _, row in rows)
     seen, newest, n = dict[tuple[Any, ...], list[Any]](), dict[str, WeightVersion](), 0
@@ -37,7 +37,7 @@ def check(path: Path) -> Iterator[Violation]:
 
 
 def beyond(path: Path, last: int) -> Iterator[Violation]:
-    """Lines without versions of steps after the last one, or of none."""
+    """Yield lines without versions whose step is missing or after the last one."""
     for number, row in _rows(path):
         if row is not None and not _versions(row):
             step = row.get("step")
@@ -47,9 +47,13 @@ def beyond(path: Path, last: int) -> Iterator[Violation]:
 
 
 def _unfit(row: Mapping[str, Any] | None, versioned: bool) -> str | None:
-    """Why no orchestrator writes such a line. Args: versioned: other lines name versions."""
+    """Reason why no orchestrator writes such a line, or None.
+
+    Args:
+        versioned: other lines name versions.
+    """
     if row is None:
-        return "it is no JSON object"
+        return "it is not a JSON object"
     versions, success = _versions(row), row.get("success")
     if versioned and versions == []:
         return "it names no version, other lines do"
@@ -61,7 +65,7 @@ def _unfit(row: Mapping[str, Any] | None, versioned: bool) -> str | None:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
-    """Each line that is not blank; None for one that is cut. Lines that are damaged otherwise are named elsewhere."""
+    """Yield number and object of each line, None for an incomplete one. Other checks report other damage."""
     try:
         for number, text in enumerate(whole_lines(path), start=1):
             try:
@@ -75,7 +79,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any] | None]]:
 
 
 def _versions(row: Mapping[str, Any] | None) -> list[WeightVersion] | None:
-    """None where they cannot be read, which is named elsewhere."""
+    """Versions of a line; None if they cannot be read, which another check reports."""
     try:
         return counted.versions_of(row or {})
     except (DecodeError, TypeError, AttributeError):

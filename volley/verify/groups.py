@@ -1,4 +1,4 @@
-"""The archive against the ledger: the groups of every step are the recorded ones, fresh enough, and of this lineage."""
+"""Compare the archive with the ledger: each step has its recorded groups, fresh enough and of this lineage."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _MOST_MISSING = 1000
 
 @dataclass(frozen=True, slots=True)
 class GroupBounds:
-    """`max_staleness`: allowed staleness in steps. `group_size`: most episodes of a group. `assignment` says which
-    environment a ticket plays, up to `last_ticket`. `spend` is told of the bytes that archives unpack to.
+    """Bounds on the groups of a run.
+
+    `max_staleness`: in steps. `group_size`: most episodes of a group. `assignment`: environment of each ticket up to
+    `last_ticket`. `spend`: called with the bytes that archives unpack to.
     """
 
     run: str
@@ -33,7 +35,7 @@ class GroupBounds:
 
 
 def check(root: Path, steps: dict[int, list[Line]], head: TrainerState, bounds: GroupBounds) -> Iterator[Violation]:
-    """Reads one group at a time. Steps that the ledger knows nothing of are named by it."""
+    """Check each step, reading one group at a time. The ledger's check reports steps without lines."""
     seen: dict[int, int] = {}
     for step in range(1, min(head.step, max(steps, default=0), len(steps) + _MOST_MISSING) + 1):
         epoch = epoch_of(step, head.lineage)
@@ -100,12 +102,12 @@ def _decoded(payload: bytes) -> Group | DecodeError:
 def _group(
     group: Group, made: WeightVersion, line: Line | None, head: TrainerState, bounds: GroupBounds
 ) -> Iterator[tuple[ViolationKind, str]]:
-    """`made` is the version of the weights that training on the group gave."""
+    """Check one group; `made` is the version of the weights trained on it."""
     if group.failure is not None or len(group.trajectories) > bounds.group_size:
         yield ViolationKind.GROUP, f"{len(group.trajectories)} episodes, failure {group.failure}"
         return
     if 0 < group.ticket <= bounds.last_ticket and group.env != (env := bounds.assignment.of(group.ticket).env):
-        yield ViolationKind.MIXTURE, f"it is of {group.env[:80]!r}, the mixture says {env!r}"
+        yield ViolationKind.MIXTURE, f"its environment is {group.env[:80]!r}, the mixture says {env!r}"
     sampled = sorted({WeightVersion.parse(span.version) for t in group.trajectories for span in t.versions})
     present, ancestors = made.step - 1, until(made.epoch, head.lineage)
     for version in sampled:

@@ -1,4 +1,4 @@
-"""Beginnings of files by the states that hold them (see shared.run.held), and the line of every checkpoint."""
+"""Verify the first bytes of files by the digests that states hold (see shared.run.held), and each checkpoint's line."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from volley.verify.violation import Violation, ViolationKind
 _BLOCK_BYTES = 2**20
 _NAMES = RunFolder(Path())
 _REWRITTEN = (_NAMES.evals.name, _NAMES.samples.name)
-"""Files that the orchestrator makes again if they are gone while the run goes on."""
+"""Files that the orchestrator makes again if they are removed during the run."""
 _MADE_AGAIN = (_NAMES.saved.name,)
-"""Files that the trainer makes again if they are gone; older versions did not count that."""
+"""Files that the trainer makes again if they are removed; older versions of Volley did not count this as a loss."""
 type Expected = Mapping[int, Mapping[str, WeightVersion]]
-"""By size of the beginning: the digests of it, each with the oldest version whose state says so."""
+"""By number of first bytes: their digests, each with the oldest version whose state holds it."""
 
 
 def check(
     folder: RunFolder, ancestors: Sequence[TrainerState], found: Sequence[RetainedCheckpoint]
 ) -> Iterator[Violation]:
-    """All files by the states of which each holds no less of them than the one before, and states that hold less
-    although no trainer has found that lines are lost.
+    """Check each file by the newest states that hold ever more bytes of it.
+
+    Also yields states that hold fewer bytes than the one before, although no trainer recorded lost lines.
     """
     states, newest = _with_files(ancestors), ancestors[-1]
     known = {path.name: path for path in held.files(folder)}
@@ -46,21 +47,21 @@ def check(
                 detail = (
                     f"{after.version} holds {_size(after, name)} bytes of it, {before.version} {_size(before, name)}"
                 )
-                yield _of(path, f"{detail}, and no trainer has found that it lost lines", after.version)
+                yield _of(path, f"{detail}, and no trainer recorded lost lines", after.version)
     for name in {name for state in states if state.epoch == newest.epoch for name in state.files or {}} - known.keys():
-        detail = f"it holds {name[:100]}, which is no file of a run"
+        detail = f"it holds {name[:100]}, which is not a file of a run"
         yield Violation(ViolationKind.STATE, detail, step=newest.step)
     yield from _lines(folder, found)
 
 
 def absent(found: Sequence[RetainedCheckpoint]) -> list[str]:
-    """Checks that older trainers left no witness for."""
+    """Checks that cannot be made because an older version of Volley made the checkpoints."""
     old = [str(one.version) for one in found if one.state.files is None]
     return [f"checkpoints.jsonl does not name {', '.join(old)}: an older version made them"] if old else []
 
 
 def replaced(folder: RunFolder, ancestors: Sequence[TrainerState]) -> list[str]:
-    """Files that were removed or replaced by shorter ones: what older states hold of them cannot be compared."""
+    """Files that were removed or became shorter, so that the digests of older states cannot be compared."""
     states = _with_files(ancestors)
     return [
         f"{path.name} before {grown[0].version}: it has lost lines since"
@@ -79,7 +80,7 @@ def _size(state: TrainerState, name: str) -> int:
 
 
 def _is_told(name: str, before: TrainerState, after: TrainerState) -> bool:
-    """Tell if a trainer between two states counted a loss; trainers of older versions count none."""
+    """Tell if a trainer recorded a loss between two states; older versions of Volley recorded none."""
     if before.losses is None and after.losses is None:
         return True
     return _n_losses(after, name) > _n_losses(before, name)
@@ -90,7 +91,7 @@ def _n_losses(state: TrainerState, name: str) -> int:
 
 
 def _grown(name: str, states: Sequence[TrainerState]) -> list[TrainerState]:
-    """The newest states of which each holds no less of the file than the one before, oldest first."""
+    """The newest states that hold ever more bytes of the file, oldest first."""
     found = list(states[-1:])
     for before in reversed(states[:-1]):
         after = found[-1]
@@ -111,8 +112,10 @@ def _expected(name: str, states: Sequence[TrainerState]) -> Expected:
 
 
 def _rewritten(path: Path, older: Sequence[TrainerState]) -> Iterator[Violation]:
-    """A file that was removed may have grown as long again by the evaluations of one step: more than that tells that
-    somebody has rewritten it.
+    """Violations of a file that the orchestrator may have made again.
+
+    After a removal, the evaluations of one step may make it as long again. Lines of several steps show that it was
+    rewritten.
     """
     for violation in _beginnings(path, _expected(path.name, older)):
         try:
@@ -152,7 +155,7 @@ def _beginnings(path: Path, sizes: Expected) -> Iterator[Violation]:
 
 
 def _lines(folder: RunFolder, found: Sequence[RetainedCheckpoint]) -> Iterator[Violation]:
-    """A checkpoint that is made where there is such a file has its line before its name."""
+    """Yield checkpoints without a line in checkpoints.jsonl, which is written before a checkpoint gets its name."""
     try:
         named = saved.named(folder)
     except OSError:

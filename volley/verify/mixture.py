@@ -1,4 +1,4 @@
-"""mixture.jsonl: which environment each ticket plays. The tickets bound what it costs, whatever the file says."""
+"""Read mixture.jsonl, the environment of each ticket. The number of tickets bounds the work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from volley.verify.violation import Violation, ViolationKind
 
 
 def assigned(path: Path, data: DataSection, until: int) -> tuple[TicketAssignment, list[Violation]]:
-    """As configuration and lines of the file say, up to the ticket `until`; a run without changes has no file."""
+    """Assignment of tickets up to `until`, from configuration and file; a run without changes has no file."""
     assignment = TicketAssignment(weights_of(configured(data)))
     try:
         wrong = replayed(assignment, islice(whole_lines(path), MOST_CHANGES), until)

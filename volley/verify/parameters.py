@@ -1,7 +1,6 @@
-"""The retained checkpoints against what the log tells of them: checksums of their arrays, and their description.
+"""Compare the retained checkpoints with the log: checksums of their arrays, and their description.
 
-Their arrays are read by a process of the trainer's virtual environment, for the CLI has no library that can. Where that
-is not installed the result says so.
+A program of the trainer's virtual environment reads the arrays; if that is not installed, the result says so.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from volley.verify.violation import Violation, ViolationKind
 _ORBAX = f"{PARAMS}/manifest.ocdbt"
 _MODULE = "services.trainer.checkpoints.parameters"
 _OF_ARRAYS = re.compile(r"[0-9a-f]{32}")
-"""Checksum of a trainer's arrays; that of the simulated trainer, which has other files, is another."""
+"""Format of the checksum of a trainer's arrays. The simulated trainer, with other files, uses another."""
 _START_S, _BYTES_A_SECOND = 20.0, 10**7
 
 
@@ -50,9 +49,9 @@ def check(
         if (folder.checkpoints / str(one.version) / _ORBAX).exists():
             readable |= {str(one.version): one} if expected else {}
         elif any(map(_OF_ARRAYS.fullmatch, expected)):
-            violations.append(_of(folder, one, f"it has no {_ORBAX}, and the log tells the checksum of its parameters"))
+            violations.append(_of(folder, one, f"it has no {_ORBAX}, but the log has a checksum of its parameters"))
     absent = [str(one.version) for one in found if str(one.version) not in readable]
-    why = "no commit record and no line of metrics tells their checksum, or they are no arrays of Orbax"
+    why = "no commit record or line of metrics has their checksum, or they are not Orbax arrays"
     missing = [f"parameters of {', '.join(absent)}: {why}"] if absent else []
     if not readable:
         return violations, missing
@@ -70,11 +69,11 @@ def check(
 def _by_log(
     folder: RunFolder, found: Sequence[RetainedCheckpoint], records: Mapping[WeightVersion, CommitRecord]
 ) -> Mapping[WeightVersion, Sequence[Told]]:
-    """What the log tells of each checkpoint."""
+    """Checksums in the log for each checkpoint."""
     try:
         lines = [*checksums.lines_of(folder, {checksums.made_as(one.state) for one in found})]
     except OSError:
-        lines = []  # whoever reads the steps names it
+        lines = []  # the check of the steps reports it
     return {one.version: checksums.told(one.state, records, lines) for one in found}
 
 
@@ -90,7 +89,7 @@ def _of(folder: RunFolder, one: RetainedCheckpoint, detail: str) -> Violation:
 
 
 def _answer(folder: RunFolder, versions: Sequence[str]) -> Mapping[str, Any] | str:
-    """Answer of the process, or the reason why there is none."""
+    """Result of the program, or the reason why there is none."""
     n_bytes = sum(path.stat().st_size for version in versions for path in _files(folder.checkpoints / version))
     try:
         python = python_of("trainer")
@@ -118,7 +117,7 @@ def _answer(folder: RunFolder, versions: Sequence[str]) -> Mapping[str, Any] | s
 
 
 def _with_unread(done: subprocess.CompletedProcess[bytes], versions: Sequence[str]) -> Mapping[str, Any]:
-    """What the process said, and of the checkpoints that it was not able to read: at which of them it ended."""
+    """Result of the program; checkpoints that it did not read are damaged, with the one at which it ended."""
     try:
         told = orjson.loads(done.stdout.splitlines()[-1])
         checksums, damaged = dict(told["checksums"]), dict(told["damaged"])

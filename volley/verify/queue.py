@@ -1,4 +1,4 @@
-"""Redis against ledger and checkpoint: nothing is finished there that is not durable here, and no ticket is missing."""
+"""Compare Redis with ledger and checkpoint: nothing finished that is not durable, and no ticket missing."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ _MAX_DETAIL = 300
 
 @dataclass(frozen=True, slots=True)
 class QueueContents:
-    """What Redis says: its counters, and the finished tickets above `state.low`."""
+    """Counters in Redis, and the finished tickets above `state.low`."""
 
     state: QueueState
     done: frozenset[int]
 
 
 async def ask(folder: RunFolder, run: str) -> QueueContents | str:
-    """State of the run's Redis, or the reason why it is not asked. Ask before the files are read: they only ever
-    know more.
+    """State of the run's Redis, or the reason why there is none. Call it before reading files, which may only be newer.
 
-    The folder names the address, and the file of the password that is sent there: only a trusted one is believed.
+    The folder names the address and the password file, so only a trusted folder is used.
     """
     if not trust.is_own(folder):
         return "not asked: no `volley up` of this user wrote the address in the folder (--trust uses it)"
@@ -49,7 +48,7 @@ async def ask(folder: RunFolder, run: str) -> QueueContents | str:
         async with asyncio.timeout(_PATIENCE_S):
             return await _asked(services, run)
     except TimeoutError:
-        return f"what listens at the Redis address of the run did not answer within {_PATIENCE_S:.0f} s"
+        return f"the run's Redis address did not answer within {_PATIENCE_S:.0f} s"
     except VolleyError as error:
         return error.detail
     except (
@@ -63,7 +62,7 @@ async def ask(folder: RunFolder, run: str) -> QueueContents | str:
         AttributeError,
     ) as error:
         reason = f"{type(error).__name__}: {error}"
-        return f"what listens at the Redis address of the run does not answer as Redis does: {reason}"[:_MAX_DETAIL]
+        return f"the run's Redis address does not answer as Redis does: {reason}"[:_MAX_DETAIL]
 
 
 async def _asked(services: ServicesSection, run: str) -> QueueContents | str:
@@ -81,7 +80,7 @@ async def _asked(services: ServicesSection, run: str) -> QueueContents | str:
 
 
 def check(seen: QueueContents, head: TrainerState, known: Set[int]) -> list[Violation]:
-    """`known` are the tickets with a disposition."""
+    """Args: known: tickets with a disposition."""
     state, details = seen.state, []
     if state.version > head.step:
         details.append(f"Redis says that step {state.version} is durable, the newest checkpoint is {head.version}")

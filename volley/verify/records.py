@@ -1,6 +1,4 @@
-"""metrics.jsonl and the chain: the records of steps are those that the checkpoint was made after, none missing, none
-changed.
-"""
+"""Verify metrics.jsonl and the chain: no step's record is missing or changed since the checkpoints were made."""
 
 from __future__ import annotations
 
@@ -26,10 +24,9 @@ type Metrics = dict[int, Mapping[str, Any]]
 
 
 def read(path: Path, head: TrainerState) -> tuple[Metrics, list[Violation]]:
-    """The lines of the lineage by step, with those that the checkpoint carries and a crash kept from the file.
+    """Lines of the lineage by step, including those that only the checkpoint holds because of a crash.
 
-    Lines of versions that no ancestor made are of steps that were undone, or of a trainer that woke up after it was
-    replaced.
+    Lines of other versions are left out: their steps were undone, or a replaced trainer wrote them late.
     """
     found: Metrics = {}
     violations, last = list[Violation](), 0
@@ -44,12 +41,12 @@ def read(path: Path, head: TrainerState) -> tuple[Metrics, list[Violation]]:
                 violated("the lines that follow are not read")
                 break
             if line is None or version is None:
-                violated(f"line {number} is not a line of metrics")
+                violated(f"line {number} is not a metrics record")
                 continue
             if not counted.is_step(version, head):
                 continue
             if version.step <= last:
-                violated(f"line {number} tells of step {version.step} after step {last}", version.step)
+                violated(f"line {number} is of step {version.step}, after step {last}", version.step)
             last = max(last, version.step)
             found[version.step] = line
     except OSError as error:
@@ -60,9 +57,7 @@ def read(path: Path, head: TrainerState) -> tuple[Metrics, list[Violation]]:
 
 
 def check(fates: TicketFates, metrics: Metrics, ancestors: Sequence[TrainerState]) -> Iterator[Violation]:
-    """The chain of every retained checkpoint and record of the lineage, the newest last, and the lines that each of
-    them carries.
-    """
+    """Check the chain of each retained checkpoint and record of the lineage, oldest first, and the lines it holds."""
     head = ancestors[-1]
     chained = min((state.version for state in ancestors if state.chain is not None), default=head.version)
     for state in ancestors:
@@ -74,7 +69,7 @@ def check(fates: TicketFates, metrics: Metrics, ancestors: Sequence[TrainerState
         ):
             yield Violation(
                 ViolationKind.CHAIN,
-                f"{state.version} and {head.version} say different things of where the chain begins",
+                f"{state.version} and {head.version} differ in the first step of the chain",
                 step=state.step,
             )
     if head.chain is not None:
@@ -82,8 +77,8 @@ def check(fates: TicketFates, metrics: Metrics, ancestors: Sequence[TrainerState
 
 
 def _steps(chain: Chain, fates: TicketFates, metrics: Metrics, states: Sequence[TrainerState]) -> Iterator[Violation]:
-    """Recomputes it up to the newest; a step is at fault if it lies between a checkpoint that agrees and one that does
-    not.
+    """Recompute the chain up to the newest state; the fault lies between the last state that agrees and the first that
+    differs.
     """
     now, agreed, holes, differs = Chain(chain.since), chain.since, list[int](), False
     expected = {state.step: state for state in states}
@@ -113,23 +108,19 @@ def _steps(chain: Chain, fates: TicketFates, metrics: Metrics, states: Sequence[
     voids = [line for ticket, line in fates.voids.items() if progress.is_finished(ticket) and ticket not in trained]
     if head.chain is not None and Chain(0).ended(voids).voids != head.chain.voids:
         detail = (
-            f"what ledger.jsonl says of tickets that ended without training differs from "
-            f"what {head.version} was made after"
+            f"the tickets that ended without training in ledger.jsonl differ from "
+            f"those that {head.version} was made after"
         )
         yield Violation(ViolationKind.CHAIN, detail, step=head.step, file="ledger.jsonl")
 
 
 def _last(chain: Chain, fates: TicketFates, metrics: Metrics) -> int:
-    """The newest step that anything is recorded of: a checkpoint and a line may claim any number. Not beyond a hundred
-    holes.
-    """
+    """Newest recorded step, but at most a hundred missing steps on: a checkpoint or line may claim any number."""
     return min(max([0, *fates.steps, *metrics]), chain.since + len(fates.steps) + len(metrics) + MOST_OF_A_KIND)
 
 
 def _carried(state: TrainerState, fates: TicketFates, metrics: Metrics) -> Iterator[Violation]:
-    """Every retained state holds the ledger lines and the metrics of its own step: who changed the files did not change
-    these.
-    """
+    """Compare the files with the ledger lines and metrics that a state holds of its own step."""
     theirs: dict[int, list[Line]] = {}
     for line in state.recent:
         theirs.setdefault(line.get("step", 0), []).append(dict(line))

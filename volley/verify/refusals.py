@@ -1,4 +1,4 @@
-"""refused.jsonl and the files of refused/: each refused step is on record with the groups that made it.
+"""Verify refused.jsonl and refused/: each refused step is recorded with its groups.
 
 The trainer moves the groups before it writes the line, and the line before a ticket ends for it
 (services.trainer.loop.refusals). A crash between file and line ends the epoch: the last file of an epoch may lack
@@ -26,13 +26,11 @@ _MOST_TICKETS = 1_000_000
 _BEGINNING = b'{"version":"e'
 
 type Refused = tuple[list[int], list[str]]
-"""Tickets and digests of the groups of a refused step, in their order."""
+"""Tickets and digests of the groups of a refused step, in order."""
 
 
 def check(folder: RunFolder, voids: Iterable[Line], run: str, spend: Spend) -> Iterator[Violation]:
-    """Lines and files against each other, and the ledger's `nonfinite` lines against both. Reads one group
-    at a time.
-    """
+    """Compare lines, files and the ledger's `nonfinite` lines. Reads one group at a time."""
     file, groups = folder.refused.name, folder.refused_groups.name
     made = archive.versions(folder.archive)
     lines: dict[WeightVersion, list[Refused]] = defaultdict(list)
@@ -81,9 +79,7 @@ def check(folder: RunFolder, voids: Iterable[Line], run: str, spend: Spend) -> I
 
 
 def _lines(path: Path) -> Iterator[tuple[WeightVersion, Refused] | Violation]:
-    """A line that a crash tore is passed over, if another was written after it: the file that it was of
-    lacks its line.
-    """
+    """Yield refused steps. A line cut by a crash is skipped if another follows it: its file then lacks a line."""
     torn: Violation | None = None
     try:
         for number, text in enumerate(whole_lines(path), start=1):

@@ -1,5 +1,7 @@
-"""The proof of a run of supervised training: every step has one line, made by an ancestor of the newest checkpoint, and
-the checkpoints say of the data what their steps say.
+"""Verify a supervised run.
+
+Each step has one line, made by an ancestor of the newest checkpoint, and each checkpoint's place in the data matches
+its step.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _KEPT = ("loss", "grad_norm", "tokens", "eval_loss")
 def verify(
     folder: RunFolder, run: RunConfig, found: Sequence[RetainedCheckpoint], findings: Findings
 ) -> Mapping[str, Any]:
-    """Adds to the findings; tells what was proven. There is a checkpoint at least."""
+    """Add to the findings, and return the result's fields. `found` is not empty."""
     head = found[-1].state
     findings.add(configuration.check(folder, run, head, head.version))
     lines, unfit = records.read(folder.sft, head)
@@ -53,15 +55,15 @@ def _lines(lines: records.Metrics, found: Sequence[RetainedCheckpoint], file: st
         for kept in (line for line in one.state.metrics if line["step"]):
             line = lines.get(int(kept["step"]), {})
             if any(line.get(key) != kept.get(key) for key in _KEPT):
-                detail = f"its line is another than {one.version} holds"
+                detail = f"its line differs from the one in {one.version}"
                 yield Violation(ViolationKind.METRICS, detail, step=int(kept["step"]), file=file)
 
 
 def _place(state: TrainerState, head: TrainerState, batch_size: int) -> Iterator[Violation]:
-    """In the data."""
+    """Check a checkpoint's place in the data."""
     data, first = state.data, head.data
     if data is None or first is None:
-        yield Violation(ViolationKind.STATE, f"{state.version} does not say which data it has passed over")
+        yield Violation(ViolationKind.STATE, f"{state.version} does not record its place in the data")
         return
     if any(data[key] != first[key] for key in ("digest", "examples")):
         yield Violation(ViolationKind.STATE, f"{state.version} and {head.version} are of different data")

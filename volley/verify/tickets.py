@@ -1,4 +1,4 @@
-"""The ledger against the newest checkpoint: every finished ticket has one disposition, every step its groups."""
+"""Compare the ledger with the newest checkpoint: each finished ticket has one disposition, each step its groups."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from volley.verify.violation import MOST_OF_A_KIND, Violation, ViolationKind
 
 _MOST_STEPS = 50
 _MOST_BAD = 100_000
-"""Lines that are none of a ledger, after which it is not read on."""
+"""Number of invalid lines after which reading stops."""
 _SHARED = ("disposition", "version")
 
 
 @dataclass(frozen=True, slots=True)
 class TicketFates:
-    """What became of the tickets along the lineage of one checkpoint.
+    """Ends of the tickets along the lineage of one checkpoint.
 
-    `steps`: the trained lines of every step, in order. `voids`: the counting line of every ticket that ended without
-    training. `undone`: trained lines whose effect no durable checkpoint of the lineage holds.
+    `steps`: trained lines of each step, in order. `voids`: the valid line of each ticket that ended without training.
+    `undone`: trained lines whose effect is in no durable checkpoint of the lineage.
     """
 
     steps: dict[int, list[Line]]
@@ -46,7 +46,7 @@ class TicketFates:
 
 
 def read(path: Path) -> tuple[list[Line], list[Violation]]:
-    """The complete lines of the file; a last one without its end is being written, or was promised to nobody."""
+    """Complete lines of the file; an incomplete last line is being written, or was never acknowledged."""
     lines, bad, said = list[Line](), list[Violation](), dict[str, str]()
     n_bad = 0
     try:
@@ -56,7 +56,7 @@ def read(path: Path) -> tuple[list[Line], list[Violation]]:
                 lines.append(_compact(line, said))
                 continue
             if not text.strip():
-                continue  # what a mend has made of a torn line
+                continue  # an incomplete line that was blanked
             n_bad += 1
             if n_bad > _MOST_BAD:
                 break
@@ -73,7 +73,7 @@ def read(path: Path) -> tuple[list[Line], list[Violation]]:
 
 
 def _compact(line: Line, said: dict[str, str]) -> Line:
-    """The line with the texts that many lines have in common held once: a ledger may have millions."""
+    """Share equal texts between lines in memory: a ledger may have millions."""
     for key in _SHARED:
         if isinstance(text := line.get(key), str):
             line[key] = said.setdefault(text, text)
@@ -83,7 +83,7 @@ def _compact(line: Line, said: dict[str, str]) -> Line:
 
 
 def with_pending(lines: Sequence[Line], head: TrainerState) -> list[Line]:
-    """Adds the lines that the checkpoint carries and a crash kept from the file; the next start would do the same."""
+    """Add lines that only the checkpoint holds because of a crash, as the next start would."""
     settled = ledger.settled(lines)
     return [*lines, *(dict(line) for line in head.recent if not ledger.same(settled.get(line["ticket"]), line))]
 
@@ -123,8 +123,8 @@ def _lost(found: TicketFates, head: TrainerState) -> list[Violation]:
 
 
 def lost(known: Set[int], low: int, done: Iterable[int], detail: str) -> list[Violation]:
-    """The tickets up to `low`, and those of `done`, that are not in `known`. `low` may be any number: the first ones
-    are named.
+    """Violations for tickets up to `low`, or in `done`, that are not in `known`. `low` may be huge: only the first are
+    named.
     """
     n = low - sum(1 <= ticket <= low for ticket in known) + sum(ticket not in known for ticket in done)
     missing = (ticket for ticket in chain(range(1, low + 1), done) if ticket not in known)
@@ -173,7 +173,7 @@ def _twice(lines: Sequence[Line], found: TicketFates) -> list[Violation]:
 
 
 def _unknown(found: TicketFates, head: TrainerState) -> list[Violation]:
-    """Effects before the checkpoint that it does not know of. What ended since then may be missing from it."""
+    """Tickets that ended before the checkpoint but are unfinished in it; those that ended later may be missing."""
     progress = head.progress()
     before = [line for lines in found.steps.values() for line in lines]
     before += [line for line in found.voids.values() if line["epoch"] == head.epoch and line["step"] < head.step]
@@ -191,10 +191,10 @@ def _unknown(found: TicketFates, head: TrainerState) -> list[Violation]:
 
 @dataclass(frozen=True, slots=True)
 class LedgerReach:
-    """How far honest lines can go: what was `claimed` and archived, also by trainers that made no checkpoint of it.
+    """Bounds on epoch, step and ticket of valid lines, including those of trainers that made no checkpoint.
 
-    `step` is the newest step that the archive holds without a hole from the newest checkpoint's on; `ahead` are the
-    tickets that may be issued before a further step is durable.
+    `claimed`: epochs in the archive. `step`: newest step that the archive holds without a gap after the newest
+    checkpoint. `ahead`: tickets that may be issued before a further step is durable.
     """
 
     claimed: Set[int]
@@ -210,10 +210,10 @@ class LedgerReach:
 
 
 def beyond(lines: Iterable[Line], found: TicketFates, head: TrainerState, reach: LedgerReach) -> Iterator[Violation]:
-    """Lines that no trainer of the run can have written: of an epoch that none had, of a step that was not made, of a
-    ticket that was not issued. A ticket that ends without training is replaced by another one.
+    """Yield lines that no trainer of the run can have written: of an unknown epoch, step or ticket.
 
-    After the last step no ticket is open, except where the run was made shorter while some were under way.
+    A ticket that ends without training is replaced by another one. After the last step no ticket is open, unless the
+    run was shortened while some were.
     """
     most = head.issued + reach.ahead + len(found.voids)
     last = head.issued if head.phase == "done" and not _shortened(head) else most
@@ -285,5 +285,5 @@ def _steps(found: TicketFates, head: TrainerState, groups_per_step: int) -> list
 
 
 def last_step(found: TicketFates) -> int:
-    """The newest that the ledger knows of: a checkpoint may claim any number. Not beyond as many as there are lines."""
+    """Newest step in the ledger, bounded by its number of steps: a line may claim any number."""
     return min(max(found.steps, default=0), 2 * len(found.steps) + MOST_OF_A_KIND)

@@ -1,9 +1,9 @@
-"""Lines that do not count (see shared.run.counted): each has an honest explanation, or is named.
+"""Report lines of versions that no trainer made, among those that do not count (see shared.run.counted).
 
-A step that was undone is in the archive, where its groups were before anything told of it. The first version of an
-epoch has none, but the epoch's folder is there. A run that was filled from a bucket may lack both. A trainer that was
-replaced may write a line of metrics late. No version is told of before its commit record is durable, so nothing is
-newer than the newest record.
+A step that was undone is in the archive: its groups were archived before any line named it. The first version of an
+epoch has no groups, but the epoch's folder exists. A run filled from a bucket may lack both. A replaced trainer may
+write a metrics line late. No line names a version before its commit record is durable, so none is newer than the
+newest record.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from volley.verify import evaluations
 from volley.verify.violation import MOST_OF_A_KIND, Violation, ViolationKind
 
 _MOST_READ = 100
-"""Archived steps that are read for what the ledger says was undone."""
+"""Archived steps to read for undone ledger lines."""
 type Told = dict[WeightVersion, int]
-"""The versions that a file tells of, each with the number of its last line."""
+"""Versions named in a file, each with the number of its last line."""
 
 
 class MadeVersions:
-    """Steps and versions that the trainers of a run have made, by the files that they leave.
+    """Steps and versions that the trainers of a run made, according to the run's files.
 
-    Make it after the lines are read: a running trainer goes on.
+    Create it after reading the lines: a running trainer makes further versions.
     """
 
     def __init__(self, folder: RunFolder, head: TrainerState) -> None:
@@ -49,14 +49,15 @@ class MadeVersions:
         self.has_log = self._has_records or head.files is not None
 
     def unrecorded(self) -> list[WeightVersion]:
-        """Archived steps of the newest epoch that its trainer cannot have begun: the groups of a step are archived
-        after the record of the step before.
+        """Archived steps of the newest epoch whose preceding step has no record.
+
+        A trainer archives the groups of a step after the record of the step before.
         """
         epoch, step = self.newest.epoch, self.newest.step
         return sorted(v for v in self._archived if self.has_log and v.epoch == epoch and v.step > step + 1)
 
     def why_not(self, version: WeightVersion) -> str | None:
-        """Why no trainer can have told of the version; None if one can."""
+        """Reason why no trainer can have written a line of the version; None if one can."""
         newest, head = self.newest, self._head
         if counted.is_ancestor(version, head) or (
             head.epoch == version.epoch and head.step < version.step <= newest.step
@@ -74,7 +75,7 @@ class MadeVersions:
 
 
 def read_versions(path: Path) -> tuple[Told, list[Violation]]:
-    """The versions that the lines of a file name, and the lines that cannot be read. What a crash tore is no line."""
+    """Versions named in a file, and violations for unreadable lines, except those cut by a crash."""
     found, bad = dict[WeightVersion, int](), list[Violation]()
     try:
         for number, text in enumerate(whole_lines(path), start=1):
@@ -91,10 +92,10 @@ def read_versions(path: Path) -> tuple[Told, list[Violation]]:
 
 
 def check(folder: RunFolder, head: TrainerState, but: Set[WeightVersion]) -> Iterator[Violation]:
-    """The versions that metrics, evaluations, hand-overs and saved checkpoints tell of, and the steps of samples.
+    """Check the versions in metrics, evaluations, hand-overs and saved checkpoints, and the steps of samples.
 
     Args:
-        but: versions that are named already.
+        but: versions that another check has reported.
     """
     files = (folder.metrics, folder.evals, folder.handovers, folder.saved)
     found = {path: read_versions(path) for path in files}
@@ -104,7 +105,7 @@ def check(folder: RunFolder, head: TrainerState, but: Set[WeightVersion]) -> Ite
     yield from unfit
     yield from evaluations.beyond(folder.evals, made.last_step)
     for path, (versions, unreadable) in found.items():
-        yield from unreadable if path != folder.metrics else ()  # which names its own
+        yield from unreadable if path != folder.metrics else ()  # the check of metrics reports these
         for version, number in versions.items():
             is_late = path == folder.metrics and version.epoch < head.epoch and version.step <= head.step
             if version not in but and not is_late and (why := made.why_not(version)) is not None:
@@ -118,7 +119,7 @@ def check(folder: RunFolder, head: TrainerState, but: Set[WeightVersion]) -> Ite
 
 
 def check_supervised(folder: RunFolder, head: TrainerState) -> Iterator[Violation]:
-    """Check a run that is done: before, lines of steps that no checkpoint holds yet are honest."""
+    """Check a finished run; in a running one, lines may be of steps that no checkpoint holds yet."""
     for version, number in read_versions(folder.sft)[0].items():
         if version.epoch == head.epoch and version.step > head.step:
             yield _of(
@@ -129,7 +130,7 @@ def check_supervised(folder: RunFolder, head: TrainerState) -> Iterator[Violatio
 def check_ledger(
     lines: Iterable[Line], undone: Iterable[Line], folder: RunFolder, run: str, head: TrainerState
 ) -> Iterator[Violation]:
-    """Lines of the ledger that do not count: their versions, and for what is said to be trained the groups."""
+    """Check ledger lines that do not count: their versions and, for trained ones, their archived groups."""
     made, known = MadeVersions(folder, head), dict[tuple[int, int], str | None]()
     for one in lines:
         if one.get("disposition", TRAINED) == TRAINED:
@@ -137,7 +138,7 @@ def check_ledger(
         place = one["epoch"], one["step"]
         if place not in known:
             known[place] = made.why_not(WeightVersion(*place))
-        if (why := known[place]) is not None and one["step"] <= made.last_step:  # later ones are named elsewhere
+        if (why := known[place]) is not None and one["step"] <= made.last_step:  # another check reports later ones
             yield Violation(ViolationKind.LEDGER, why, one["ticket"], one["step"], folder.ledger.name)
     groups = dict[WeightVersion, Mapping[int, str] | None]()
     for one in undone:
@@ -153,7 +154,7 @@ def check_ledger(
 
 
 def _groups(folder: RunFolder, run: str, version: WeightVersion) -> Mapping[int, str] | None:
-    """The digests of a step's groups by ticket; none if there is no such step, None where that says nothing."""
+    """Digests of a step's groups by ticket; empty if it is not archived, None if a bucket may hold it."""
     if not archive.path_of(folder.archive, version).exists():
         return None if folder.bucket.exists() else {}
     try:
@@ -164,7 +165,7 @@ def _groups(folder: RunFolder, run: str, version: WeightVersion) -> Mapping[int,
 
 
 def _sampled(path: Path) -> tuple[int, list[Violation]]:
-    """The newest step that samples are of, and the lines that cannot be read."""
+    """Newest step of the samples, and violations for unreadable lines."""
     newest, bad = 0, list[Violation]()
     try:
         for number, text in enumerate(whole_lines(path), start=1):
@@ -182,7 +183,7 @@ def _sampled(path: Path) -> tuple[int, list[Violation]]:
 
 
 def _is_json(text: bytes) -> bool:
-    """Tell if a line is whole: a torn one is no JSON."""
+    """Tell if a line is complete: an incomplete one is not JSON."""
     try:
         orjson.loads(text)
     except ValueError:

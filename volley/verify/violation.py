@@ -1,4 +1,4 @@
-"""What a proof can fail by."""
+"""Violations that a proof can find."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ _MAX_DETAIL = 500
 
 
 class ViolationKind(StrEnum):
-    """The classes of violation."""
+    """Kinds of violation."""
 
-    FOLDER = "folder"  # something that no run leaves in its folder, or more work than a run of its size is
-    CHECKPOINT = "checkpoint"  # a retained checkpoint is damaged, or not what its name says
-    COMMIT = "commit"  # a step's commit record is missing, damaged, or not what its name says
+    FOLDER = "folder"  # the folder holds files that no run writes, or needs more work than a run of its size
+    CHECKPOINT = "checkpoint"  # a retained checkpoint is damaged, or does not match its name
+    COMMIT = "commit"  # a step's commit record is missing, damaged, or does not match its name
     STATE = "state"  # a checkpoint's bookkeeping contradicts itself, the ledger, or a later checkpoint
-    CONFIG = "config"  # config.yaml or run.json are not what the newest checkpoint was made under
-    CHAIN = "chain"  # ledger and metrics are not those that the checkpoints were made after
-    LEDGER = "ledger"  # a line of the ledger cannot be read, or is another than a checkpoint holds
+    CONFIG = "config"  # config.yaml or run.json differ from the settings of the newest checkpoint
+    CHAIN = "chain"  # ledger or metrics changed after the checkpoints were made
+    LEDGER = "ledger"  # a line of the ledger cannot be read, or differs from the one in a checkpoint
     LOST = "lost"  # a finished ticket without a disposition
-    DOUBLY_TRAINED = "doubly_trained"  # a ticket whose effect is in the weights twice
-    TWO_DISPOSITIONS = "two_dispositions"  # a ticket that ended in two ways
-    NOT_IN_CHECKPOINT = "not_in_checkpoint"  # a disposition the checkpoint that should hold its effect does not know of
-    STEP = "step"  # a step without exactly its number of groups
+    DOUBLY_TRAINED = "doubly_trained"  # a ticket that the weights were trained on twice
+    TWO_DISPOSITIONS = "two_dispositions"  # a ticket with two dispositions
+    NOT_IN_CHECKPOINT = "not_in_checkpoint"  # a disposition missing from the checkpoint that should hold its effect
+    STEP = "step"  # a step with too few or too many groups
     ARCHIVE = "archive"  # a step's archive is missing, damaged, or holds other groups than the ledger says
     DIGEST = "digest"  # an archived group is not the one that was trained
-    GROUP = "group"  # an archived group is no valid group, or larger than configured
-    MIXTURE = "mixture"  # a line of mixture.jsonl cannot be read, or a group is of another environment than they say
-    STALENESS = "staleness"  # a token older than the bound when it was trained
-    LINEAGE = "lineage"  # a token sampled by weights that are no ancestors of those it trained
-    # a line of metrics.jsonl is missing, cannot be read, goes back, or is another than a checkpoint holds
+    GROUP = "group"  # an archived group is invalid, or larger than configured
+    MIXTURE = "mixture"  # a line of mixture.jsonl cannot be read, or a group is of another environment
+    STALENESS = "staleness"  # a trained token was older than the bound
+    LINEAGE = "lineage"  # a token was sampled by weights that are no ancestors of those trained on it
+    # a line of metrics.jsonl is missing, unreadable, out of order, or differs from the one in a checkpoint
     METRICS = "metrics"
-    QUEUE = "queue"  # Redis knows of something that is not durable, or has lost a ticket
+    QUEUE = "queue"  # Redis has finished something that is not durable, or lost a ticket
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One finding, or `n` of which the others are told together; `file` is relative to the run's folder."""
+    """One finding, or a summary of `n` findings; `file` is relative to the run's folder."""
 
     kind: ViolationKind
     detail: str
@@ -55,9 +55,7 @@ class Violation:
 
 
 class Findings:
-    """Violations as they are found: of each kind the first hundred, and how many there are. Bounded, whatever is in the
-    folder.
-    """
+    """Collects violations: the first hundred of each kind, and counts. Bounded, whatever the folder holds."""
 
     def __init__(self) -> None:
         self.named: list[Violation] = []
@@ -75,13 +73,13 @@ class Findings:
                 self.named.append(replace(one, detail=one.detail[:_MAX_DETAIL]))
 
     def tickets(self, kind: ViolationKind) -> int:
-        """How many tickets such violations name or stand for."""
+        """Number of tickets with violations of this kind."""
         return len(self._tickets.get(kind, ())) + sum(
             one.n for one in self.named if one.kind == kind and one.ticket is None
         )
 
     def all(self) -> list[Violation]:
-        """The named ones, and a line for each kind of which there are more."""
+        """All collected violations, and a summary for each kind with more."""
         told = Counter[ViolationKind]()
         for one in self.named:
             told[one.kind] += one.n
