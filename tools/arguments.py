@@ -1,4 +1,4 @@
-"""Types of command-line arguments that several tools take."""
+"""Types of command-line arguments shared by several tools."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`make audit`: known vulnerabilities in the locked dependencies of all environments, as the database of osv.dev knows
-them.
+"""`make audit`: look up known vulnerabilities of all locked dependencies in the database of osv.dev.
 
-Exit code 1 if there is one without a reason in `ACCEPTED`; 0 if there is none, and also if the database cannot be
-reached, which is said: an audit that did not happen looks like none that passed.
+Exit code 1 if one is not in `ACCEPTED`, else 0. If the database cannot be reached, the exit code is 0 too, and the
+output says SKIPPED.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from volley.layout import PROJECT
 
 DATABASE = "https://api.osv.dev"
 ACCEPTED: Mapping[str, str] = {}
-"""Vulnerabilities that do not reach us, by id, each with the reason why."""
+"""Vulnerabilities that do not affect us: reason by id."""
 _UNREACHABLE = ("ConnectionError", "ConnectTimeout", "ReadTimeout", "Could not connect")
 _TIMEOUT_S = 900.0
 
 
 class AuditSkipped(Exception):
-    """The database cannot be asked; the text says why."""
+    """The database cannot be queried; the text is the reason."""
 
 
 class AuditFailed(Exception):
-    """The audit itself is broken."""
+    """The audit itself failed."""
 
 
 def main() -> int:
@@ -52,7 +51,7 @@ def main() -> int:
 
 
 def reach(url: str) -> None:
-    """Raises AuditSkipped. Any answer will do."""
+    """Raises AuditSkipped if the server sends no answer at all."""
     try:
         urllib.request.urlopen(url, timeout=10).close()  # noqa: S310 - a constant of ours
     except urllib.error.HTTPError:
@@ -62,8 +61,9 @@ def reach(url: str) -> None:
 
 
 def audit(environment: str) -> Any:
-    """pip-audit's report on what `uv.lock` names for an environment, without tools of development. Raises
-    AuditSkipped or AuditFailed.
+    """Report of pip-audit on an environment's locked packages, without development tools.
+
+    Raises AuditSkipped or AuditFailed.
     """
     uv = find_uv(PROJECT)
     if uv is None:
@@ -100,12 +100,12 @@ def audit(environment: str) -> Any:
 
 
 def vulnerabilities(report: Any) -> list[str]:
-    """A line for each. Raises AuditSkipped if the database knew nothing of any package."""
+    """One line per vulnerability. Raises AuditSkipped if the database has none of the packages."""
     packages = report["dependencies"]
     if all("skip_reason" in package for package in packages):
         raise AuditSkipped(packages[0]["skip_reason"] if packages else "there are no packages")
     return [
-        f"{package['name']} {package['version']}: {found['id']}, mended in"
+        f"{package['name']} {package['version']}: {found['id']}, fixed in"
         f" {', '.join(found['fix_versions']) or 'no version'}"
         for package in packages
         for found in package.get("vulns", ())

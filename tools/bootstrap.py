@@ -1,9 +1,8 @@
-"""Makes a checkout runnable: finds a Python, gets uv, fills `.venvs/{base,rollout,trainer}`. Standard library only.
+"""Make a checkout runnable: find Python, get uv, fill `.venvs/{base,rollout,trainer}`. Standard library only.
 
-Runs on any Python >= 3.8, so it may not use newer syntax. Nothing is written outside the project's folder, except to
-uv's own cache where the user has one. Each environment holds a stamp of what it was made from (lock, project file,
-interpreter); where the stamp is current nothing is started at all. Not root, no compiler, no Docker; only a package
-index.
+Runs on Python >= 3.8, so it may not use newer syntax. Writes only to the project's folder and to the user's uv cache.
+Each environment holds a stamp of its lock, project file and interpreter; if the stamps are current, nothing is started.
+Needs a package index, but no root, compiler or Docker.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ ENVIRONMENTS = {
     "trainer": ["--extra", "trainer"],
 }
 ACCELERATED = ("rollout", "trainer")
-ACCELERATORS = {"cpu": "", "gpu": "-gpu", "tpu": "-tpu"}  # and how the extras for them end
+ACCELERATORS = {"cpu": "", "gpu": "-gpu", "tpu": "-tpu"}  # suffix of the extras for each
 OLDEST_PYTHON, FIRST_UNSUPPORTED = (3, 12), (3, 14)
 OLDEST_UV = (0, 9)
 NETWORK_SIGNS = (
@@ -50,7 +49,7 @@ UNTRUSTED = "invalid peer certificate"
 
 
 class InstallError(Exception):
-    """Something the machine lacks; the text names it and what to do."""
+    """The machine lacks something; the text says what, and what to do."""
 
 
 def main() -> int:
@@ -60,13 +59,13 @@ def main() -> int:
         print(f"bootstrap: {missing}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("bootstrap: interrupted; the same command goes on", file=sys.stderr)
+        print("bootstrap: interrupted; the same command continues", file=sys.stderr)
         return 130
     return 0
 
 
 def prepare(root: Path) -> None:
-    """Brings all environments up to date. Raises InstallError."""
+    """Bring all environments up to date. Raises InstallError."""
     if not sys.platform.startswith("linux"):
         raise InstallError(f"Volley runs on Linux, not on {sys.platform}; on Windows use WSL 2, on macOS a container")
     if not outdated(root):
@@ -84,7 +83,7 @@ def prepare(root: Path) -> None:
 
 
 def outdated(root: Path) -> list[str]:
-    """Names of the environments whose stamp differs from what they should be made from."""
+    """Names of the environments whose stamp is not current."""
     return [name for name in ENVIRONMENTS if not is_current(root, name)]
 
 
@@ -99,7 +98,7 @@ def is_current(root: Path, name: str) -> bool:
 
 
 def stamp(root: Path, name: str) -> str:
-    """What an environment is made from: lock, project file, extras, and the interpreter its pyvenv.cfg names."""
+    """Digest of an environment's inputs: lock, project file, extras, and the interpreter in its pyvenv.cfg."""
     parts = [(root / file).read_bytes() for file in ("uv.lock", "pyproject.toml")]
     parts += [
         (root / ".venvs" / name / "pyvenv.cfg").read_bytes(),
@@ -110,7 +109,7 @@ def stamp(root: Path, name: str) -> str:
 
 
 def extras(name: str) -> list[str]:
-    """What an environment is made of on this machine. Raises InstallError."""
+    """Arguments of `uv sync` for an environment's extras on this machine. Raises InstallError."""
     if name not in ACCELERATED:
         return ENVIRONMENTS[name]
     *before, extra = ENVIRONMENTS[name]
@@ -118,8 +117,9 @@ def extras(name: str) -> list[str]:
 
 
 def accelerator(environ: Mapping[str, str], devices: Path) -> str:
-    """What JAX is installed for: VOLLEY_ACCELERATOR, else gpu where there is one of NVIDIA's, else cpu. Raises
-    InstallError.
+    """Accelerator to install JAX for: VOLLEY_ACCELERATOR, else gpu if there is an NVIDIA one, else cpu.
+
+    Raises InstallError.
     """
     given = environ.get("VOLLEY_ACCELERATOR") or ("gpu" if (devices / "nvidia0").exists() else "cpu")
     if given not in ACCELERATORS:
@@ -131,7 +131,7 @@ def accelerator(environ: Mapping[str, str], devices: Path) -> str:
 
 
 def find_python(root: Path, uv: Path | None) -> Path | None:
-    """The first interpreter of a supported version that really runs."""
+    """The first interpreter of a supported version that runs."""
     for candidate in python_candidates(root, uv):
         version = python_version(candidate)
         if version is not None and OLDEST_PYTHON <= version < FIRST_UNSUPPORTED:
@@ -140,9 +140,7 @@ def find_python(root: Path, uv: Path | None) -> Path | None:
 
 
 def python_candidates(root: Path, uv: Path | None) -> Iterator[Path]:
-    """Cheapest first: what the environments already use, ourselves, PATH, the usual folders, pyenv, then uv's own
-    search.
-    """
+    """Candidates, cheapest first: the environments' own, this one, PATH, the usual folders, pyenv, uv's search."""
     for name in ENVIRONMENTS:
         with contextlib.suppress(OSError):
             found = re.search(
@@ -170,7 +168,7 @@ def python_candidates(root: Path, uv: Path | None) -> Iterator[Path]:
 
 
 def python_version(path: Path) -> tuple[int, int] | None:
-    """(major, minor), or None if it does not run (a dead pyenv shim, for one)."""
+    """(major, minor), or None if it does not run, such as a dead pyenv shim."""
     answer = run_quietly(
         [str(path), "-c", "import sys; print(sys.version_info[0], sys.version_info[1])"], dict(os.environ)
     )
@@ -202,7 +200,7 @@ def download_python(root: Path, uv: Path) -> Path:
 
 
 def find_uv(root: Path) -> Path | None:
-    """uv on PATH or installed before, if new enough for our lock."""
+    """uv from PATH or an earlier installation, if new enough for the lock file."""
     on_path = shutil.which("uv")
     for path in ([Path(on_path)] if on_path else []) + [own_uv(root), Path.home() / ".local" / "bin" / "uv"]:
         found = re.match(r"uv (\d+)\.(\d+)", run_quietly([str(path), "--version"], dict(os.environ)) or "")
@@ -216,9 +214,7 @@ def own_uv(root: Path) -> Path:
 
 
 def install_uv(root: Path) -> Path:
-    """Puts uv into `.tools/uv`: by venv and pip, by pip alone, or straight from the index where Python came without
-    both.
-    """
+    """Install uv into `.tools/uv` with pip, with a virtual environment's pip, or else directly from the index."""
     say("installing uv into .tools")
     target = own_uv(root).parents[1]
     output = ""
@@ -259,7 +255,7 @@ def install_uv(root: Path) -> Path:
 
 
 def with_venv(root: Path, target: Path) -> list[list[str]]:
-    """The steps that give uv through a virtual environment, for a Python that has no pip of its own but ensurepip."""
+    """Steps that install uv through a virtual environment, for a Python with ensurepip but without pip."""
     venv = root / ".tools" / "uv-venv"
     return [
         ["-m", "venv", "--clear", str(venv)],
@@ -276,9 +272,7 @@ def locked_index() -> str:
 
 
 def unpack_uv(target: Path) -> None:
-    """Takes the uv program out of its newest wheel for this platform, without pip. The index is read as
-    HTML (PEP 503).
-    """
+    """Extract uv from its newest wheel for this platform, without pip. Reads the index as HTML (PEP 503)."""
     page = (os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_INDEX_URL") or locked_index()).rstrip("/") + "/uv/"
     with urllib.request.urlopen(page, timeout=60) as answer:  # noqa: S310 - the package index
         links = re.findall(r'href="([^"#]+)#sha256=([0-9a-f]{64})"[^>]*>\s*([^<\s]+)', answer.read().decode())
@@ -297,7 +291,7 @@ def unpack_uv(target: Path) -> None:
 
 
 def wheel_tag() -> str:
-    """A pattern for the uv wheels that run here."""
+    """Pattern of the names of uv wheels for this platform."""
     machine = os.uname().machine
     if sys.platform == "darwin":
         return r"macosx_.*_{}\.whl$".format("arm64" if machine == "arm64" else "x86_64")
@@ -305,7 +299,7 @@ def wheel_tag() -> str:
 
 
 def uv_environment(root: Path) -> dict[str, str]:
-    """The caller's environment; uv's cache moves into the project where the user's own cannot be written."""
+    """The caller's environment variables, with uv's cache in the project if the user's cannot be written."""
     environment = {
         k: v
         for k, v in os.environ.items()
@@ -321,14 +315,14 @@ def user_cache() -> Path:
 
 
 def writable(folder: Path) -> bool:
-    """Whether the folder, or the nearest ancestor that exists, can be written."""
+    """Tell if the folder, or its nearest existing ancestor, can be written."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return os.access(str(folder), os.W_OK)
 
 
 def sync(root: Path, uv: Path, python: Path, name: str, which: str) -> None:
-    """Makes one environment equal to the lock."""
+    """Install one environment as locked."""
     began = time.monotonic()
     say(f"installing environment {name} (Python {'.'.join(map(str, python_version(python) or ()))}) {which}".rstrip())
     venv = root / ".venvs" / name
@@ -346,7 +340,7 @@ def sync(root: Path, uv: Path, python: Path, name: str, which: str) -> None:
     ]
     code, output = run_loudly(command, environment)
     if code != 0 and UNTRUSTED in output:
-        say("the package index has a certificate that uv does not know: trying those of the system")
+        say("uv does not trust the certificate of the package index: trying the system's certificates")
         code, output = run_loudly(command, {**environment, "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"})
     if code != 0:
         raise InstallError(f"environment {name} could not be installed: {reason(output)}")
@@ -360,7 +354,7 @@ def sync(root: Path, uv: Path, python: Path, name: str, which: str) -> None:
 
 
 def run_quietly(command: list[str], environment: dict[str, str]) -> str | None:
-    """Standard output, stripped; None if it does not run or fails."""
+    """Stripped standard output of a command; None if it fails or does not run."""
     try:
         done = subprocess.run(
             command,
@@ -378,8 +372,9 @@ def run_quietly(command: list[str], environment: dict[str, str]) -> str | None:
 
 
 def run_loudly(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Exit code and output of a command whose output the user sees as it comes: at a terminal as one line, drawn over
-    itself, with the seconds that have passed, and whole only if the command fails.
+    """Run a command, show its output as it comes, and return exit code and output.
+
+    On a terminal the output is one line, redrawn with the elapsed seconds, and shown completely only on failure.
     """
     live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
     began, output = time.monotonic(), []
@@ -403,7 +398,7 @@ def run_loudly(command: list[str], environment: dict[str, str]) -> tuple[int, st
 
 
 def lines_of(stream: IO[bytes]) -> Iterator[str | None]:
-    """The lines of a pipe as they come, and None whenever none has come for a while."""
+    """Yield the lines of a pipe as they come, and None after every `TICK_S` seconds without output."""
     begun = b""
     while True:
         if not select.select([stream], [], [], TICK_S)[0]:
@@ -418,7 +413,7 @@ def lines_of(stream: IO[bytes]) -> Iterator[str | None]:
 
 
 def happening(output: list[str]) -> str:
-    """What uv is doing, from what it has written: the large downloads that have not ended, or its last line."""
+    """Current activity of uv, from its output: its unfinished large downloads, or its last line."""
     ended = {line.split()[1] for line in output if line.startswith(" Downloaded ")}
     downloads = [line.split(None, 1)[1] for line in output if line.startswith("Downloading ")]
     going = [one for one in downloads if one.split()[0] not in ended]
@@ -426,7 +421,7 @@ def happening(output: list[str]) -> str:
 
 
 def draw(text: str) -> None:
-    """Over the present line of the terminal, and no further than its end."""
+    """Redraw the current line of the terminal, cut at its width."""
     columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
     sys.stderr.write("\r\x1b[K" + text[: columns - 1])
     sys.stderr.flush()
@@ -439,7 +434,7 @@ def show(line: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One bootstrap at a time; a second waits and then finds everything done. Some file systems have no locks."""
+    """Exclude other bootstraps: a second one waits, and then finds everything done. Some file systems have no locks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         with contextlib.suppress(OSError):
@@ -452,9 +447,9 @@ def lacks_network(output: str) -> bool:
 
 
 def reason(output: str) -> str:
-    """Why uv failed, and what to do about it."""
+    """Reason why uv failed, and what to do."""
     if UNTRUSTED in output:
-        return "the certificate of the package index is not trusted; name its authority with SSL_CERT_FILE"
+        return "the certificate of the package index is not trusted; set SSL_CERT_FILE to its authority's certificate"
     if lacks_network(output):
         return "the package index cannot be reached; check the network or UV_INDEX_URL"
     return last_line(output)

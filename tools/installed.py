@@ -1,6 +1,4 @@
-"""A Python that has a package with a hundred others behind it: each gets a virtual environment of its own, made when it
-is first needed.
-"""
+"""Virtual environments for packages with many dependencies: one per package, made when first needed."""
 
 from __future__ import annotations
 
@@ -18,8 +16,13 @@ _TIMEOUT_S = 600.0
 
 
 def python_with(package: str, variable: str, *also: str) -> Path:
-    """That of `$variable`, else of a folder in `.cache`. Args: package: as pip is told, NAME==VERSION; also: what it
-    needs and does not say. Raises Unavailable where it cannot be installed.
+    """Interpreter named in `$variable`, else that of an environment in `.cache`.
+
+    Args:
+        package: requirement, NAME==VERSION.
+        also: requirements that the package does not declare.
+
+    Raises Unavailable if the package cannot be installed.
     """
     if given := os.environ.get(variable):
         return Path(given)
@@ -35,7 +38,7 @@ def python_with(package: str, variable: str, *also: str) -> Path:
 def _install(package: str, variable: str, folder: Path, python: Path, also: Sequence[str]) -> None:
     uv = find_uv(ROOT)
     if uv is None:
-        raise Unavailable(f"there is no uv to install {package} with", f"make install, or set {variable}")
+        raise Unavailable(f"there is no uv to install {package}", f"run `make install`, or set {variable}")
     for command in (
         [uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder],
         [uv, "pip", "install", "--quiet", "--python", python, package, *also],
@@ -54,4 +57,4 @@ def _install(package: str, variable: str, folder: Path, python: Path, also: Sequ
             raise Unavailable(f"{package} was not installed within {_TIMEOUT_S:g} s") from None
         if done.returncode:
             told = done.stderr.strip().splitlines() or ["uv said nothing"]
-            raise Unavailable(f"{package} cannot be installed: {told[-1]}", f"{variable} names a Python that has it")
+            raise Unavailable(f"{package} cannot be installed: {told[-1]}", f"set {variable} to a Python with it")

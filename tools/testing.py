@@ -1,9 +1,8 @@
-"""`make test` and `make test-long`: pytest in each virtual environment; the last line sums up all of them.
+"""`make test` and `make test-long`: run pytest in each virtual environment, and sum up the results in the last line.
 
-A suite is one pytest. As many run beside each other as keep two cores busy, since most of them wait for processes part
-of the time; the longest begins first, so that all end at about the same time. Each is shown when it is over, and a
-failure in one does not keep the others from running. Arguments go to pytest; `--part 0/2` of tests/conftest.py runs
-half of the tests.
+A suite is one pytest. Enough suites run at once to keep two cores busy, for most of them often wait for processes. The
+longest starts first, so that all end at about the same time. Each suite's output is shown at its end; a failure does
+not stop the others. Arguments go to pytest; `--part 0/2` (tests/conftest.py) runs half of the tests.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _BESIDE = 5
 _LONG_BESIDE = 2
 """Long suites start whole stacks, and compare throughput and memory."""
 _FUZZ_CASES = "2000"
-"""Generated requests to a service in the long tests; `make fuzz` sends 5,000."""
+"""Generated requests per service in the long tests; `make fuzz` sends 5,000."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """One pytest: what of tests/, what else it is told, and in which environment it runs."""
+    """One pytest: paths in tests/, its virtual environment, options and environment variables."""
 
     name: str
     paths: tuple[str, ...]
@@ -42,7 +41,7 @@ class Suite:
 
 
 def suites(*, long: bool) -> tuple[Suite, ...]:
-    """The longest first. Folders share a suite where one of them is too short for a pytest of its own."""
+    """Suites, longest first. Short folders share a suite."""
     return _long() if long else _short()
 
 
@@ -72,7 +71,7 @@ def _long() -> tuple[Suite, ...]:
 
 
 def _others(named: Sequence[Suite]) -> tuple[str, ...]:
-    """Folders of tests/ that have tests and are named nowhere, but for rollout's, which needs its own environment."""
+    """Folders of tests/ in no other suite, except rollout's, which needs its own environment."""
     taken = {path for suite in named for path in suite.paths} | {"rollout"}
     found = {path.name for path in (PROJECT / "tests").iterdir() if any(path.rglob("test_*.py"))}
     return tuple(sorted(found - taken))
@@ -114,19 +113,19 @@ def _pytest(suite: Suite, arguments: Sequence[str]) -> tuple[int, str]:
 
 
 def _variables(suite: Suite) -> dict[str, str]:
-    """What runs in `base` starts services of both other environments, and leaves JAX's variables to these."""
+    """Environment variables of a suite. Suites in `base` start services of the others, which set JAX's variables."""
     jax = variables_of(suite.environment, cpu=True) if suite.environment != "base" else {}
     return {**jax, **os.environ, **suite.variables, "PYTHONUNBUFFERED": "1"}
 
 
 def summary(output: str) -> str:
-    """pytest's last line; what its threads and children say later comes after it."""
+    """Summary line of pytest; output of its threads and children may follow it."""
     lines = output.split("\n")
     return next((line for line in reversed(lines) if re.search(r" in \d+\.\d+s\b", line)), "no summary")
 
 
 def total(summaries: Sequence[str], elapsed_s: float) -> str:
-    """One line as pytest's last, of all of them."""
+    """Sum of all summaries, in the format of pytest's."""
     counts = Counter[str]()
     for one in summaries:
         counts.update(_counts(one))
@@ -135,7 +134,7 @@ def total(summaries: Sequence[str], elapsed_s: float) -> str:
 
 
 def _counts(line: str) -> dict[str, int]:
-    """Numbers of pytest's last line: passed, failed, skipped, …"""
+    """Numbers of pytest's summary line: passed, failed, skipped, …"""
     return {
         what: int(n)
         for n, what in re.findall(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed|deselected)", line)

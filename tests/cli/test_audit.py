@@ -19,7 +19,7 @@ UNKNOWN = {"name": "c", "skip_reason": "not found"}
 
 def test_every_vulnerability_is_a_line():
     assert vulnerabilities({"dependencies": [CLEAN, UNKNOWN]}) == []
-    assert vulnerabilities({"dependencies": [KNOWN]}) == ["a 1: CVE-1, mended in 2", "a 1: CVE-2, mended in no version"]
+    assert vulnerabilities({"dependencies": [KNOWN]}) == ["a 1: CVE-1, fixed in 2", "a 1: CVE-2, fixed in no version"]
 
 
 @pytest.mark.parametrize("packages", [[], [UNKNOWN]])

@@ -110,7 +110,7 @@ def test_going_on_with_a_finished_run_shows_its_report(tmp_path: Path) -> None:
     done = volley("up", str(folder.path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
-        f"run r is finished; `volley up {folder.path} trainer.max_steps=N`, N above 10, goes on with it\n"
+        f"run r is finished; `volley up {folder.path} trainer.max_steps=N`, N above 10, continues it\n"
     )
     status = volley("status", str(folder.path))
     assert "it is finished: `volley report` shows what it has done" in status.stdout

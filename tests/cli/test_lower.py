@@ -11,7 +11,7 @@ import yaml
 
 from shared.errors import ConfigError
 from tests.support import models
-from tools.lower.__main__ import GENERATIONS, told
+from tools.lower.__main__ import GENERATIONS, print_programs
 from volley.layout import PROJECT
 
 TINY = models.tiny_config(vocab_size=1024, hidden_size=256, intermediate_size=512)
@@ -22,9 +22,9 @@ def test_the_largest_program_decides_whether_training_fits(capsys: pytest.Captur
         {"program": "gradient", "bytes": {"arguments": 3, "temporary": 4}, "flops": 1e12, "compile_s": 1.0},
         {"program": "optimizer", "bytes": {"arguments": 5, "results": 0}, "flops": None, "compile_s": 1.0},
     ]
-    assert told(programs, 7)
-    assert not told(programs, 6)
-    assert told(programs)
+    assert print_programs(programs, 7)
+    assert not print_programs(programs, 6)
+    assert print_programs(programs)
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 

@@ -166,14 +166,14 @@ def test_what_is_proven_of_a_run(folder: RunFolder):
 
 
 def test_a_finished_run_names_the_way_on(folder: RunFolder):
-    with pytest.raises(ConfigError, match="go on from its weights in another run"), claimed(config.stored(folder.path)):
+    with pytest.raises(ConfigError, match="continue from its weights"), claimed(config.stored(folder.path)):
         pass
 
 
 def test_a_line_for_people():
     others = {"eval_examples": 3, "eval_dropped": 1, "identical": 1, "without_tools": 2}
     told = sft_line(line(0, examples=8, **others))
-    assert "8 examples, 1 with one answer twice and dropped, 2 whose tools the chat template leaves out" in told
+    assert "8 examples, 1 with two identical answers and dropped, 2 whose tools the chat template leaves out" in told
     assert "3 held out, 1 too long and dropped" in told
     assert sft_line(line(0, examples=8, dropped=2, truncated=1)).split("  ") == [
         "step 0/3",

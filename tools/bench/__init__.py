@@ -1,1 +1,1 @@
-"""Benchmarks, each a program of its own that prints its results as one JSON object in its last line."""
+"""Benchmarks. Each is a program that prints its results as one JSON object in its last line."""

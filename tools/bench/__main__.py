@@ -1,8 +1,8 @@
-"""`make bench`: run benchmarks one after the other, each in its own virtual environment; a table and bench.json.
+"""`make bench`: run benchmarks in sequence, each in its own virtual environment, and print a table.
 
     make bench ARGS="recovery sandbox"
 
-Every ratio compares two things measured in the same run on the same machine, so it means something elsewhere too.
+Each ratio compares two figures of the same run on the same machine, so it is comparable between machines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from volley.runs.record import write_json
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A module that prints its results as one JSON object in its last line, and the virtual environment it needs."""
+    """A module that prints its results as one JSON object in its last line, and its virtual environment."""
 
     module: str
     environment: str
@@ -41,10 +41,10 @@ BENCHMARKS = {
     "trainer": Benchmark(
         "tools.bench.trainer",
         "trainer",
-        "a trainer step against the bare jitted step (aim ≤ 1.10), and packed against a sequence a row",
+        "a trainer step against the bare jitted step (aim ≤ 1.10), and packed against one sequence per row",
     ),
     "recovery": Benchmark(
-        "tools.bench.recovery", "trainer", "from an empty trainer to the end of its log, by the checkpoint's distance"
+        "tools.bench.recovery", "trainer", "restoring a trainer and replaying its log, by steps since the checkpoint"
     ),
     "sandbox": Benchmark(
         "tools.bench.sandbox", "base", "from the fork to a sandbox's first answer, against a bare Python (aim ≤ 20 ms)"
@@ -52,7 +52,7 @@ BENCHMARKS = {
     "environments": Benchmark(
         "tools.bench.environments",
         "base",
-        "2,000 sessions of the env service beside OpenEnv's own server (aim 4x)",
+        "2,000 sessions of the env service against OpenEnv's own server (aim 4x)",
         1800.0,
     ),
     "handover": Benchmark(
@@ -61,22 +61,22 @@ BENCHMARKS = {
     "publishing": Benchmark(
         "tools.bench.publishing",
         "base",
-        "weights of a model's size into one and two servers, full and by deltas, beside a write and read (aim ≤ 2)",
+        "publishing full and delta weights to one and two servers, against a write and read (aim ≤ 2)",
     ),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table; the exit code is 1 if a benchmark failed."""
+    """Print the table. Exit code 1 if a benchmark failed."""
     run_program(lambda: _run(_parser().parse_intermixed_args(argv)))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"which benchmarks (default: all): {', '.join(BENCHMARKS)}"
+        "names", nargs="*", metavar="NAME", help=f"benchmarks to run (default: all): {', '.join(BENCHMARKS)}"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     return parser
 
 
@@ -85,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
     names: list[str] = arguments.names
     unknown = sorted(set(names) - BENCHMARKS.keys())
     if unknown:
-        raise ConfigError(f"no benchmark {', '.join(unknown)}", f"there are: {', '.join(BENCHMARKS)}")
+        raise ConfigError(f"no benchmark {', '.join(unknown)}", f"choose from {', '.join(BENCHMARKS)}")
     results: dict[str, dict[str, Any]] = {}
     failed = []
     for name in names or BENCHMARKS:
@@ -102,7 +102,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def measured(benchmark: Benchmark) -> dict[str, dict[str, Any]]:
-    """{name: {value, unit, reference, ratio}}. Raises VolleyError with the last line of what the program said."""
+    """Run a benchmark: {name: {value, unit, reference, ratio}}. Raises VolleyError with the program's last line."""
     variables = variables_of(benchmark.environment, cpu=True)
     command = [str(python_of(benchmark.environment)), "-m", benchmark.module]
     try:

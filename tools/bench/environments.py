@@ -1,10 +1,9 @@
-"""The env service beside OpenEnv's own server: the same environment (an echo that counts), the same number of sessions
-at once, the same load generator.
+"""Compare the env service with OpenEnv's own server: same environment (a counting echo), sessions and load generator.
 
-Ours is asked twice: with OpenEnv's frames, and with our own requests (msgpack over kept connections). OpenEnv's package
-runs in a virtual environment of its own, as `create_app` and `uvicorn.run` start it. Every session asks again as soon
-as it is answered, so latencies are those of a server that has all it can do. What compares servers is the CPU that a
-step costs them: steps by CPU second of the server's process. `--rounds` alternate.
+Our service is measured twice: with OpenEnv's frames, and with our own requests (msgpack over keep-alive connections).
+OpenEnv's package runs in its own virtual environment, started with `create_app` and `uvicorn.run`. Each session sends
+its next request as soon as the last is answered, so latencies are those of a fully loaded server. The figure that
+compares servers is steps per CPU second of the server's process. `--rounds` alternate between servers.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _MESSAGE = "I think that the answer is <answer>Right || Down</answer>"
 
 
 def main(n_sessions: int, seconds: float, rounds: int) -> None:
-    """Raises Unavailable where OpenEnv's package cannot be had."""
+    """Raises Unavailable if OpenEnv's package cannot be installed."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard), hard))
     python = openenv_python()
@@ -109,7 +108,7 @@ def our_server(folder: Path, n_sessions: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _serving(command: Sequence[object], ready: str) -> Iterator[int]:
-    """Its process id, once it is ready. Raises Unavailable."""
+    """Start a server, and yield its process id once it is ready. Raises Unavailable."""
     with subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL) as process:
         try:
             until = time.monotonic() + _READY_S
@@ -169,8 +168,8 @@ def _episode_id(answer: bytes) -> bytes:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tools.bench.environments", description=__doc__)
-    parser.add_argument("--sessions", type=int, default=2000, help="at once")
-    parser.add_argument("--seconds", type=float, default=10.0, help="measured, after some to warm up")
+    parser.add_argument("--sessions", type=int, default=2000, help="concurrent sessions (default: 2000)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="measured time after the warm-up (default: 10)")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     main(arguments.sessions, arguments.seconds, arguments.rounds)

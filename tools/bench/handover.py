@@ -1,10 +1,13 @@
-"""Weights from the end of the optimizer step to the last server serving them, in a real run of the quickstart's stack.
+"""Time from the end of the optimizer step until the last server serves the weights, in a run of the quickstart's stack.
 
-`record` is the trainer's commit record and ledger, durable, `commit_queue` its acknowledgement of the groups, `chunk`
-makes the version that servers load (take it from the device, digests, deltas), `pull` and `stage` the server's (verify,
-place on devices, checksum, probe) while it goes on decoding, `pause` the time for which it does not decode; `total`
-spans all of it for the slowest server. The reference of `chunk` is a plain write of the parameters with fsync, that of
-`stage` a plain read of them, on the same disk.
+- `record`: the trainer makes its commit record and ledger durable.
+- `commit_queue`: the trainer acknowledges the groups.
+- `chunk`: the trainer makes the version that servers load (copy from the device, digests, deltas).
+- `pull`, `stage`: a server loads it (verify, place on devices, checksum, probe) while it continues to decode.
+- `pause`: a server does not decode.
+- `total`: all of it, for the slowest server.
+
+Reference of `chunk` is a plain write of the parameters with fsync, of `stage` a plain read, on the same disk.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def main() -> None:
 
 
 def summarize(rows: Sequence[Mapping[str, Any]], write_s: float, read_s: float) -> dict[str, BenchResult]:
-    """Medians over the steps, in milliseconds; of several servers the slowest counts."""
+    """Medians over the steps of the slowest server, in milliseconds."""
 
     def median(seconds: Sequence[float]) -> float:
         return 1000 * statistics.median(seconds)

@@ -1,7 +1,7 @@
-"""Hosts on one machine: each a network namespace, all joined by a bridge, with links of one rate in both directions.
+"""Simulate hosts on one machine: network namespaces joined by a bridge, with links of one rate in both directions.
 
-The bench that uses it moves into namespaces of its own first, so that nothing of this machine's network is changed and
-everything is gone with its process. Needs root, `ip` and `tc` (Debian's iproute2).
+The benchmark first moves into its own namespaces, so this machine's network does not change, and everything disappears
+with the process. Needs root, `ip` and `tc` (Debian's iproute2).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Sequence
 _BRIDGE = "hosts"
 _NETWORK = "10.213.0"
 OWN = f"{_NETWORK}.1"
-_BURST_S, _LEAST_BURST = 0.002, 2**17  # a packet that the kernel has not cut yet has 64 KiB
+_BURST_S, _LEAST_BURST = 0.002, 2**17  # a packet before segmentation has up to 64 KiB
 
 
 def isolate(megabits: float) -> None:
-    """Moves this thread, and all that it starts, onto a host with the address `OWN`. Raises OSError,
-    CalledProcessError.
+    """Move this thread and its later children onto a host with the address `OWN`.
+
+    Raises OSError, CalledProcessError.
     """
     os.unshare(os.CLONE_NEWNET | os.CLONE_NEWNS)
     _do("mount", "--make-rprivate", "/")
@@ -28,11 +29,11 @@ def isolate(megabits: float) -> None:
     _do("ip", "link", "add", _BRIDGE, "type", "bridge")
     _do("ip", "address", "add", f"{OWN}/24", "dev", _BRIDGE)
     _do("ip", "link", "set", _BRIDGE, "up")
-    _bound(megabits, _BRIDGE)  # of what this host sends itself; what it passes on for others takes no part in it
+    _bound(megabits, _BRIDGE)  # limits what this host sends itself, not what it forwards
 
 
 def add_host(number: int, megabits: float) -> tuple[str, Sequence[str]]:
-    """Another host's address, and what a command begins with that is to run there. Raises CalledProcessError."""
+    """Add a host. Returns its address, and the prefix of commands that run on it. Raises CalledProcessError."""
     name, address = f"host{number}", f"{_NETWORK}.{number + 2}"
     inside = ("ip", "netns", "exec", name)
     _do("ip", "netns", "add", name)

@@ -1,7 +1,7 @@
-"""Many sessions at once against an environment server, each asking again as soon as it is answered.
+"""Generate load on an environment server: concurrent sessions that send a step as soon as the last is answered.
 
-The client is as cheap as can be, so that it measures the server: frames and requests are made beforehand, answers are
-only cut at their ends. The same for WebSockets (RFC 6455) and for HTTP/1.1 with kept connections.
+The client is cheap, so that it measures the server: frames and requests are built in advance, and of answers only the
+end is parsed. Speaks WebSocket (RFC 6455) and HTTP/1.1 with keep-alive connections.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OPEN_AT_ONCE, _OPEN_S = 64, 120.0
 
 @dataclass(slots=True)
 class LoadResult:
-    """Of the time measured: `latencies_s` of all steps that ended in it, the CPU seconds of the server's process."""
+    """Result of the measured time: latencies of all steps that ended in it, and the server's CPU seconds."""
 
     n_sessions: int
     seconds: float
@@ -42,21 +42,21 @@ class LoadResult:
 
 
 class Speaker(Protocol):
-    """A protocol's way to ask, and to see where an answer ends."""
+    """Requests of a protocol, and the framing of its answers."""
 
     def opening(self) -> Sequence[bytes]:
-        """What is sent first, each when the one before is answered; the last begins the episode."""
+        """First messages, each sent when the one before is answered; the last starts the episode."""
         ...
 
     def step(self, number: int) -> bytes: ...
 
     def answered(self, received: bytearray) -> bytes | None:
-        """Takes a whole answer off the front; None while there is none. Raises ValueError for one that is an error."""
+        """Remove a complete answer from the front; None if there is none. Raises ValueError for an error answer."""
         ...
 
 
 class LoadSession(asyncio.Protocol):
-    """One connection. `ready` is done when its episode has begun; steps begin with `go`."""
+    """One connection. `ready` is done when its episode has started; `go` starts the steps."""
 
     def __init__(self, speaker: Speaker, record: Callable[[float, float], None]) -> None:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -110,8 +110,11 @@ class LoadSession(asyncio.Protocol):
 async def load(
     port: int, pid: int, speak: Callable[[int], Speaker], n_sessions: int, seconds: float, warm_s: float
 ) -> LoadResult:
-    """Opens the sessions, lets them step for `warm_s`, then measures. Args: pid: of the server; speak: by number of the
-    session.
+    """Open the sessions, let them step for `warm_s` seconds, then measure for `seconds`.
+
+    Args:
+        pid: process id of the server.
+        speak: makes the speaker of a session from its number.
     """
     loop = asyncio.get_running_loop()
     latencies: list[float] = []
@@ -145,13 +148,13 @@ async def load(
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of the process and its threads, proc(5)."""
+    """CPU seconds of the process with all its threads (proc(5))."""
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(stat[11]) + int(stat[12])) / _TICKS
 
 
 class FrameSpeaker:
-    """WebSocket text frames. Args: frames: `reset`, then the steps, one as good as another."""
+    """Speaks WebSocket text frames: `reset`, then identical steps."""
 
     def __init__(self, path: str, reset: bytes, step: bytes) -> None:
         self._upgrade = (
@@ -204,8 +207,11 @@ def _frame(content: bytes) -> bytes:
 
 
 class RequestSpeaker:
-    """HTTP/1.1 with kept connections. Args: create: the request that begins the episode; step: the request of a step,
-    by the episode's id and number.
+    """Speaks HTTP/1.1 with keep-alive connections.
+
+    Args:
+        create: request that starts the episode.
+        step: makes a step's request from the episode's id and the step's number.
     """
 
     def __init__(self, create: bytes, step: Callable[[bytes, int], bytes], read_id: Callable[[bytes], bytes]) -> None:

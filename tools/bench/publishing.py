@@ -1,15 +1,16 @@
-"""Published weights of a model's size into real servers, full and by deltas: from the optimizer step to the last server
-serving them, beside a plain write and read of the same bytes on the same disk.
+"""Time from the optimizer step until the last of several real servers serves the weights, full and as deltas.
+
+The reference is a plain write and read of the same bytes on the same disk.
 
     python -m tools.bench.publishing --layers 28 --hidden 1024 --servers 1 2    # Qwen3-0.6B's shape, in bfloat16
 
     python -m tools.bench.publishing --layers 12 --hidden 512 --servers 1 2 4 8 --megabits 200
 
-The trainer's half (chunks, uplink, offers) runs here on random weights, the servers are processes with the real engine.
-A full version is one in which every weight is another; before one by deltas a hundredth of the weights moves to the
-next bfloat16. Of several rounds the fastest counts, as of the plain write and read. `take` is not measured: the arrays
-are in host memory. With `--megabits` every server is a host of its own, with links of that rate (`tools.bench.links`),
-and what is taken for raw is to send the bytes once over such a link. The last line is JSON.
+The trainer's part (chunks, uplink, offers) runs here on random weights; the servers are processes with the real engine.
+In a full version every weight changes; for deltas, a hundredth of the weights moves to the next bfloat16. The fastest
+of several rounds counts, also of the plain write and read. `take` is not measured: the arrays are in host memory. With
+`--megabits` each server is a simulated host with links of that rate (`tools.bench.links`), and the reference is sending
+the bytes once over such a link. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ _MOVED = 0.01
 _N_ROUNDS = 5
 _RUN = "publishing"
 _PROBE = Probe(tuple(range(1, 65)), (-10.0,) * 63, 1e3)
-"""Of as many tokens as a trainer's; any answer will do, what is measured is how long it takes."""
+"""Probe with as many tokens as a trainer's. Its result is not checked; only its time counts."""
 
 
 def config_of(layers: int, hidden: int) -> dict[str, Any]:
-    """A Qwen3 with the proportions of the 0.6B one."""
+    """Configuration of a Qwen3 with the proportions of Qwen3-0.6B."""
     heads = max(1, hidden // 64)
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -81,7 +82,7 @@ def config_of(layers: int, hidden: int) -> dict[str, Any]:
 
 
 def random_weights(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The bits of bfloat16 (uint16), by the trainer's names."""
+    """Bits of random bfloat16 weights (uint16), by the trainer's names."""
     d, ffn, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     block = {"attn.q_proj.w": (d, heads, size), "attn.k_proj.w": (d, groups, size), "attn.v_proj.w": (d, groups, size)}
@@ -106,7 +107,7 @@ class Bench:
         self._step, self._n_sent = 0, 0
 
     def read(self, digest: str) -> bytes:
-        """What is sent to a server."""
+        """Bytes of a chunk, as sent to a server."""
         data = self.publications.read(digest)
         self._n_sent += len(data)
         return data
@@ -117,7 +118,7 @@ class Bench:
         return self.publications.publish(WeightVersion(1, self._step), self._leaves, arrays, config, _PROBE)
 
     def move(self, *, all_of_them: bool) -> None:
-        """The next step's weights."""
+        """Change the weights as a step does."""
         rng = np.random.default_rng(self._step)
         for name, value in self._weights.items():
             if all_of_them:
@@ -127,7 +128,7 @@ class Bench:
                 self._weights[name].reshape(-1)[at] ^= 1
 
     async def hand_over(self, config: Mapping[str, Any], servers: Sequence[str]) -> dict[str, float]:
-        """Seconds of each part, of the slowest server; bytes pulled by all, and how many of them the trainer sent."""
+        """Hand over a version: seconds per part of the slowest server, bytes pulled in total and from the trainer."""
         started, sent = time.perf_counter(), self._n_sent
         version = await asyncio.to_thread(self.publish, config)
         chunk_s = time.perf_counter() - started
@@ -159,7 +160,7 @@ async def measured(
         async with _serving(bench, listener), _Servers(folder, config, bench.url, megabits) as servers:
             for n in sorted(counts):
                 urls = await servers.at_least(n)
-                await bench.hand_over(config, urls)  # what is compiled, is compiled now
+                await bench.hand_over(config, urls)  # compiles everything before measuring
                 rounds: dict[str, list[dict[str, float]]] = {"delta": [], "full": []}
                 for _ in range(_N_ROUNDS):
                     for kind, found in rounds.items():
@@ -176,7 +177,7 @@ async def measured(
 
 @contextlib.asynccontextmanager
 async def _serving(bench: Bench, listener: socket.socket) -> AsyncIterator[None]:
-    """The trainer's routes; the first version is announced."""
+    """Serve the trainer's routes and announce the first version."""
     app = create_app("trainer", limits=Limits(), tokens=None, ready=lambda: None, roles=routes.ROLES)
 
     async def sources() -> Sequence[str]:
@@ -194,7 +195,7 @@ async def _serving(bench: Bench, listener: socket.socket) -> AsyncIterator[None]
 
 
 class _Servers:
-    """Servers that serve nothing yet, one started after the other: memory and cores are few."""
+    """Servers without weights, started one at a time to limit memory and CPU use."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], trainer: str, megabits: float | None) -> None:
         self._folder, self._trainer, self._megabits = folder, trainer, megabits
@@ -211,7 +212,7 @@ class _Servers:
             process.wait()
 
     async def at_least(self, n: int) -> Sequence[str]:
-        """The addresses of all, once there are `n`."""
+        """Start servers until there are `n`; returns all addresses."""
         while (i := len(self._urls)) < n:
             host, inside = (_LOOPBACK, ()) if self._megabits is None else links.add_host(i, self._megabits)
             port = free_port()
@@ -252,14 +253,14 @@ async def _up(url: str) -> None:
 
 
 def _peak_bytes(pid: int) -> int:
-    """Most memory that the service and its engine have had, together."""
+    """Peak memory of the service plus its engine, in bytes."""
     pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split())]
     status = [Path(f"/proc/{one}/status").read_text(encoding="utf-8") for one in pids]
     return sum(1024 * int(text.partition("VmHWM:")[2].split()[0]) for text in status)
 
 
 def _raw_s(path: Path, weights: Mapping[str, np.ndarray]) -> float:
-    """To write the same bytes into a file, and read them: the fastest of several."""
+    """Seconds to write the same bytes to a file and read them: the fastest of several tries."""
     found = list[float]()
     for _ in range(_N_ROUNDS):
         started = time.perf_counter()
@@ -277,13 +278,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--megabits", type=float, help="of the links of hosts that are made for it; needs root")
+    parser.add_argument("--megabits", type=float, help="link rate of simulated hosts, one per server; needs root")
     given = parser.parse_args(sys.argv[1:])
     if given.megabits is not None:
         links.isolate(given.megabits)
     with tempfile.TemporaryDirectory() as folder:
         work = measured(Path(folder), config_of(given.layers, given.hidden), given.servers, given.megabits)
-        # As every service: a small answer by asyncio's own loop waits for an acknowledgement.
+        # uvloop, as in every service: with asyncio's own loop a small answer waits for an acknowledgement.
         emit(asyncio.run(work, loop_factory=uvloop.new_event_loop))
 
 

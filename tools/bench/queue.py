@@ -1,8 +1,7 @@
-"""The ticket queue against a raw Redis client that moves the same payloads through the same server.
+"""Compare the ticket queue with a raw Redis client that moves the same payloads through the same server.
 
-Both sides use the same client library: groups are published one by one over a few connections while one reader takes
-them in batches and commits each batch. The raw side is XADD, XREADGROUP, XACK with XDEL: no tickets, no fence, no
-dedupe.
+Both sides use the same client library: a few connections publish groups one by one while one reader takes them in
+batches and commits each batch. The raw side is XADD, XREADGROUP, XACK with XDEL: no tickets, fence or deduplication.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ async def _measure(url: str) -> dict[str, BenchResult]:
 
 
 async def _best(redis: Redis, size: int) -> tuple[float, float]:
-    """(queue, raw) in groups/s: the best of a few alternating rounds, since noise only ever adds."""
+    """(queue, raw) in groups/s: the best of several alternating rounds, because noise only slows down."""
     payload, count = os.urandom(size), _COUNTS[size]
     ours, raw = 0.0, 0.0
     for _ in range(_ROUNDS):
@@ -95,7 +94,7 @@ async def _raw_round(redis: Redis, payload: bytes, count: int) -> float:
 async def _groups_per_s(
     publish: Callable[[int], Awaitable[None]], take: Callable[[int], Awaitable[int]], count: int
 ) -> float:
-    """Publishes `count` groups, several at a time, while one reader takes them."""
+    """Publish `count` groups, several at a time, while one reader takes them."""
     numbers = iter(range(count))
 
     async def publisher() -> None:

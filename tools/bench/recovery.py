@@ -1,7 +1,7 @@
-"""How long a trainer takes from an empty process to the end of its log, by how many steps the newest checkpoint is
-behind: restored, then the steps since trained again, each against its checksum. The quickstart's model and step.
+"""Recovery time of a trainer, by the number of steps since the newest checkpoint, with the quickstart's model.
 
-The reference is the same steps made the first time, when everything is compiled: what a replay cannot be faster than.
+The trainer restores the checkpoint, then trains the steps since again, checking each against its checksum. The
+reference is the first training of these steps with everything compiled, which a replay cannot beat.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MODEL = Path(__file__).parents[2] / "configs" / "models" / "quickstart"
 DISTANCES = (0, 1, 5, 20)
 _N_GROUPS, _GROUP_SIZE, _PROMPT, _ANSWER = 16, 8, 20, 20
 _N_STEPS = 3
-"""Different ones; the log repeats them."""
+"""Number of different steps; the log repeats them."""
 _CONFIG = {
     "model": {"path": str(_MODEL), "initial_weights": "random"},
     "data": {"env": "none"},
@@ -49,7 +49,7 @@ _CONFIG = {
 
 
 class LoggedRun:
-    """A run's folder with one checkpoint, of step 0, and a log of the steps after it."""
+    """A run's folder with a checkpoint of step 0, and a log of the steps after it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, described = folder, ModelConfig.read(_MODEL)
@@ -63,11 +63,11 @@ class LoggedRun:
         self.states: list[TrainerState] = []
 
     def backend(self) -> TunixBackend:
-        """As of a process that has just started, but that JAX is loaded."""
+        """Backend as in a process that has just started, except that JAX is loaded."""
         return TunixBackend(*self._parts, CheckpointFolders(self._folder / "checkpoints", "bench", 3, OrbaxArrays()))
 
     def make(self, steps: Sequence[Sequence[ReadyGroup]]) -> float:
-        """Makes and logs the steps; the seconds of the fastest."""
+        """Make and log the steps. Returns the seconds of the fastest."""
         backend, state = self.backend(), initial_state(0).under(1, keep_reference=False)
         self.archive.claim(1)
         self.log.fence(1)
@@ -88,7 +88,7 @@ class LoggedRun:
         return min(seconds)
 
     def recover(self, distance: int) -> float:
-        """Seconds to be at this step. Raises VolleyError if a step does not come out as it was."""
+        """Seconds until this step is reached. Raises VolleyError if a step is not reproduced."""
         started, backend = time.perf_counter(), self.backend()
         backend.restore()
         backend.build()
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def _group(rng: np.random.Generator, n_tokens: int, ticket: int) -> ReadyGroup:
-    """Episodes of one turn that share a prompt."""
+    """Group of episodes of one turn that share a prompt."""
     prompt = rng.integers(2, n_tokens, rng.integers(_PROMPT // 2, _PROMPT + 1))
     episodes = tuple(_episode(rng, n_tokens, prompt, ticket, index) for index in range(_GROUP_SIZE))
     group = Group(ticket, "bench", f"bench/{ticket}", episodes)

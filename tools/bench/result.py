@@ -1,4 +1,4 @@
-"""What a benchmark prints: a figure, and the reference measured in the same run that makes it mean something."""
+"""Result of a benchmark: a figure, and a reference measured in the same run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import orjson
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """`ratio` is value / reference; both None where there is nothing to compare with."""
+    """A figure. `ratio` is value / reference; both are None if there is no reference."""
 
     value: float
     unit: str
@@ -24,13 +24,13 @@ class BenchResult:
 
 
 def emit(results: dict[str, BenchResult]) -> None:
-    """Prints {name: {value, unit, reference, ratio}} as one line, the last of the program."""
+    """Print {name: {value, unit, reference, ratio}} as one line, the program's last."""
     record = {name: {**asdict(result), "ratio": result.ratio} for name, result in results.items()}
     sys.stdout.write(orjson.dumps(record).decode() + "\n")
 
 
 def seconds_per_call(call: Callable[[], object], min_total_s: float = 0.5) -> float:
-    """The fastest of at least five calls that together take `min_total_s` seconds: noise only ever adds."""
+    """Seconds of the fastest of at least five calls that take `min_total_s` in total: noise only slows down."""
     best, started, n = float("inf"), time.perf_counter(), 0
     while n < 5 or time.perf_counter() - started < min_total_s:
         before = time.perf_counter()

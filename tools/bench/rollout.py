@@ -1,9 +1,7 @@
-"""Tokens per second through HTTP `/generate` against the same engine called without HTTP: same prompts, same
-concurrency.
+"""Compare tokens per second through HTTP `/generate` with the engine called directly: same prompts and concurrency.
 
-Two engines with the quickstart's model, one behind the service in a process of its own, one driven from here, take
-turns; the best of several rounds counts, since noise only ever adds. `python -m tools.bench.rollout` prints one JSON
-object.
+Two engines with the quickstart's model take turns, one behind the service in its own process, one driven from here. The
+best of several rounds counts, because noise only slows down. `python -m tools.bench.rollout` prints one JSON object.
 """
 
 from __future__ import annotations
@@ -127,7 +125,7 @@ def _config(root: Path, model: Path, port: int) -> dict[str, Any]:
 
 
 def write_model(folder: Path, config: Mapping[str, Any], rng: np.random.Generator) -> Path:
-    """A Hugging Face folder of the Qwen3 family with random float32 weights."""
+    """Write a Hugging Face folder of the Qwen3 family with random float32 weights."""
     from safetensors.numpy import save_file
 
     dim, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]

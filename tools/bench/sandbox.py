@@ -1,7 +1,7 @@
-"""Cold start of a sandbox, from the fork to the answer to its first request, against a bare interpreter's; and a call,
-idle and beside sandboxes that loop for ever.
+"""Cold start of a sandbox against a bare interpreter's, and latency of a call, idle and next to looping sandboxes.
 
-The aim is 20 ms (median) at the tier this machine has. The environment answers one addition a turn.
+A start is measured from the fork to the first answer. The aim is 20 ms (median) at this machine's tier. The environment
+answers one addition per turn.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ async def _start_s(sandboxes: Sandboxes) -> float:
 
 
 async def _call_s(sandbox: Sandbox) -> float:
-    """A turn's pause comes after it: a model thinks longer than an environment."""
+    """Seconds of one call, followed by a turn's pause: a model takes longer than an environment."""
     started = time.perf_counter()
     await sandbox.call("reset", RESET, 30)
     took_s = time.perf_counter() - started

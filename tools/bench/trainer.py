@@ -1,7 +1,7 @@
-"""A step of the learner against one bare jitted function: same loss, optimizer, model and data, in the same
-process. And a step of packed groups against the same groups with a sequence a row.
+"""Compare the learner's step with a bare jitted function, and packed groups with one sequence per row.
 
-The two alternate, and the fastest step of each counts: noise only ever adds. Run as a program, it prints one JSON line.
+The first comparison uses the same loss, optimizer, model and data in the same process. The two sides alternate, and the
+fastest step of each counts, because noise only slows down. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def compared(ours: Callable[[], object], reference: Callable[[], object], n_rounds: int) -> dict[str, object]:
-    """The fastest of so many steps of each."""
+    """Compare the fastest of `n_rounds` steps of each side."""
     for step in (ours, reference):
         step()
         step()
@@ -74,7 +74,7 @@ def make_model() -> Model:
 
 
 def make_batch(rng: np.random.Generator) -> Batch:
-    """Full rows, all but the first quarter sampled."""
+    """Full rows, of which all but the first quarter is sampled tokens."""
     mask = (np.arange(LENGTH) >= LENGTH // 4).astype(np.uint8)
     ids = [rng.integers(1, MODEL.vocab_size, LENGTH).astype(np.int32) for _ in range(N_ROWS)]
     rows = [Row(x, mask, -7.6 * mask.astype(np.float32), mask, mask * rng.standard_normal()) for x in ids]
@@ -82,7 +82,7 @@ def make_batch(rng: np.random.Generator) -> Batch:
 
 
 def groups(layout: BatchLayout) -> list[Batch]:
-    """Eight answers of lognormal lengths to each of eight prompts."""
+    """Batches of eight prompts with eight answers each, of lognormal lengths."""
     rng, rows = np.random.default_rng(0), list[Row]()
     for _ in range(8):
         prompt = rng.integers(1, MODEL.vocab_size, rng.integers(40, 120))
@@ -94,13 +94,13 @@ def groups(layout: BatchLayout) -> list[Batch]:
 
 
 def trainer_step(model: Model, batches: list[Batch]) -> Callable[[], object]:
-    """A step as the service does it, its metrics read back."""
+    """A step as the service makes it, including reading its metrics back."""
     learner = Learner(params_of(model), make_optimizer(_OPTIMIZER), objective(model, LOSS, 1.0))
     return lambda: learner.update(batches)
 
 
 def bare_step(model: Model, batch: Batch) -> Callable[[], object]:
-    """The same arithmetic as one jitted function of pure values, its loss and gradient norm read back."""
+    """The same arithmetic as one pure jitted function, including reading loss and gradient norm back."""
     params, transformation, loss = params_of(model), make_optimizer(_OPTIMIZER), objective(model, LOSS, 1.0)
 
     @partial(jax.jit, donate_argnums=1)

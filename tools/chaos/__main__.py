@@ -1,10 +1,10 @@
-"""`make chaos`: break everything of a run, then require that nothing is lost, doubled or different.
+"""`make chaos`: inject faults into a run, and check that nothing is lost, trained twice or different.
 
     make chaos ARGS="--seed 1 --kills 300 --wipes 10 --zombies 20"
 
-By default a run of simulated services: real processes around a simulated engine and a small learner, whose weights must
-end bit by bit as in the same run without faults. With `--real` the real engine and trainer, on a clock, whose last
-steps must replay.
+By default, real processes run a simulated engine and a small learner; the final weights must be bit-identical to those
+of the same run without faults. With `--real`, the real engine and trainer run for some minutes; the last steps must
+replay bit by bit.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from volley.program import run_program
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the result; the exit code is 0 if every requirement holds, else 1."""
+    """Print the result. Exit code 0 if every requirement holds, else 1."""
     run_program(lambda: _run(_parser().parse_args(argv)))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make chaos", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--seed", type=int, default=0, metavar="N", help="which faults, when and where (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the plan of faults (default: 0)")
     amount = "; not with --real (default: %(default)s)"
     add("--kills", type=count, default=40, metavar="N", help=f"SIGKILLs over all services{amount}")
-    add("--wipes", type=count, default=2, metavar="N", help=f"times that Redis forgets everything{amount}")
-    add("--zombies", type=count, default=3, metavar="N", help=f"trainers that wake up after they were replaced{amount}")
-    add("--real", action="store_true", help="the real engine and trainer, on a clock, instead of simulated ones")
+    add("--wipes", type=count, default=2, metavar="N", help=f"times that Redis loses all data{amount}")
+    add("--zombies", type=count, default=3, metavar="N", help=f"trainers that resume after being replaced{amount}")
+    add("--real", action="store_true", help="run the real engine and trainer for --minutes, not simulated ones")
     add("--minutes", type=minutes, default=3.0, metavar="M", help="length with --real, more than 0 (default: 3)")
     add("--dir", type=Path, default=Path("runs"), metavar="DIR", help="parent of the run's folder (default: runs)")
     add("--save-interval-steps", type=int, default=1, metavar="N", help="steps between checkpoints (default: 1)")
-    add("--json", action="store_true", help="for programs")
+    add("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -53,7 +53,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def format_result(result: dict[str, Any]) -> str:
-    """For people: tables in Markdown, then a line for every requirement that is broken."""
+    """Result as Markdown tables, then one line per broken requirement."""
     faults = [[name, str(n)] for name, n in result["faults"].items()]
     kills = ", ".join(f"{name} {n}" for name, n in result["kills"].items())
     sums = ["recovered", "retried_episodes", "lost", "doubly_trained", "bit_identical", "steps", "elapsed_sec"]

@@ -1,6 +1,4 @@
-"""The place where faults happen: a whole stack of real processes with a proxy on every link, and how
-to see it recover.
-"""
+"""A stack of real processes with a proxy on every link, for injecting faults and watching recovery."""
 
 from __future__ import annotations
 
@@ -32,14 +30,14 @@ SIMULATED = {"trainer": "tools.simulated.trainer", "rollout": "tools.simulated.r
 
 
 class RecoveryTimeout(VolleyError):
-    """Something that had to happen did not, within its time."""
+    """The run did not recover in time."""
 
     title = "No recovery in time"
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A durable version, and the monotonic time at which it was first seen."""
+    """A durable version, and the monotonic time at which it was first observed."""
 
     at: float
     version: WeightVersion
@@ -47,8 +45,9 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Zombie:
-    """A trainer that woke up, or went on, after it was replaced. `at` was durable then; `fenced` if it ended itself for
-    that reason.
+    """A trainer that resumed or continued after it was replaced.
+
+    `at`: newest durable version then. `fenced`: it ended itself because it was replaced. `last_words`: its last error.
     """
 
     at: WeightVersion
@@ -57,8 +56,10 @@ class Zombie:
 
 
 class Arena:
-    """A running stack. `durable` are the newest durable versions, in the order in which they appeared, `zombies` the
-    trainers that were replaced alive; `deadline_s` bounds every recovery.
+    """A running stack.
+
+    `durable`: newest durable versions in order of appearance. `zombies`: trainers that were replaced while alive.
+    `deadline_s`: time for each recovery.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Arena:
         return self.kept(name).member.spec
 
     async def redis(self, *words: str) -> object:
-        """One command, past the proxy. Raises QueueUnavailable, also if there is no answer in time."""
+        """Send one command, bypassing the proxy. Raises QueueUnavailable, also if there is no answer in time."""
         host, port = self.links["redis"].target or ("", 0)
         async with connect(f"redis://{host}:{port}/0", self.folder.secrets / "redis") as client:
             try:
@@ -99,7 +100,7 @@ class Arena:
                 raise QueueUnavailable(f"Redis did not answer in {_PROBE_S:g} s") from error
 
     async def ready(self, name: str) -> bool:
-        """Whether the service answers /ready, asked past the proxies; Redis: whether it answers at all."""
+        """Tell if the service answers /ready (Redis: PING), bypassing the proxies."""
         if self.child(name).exit_code is not None:
             return False
         try:
@@ -112,11 +113,11 @@ class Arena:
         return True
 
     async def until_ready(self, name: str) -> None:
-        """Raises RecoveryTimeout."""
+        """Wait until the service is ready. Raises RecoveryTimeout."""
         await self.until(lambda: self.ready(name), f"{name} did not become ready")
 
     async def until(self, what: Callable[[], object], failure: str) -> None:
-        """Polls a plain or an async condition. Raises RecoveryTimeout."""
+        """Poll a plain or an async condition. Raises RecoveryTimeout."""
         end = time.monotonic() + self.deadline_s
         while True:
             holds = what()
@@ -132,11 +133,11 @@ class Arena:
         return self.durable[-1].version if self.durable else WeightVersion(0, 0)
 
     async def until_step(self, step: int, failure: str) -> None:
-        """Raises RecoveryTimeout."""
+        """Wait until this step is durable. Raises RecoveryTimeout."""
         await self.until(lambda: self.newest.step >= step, failure)
 
     async def watch(self) -> None:
-        """Keeps `durable` true, until cancelled."""
+        """Keep `durable` up to date, until cancelled."""
         while True:
             found = await asyncio.to_thread(commits.committed, self.folder)
             if found and found[-1] != self.newest:
@@ -144,7 +145,7 @@ class Arena:
             await asyncio.sleep(_POLL_S)
 
     async def trainer_waits(self) -> dict[str, str]:
-        """Whom the trainer's /status says that it waits for, and why (see `Wait`); empty also if it does not answer."""
+        """Reasons by service that the trainer waits for (see `Wait`); empty also if it does not answer."""
         try:
             answer = await self._client("trainer").get("/status", attempts=1)
         except VolleyError:
@@ -152,7 +153,7 @@ class Arena:
         return {wait["on"]: wait["why"] for wait in answer["waits"]}
 
     async def run_state(self) -> tuple[str, str]:
-        """What the orchestrator says of the run, and why; `unknown` while it does not answer."""
+        """State of the run in the orchestrator, and its reason; `unknown` while it does not answer."""
         try:
             answer = await self._client("orchestrator").get(f"/runs/{self.folder.name}", attempts=1)
         except VolleyError as error:
@@ -186,8 +187,10 @@ async def open_arena(
     say: Callable[[str], None],
     patience: RestartPolicy = _TIRELESS,
 ) -> AsyncIterator[Arena]:
-    """All services of the run, answering; if `linked`, each reached by the others through a proxy. Raises as
-    `stack.running`.
+    """Start all services of the run and wait until they answer. Raises as `stack.running`.
+
+    Args:
+        linked: services reach each other through proxies.
     """
     async with AsyncExitStack() as opened:
         links = {name: await opened.enter_async_context(Proxy.listening()) for name in LINKS}
@@ -198,7 +201,7 @@ async def open_arena(
 
 
 def _through(links: dict[str, Proxy], name: str, url: str, *, linked: bool) -> str:
-    """The address of the proxy in front of the process, if its link has one that is wanted."""
+    """Address of the process's proxy if there is one and `linked`, else its own."""
     if name not in links:
         return url
     parts = urlsplit(url)

@@ -1,7 +1,6 @@
-"""Whole runs under faults: of simulated services, against the same run without faults; of the real ones, against their
-replay.
+"""Run a whole stack under faults, and compare it with a run without faults (simulated) or with its replay (real).
 
-Invariant: nothing started here is left when a run is over, whatever ended it.
+Invariant: however a run ends, no process started here is left.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tools.chaos import plan as plans
 from tools.chaos.arena import Arena, RecoveryTimeout, open_arena
 from tools.chaos.plan import Amounts, Round
 from tools.chaos.proxy import Proxy
-from tools.chaos.siege import SiegeLog, lay
+from tools.chaos.siege import SiegeLog, inject_rounds
 from tools.chaos.verdict import Evidence, judge, spread
 from volley.commands import replay
 from volley.layout import PROJECT
@@ -43,8 +42,10 @@ type Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CampaignSpec:
-    """What the command line asks for. `minutes` is how long the real stack is besieged; runs are made in `folder`, with
-    a checkpoint every `save_interval_steps`.
+    """Settings of the command line.
+
+    `minutes`: length of faults on the real stack. `folder`: parent of the runs. `save_interval_steps`: steps between
+    checkpoints.
     """
 
     seed: int
@@ -56,7 +57,7 @@ class CampaignSpec:
 
 @dataclass
 class CampaignResult:
-    """What became of one run; see `Evidence`."""
+    """Outcome of one run; see `Evidence`."""
 
     folder: RunFolder
     log: SiegeLog = field(default_factory=SiegeLog)
@@ -72,8 +73,9 @@ class CampaignResult:
 
 
 def simulated(wanted: CampaignSpec, say: Say) -> Result:
-    """A run with the planned faults, then one without to the same step, compared bit by bit. Raises VolleyError if none
-    can be started.
+    """Make a run with the planned faults, then one without to the same step, and compare them bit by bit.
+
+    Raises VolleyError if neither can be started.
     """
     started, rounds, name = time.monotonic(), plans.plan(wanted.seed, wanted.amounts), _name(wanted)
     planned = sum(map(len, rounds))
@@ -84,7 +86,7 @@ def simulated(wanted: CampaignSpec, say: Say) -> Result:
 
 
 def _unlike_calm(wanted: CampaignSpec, besieged: RunFolder, name: str, say: Say) -> str | None:
-    """Makes the same steps without faults; what of the weights differs, or None."""
+    """Make the same steps without faults; returns the difference of the weights, or None."""
     try:
         steps = lineage.head(besieged).step
     except WeightsError as error:
@@ -95,11 +97,12 @@ def _unlike_calm(wanted: CampaignSpec, besieged: RunFolder, name: str, say: Say)
 
 
 def real(wanted: CampaignSpec, say: Say) -> Result:
-    """The real stack for some minutes, stopped in order, then its retained steps replayed. Raises as `simulated`, or
-    ConfigError.
+    """Run the real stack under faults for some minutes, stop it gracefully, then replay its retained steps.
+
+    Raises as `simulated`, or ConfigError.
     """
     if wanted.minutes <= 0:
-        raise ConfigError(f"{wanted.minutes:g} minutes of faults are none", "use --minutes with more than 0")
+        raise ConfigError(f"--minutes {wanted.minutes:g} leaves no time for faults", "give more than 0")
     started, name = time.monotonic(), _name(wanted)
     loaded = _load(_REAL, wanted, name)
     say(f"run {name} in {wanted.folder}, {wanted.minutes:g} minutes of faults")
@@ -109,9 +112,9 @@ def real(wanted: CampaignSpec, say: Say) -> Result:
 
 
 def _run(loaded: LoadedConfig, rounds: Iterator[Round] | None, say: Say, *, simulated: bool) -> CampaignResult:
-    """One run: as long as there are rounds of faults, then stopped in order; without rounds, to its last step.
+    """Make one run: through all rounds of faults, then stopped gracefully; without rounds, to its last step.
 
-    What ends it early is noted; only a run whose services cannot be started raises.
+    Records an early end; raises only if the services cannot be started.
     """
     with claimed(loaded) as claim:
         outcome = CampaignResult(claim.folder)
@@ -142,24 +145,22 @@ async def _besiege(
             if rounds is None:
                 outcome.unfinished = await _finished(arena)
             else:
-                await lay(arena, rounds, outcome.log, say)
+                await inject_rounds(arena, rounds, outcome.log, say)
         except RecoveryTimeout as error:
             outcome.stuck = error.detail
         outcome.proof = await asyncio.to_thread(verify, outcome.folder)
     disorder = {name: code for name in arena.services if (code := arena.child(name).exit_code)}
     outcome.unfinished = outcome.unfinished or (
-        f"stopped in order, some ended with another code than 0: {disorder}" if disorder else None
+        f"after a graceful stop, some exit codes are not 0: {disorder}" if disorder else None
     )
 
 
 def _unheard(line: str) -> None:
-    """What the supervisor says; its record of ends is looked at when the run is over."""
+    """Ignore the supervisor's messages; its record of ends is checked after the run."""
 
 
 async def _finished(arena: Arena) -> str | None:
-    """Waits for the last step and what follows it, for as long as there is progress; why the run did not finish, or
-    None.
-    """
+    """Wait for the end of the run while it makes progress. Returns the reason why it did not finish, or None."""
     seen, since = arena.newest, time.monotonic()
     while time.monotonic() - since < arena.deadline_s:
         state, reason = await arena.run_state()
@@ -174,7 +175,7 @@ async def _finished(arena: Arena) -> str | None:
 
 
 def _on_the_clock(wanted: CampaignSpec) -> Iterator[Round]:
-    """Rounds until the time is up, which begins with the first."""
+    """Yield rounds until `minutes` have passed since the first."""
     end: list[float] = []
 
     def in_time(_: Round) -> bool:
@@ -185,7 +186,7 @@ def _on_the_clock(wanted: CampaignSpec) -> Iterator[Round]:
 
 
 def _replayed(folder: RunFolder) -> str | None:
-    """What differs when the archived steps after the oldest retained checkpoint are trained again, or None."""
+    """Difference when the archived steps after the oldest retained checkpoint are trained again, or None."""
     try:
         result = replay.replayed(folder, ["--from-step", str(min(lineage.retained_steps(folder)))], None, show=False)
     except VolleyError as error:  # also if the newest checkpoint is damaged
@@ -194,7 +195,7 @@ def _replayed(folder: RunFolder) -> str | None:
 
 
 def _load(path: Path, wanted: CampaignSpec, name: str, *more: str) -> LoadedConfig:
-    """The project's configuration, whatever the present directory is; `--dir` alone counts from there."""
+    """Load the project's configuration. Only `--dir` counts from the working directory."""
     interval = f"trainer.checkpointing_options.save_interval_steps={wanted.save_interval_steps}"
     loaded = config.load([path], [f"run.name={name}", f"run.seed={wanted.seed}", interval, *more])
     return config.rooted(config.changed(loaded, {"run.dir": str(wanted.folder.absolute())}), PROJECT)
@@ -233,7 +234,7 @@ def _result(wanted: CampaignSpec, run: CampaignResult, unlike: str | None, plann
 
 
 def _retried(folder: RunFolder) -> int:
-    """0 if the folder is damaged, which the proof says."""
+    """Number of retried episodes; 0 for a damaged folder, which the proof reports."""
     try:
         return lineage.retried_episodes(folder)
     except (WeightsError, DecodeError):

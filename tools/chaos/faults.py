@@ -1,8 +1,9 @@
-"""How each fault is done, and undone. Every function returns the monotonic time from which the recovery counts: when a
-process was killed or Redis wiped, when a zombie woke up, or when a pause, a full disk, or a disturbance of a link was
-over.
+"""Inject each fault, and undo it.
 
-Invariant: whatever a fault changed is put back when its function ends, however it ends, except what it killed.
+Every function returns the monotonic time from which recovery counts: when a process was killed, Redis wiped or a zombie
+resumed, or when a pause, a full disk or a link fault ended.
+
+Invariant: however its function ends, a fault's changes are undone, except for killed processes and lost data.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from tools.chaos.plan import Fault, Kind
 from volley.local.processes import Child, last_error
 
 _AHEAD = 2
-"""Steps that the successor of a zombie makes before the zombie wakes up: as many as the zombie may hold groups for."""
+"""Steps that a zombie's successor makes before the zombie resumes: as many as the zombie may hold groups for."""
 _DELAY_S = 0.05
 type Inject = Callable[[Arena, Fault], Awaitable[float]]
 
 
 async def kill(arena: Arena, fault: Fault) -> float:
-    """SIGKILL to the one process, not to what it has started."""
+    """Send SIGKILL to the process, but not to its children."""
     child, began = await _victim(arena, fault.at), time.monotonic()
     os.kill(child.pid, signal.SIGKILL)
     await _ended(arena, child, fault.at)
@@ -50,14 +51,14 @@ async def pause(arena: Arena, fault: Fault) -> float:
 
 
 async def flush(arena: Arena, fault: Fault) -> float:
-    """Redis forgets everything and goes on."""
+    """Delete all data in Redis, which keeps running."""
     began = time.monotonic()
     await arena.until(lambda: _flushed(arena), "Redis did not forget")
     return began
 
 
 async def lose(arena: Arena, fault: Fault) -> float:
-    """Redis dies, and its append-only file is gone when it starts again."""
+    """Kill Redis, and delete its append-only file before its restart."""
     child, began = await _victim(arena, "redis"), time.monotonic()
     os.kill(child.pid, signal.SIGSTOP)
     await asyncio.to_thread(shutil.rmtree, arena.folder.redis / "appendonlydir", ignore_errors=True)
@@ -67,8 +68,9 @@ async def lose(arena: Arena, fault: Fault) -> float:
 
 
 async def disk_full(arena: Arena, fault: Fault) -> float:
-    """No file of the trainer may grow, as on a full disk; what it has written stays. The length counts from when the
-    trainer says that it waits for the disk. Raises RecoveryTimeout if it never does, or ends.
+    """Keep the trainer's files from growing, as on a full disk, for `for_s` seconds after the trainer notices.
+
+    Raises RecoveryTimeout if the trainer does not report that it waits for the disk, or ends.
     """
     child = await _victim(arena, fault.at)
     _, hard = resource.prlimit(child.pid, resource.RLIMIT_FSIZE)
@@ -97,9 +99,7 @@ async def delay(arena: Arena, fault: Fault) -> float:
 
 
 async def stall(arena: Arena, fault: Fault) -> float:
-    """Nothing passes for a while; then the connections are reset, as by a machine in between that has
-    forgotten them.
-    """
+    """Hold the link's traffic for a while, then reset its connections, as a router that lost its state does."""
     link = arena.links[fault.at]
     link.stall()
     try:
@@ -116,9 +116,10 @@ async def cut(arena: Arena, fault: Fault) -> float:
 
 
 async def zombie(arena: Arena, fault: Fault) -> float:
-    """A trainer is replaced while it is stopped, and wakes up beside its successor. Both must end themselves in the
-    end: the zombie because of the successor, the successor because of the trainer that the supervisor starts in the
-    zombie's place.
+    """Stop a trainer, replace it, and resume it next to its successor.
+
+    Both must end themselves: the zombie because of its successor, the successor because of the trainer that the
+    supervisor starts after the zombie ends.
     """
     first, before = await _victim(arena, "trainer"), arena.newest
     os.kill(first.pid, signal.SIGSTOP)
@@ -157,9 +158,7 @@ INJECT: Mapping[Kind, Inject] = {
 
 
 async def _victim(arena: Arena, name: str) -> Child:
-    """The process of a service that is ready. It exists until the caller awaits something: only the event loop reaps
-    it.
-    """
+    """Process of a service once it is ready. It exists until the caller awaits: only the event loop reaps it."""
     while True:
         await arena.until_ready(name)
         child = arena.child(name)
@@ -194,7 +193,7 @@ def _replaced(arena: Arena, before: WeightVersion) -> bool:
 
 
 async def _fenced(arena: Arena, child: Child, at: WeightVersion) -> Zombie:
-    """Waits until the trainer has ended by itself; one that does not is a zombie that was not fenced."""
+    """Wait until the trainer ends itself; if it does not, it counts as not fenced."""
     with contextlib.suppress(RecoveryTimeout):
         await arena.until(lambda: child.exit_code is not None, "a replaced trainer did not end")
     fenced = child.exit_code == 1 and failed_with(child.spec.log, child.log_start, Fenced)

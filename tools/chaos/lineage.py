@@ -1,4 +1,4 @@
-"""The end of a run's folder: the bits of its newest weights, and how its episodes and tickets fared."""
+"""Compare the final weights of two runs, and count retried episodes and tickets without training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_TOLD = 10
 
 
 def head(folder: RunFolder) -> TrainerState:
-    """The newest durable state. Raises WeightsError without one."""
+    """Newest durable state. Raises WeightsError if there is none."""
     newest = commits.newest(folder)
     if newest is None:
         raise WeightsError(f"{folder.path} holds neither checkpoint nor commit record")
@@ -26,9 +26,7 @@ def head(folder: RunFolder) -> TrainerState:
 
 
 def difference(ours: RunFolder, theirs: RunFolder) -> str | None:
-    """What differs between the newest checkpoints of two runs (step, parameters, optimizer), and since which step; None
-    if nothing does.
-    """
+    """Difference between the newest checkpoints of two runs (step, parameters, optimizer), or None."""
     try:
         a, b = _files(ours), _files(theirs)
     except WeightsError as error:
@@ -41,7 +39,7 @@ def difference(ours: RunFolder, theirs: RunFolder) -> str | None:
 
 
 def _files(folder: RunFolder) -> dict[str, str]:
-    """Digest by name; the step is one of them."""
+    """Digests of a checkpoint's files by name, and its step."""
     newest = checkpoint_files.newest(folder.checkpoints)
     if newest is None:
         raise WeightsError(f"{folder.checkpoints} holds no checkpoint")
@@ -51,7 +49,7 @@ def _files(folder: RunFolder) -> dict[str, str]:
 
 
 def _first_step(ours: RunFolder, theirs: RunFolder) -> str:
-    """The first step that was trained on something else."""
+    """Sentence on the first step that trained other groups."""
     try:
         for (step, a), (_, b) in zip(_steps(ours), _steps(theirs), strict=False):
             if [content_of(group) for group in a] != [content_of(group) for group in b]:
@@ -63,7 +61,7 @@ def _first_step(ours: RunFolder, theirs: RunFolder) -> str:
 
 
 def _untrained(folder: RunFolder) -> list[str]:
-    """How tickets ended without training: one sentence, or none."""
+    """Sentence on tickets that ended without training, if any."""
     lines = [line for line in map(ledger.parse, whole_lines(folder.ledger)) if line is not None]
     ends = [
         f"{ticket} {line['disposition']} ({line['reason']})"
@@ -74,7 +72,7 @@ def _untrained(folder: RunFolder) -> list[str]:
 
 
 def _steps(folder: RunFolder) -> Iterator[tuple[int, list[Group]]]:
-    """The surviving steps, in their order. Raises WeightsError and DecodeError."""
+    """Yield the surviving steps in order. Raises WeightsError and DecodeError."""
     last = head(folder)
     for version in archive.versions(folder.archive):
         if states.in_lineage(version, last.lineage) and version.step <= last.step:
@@ -82,8 +80,9 @@ def _steps(folder: RunFolder) -> Iterator[tuple[int, list[Group]]]:
 
 
 def retried_episodes(folder: RunFolder) -> int:
-    """How many trained episodes needed more than one attempt. Raises WeightsError, or DecodeError if the archive is
-    damaged.
+    """Number of trained episodes with more than one attempt.
+
+    Raises WeightsError, or DecodeError if the archive is damaged.
     """
     return sum(bool(one.failures) for _, groups in _steps(folder) for group in groups for one in group.trajectories)
 

@@ -1,4 +1,4 @@
-"""How services ended by themselves, and must not have: a supervisor that restarts everything hides it."""
+"""Find unexpected ends of services, which a supervisor's restarts would hide."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from volley.local.supervisor import ProcessEnd
 
 _TRACEBACK = "Traceback (most recent call last):"
 _EXPECTED = (-signal.SIGKILL, 1)
-"""Exit codes of our own kills, and of ends that the logs explain: 1 is also that of an error of Volley's own."""
+"""Exit codes of injected kills, and of ends that the logs explain: 1 is also that of a VolleyError."""
 
 
 def crashes(folder: Path) -> list[str]:
-    """One sentence for every crash in the logs: which service, and the last line of what it said of it."""
+    """One sentence per crash in the logs: the service, and the last line of its traceback."""
     return [f"{path.stem}: {what}" for path in sorted(folder.glob("*.log")) for what in _of(path)]
 
 
 def deaths(ends: Iterable[ProcessEnd]) -> list[str]:
-    """One sentence for every process that hung, or ended in a way that nobody intended."""
+    """One sentence per process that hung, or ended with an unexpected code."""
     return [str(end) for end in ends if end.hung_s is not None or end.code not in _EXPECTED]
 
 
 def failed_with(log: Path, start: int, kind: type[VolleyError]) -> bool:
-    """Whether a worker ended with this error, by the events of the log from byte `start` on. (Threads that it leaves
-    behind may have the last word.)
+    """Tell if a worker ended with this error, from the log's events after byte `start`.
+
+    The error need not be the last event: remaining threads may log later.
     """
     with log.open("rb") as lines:
         lines.seek(start)

@@ -1,9 +1,9 @@
-"""Which faults, at which services, in which order: a pure function of the seed.
+"""Plan faults, their services and their order, as a pure function of the seed.
 
-A round is a set of faults that overlap; the next one begins when all services of the last are ready again and the run
-has made steps since. Invariants: two faults at one service of a round come one after the other; a round ends trainers
-at most once on purpose, because a group that several trainers died with counts as poison; a zombie is never made while
-Redis forgets, which would fence its successor too.
+A round is a set of overlapping faults; the next starts when all services are ready again and the run has made further
+steps. Invariants: faults at the same service of a round do not overlap; a round ends the trainer at most once, because
+a group that was being trained when several trainers ended counts as poison; no zombie is made while Redis is wiped,
+which would fence its successor too.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ LINKS = ("redis", *_OF_NO_RUN)
 WIPES: tuple[Kind, ...] = ("flush", "lose")
 _SPREAD_S = 0.8
 _LATER_S = 0.5
-"""How much later those come without whom nothing is in flight: before them, episodes lose their server or environment.
+"""Extra delay of faults at services without which no episode runs, so that episodes first lose a server or environment.
 """
 _LINK_FAULTS: tuple[Kind, ...] = ("delay", "stall", "cut")
 _LIGHT = tuple(name for name in PROCESSES if name != "trainer")
 _BESIDE_AN_ORCHESTRATOR = _OF_NO_RUN
-"""Half of the rounds spare the orchestrator: what it repeats would die with it, and nobody would see that it was
-repeated.
-"""
+"""Services killed in the rounds that spare the orchestrator: its retries would end with it, and go unseen."""
 _KILLS_A_STORM, _KILLS_BESIDE_A_ZOMBIE = 14, 12
 _LONG_PAUSE_S, _LONG_REDIS_PAUSE_S = 12.0, 16.0
 """Longer than a server's registration and a ticket's lease; than the socket time-out of Redis' clients."""
@@ -39,7 +37,10 @@ _LONG_PAUSE_S, _LONG_REDIS_PAUSE_S = 12.0, 16.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`at` is the service, or the link to it. It begins `after_s` into its round; what has a length takes `for_s`."""
+    """One fault at a service, or at the link to it (`at`).
+
+    `after_s`: seconds from the start of its round. `for_s`: length in seconds, for kinds that have one.
+    """
 
     kind: Kind
     at: str
@@ -52,7 +53,7 @@ type Round = tuple[Fault, ...]
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """How many kills, wipes of Redis, and zombie trainers a whole plan has; the other kinds come along."""
+    """Numbers of kills, wipes of Redis and zombie trainers in a plan; the other kinds are added to these."""
 
     kills: int
     wipes: int
@@ -60,7 +61,7 @@ class Amounts:
 
 
 def plan(seed: int, amounts: Amounts) -> list[Round]:
-    """The rounds of a run that has an end."""
+    """Rounds of a run with a given number of faults."""
     dice = random.Random(f"chaos {seed}")
     storms = max(
         amounts.wipes, -(-max(0, amounts.kills - _KILLS_BESIDE_A_ZOMBIE * amounts.zombies) // _KILLS_A_STORM), 1
@@ -90,7 +91,7 @@ def plan(seed: int, amounts: Amounts) -> list[Round]:
 
 
 def endless(seed: int) -> Iterator[Round]:
-    """Small rounds, one after the other, in which every kind and every service gets its turn; for a run on a clock."""
+    """Yield small rounds without end, covering every kind and service in turn, for a run of a given length."""
     dice = random.Random(f"chaos {seed}")
     while True:
         heavy = [
@@ -108,17 +109,17 @@ def endless(seed: int) -> Iterator[Round]:
 
 
 def _fences(first: Fault, other: Fault) -> bool:
-    """Whether the second fault would fence the successor of the first's zombie."""
+    """Tell if `other` would fence the successor of the zombie that `first` makes."""
     return first.kind == "zombie" and other.kind == "kill" and other.at == "redis"
 
 
 def counts(faults: Iterable[Fault]) -> Counter[str]:
-    """How many of each kind; both ways to wipe Redis are `wipe`."""
+    """Number of faults by kind; both ways to wipe Redis count as `wipe`."""
     return Counter("wipe" if fault.kind in WIPES else str(fault.kind) for fault in faults)
 
 
 def kills(faults: Iterable[Fault]) -> Counter[str]:
-    """How many SIGKILLs each service gets."""
+    """Number of SIGKILLs by service."""
     return Counter(fault.at for fault in faults if fault.kind in ("kill", "lose"))
 
 

@@ -1,4 +1,4 @@
-"""A TCP link between services that can be slowed down, held up and cut.
+"""TCP proxy between services that can delay, stall and cut connections.
 
 Invariants: bytes arrive in order and unchanged or not at all; a target that cannot be reached resets the caller's
 connection, as a dead service would; leaving the context cuts every connection.
@@ -19,9 +19,10 @@ _RESET = struct.pack("ii", 1, 0)  # linger 0: closing sends RST
 
 
 class Proxy:
-    """One link. `port` is where callers connect, `target` (host, port) where they end up, once it is set; `delay_s`
-    delays every piece. `n_connections` that reached the target and `n_bytes` that passed, in both directions, are
-    counted.
+    """One link from `port` to `target` (host, port).
+
+    `delay_s`: delay of each chunk. `n_connections`: connections that reached the target. `n_bytes`: bytes passed in
+    both directions.
     """
 
     def __init__(self) -> None:
@@ -47,16 +48,16 @@ class Proxy:
             proxy.cut()
 
     def stall(self) -> None:
-        """Nothing passes any more, in either direction; connections stay open."""
+        """Stop traffic in both directions; connections stay open."""
         self._flowing.clear()
 
     def resume(self) -> None:
-        """Everything passes, at once."""
+        """Let traffic pass again, without delay."""
         self.delay_s = 0.0
         self._flowing.set()
 
     def cut(self) -> int:
-        """Resets every connection; new ones may be made. How many it were."""
+        """Reset every connection, and return their number; new ones may be made."""
         n = len(self._writers) // 2
         for writer in list(self._writers):
             _reset(writer)
@@ -82,7 +83,7 @@ class Proxy:
                 one.close()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Ends with its direction: an end travels on as an end, a reset as a reset."""
+        """Copy one direction until its end; pass on an end as an end, a reset as a reset."""
         try:
             while data := await reader.read(_CHUNK):
                 await self._flowing.wait()

@@ -1,4 +1,4 @@
-"""Carries out rounds of faults, one after the other, and notes how long everything took to come back."""
+"""Inject rounds of faults in sequence, and record the recovery times."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from tools.chaos.faults import INJECT
 from tools.chaos.plan import Fault, Round
 
 _STEPS_BETWEEN = 2
-"""Durable steps between two rounds: a group that is delivered is trained within so many."""
+"""Durable steps between two rounds; a delivered group is trained within as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """`began` and `over` are monotonic; `recovery_s` is until the service, or the one at the end of the link, was ready
-    again.
+    """A fault with its monotonic times.
+
+    `recovery_s`: seconds after `over` until the service, or the one at the end of the link, was ready again.
     """
 
     fault: Fault
@@ -30,7 +31,7 @@ class InjectedFault:
 
 @dataclass
 class SiegeLog:
-    """What was done, and what came of it. `rounds` counts those that the run recovered from."""
+    """Injected faults and their outcome. `rounds`, `recovered`: rounds and faults that the run recovered from."""
 
     injected: list[InjectedFault] = field(default_factory=list[InjectedFault])
     zombies: list[Zombie] = field(default_factory=list[Zombie])
@@ -43,7 +44,7 @@ class SiegeLog:
         return [one.fault for one in self.injected]
 
     def recoveries(self) -> dict[str, list[float]]:
-        """Seconds by service, and for `run` until the next durable step."""
+        """Recovery times in seconds by service, and as `run` those until the next durable step."""
         found: dict[str, list[float]] = defaultdict(list)
         for one in self.injected:
             found[one.fault.at].append(one.recovery_s)
@@ -53,13 +54,13 @@ class SiegeLog:
         return dict(found)
 
     def _next_step_s(self, at: float) -> float | None:
-        """From `at` until a step became durable that was not before."""
+        """Seconds from `at` until a further step became durable."""
         before = max((seen.version.step for seen in self.durable if seen.at <= at), default=0)
         return next((seen.at - at for seen in self.durable if seen.at > at and seen.version.step > before), None)
 
 
-async def lay(arena: Arena, rounds: Iterable[Round], log: SiegeLog, say: Callable[[str], None]) -> None:
-    """Returns after the last round's recovery. Raises RecoveryTimeout if the run does not recover from one."""
+async def inject_rounds(arena: Arena, rounds: Iterable[Round], log: SiegeLog, say: Callable[[str], None]) -> None:
+    """Inject all rounds, and wait for recovery after each. Raises RecoveryTimeout if the run does not recover."""
     await arena.until_step(1, "the run made no step")
     for number, faults in enumerate(rounds, start=1):
         say(f"step {arena.newest.step:>4}, round {number}: {', '.join(f'{fault.kind} {fault.at}' for fault in faults)}")
@@ -74,7 +75,7 @@ async def _round(arena: Arena, faults: Round, log: SiegeLog) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             for fault in faults:
-                group.create_task(_one(arena, fault, turns[fault.at], log))
+                group.create_task(_inject(arena, fault, turns[fault.at], log))
     except* RecoveryTimeout as errors:
         raise RecoveryTimeout(f"after {names}: {_reasons(errors)}") from None
     for name in arena.services:
@@ -83,8 +84,8 @@ async def _round(arena: Arena, faults: Round, log: SiegeLog) -> None:
     await arena.until_step(base + _STEPS_BETWEEN, f"after {names}: the run did not get beyond {arena.newest}")
 
 
-async def _one(arena: Arena, fault: Fault, turn: asyncio.Lock, log: SiegeLog) -> None:
-    """A fault at a service that is ready, or the link to it, and its recovery."""
+async def _inject(arena: Arena, fault: Fault, turn: asyncio.Lock, log: SiegeLog) -> None:
+    """Inject one fault once its service is ready, and wait for its recovery."""
     await asyncio.sleep(fault.after_s)
     async with turn:
         await arena.until_ready(fault.at)

@@ -1,4 +1,4 @@
-"""From what was seen to what is broken. Pure: every requirement is a line here."""
+"""Judge the requirements from the evidence of a run. Pure functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ type Requirement = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A requirement that does not hold, and how that was seen."""
+    """A requirement that does not hold, with its evidence."""
 
     requirement: Requirement
     detail: str
@@ -38,12 +38,12 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known at the end.
+    """Evidence at the end of a run.
 
-    unfinished: why the run did not come to its end, or None. stuck: which recovery took too long, or None. skipped:
-    planned faults that were not done. injected: how many were. crashed: services that ended as none may. idle: links
-    without traffic. proof: what `verify` says; its `redis` is of the proof while the services were up. unlike: what of
-    the weights differs from what they must be bit by bit, or None if nothing does.
+    unfinished: reason why the run did not finish, or None. stuck: recovery that took too long, or None. skipped:
+    number of planned faults that were not injected. injected: number of injected faults. crashed: unexpected ends of
+    services. idle: links without traffic. proof: result of `verify`, with `redis` from a proof while the services ran.
+    zombies: replaced trainers. unlike: difference from the weights that the run must end with, or None.
     """
 
     unfinished: str | None
@@ -58,7 +58,7 @@ class Evidence:
 
 
 def judge(seen: Evidence) -> list[Broken]:
-    """Every requirement that is broken, in the order of what causes what."""
+    """Broken requirements, causes before effects."""
     found: list[Broken] = []
     if seen.stuck is not None:
         found.append(Broken("progress", seen.stuck))
@@ -68,10 +68,8 @@ def judge(seen: Evidence) -> list[Broken]:
     if not seen.injected:
         found.append(Broken("plan", "there was no fault"))
     if seen.skipped:
-        found.append(Broken("plan", f"{seen.skipped} planned faults were not done: the run was over before"))
-    found += [
-        Broken("links", f"nothing went through the link to {name}, so its faults did nothing") for name in seen.idle
-    ]
+        found.append(Broken("plan", f"{seen.skipped} planned faults were not injected: the run ended before"))
+    found += [Broken("links", f"the link to {name} had no traffic, so its faults had no effect") for name in seen.idle]
     found += _proof(seen.proof)
     found += [
         Broken("zombie", f"the trainer replaced at {z.at} did not end fenced: {z.last_words}")

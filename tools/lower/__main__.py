@@ -1,9 +1,9 @@
-"""`make lower`: compiles a configuration's steps for TPUs that are not here, and says what memory each takes.
+"""`make lower`: compile a configuration's steps for TPUs without having any, and print the memory each needs.
 
     make lower ARGS="configs/gsm8k_qwen3_4b_tpu.yaml --tpu v5e trainer.mesh.shape=[4,2]"
 
-libtpu compiles without a TPU. Where a virtual environment has none, the one that its JAX asks for is put into .cache.
-Exit code 0: all of it compiles, and training fits.
+libtpu compiles without a TPU. If a virtual environment has no libtpu, the one that its JAX requires is installed into
+.cache. Exit code 0 if everything compiles and training fits into memory.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Of TPUs: memory of a chip in bytes, as the data sheet has it, and slices, as libtpu names them."""
+    """A generation of TPUs: memory of a chip in bytes, from the data sheet, and slices by libtpu's names."""
 
     memory: int
     slices: tuple[str, ...]
 
     def slice_of(self, n_chips: int) -> str:
-        """The smallest with so many chips. Raises ConfigError."""
+        """Smallest slice with at least `n_chips` chips. Raises ConfigError."""
         for one in self.slices:
             if math.prod(map(int, one.split("x"))) >= n_chips:
                 return one
-        raise ConfigError(f"{n_chips} chips are more than the largest slice known here, {self.slices[-1]}")
+        raise ConfigError(f"{n_chips} chips are more than the largest known slice has, {self.slices[-1]}")
 
 
 GENERATIONS = {
@@ -57,17 +57,17 @@ GENERATIONS = {
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make lower", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("config", type=Path, metavar="FILE.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the file")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that override the file")
     parser.add_argument("--tpu", choices=GENERATIONS, default="v5e", help="generation (default: v5e)")
-    parser.add_argument("--only", choices=("trainer", "rollout"), help="one of the two")
-    parser.add_argument("--layers", type=int, default=2, help="of the engine's model (default: 2)")
+    parser.add_argument("--only", choices=("trainer", "rollout"), help="compile only one of the two")
+    parser.add_argument("--layers", type=int, default=2, help="layers of the engine's model (default: 2)")
     given = parser.parse_intermixed_args(argv)
     try:
         fits = True
         if given.only != "rollout":
-            fits = told(trainer(given.config, given.tpu, given.overrides), GENERATIONS[given.tpu].memory)
+            fits = print_programs(trainer(given.config, given.tpu, given.overrides), GENERATIONS[given.tpu].memory)
         if given.only != "trainer":
-            told(rollout(given.config, given.tpu, given.overrides, given.layers))
+            print_programs(rollout(given.config, given.tpu, given.overrides, given.layers))
     except VolleyError as error:
         print(error, file=sys.stderr)
         return 2
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def trainer(file: Path, tpu: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """The programs of a step, with the bytes of each. Raises ConfigError, Unavailable, VolleyError."""
+    """Programs of a training step, with the bytes of each. Raises ConfigError, Unavailable, VolleyError."""
     loaded = config.load([file], list(overrides)).config
     topology = f"{tpu}:{GENERATIONS[tpu].slice_of(math.prod(loaded.trainer.mesh.shape))}"
     print(f"trainer, mesh {list(loaded.trainer.mesh.shape)} on {topology}", flush=True)
@@ -83,7 +83,7 @@ def trainer(file: Path, tpu: str, overrides: Sequence[str]) -> list[dict[str, An
 
 
 def rollout(file: Path, tpu: str, overrides: Sequence[str], n_layers: int) -> list[dict[str, Any]]:
-    """Of the engine's step, with a model of `n_layers` layers. Raises as `trainer`."""
+    """Programs of the engine's step, with a model of `n_layers` layers. Raises as `trainer`."""
     tp_size = config.load([file], list(overrides)).config.rollout.engine.tp_size
     topology = f"{tpu}:{GENERATIONS[tpu].slice_of(tp_size)}"
     print(f"engine, {n_layers} layers over {tp_size} of {topology}", flush=True)
@@ -92,8 +92,8 @@ def rollout(file: Path, tpu: str, overrides: Sequence[str], n_layers: int) -> li
     return _run("rollout", module, [str(file), topology, str(n_layers), *overrides], flags)
 
 
-def told(programs: Sequence[Mapping[str, Any]], memory: int | None = None) -> bool:
-    """Prints a line a program; whether the largest fits into `memory` bytes."""
+def print_programs(programs: Sequence[Mapping[str, Any]], memory: int | None = None) -> bool:
+    """Print one line per program. Returns whether the largest fits into `memory` bytes."""
     for program in programs:
         parts = {name: n for name, n in program["bytes"].items() if n}
         said = ", ".join(f"{name} {n / 2**20:,.1f}" for name, n in parts.items())
@@ -110,7 +110,7 @@ def _run(environment: str, module: str, arguments: Sequence[str], flags: Mapping
     variables = {
         **variables_of(environment, cpu=True),
         "PYTHONPATH": os.pathsep.join([str(PROJECT), *_libtpu(environment)]),
-        # Without them libtpu asks the cloud what machine this is, and lets one process in at a time.
+        # Without them libtpu queries the cloud for the machine type, and allows one process at a time.
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5litepod-8",
@@ -127,7 +127,7 @@ def _run(environment: str, module: str, arguments: Sequence[str], flags: Mapping
 
 
 def _libtpu(environment: str) -> list[str]:
-    """Folders to import it from; none where the environment has it. Raises Unavailable."""
+    """Folders to import libtpu from; none if the environment has it. Raises Unavailable."""
     python = str(python_of(environment))
     if subprocess.run([python, "-c", "import libtpu"], capture_output=True, check=False).returncode == 0:
         return []
@@ -143,7 +143,9 @@ def _libtpu(environment: str) -> list[str]:
             [*command, wanted, "--python", python], capture_output=True, encoding="utf-8", errors="replace", check=False
         )
         if done.returncode:
-            raise Unavailable(f"{wanted} could not be installed: {done.stderr[-300:]}", "it needs a package index")
+            raise Unavailable(
+                f"{wanted} could not be installed: {done.stderr[-300:]}", "check that the package index is reachable"
+            )
     return [str(folder)]
 
 

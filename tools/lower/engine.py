@@ -1,9 +1,9 @@
-"""Compiles the engine's step for TPUs that are not here: `python -m tools.lower.engine
-CONFIG.yaml TOPOLOGY LAYERS …`, where XLA_FLAGS makes as many devices of a CPU as the engine wants.
+"""Compile the engine's step for TPUs without having any: `python -m tools.lower.engine CONFIG.yaml TOPOLOGY LAYERS …`.
 
-The engine boots on the CPU as it would on TPUs, with pages of 16 tokens and a model of so few LAYERS that it fits into
-memory. Of a step's arguments shapes and shardings are taken, and put onto the topology's mesh. The last line is a JSON
-list with an object a program: bytes on each device, as the compiler says.
+XLA_FLAGS must make as many CPU devices as the engine needs. The engine boots on the CPU as it would on TPUs, with pages
+of 16 tokens and a model of so few LAYERS that it fits into memory. Shapes and shardings of a step's arguments are moved
+to the topology's mesh. The last line is a JSON list with an object per program: bytes on each device, from the
+compiler.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(configuration: Path, topology: str, n_layers: int, overrides: Sequence[
 
 
 def booted(spec: EngineSpec) -> RolloutScheduler:
-    """On this CPU, with the paged attention that a TPU has; only its shapes are ever used."""
+    """Boot the scheduler on this CPU with a TPU's paged attention; only its shapes are used."""
     ours, _ = socket.socketpair()
     scheduler = build_scheduler(spec, EngineLink(ours), None, runs_on="cpu")
     runner = scheduler.runner
@@ -62,7 +62,7 @@ def booted(spec: EngineSpec) -> RolloutScheduler:
 
 
 def compiled(scheduler: RolloutScheduler, devices: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """The largest prefill and the largest decode."""
+    """Compile the largest prefill and the largest decode."""
     manager = scheduler.tp_worker.compilation_manager
     most, tokens, cache = manager.max_padded_batch_size, manager.token_buckets[-1], manager.cache_loc_buckets[-1]
     for name, mode, n in (("prefill", ForwardMode.EXTEND, tokens), ("decode", ForwardMode.DECODE, most)):
@@ -81,7 +81,7 @@ def compiled(scheduler: RolloutScheduler, devices: Sequence[Any]) -> Iterator[di
 
 
 def lowered(scheduler: RolloutScheduler, batch: Any, devices: Sequence[Any]) -> jax.stages.Lowered:
-    """The step on the first of `devices`, as many as the engine has."""
+    """Lower the step for the first of `devices`, as many as the engine has."""
     runner = scheduler.runner
     here: Mesh = runner.mesh
     there = Mesh(
@@ -112,7 +112,7 @@ def _as_shape(x: Any, mesh: Mesh) -> Any:
 
 @contextmanager
 def _asked_for(devices: Sequence[Any]) -> Iterator[None]:
-    """The engine's kernels choose their blocks by the kind of `jax.devices()[0]`."""
+    """Replace `jax.devices()`: the engine's kernels choose their blocks by the kind of its first device."""
     real = jax.devices
     jax.devices = lambda *_: list(devices)
     try:

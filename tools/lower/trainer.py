@@ -1,7 +1,7 @@
-"""Compiles the trainer's step for TPUs that are not here: `python -m tools.lower.trainer CONFIG.yaml TOPOLOGY …`.
+"""Compile the trainer's step for TPUs without having any: `python -m tools.lower.trainer CONFIG.yaml TOPOLOGY …`.
 
-The functions are those that `Learner` compiles, with shapes in the place of arrays. The last line is a JSON list with
-an object a program: bytes on each device, as the compiler says.
+Compiles the functions of `Learner` with shapes in place of arrays. The last line is a JSON list with an object per
+program: bytes on each device, from the compiler.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def main(configuration: Path, topology: str, overrides: Sequence[str]) -> list[d
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A function of the step, and shapes to call it with. `waiting` are bytes on each device that lie there meanwhile
-    and are no argument, by what they are.
+    """A function of the step, and the shapes of its arguments.
+
+    `waiting`: bytes on each device of data that is there meanwhile but is not an argument, by name.
     """
 
     name: str
@@ -80,7 +81,7 @@ def programs(
 
 
 def sharded(described: ModelConfig, model: ModelOptions, mesh: jax.sharding.Mesh) -> Model:
-    """The model with shapes in the place of arrays, each as it would lie on the mesh."""
+    """Model with shapes in place of arrays, each with its sharding on the mesh."""
     splash = chosen(model.attention, "tpu")
     graph, state = abstract(described, model.dtype, model.remat, mesh, model.lora, splash=splash)
     flat = []
@@ -92,7 +93,7 @@ def sharded(described: ModelConfig, model: ModelOptions, mesh: jax.sharding.Mesh
 
 
 def _mesh(model: ModelOptions, topology: str) -> jax.sharding.Mesh:
-    """Over the first devices of the topology."""
+    """Mesh over the first devices of the topology."""
     n = int(np.prod(model.mesh_shape))
     absent = tuple(axis for axis in ("fsdp", "tp") if axis not in model.mesh_axes)
     shape, axes = (*model.mesh_shape, *(1 for _ in absent)), (*model.mesh_axes, *absent)
@@ -106,7 +107,7 @@ def _as_shapes(tree: Any, mesh: jax.sharding.Mesh, axes: tuple[str, ...] = ()) -
 
 
 def _optimizer_state(optimizer: Any, trained: Params, mesh: jax.sharding.Mesh) -> Any:
-    """Moments lie where their parameters do, scalars everywhere."""
+    """Shapes of the optimizer's state: moments are sharded as their parameters, scalars are replicated."""
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def placed(path: Sequence[Any], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -118,7 +119,7 @@ def _optimizer_state(optimizer: Any, trained: Params, mesh: jax.sharding.Mesh) -
 
 
 def _bytes(tree: Any) -> int:
-    """On each device."""
+    """Bytes of the arrays on each device."""
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

@@ -1,4 +1,4 @@
-"""OpenEnv's own package, beside this project: what tests and benchmarks compare and talk with."""
+"""OpenEnv's own package, for tests and benchmarks to compare and communicate with."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""An environment that says what it was told and counts, in OpenEnv's own server: python echo_server.py PORT SESSIONS.
+"""A counting echo environment in OpenEnv's own server: python echo_server.py PORT SESSIONS.
 
-Run by a Python that has OpenEnv's package and nothing of this project.
+Runs in a Python that has OpenEnv's package and nothing of this project.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class EchoObservation(Observation):
 
 
 class EchoEnvironment(Environment[EchoAction, EchoObservation, State]):
-    """An episode is over after N_STEPS steps; the last is worth 1. It begins with its seed."""
+    """The first observation is the seed. An episode ends after N_STEPS steps; the last has reward 1."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

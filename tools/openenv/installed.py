@@ -1,4 +1,4 @@
-"""A Python that has OpenEnv's package."""
+"""Virtual environment with OpenEnv's package."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ VARIABLE = "VOLLEY_OPENENV_PYTHON"
 
 
 def openenv_python() -> Path:
-    """Raises Unavailable where it cannot be installed."""
+    """Interpreter with OpenEnv's package. Raises Unavailable if it cannot be installed."""
     return python_with(PACKAGE, VARIABLE)

@@ -1,6 +1,6 @@
-"""Plays an episode with OpenEnv's own client: python play.py URL ACTION…; prints what it saw as one line of JSON.
+"""Play an episode with OpenEnv's own client: python play.py URL ACTION…. Prints its results as one line of JSON.
 
-Run by a Python that has OpenEnv's package and nothing of this project. The role's token is in $TOKEN, if there is one.
+Runs in a Python that has OpenEnv's package and nothing of this project. $TOKEN holds the role's token, if any.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the weights of a simulated run depend on."""
+"""Content of a group that the weights of a simulated run depend on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from shared.types import Group
 
 
 def content_of(group: Group) -> bytes:
-    """What of a group is trained on: neither when and where it was made, nor with how many attempts, nor by which
-    version.
-    """
+    """Trained content of a group: without times, servers, attempts and versions of its making."""
     parts = [group.task.encode()]
     for one in group.trajectories:
         parts += [

@@ -1,5 +1,6 @@
-"""The env service with an environment that says what it was told and counts, the one of tools/openenv/echo_server.py:
-what a benchmark of the service measures it with. Run like `python -m services.env`.
+"""The env service with a counting echo environment, for a benchmark. Run like `python -m services.env`.
+
+The environment is that of tools/openenv/echo_server.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class EchoConfig(BaseModel):
 
 
 class EchoEpisode:
-    """Over after N_STEPS steps; the last is worth 1."""
+    """Ends after N_STEPS steps; the last has reward 1."""
 
     tools: Sequence[Mapping[str, Any]] = ()
 

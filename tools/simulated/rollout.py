@@ -1,9 +1,8 @@
-"""`python -m tools.simulated.rollout`: the rollout service around an engine without a model, for faults without
-sglang-jax.
+"""`python -m tools.simulated.rollout`: the rollout service with an engine without a model, for fault injection.
 
-Tokens and log-probabilities are a pure function of sampling seed and prompt: not of the batch, the time, the server or
-the weights. So a run with faults samples what a run without them samples. Weights are really loaded, checked and
-swapped; only nothing is computed with them, and every token tells the version that was serving when it was drawn.
+Tokens and log-probabilities are a pure function of sampling seed and prompt, independent of batch, time, server and
+weights. So a run with faults samples the same tokens as a run without. Weights are loaded, checked and swapped as in
+the real engine, but not used to compute; each token carries the version that was serving when it was drawn.
 """
 
 from __future__ import annotations
@@ -50,15 +49,13 @@ from shared.schema import RunConfig
 from shared.types import spans
 
 _TOKEN_S = 0.03
-"""An episode of some tokens takes long enough to be in flight when something fails, and a run of hundreds of steps not
-too long.
-"""
+"""Long enough for episodes to be in flight during faults, short enough for runs of hundreds of steps."""
 _FIRST_TEXT_ID = 10
 
 
 @dataclass(slots=True)
 class _Running:
-    """A request between two tokens: what it has drawn, and with which versions."""
+    """A running request: tokens drawn so far, and their versions."""
 
     ids: list[int] = field(default_factory=list[int])
     versions: list[str] = field(default_factory=list[str])
@@ -67,7 +64,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Loaded arrays by leaf name, and whose they are."""
+    """Loaded arrays by leaf name, with their version and digest."""
 
     version: str
     digest: str
@@ -95,7 +92,7 @@ class SimulatedEngine:
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """A token every `_TOKEN_S`, the version looked up at each."""
+        """Draw a token every `_TOKEN_S` seconds, each with the version serving then."""
         if self.serving is None:
             raise Unavailable("no weights are committed yet", "retry when /ready answers 200")
         if request.rid in self._running:
@@ -132,7 +129,7 @@ class SimulatedEngine:
         )
 
     async def score(self, ids: np.ndarray) -> ScoredTokens:
-        """What follows from each token alone."""
+        """Scores that depend on each token alone."""
         if self.serving is None:
             raise Unavailable("no weights are committed yet", "retry when /ready answers 200")
         return ScoredTokens(self.serving.version, -(ids[1:] % 7 + 1).astype(np.float32) / 4)
@@ -179,7 +176,7 @@ class SimulatedEngine:
         self.paused = False
 
     async def flush_cache(self) -> None:
-        """There is no cache."""
+        """Do nothing: there is no cache."""
 
     async def wait_closed(self) -> None:
         await self._closed.wait()
@@ -189,8 +186,9 @@ class SimulatedEngine:
 
 
 def load(weights: StagedWeights) -> dict[str, np.ndarray]:
-    """The arrays of chunks, or of a folder of `.npy` files, by leaf name. Raises WeightsError if they are not those of
-    the manifest, and Unavailable if they cannot be read now.
+    """Load the arrays of chunks, or of a folder of `.npy` files, by leaf name.
+
+    Raises WeightsError if they do not match the manifest, and Unavailable if they cannot be read now.
     """
     if weights.kind == "chunks":
         tree = WeightTree(weights.tree, tuple(Chunk(file.blake3, file.size) for file in weights.files))
@@ -212,9 +210,7 @@ def load(weights: StagedWeights) -> dict[str, np.ndarray]:
 
 
 def draw(prompt: np.ndarray, sampling: SamplingParams, info: EngineInfo) -> tuple[np.ndarray, np.ndarray]:
-    """int32[n] ids of text that end with a stop token unless the limit comes first, and their float32[n]
-    log-probabilities.
-    """
+    """Draw int32[n] token ids with their float32[n] log-probabilities; they end with a stop token or at the limit."""
     seed = sampling.sampling_seed if sampling.sampling_seed is not None and sampling.temperature else 0
     rng = np.random.default_rng([seed, *prompt.tolist()])
     n = min(sampling.max_new_tokens, int(rng.integers(2, 8)))
@@ -227,7 +223,7 @@ def draw(prompt: np.ndarray, sampling: SamplingParams, info: EngineInfo) -> tupl
 
 @asynccontextmanager
 async def open_engine(spec: EngineSpec) -> AsyncIterator[SimulatedEngine]:
-    """An engine of the sizes of `spec`; it serves no version before its first commit."""
+    """Open an engine with the sizes of `spec`; it serves no version before its first commit."""
     model = ModelConfig.read(Path(spec.model_path))
     tokens = spec.max_total_tokens or spec.context_length * spec.max_running_requests
     info = EngineInfo(

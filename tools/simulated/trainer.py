@@ -1,9 +1,9 @@
-"""`python -m tools.simulated.trainer`: the trainer with a learner of a few kB, for faults without a model.
+"""`python -m tools.simulated.trainer`: the trainer with a learner of a few kB, for fault injection without a model.
 
 Everything around the learner is the trainer's own: loop, group buffer, ledger, archive, checkpoints, publishing. The
-weights are noise drawn from a digest of everything trained so far, in order: a token, a log-probability or a reward
-that differs, another learning rate, a group that is lost, doubled or swapped, and every bit after it differs. Needs
-neither JAX nor a model's weights.
+weights are noise drawn from a digest of everything trained so far, in order. If a token, log-probability, reward or the
+learning rate differs, or a group is lost, trained twice or swapped, every later bit differs. Needs neither JAX nor a
+model's weights.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _RATE = np.float32(0.1)
 
 
 class NumpyArrays:
-    """The checkpoints' `ArrayFiles`: one `.npy` file a leaf."""
+    """`ArrayFiles` of the checkpoints: one `.npy` file per leaf."""
 
     def write(self, folder: Path, arrays: Arrays) -> None:
         folder.mkdir()
@@ -59,12 +59,12 @@ class NumpyArrays:
             raise WeightsError(f"{folder} cannot be restored: {error}") from error
 
     def checksums(self, folder: Path) -> Checksums:
-        """None that a log tells: those of the simulated trainer are of another kind."""
+        """Empty: the log holds checksums of another kind for the simulated trainer."""
         return {}
 
 
 class SimulatedBackend:
-    """A `Backend` without a model. `params` are float32 by leaf name; the optimizer's state is its count of groups."""
+    """A `Backend` without a model. `params`: float32 by leaf name. The optimizer's state is its count of groups."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class SimulatedBackend:
         return {PARAMS: self.checksum(), OPTIMIZER: count, checksums.DESCRIPTION: described}
 
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
-        """It computes no log-probabilities: nothing to compare."""
+        """None for each group: this backend computes no log-probabilities."""
         return [None for _ in held]
 
     def rewind(self, version: WeightVersion) -> None:
@@ -152,7 +152,7 @@ class SimulatedBackend:
         return [ManifestLeaf(name, value.shape, str(value.dtype)) for name, value in self.params.items()]
 
     def _learn(self, group: Group) -> float:
-        """One group changes every weight; returns by how much, as a Euclidean norm."""
+        """Change every weight by one group; returns the Euclidean norm of the change."""
         self._count = self._count + 1
         seen = blake3.blake3(self._count.tobytes() + np.float64(self._rate).tobytes())
         for name in sorted(self.params):
@@ -164,7 +164,7 @@ class SimulatedBackend:
 
 
 def noise(seed: bytes, shape: tuple[int, ...]) -> np.ndarray:
-    """float32, uniform in [-1, 1), a pure function of `seed`."""
+    """float32 noise, uniform in [-1, 1), a pure function of `seed`."""
     n = int(np.prod(shape))
     words = np.frombuffer(blake3.blake3(seed).digest(4 * n), "<u4")
     return (words.astype(np.float64) / 2**31 - 1).astype(np.float32).reshape(shape)

@@ -1,4 +1,4 @@
-"""`make soak`: run the whole stack for some minutes and see that nothing grows.
+"""`make soak`: run the whole stack for some minutes, and check that memory, files and Redis do not grow.
 
 make soak ARGS="--minutes 10 run.dir=/tmp/runs"
 """
@@ -41,16 +41,16 @@ _ENOUGH = 12
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the result, which is also `soak.json` of the run; the exit code is 0 if nothing grows, else 1."""
+    """Print the result and write it to the run's `soak.json`. Exit code 0 if nothing grows, else 1."""
     run_program(lambda: _run(_parser().parse_intermixed_args(argv)))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make soak", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=minutes, default=30.0, metavar="M", help="how long (default: 30)")
-    parser.add_argument("--config", action="append", metavar="FILE.yaml", help=f"of the run (default: {CONFIG})")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--minutes", type=minutes, default=30.0, metavar="M", help="length (default: 30)")
+    parser.add_argument("--config", action="append", metavar="FILE.yaml", help=f"configuration (default: {CONFIG})")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that override the files")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def format_result(result: Mapping[str, Any]) -> str:
-    """For people: a line a process, a line on Redis, a line a problem."""
+    """Result as text: one line per process, one on Redis, one per problem."""
     head = ["process", "MB start", "end", "max", "MB/hour", "99 % interval", "allowed", "fds", "threads"]
     rows = [head, *([name, *_cells(one)] for name, one in result["services"].items())]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
@@ -119,7 +119,7 @@ def _of_redis(redis: Mapping[str, Any]) -> str:
 
 
 def _new_run(paths: Sequence[str], overrides: Sequence[str]) -> LoadedConfig:
-    """Under a name that no run has: what is left of an earlier one would be measured too."""
+    """Configuration with an unused run.name: the records of an earlier run would be measured too."""
     run = config.load(paths, overrides).config.run
     names = (run.name, *(f"{run.name}-{n}" for n in range(2, 1000)))
     unused = next(name for name in names if not (run.dir / name).exists())
@@ -129,7 +129,7 @@ def _new_run(paths: Sequence[str], overrides: Sequence[str]) -> LoadedConfig:
 async def _soak(
     running: LocalStack, folder: RunFolder, loaded: LoadedConfig, length_s: float, samples: list[SoakSample]
 ) -> None:
-    """Ends when time is over, or the run is; raises if it fails."""
+    """Sample until the time is up or the run ends. Raises if the run fails."""
     quiet = PlainLines(loaded.config.trainer.max_steps, lambda _line: None)
     services = config.load([folder.config, folder.services]).config.services
     assert services.redis_url is not None
@@ -149,7 +149,7 @@ async def _soak(
 async def _sampling(
     running: LocalStack, redis: Redis, folder: RunFolder, length_s: float, samples: list[SoakSample]
 ) -> None:
-    """Begins with the first step that is trained; every sample is also a line of soak.jsonl."""
+    """Sample from the first trained step on; write each sample to soak.jsonl."""
     keys, log = Keys(folder.name), folder.path / "soak.jsonl"
     while await _step(redis, keys) < 1:  # noqa: ASYNC110 - another process trains it; there is no event to wait for
         await asyncio.sleep(_SAMPLE_EVERY_S)
@@ -173,7 +173,7 @@ async def _sample(running: LocalStack, redis: Redis, keys: Keys, at_s: float) ->
 
 
 async def _step(redis: Redis, keys: Keys) -> int:
-    """The newest durable one. Raises QueueUnavailable."""
+    """Newest durable step. Raises QueueUnavailable."""
     return int(await command(redis, "HGET", keys.state, "version") or 0)
 
 

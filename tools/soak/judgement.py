@@ -1,18 +1,17 @@
-"""From samples to a verdict: memory, file descriptors and Redis over the time after the warm-up.
+"""Judge samples of memory, file descriptors and Redis after the warm-up.
 
-The first third is warm-up: there JAX fills its compilation cache, allocators and connection pools find their size.
+The first third is warm-up: JAX fills its compilation cache, allocators and connection pools reach their size.
 
-- *Memory* is judged by its peaks, one in each twentieth of the time: between them it falls and rises with every step.
-  It grows if the slope is above what is allowed with all of its 99 % interval. Allowed are `LIMIT_MB_PER_HOUR`: 3.4 GB
-  in a week, for which a service is left alone; less drowns in what allocators keep for themselves in half an hour. And
-  where checkpoints are written or read, what TensorStore (up to 0.1.86 at least) never frees of them,
-  `KEPT_MB_PER_STEP`: it loses a reference to whatever it turns from JSON into Python, and Orbax asks for metrics and
-  for the paths of arrays that way.
-- *File descriptors* grow if the interval is above 0 and says two or more over the time measured.
-- *Redis* is bounded by what its data needs: (cap + K·B) groups, where cap = (η + 1)·B is how many may be on their way
-  and K·B how many are trained and not yet durable, each as large as the largest entry measured; beside that what it
-  used without the stream after the warm-up, and 64 kB for what comes and goes with groups (leases, notices, scripts
-  used for the first time); connections and their buffers are not counted.
+- *Memory* is judged by its peaks, one per twentieth of the time, because it varies within every step. It grows if the
+  whole 99 % interval of its slope is above the limit. The limit is `LIMIT_MB_PER_HOUR` (3.4 GB in a week; a lower one
+  would drown in what allocators retain in half an hour), plus `KEPT_MB_PER_STEP` for processes that write or read
+  checkpoints: TensorStore (up to 0.1.86 at least) loses a reference to every object that it converts from JSON to
+  Python, and Orbax requests metrics and paths of arrays that way.
+- *File descriptors* grow if the interval is above 0 and amounts to two or more over the measured time.
+- *Redis* may hold (cap + K·B) groups of the size of the largest measured entry, where cap = (η + 1)·B groups may be in
+  flight and K·B are trained but not durable; plus what it used without the stream after the warm-up, and 64 kB for data
+  that comes and goes with groups (leases, notices, scripts used for the first time). Connections and their buffers are
+  not counted.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _PARTS = 20
 
 @dataclass(frozen=True, slots=True)
 class SoakSample:
-    """All that was read at one time, in seconds since the start; `step` is the newest durable one."""
+    """One sample. `time`: seconds since the start. `step`: newest durable step."""
 
     time: float
     step: int
@@ -47,7 +46,7 @@ class SoakSample:
 
 
 def judged(samples: Sequence[SoakSample], config: RunConfig) -> dict[str, Any]:
-    """The result for programs. `problems` is empty if all is well."""
+    """Result as a dictionary; `problems` is empty if nothing grows."""
     end = samples[-1].time
     after = [sample for sample in samples if sample.time >= end * WARM_UP]
     steps_per_hour = (after[-1].step - after[0].step) / (end - after[0].time) * 3600
@@ -70,7 +69,7 @@ def judged(samples: Sequence[SoakSample], config: RunConfig) -> dict[str, Any]:
 
 
 def _allowed(name: str, steps_per_hour: float) -> float:
-    """MB an hour."""
+    """Allowed growth of memory in MB per hour."""
     return LIMIT_MB_PER_HOUR + KEPT_MB_PER_STEP.get(kind_of(name), 0.0) * steps_per_hour
 
 
@@ -104,15 +103,13 @@ def _service(name: str, samples: Sequence[SoakSample], allowed_mb_per_hour: floa
 
 
 def _peaks(rows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The largest value, with its time, in each of `_PARTS` equal parts of the samples, or fewer parts of
-    one sample.
-    """
+    """Largest value with its time in each of `_PARTS` equal parts of the samples; with few samples, all of them."""
     size = max(1, len(rows) // _PARTS)
     return [max(part, key=lambda row: row[1]) for part in batched(rows, size) if len(part) == size]
 
 
 def _redis(samples: Sequence[SoakSample], config: RunConfig) -> dict[str, Any]:
-    """All in bytes but the counts."""
+    """Figures of Redis; sizes are in bytes."""
     queues = [sample.queue for sample in samples]
     n_entries = (config.grpo_config.off_policy_steps + 2) * config.trainer.groups_per_step
     entry = max((q.stream / q.n_entries for q in queues if q.n_entries), default=0.0)

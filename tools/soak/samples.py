@@ -1,7 +1,7 @@
-"""What the processes of a run hold, read from /proc and from Redis while they work. Nothing is asked of the services.
+"""Resource usage of a run's processes, read from /proc and Redis while they work. Sends no requests to the services.
 
-Memory is what a process has to itself, swapped out or not: the proportional set size (PSS) of pages that no file backs.
-Those of programs and libraries are left out: they come and go with what else runs on the machine, and can't leak.
+Memory is the proportional set size (PSS) of pages that no file backs, including swapped ones. Pages of programs and
+libraries are left out: they depend on what else runs on the machine, and cannot leak.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """Of one service: its process and all that descend from it. Memory in bytes; `pid` is that of its first process."""
+    """Usage of one service: its process `pid` and all descendants. Memory in bytes."""
 
     pid: int
     memory: int
@@ -33,9 +33,7 @@ class ProcessUsage:
 
 @dataclass(frozen=True, slots=True)
 class QueueUsage:
-    """Of Redis, in bytes: `used` by all, `clients` by connections and buffers, `stream` by the stream and its
-    `n_entries`.
-    """
+    """Memory of Redis in bytes: `used` in total, `clients` by connections and buffers, `stream` by its `n_entries`."""
 
     used: int
     clients: int
@@ -45,7 +43,7 @@ class QueueUsage:
 
 
 def usage(pids: Mapping[str, int]) -> dict[str, ProcessUsage]:
-    """By name, of each process with its descendants; one that has just ended is left out."""
+    """Usage by name of each process with its descendants, except those that have just ended."""
     children = _children()
     found = {name: [_of_process(pid) for pid in _family(pid, children)] for name, pid in pids.items()}
     return {
@@ -54,7 +52,7 @@ def usage(pids: Mapping[str, int]) -> dict[str, ProcessUsage]:
 
 
 def usage_alone(pid: int) -> ProcessUsage:
-    """Of one process without its descendants. Raises ProcessLookupError if it is gone."""
+    """Usage of one process without its descendants. Raises ProcessLookupError if it has ended."""
     one = _of_process(pid)
     if one is None:
         raise ProcessLookupError(pid)
@@ -80,7 +78,7 @@ def _family(pid: int, children: Mapping[int, list[int]]) -> list[int]:
 
 
 def _children() -> dict[int, list[int]]:
-    """Process ids by that of their parent."""
+    """Process ids by parent id."""
     found: defaultdict[int, list[int]] = defaultdict(list)
     for folder in _PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -90,7 +88,7 @@ def _children() -> dict[int, list[int]]:
 
 
 def _of_process(pid: int) -> ProcessUsage | None:
-    """None if it has ended."""
+    """Usage of one process; None if it has ended."""
     folder = _PROC / str(pid)
     try:
         memory = (folder / "smaps_rollup").read_text(encoding="utf-8")

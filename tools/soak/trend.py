@@ -1,8 +1,8 @@
-"""How fast a figure grows, whatever its outliers do.
+"""Robust slope of a figure over time (Theil–Sen estimator).
 
-Theil and Sen: the median of the slopes between all pairs of samples (Sen 1968, doi:10.1080/01621459.1968.10480934),
-with the interval that follows from the distribution of Kendall's tau. Neighbouring samples of a process resemble each
-other, so the interval is somewhat too narrow; a verdict must leave room for that.
+The median of the slopes between all pairs of samples (Sen 1968, doi:10.1080/01621459.1968.10480934), with the interval
+from the distribution of Kendall's tau. Neighbouring samples of a process are correlated, so the interval is somewhat
+too narrow; a verdict must allow for that.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 _Z = 2.576
-"""Of the normal distribution, for an interval of 99 %."""
+"""Quantile of the normal distribution for a 99 % interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Per unit of time: the slope, and the ends of its 99 % interval."""
+    """Slope per unit of time, and the ends of its 99 % interval."""
 
     slope: float
     low: float
@@ -26,7 +26,7 @@ class Trend:
 
 
 def trend(times: Sequence[float], values: Sequence[float]) -> Trend:
-    """Of at least two samples at different times; with very few the interval is that of all slopes."""
+    """Trend of at least two samples at different times; with very few, the interval covers all slopes."""
     t, v = np.asarray(times, np.float64), np.asarray(values, np.float64)
     i, j = np.triu_indices(len(t), k=1)
     slopes = np.sort((v[j] - v[i]) / (t[j] - t[i]))

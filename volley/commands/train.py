@@ -100,7 +100,7 @@ def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = st
     if record.finished and not overrides:
         config, more = loaded.config, ""
         if not config.is_supervised:
-            more = f"; `volley up {run_dir} {MAX_STEPS}=N`, N above {config.trainer.max_steps}, goes on with it"
+            more = f"; `volley up {run_dir} {MAX_STEPS}=N`, N above {config.trainer.max_steps}, continues it"
         say(f"run {config.run.name} is finished{more}")
         return report.main(run_dir)
     return start_or_continue(loaded, seams)

@@ -41,7 +41,7 @@ def read(path: Path, head: TrainerState) -> tuple[Metrics, list[Violation]]:
                 violated("the lines that follow are not read")
                 break
             if line is None or version is None:
-                violated(f"line {number} is not a metrics record")
+                violated(f"line {number} is not a line of metrics")
                 continue
             if not counted.is_step(version, head):
                 continue
