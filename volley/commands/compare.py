@@ -85,7 +85,8 @@ def varied(paths: Sequence[str], overrides: Sequence[str], variations: Sequence[
             raise ConfigError(f"--vary {key} {' '.join(values)}".strip(), "give a key and its values: --vary KEY A B")
         if key in ("run.bucket", "run.name"):
             raise ConfigError(
-                f"--vary {key} is not possible", "each variation gets its own name and bucket, derived from those given"
+                f"--vary {key} is not possible",
+                "each variation gets a name and a bucket of its own, derived from those given",
             )
     run = config.load(paths, overrides).config.run
     wanted = dict[Path, list[str]]()

@@ -50,9 +50,7 @@ def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
                 asyncio.run(_watch(loaded, folder))
             except train.Stopped as stopped:
                 with suppress(OSError):  # standard output may be gone
-                    print_lines(
-                        f"stopped by {stopped}; run {folder.name} goes on, and the same command follows it again"
-                    )
+                    print_lines(f"stopped by {stopped}; run {folder.name} continues; the same command follows it again")
                 return stopped.exit_code
         return train.finish(folder, worked.record())
 
