@@ -81,7 +81,7 @@ def test_a_version_of_a_run_is_measured_as_the_run_measured_it(tmp_path: Path):
     ("target", "given", "why"),
     [
         ("nowhere", [], "is not the folder of a run"),
-        (MODEL, [], "to measure a model, say on what: --config"),
+        (MODEL, [], "to evaluate a model, give --config"),
         ("nowhere", [CONFIG], "is no folder"),
         ("nowhere@latest", [CONFIG], "does not exist"),
         (f"{MODEL}@e000001-s000001", [CONFIG], "has no checkpoint"),

@@ -194,13 +194,13 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint(tmp_path: Path):
     assert violations(folder.path) == []
     for file in (folder.ledger, folder.metrics, folder.refused, folder.evals, folder.handovers):
         file.write_text('{"step":1}\n', encoding="utf-8")
-        assert f"there is more in {file.name}" in violations(folder.path)[0]["detail"]
+        assert f"progress is recorded in {file.name}" in violations(folder.path)[0]["detail"]
         file.unlink()
     with claimed(config.stored(folder.path)) as claim:
         mark_finished(claim.folder, claim.record)
-    assert "there is more in run.json" in violations(folder.path)[0]["detail"]
+    assert "progress is recorded in run.json" in violations(folder.path)[0]["detail"]
     lived(folder.path, three_steps)
     shutil.rmtree(folder.checkpoints)
     for file in (folder.ledger, folder.metrics):
         file.unlink()
-    assert "there is more in handovers.jsonl, archive" in violations(folder.path)[0]["detail"]
+    assert "progress is recorded in handovers.jsonl, archive" in violations(folder.path)[0]["detail"]

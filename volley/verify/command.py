@@ -195,7 +195,7 @@ def _without_checkpoint(
         return _result(findings, None, {**about, "steps": 0})
     detail = "there is no whole checkpoint, so nothing is durable"
     if claims:
-        detail += f", but steps or tickets are recorded in {', '.join(claims)}"
+        detail += f", but progress is recorded in {', '.join(claims)}"
     findings.add([Violation(ViolationKind.CHECKPOINT, detail, file=folder.checkpoints.name)])
     return _result(findings, None, about)
 
