@@ -24,7 +24,7 @@ type Tool = Callable[[list[str]], None]
         (soak, ["--minutes", "1", "--json", "run.nam=x"], "unknown key run.nam"),
         (bench, ["warp"], "no benchmark warp"),
         (bench, ["--json", "bench.json", "warp"], "no benchmark warp"),
-        (chaos, ["--real", "--minutes", "0"], "0 minutes"),
+        (chaos, ["--real", "--minutes", "0"], "--minutes 0"),
     ],
 )
 def test_a_mistake_is_one_line(
