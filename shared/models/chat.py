@@ -223,11 +223,7 @@ class ChatTokenizer:
 
     def _said(self, turn: Turn) -> _Said:
         """Raises InputError for an end within the turn: no rollout goes on after it, half a turn would be learned."""
-        anchor = self._anchor(turn.prompt)
-        context, encoding = self._encoded(anchor), self._encoded(anchor + turn.said)
-        n, start = len(context.ids), len(anchor)
-        if encoding.ids[:n] != context.ids:  # the prompt's last token and the answer's first would be one token
-            encoding, n, start = self._encoded(turn.said), 0, 0
+        n, start, encoding = self._after_anchor(turn)
         ids = encoding.ids[n:]
         ends = [i for i, token in enumerate(ids) if token in self.end_ids]
         after = encoding.offsets[n + ends[0]][1] - start if ends else len(turn.said)
@@ -243,6 +239,19 @@ class ChatTokenizer:
             return _Said([*ids, self.eos_id], [*marks, 1], None, turn.whole)
         return _Said(ids[: ends[0] + 1], marks[: ends[0] + 1], turn.said[after:], turn.whole)
 
+    def _after_anchor(self, turn: Turn) -> tuple[int, int, Encoding]:
+        """What is said, encoded after the end of its prompt, and of that end the tokens and the characters.
+
+        Where the prompt's last token and the first one that is said would be one, it is encoded after a newline, so
+        that a tokenizer that begins a text with a space puts none before it.
+        """
+        for anchor in (self._anchor(turn.prompt), "\n"):
+            context, encoding = self._encoded(anchor), self._encoded(anchor + turn.said)
+            n = len(context.ids)
+            if encoding.ids[:n] == context.ids:
+                return n, len(anchor), encoding
+        return 0, 0, self._encoded(turn.said)
+
     def _is_closed(self, said: str, end: int) -> bool:
         """Whether what stands after the end of a turn is what the template writes there."""
         return self._closing is not None and said[end:] == self._turns.closing[len(self._closing) :]
@@ -252,7 +261,7 @@ class ChatTokenizer:
         tail = prompt[-_ANCHOR:]
         encoding, added = self._encoded(tail), self._tokenizer.get_added_tokens_decoder()
         starts = [at for token, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in added]
-        return tail[starts[-1] :] if starts else tail.rpartition("\n")[2]
+        return tail[starts[-1] :] if starts else tail[max(tail.rfind("\n"), 0) :]
 
     def _between(self, last: _Said | None, before: Messages, messages: Messages, turn: Turn, tools: Tools) -> list[int]:
         """Ids from the end of the last turn to the beginning of this one; those of the whole prompt for the first."""

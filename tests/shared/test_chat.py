@@ -269,6 +269,22 @@ def test_reasoning_is_learned_where_the_template_writes_it(tmp_path, message, te
     assert "<think>" not in learned(opened, said("") | message), "the prompt ends with it"
 
 
+@pytest.mark.parametrize("header", ["### Response:\n", "### Response: ", "\n\n", "Response:"])
+@pytest.mark.parametrize("question", ["2+2?", "2+2? " * 60])
+def test_no_space_comes_before_an_answer_whose_tokenizer_begins_texts_with_one(tmp_path, header, question):
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n" + header + "{% else %}{{ m.content }}"
+        "{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    tiny_folder(tmp_path / "model")
+    change_json(tmp_path / "model" / "tokenizer.json", normalizer={"type": "Prepend", "prepend": " "})
+    (tmp_path / "model" / "chat_template.jinja").write_text(template, encoding="utf-8")
+    tokenizer = ChatTokenizer(tmp_path / "model")
+    ids, mask = tokenizer.render_demonstration([user(question), said("four")])
+    spoken = tokenizer.encode("\nfour" + tokenizer.token(tokenizer.eos_id))[len(tokenizer.encode("\n")) :]
+    assert [i for i, one in zip(ids, mask, strict=True) if one] == spoken
+
+
 @pytest.mark.parametrize("content", ["<think>\ntwo\n</think>\n\n4", "<think>two</think>4"])
 def test_an_opened_thought_in_the_content_is_learned_once(tmp_path, content):
     dropping = OPENED.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")  # DeepSeek-R1's way

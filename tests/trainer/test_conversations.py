@@ -282,7 +282,8 @@ def test_what_both_answers_begin_with_is_their_prompt():
         ({"messages": [USER | {"tool_calls": [CALL]}, SAID]}, "only the assistant"),
         ({"messages": [USER, SAID | {"tool_calls": [{}]}]}, "has no name"),
         ({"messages": TALK, "tools": "no schema"}, "tools is text"),
-        ({"messages": TALK, "prompt": "go"}, "which of them"),
+        ({"messages": TALK, "prompt": "stop"}, "a prompt that they do not begin with"),
+        ({"messages": TALK, "chosen": TALK, "rejected": "b"}, "preference pair"),
         ({"messages": TALK, "completion": "Up"}, "messages and completion"),
         ({"completion": "Up"}, "no prompt"),
         ({"chosen": "a", "rejected": "b"}, "preference pair"),
@@ -297,6 +298,7 @@ def test_what_is_no_conversation_says_why(record: Any, why: str):
     ("record", "why"),
     [
         ({"messages": TALK}, "no preference pair"),
+        ({"messages": TALK[:2], "chosen": TALK, "rejected": TALK}, "messages and chosen"),
         ({"prompt": "go", "chosen": "a"}, "no rejected"),
         ({"prompt": "go", "chosen": "a", "rejected": None}, "chosen, but no rejected"),
         ({"prompt": "go", "rejected": "a"}, "rejected, but no chosen"),
@@ -387,13 +389,23 @@ def test_parquet_and_arrow_hold_the_same_conversations(tmp_path: Path):
     ]
     table = pa.Table.from_pylist(rows)
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
-        stream.write_table(table)
+    for make, name in ((pa.ipc.new_stream, "a.arrow"), (pa.ipc.new_file, "file.arrow")):
+        with make(tmp_path / name, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
     wanted = [conversation(row) for row in rows]
-    for name in ("a.parquet", "a.arrow"):
+    for name in ("a.parquet", "a.arrow", "file.arrow"):
         found = list(records([tmp_path / name], "train"))
         assert [conversation(record) for _, record in found] == wanted
         assert found[2][0] == f"{tmp_path / name}, row 2"
+
+
+@pytest.mark.parametrize("prompt", ["go", " go\n", [USER], None])
+def test_columns_that_repeat_the_conversation_change_nothing(prompt: Any):
+    system = {"role": "system", "content": "Be kind"}
+    for messages in (TALK, [system, *TALK]):
+        assert conversation({"messages": messages, "prompt": prompt}) == conversation({"messages": messages})
+    pair = {"prompt": prompt, "chosen": TALK[:2], "rejected": [USER, SAID | {"content": "No"}]}
+    assert preference_pair(pair | {"messages": TALK[:2]}) == preference_pair(pair)
 
 
 def test_only_columns_that_are_known_are_read_and_a_row_that_is_no_text_is_named(tmp_path: Path):

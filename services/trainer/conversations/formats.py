@@ -71,9 +71,10 @@ def conversation(record: Any) -> Conversation:
         raise InputError("its label says whether the answer is good: it is an unpaired preference", _UNPAIRED)
     shared = _shared(record)
     if found == "messages":
-        if record.get("prompt") is not None:
-            raise InputError("it has messages and a prompt: which of them is meant?", _EXPECTED)
-        return _whole(_with_system(record, _messages(record["messages"], "messages")), 0, shared)
+        messages = _messages(record["messages"], "messages")
+        if not _begins_with(messages, record.get("prompt")):
+            raise InputError("it has messages, and a prompt that they do not begin with: which is meant?", _EXPECTED)
+        return _whole(_with_system(record, messages), 0, shared)
     if record.get("prompt") is None:
         raise InputError("it has a completion, but no prompt")
     prompt, (answer,), noted = _answers(record, ("completion",))
@@ -150,6 +151,16 @@ def _answers(record: Mapping[str, Any], keys: Sequence[str]) -> tuple[_Messages,
     return first, divisions, {"repeats_prompt": texts != answers or sides != divisions, "keeps_prompt": keeps}
 
 
+def _begins_with(messages: _Messages, prompt: Any) -> bool:
+    """Whether the prompt, if there is one, is the first of the messages, after a system prompt of theirs or with it."""
+    wanted, told = (
+        [(one["role"], one["content"].strip()) for one in side]
+        for side in ([] if prompt is None else _side(prompt, "user", "prompt"), messages)
+    )
+    own = 1 if told[0][0] in ("system", "developer") else 0
+    return wanted in (told[: len(wanted)], told[own : own + len(wanted)])
+
+
 def _in_common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     """How many messages both begin with; the last one of the assistant is an answer in any case."""
     same = [a == b for a, b in zip(chosen, rejected, strict=False)]
@@ -173,6 +184,8 @@ def _format(record: Any) -> str:
     if not found:
         keys = ", ".join(map(str, list(record)[:8])) or "nothing"
         raise InputError(f"no conversation is in it: it has {keys}", _EXPECTED)
+    if found == ["messages", "chosen"] and record["messages"] == record["chosen"]:
+        return "chosen"
     if len(found) > 1:
         raise InputError(f"it has {' and '.join(found)}: which of them is meant?", _EXPECTED)
     return found[0]

@@ -13,6 +13,8 @@ from shared.errors import ConfigError
 from shared.files.reading import open_file
 
 _ROWS = 512
+_ARROW_FILE = b"ARROW1"
+"""Beginning of Arrow's file format, which is also Feather's; what does not begin so is its stream format."""
 _UNREADABLE = (pa.ArrowException, ValueError, OverflowError)
 
 
@@ -43,8 +45,14 @@ def _batches(file: Path, opened: Any) -> tuple[Any, Callable[[list[str]], Iterat
     if file.suffix == ".parquet":
         whole = pq.ParquetFile(opened)
         return whole.schema_arrow, lambda names: whole.iter_batches(_ROWS, columns=names)
-    stream = pa.ipc.open_stream(opened)
-    return stream.schema, lambda names: (batch.select(names) for batch in stream)
+    is_file = opened.read(len(_ARROW_FILE)) == _ARROW_FILE
+    opened.seek(0)
+    if not is_file:
+        stream = pa.ipc.open_stream(opened)
+        return stream.schema, lambda names: (batch.select(names) for batch in stream)
+    whole = pa.ipc.open_file(opened)
+    found = (whole.get_batch(i) for i in range(whole.num_record_batches))
+    return whole.schema, lambda names: (batch.select(names) for batch in found)
 
 
 def _known(file: Path, schema: Any, columns: Collection[str], is_read: Callable[[str], bool]) -> list[str]:
