@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, InputError
 from shared.schema import RunConfig
 
 type Capability = Literal["exact_ids", "spans", "in_flight_update", "audit", "routing", "probe"]
@@ -61,6 +61,14 @@ class DeclaredEngine:
         if not (isinstance(kind, str) and 0 < len(kind) <= _MOST_NAME and isinstance(capabilities, list)):
             return None
         return cls(kind, tuple(one for one in CAPABILITIES if one in capabilities))
+
+    def check_mode(self, mode: str) -> None:
+        """Raises InputError if weights cannot be committed in this mode."""
+        missing = [one for one in IN_FLIGHT if one in self.lacks]
+        if missing and mode != "abort":
+            raise InputError(
+                f"mode={mode} needs {', '.join(missing)}, which engine {self.kind} does not have", "send mode=abort"
+            )
 
     def check(self, config: RunConfig, has_experts: bool) -> None:
         """Raises ConfigError if the run needs a capability that the engine does not declare."""

@@ -1,4 +1,4 @@
-"""Wires the rollout service: engine, weight updates, registration, routes."""
+"""Wire the rollout service: engine, weight updates, registration, routes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 
 _BODY_BYTES, _TOKEN_BYTES, _OBJECTS = 2**18, 16, 2**15
-_ANSWER_S = 5.0  # of a trainer that is asked what is new
+_ANSWER_S = 5.0  # how long the trainer may take to name its newest version
 _log = Log("rollout")
 
 
 @asynccontextmanager
 async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
-    """Raises ConfigError, or EngineDied with the engine's reason."""
+    """Open the service of a run. Raises ConfigError, or EngineDied with the engine's reason."""
     async with open_rollout(from_config(config)) as service:
         yield service
 
@@ -99,7 +99,10 @@ async def open_rollout(
 async def _sources(
     settings: RolloutSettings, tokens: AccessTokens | None, stack: AsyncExitStack
 ) -> tuple[ChunkPuller | None, WeightSource | None]:
-    """What pulls published versions into an empty folder, and the trainer to ask for them; none without a folder."""
+    """Return a puller of published versions into an emptied folder, and a client of the trainer.
+
+    Both are None if `settings.pulled` is None.
+    """
     if settings.pulled is None:
         return None, None
     chunks = await asyncio.to_thread(ChunkFolder, settings.pulled)
@@ -115,7 +118,7 @@ async def _sources(
 
 
 def _bucket(settings: RolloutSettings) -> CheckpointBucket | None:
-    """Copies of what lies there are made beside the folder for chunks."""
+    """Return the run's bucket, if there is one; versions are copied into a folder beside the one for chunks."""
     if settings.bucket is None or settings.pulled is None:
         return None
     return CheckpointBucket(Bucket(settings.bucket), settings.pulled.with_name(f"{settings.pulled.name}.bucket"))
@@ -128,7 +131,7 @@ def build_app(
     generation: GenerationRunner,
     tokens: AccessTokens | None,
 ) -> FastAPI:
-    """The HTTP face of any engine."""
+    """Build the HTTP application around an engine."""
     limits = settings.limits.model_copy(update={"max_body_bytes": _longest_body(settings)})
     app = create_app(
         "rollout",
@@ -136,7 +139,7 @@ def build_app(
         tokens=tokens,
         ready=generation.why_not,
         roles={**routes.ROLES, **openai.ROLES},
-        max_objects=_OBJECTS + settings.engine.context_length,  # a prompt may be a list
+        max_objects=_OBJECTS + settings.engine.context_length,  # a JSON prompt is a list of numbers
     )
     tokenizer = _tokenizer(Path(settings.engine.model_path), settings.date)
     app.state.rollout = routes.RolloutState(
@@ -150,7 +153,7 @@ def build_app(
 def _heartbeat(
     registry: Registry, settings: RolloutSettings, updates: WeightUpdater, generation: GenerationRunner
 ) -> Callable[[], Awaitable[None]]:
-    """A worker that keeps the server's record in Redis while it can be routed to."""
+    """Return a worker that keeps the server registered in Redis while it can take requests."""
 
     def current() -> RegisteredServer | None:
         if generation.why_not() is not None or updates.current is None:
@@ -169,7 +172,7 @@ def _heartbeat(
 
 
 def _longest_body(settings: RolloutSettings) -> int:
-    """In bytes: no prompt that fits the context needs more, and many may arrive at once."""
+    """Limit of a request's body in bytes: enough for every prompt that fits the context."""
     return min(settings.limits.max_body_bytes, _BODY_BYTES + _TOKEN_BYTES * settings.engine.context_length)
 
 
@@ -181,7 +184,7 @@ def _epoch(version: str) -> int:
 
 
 def _tokenizer(folder: Path, date: datetime.date | None) -> ChatTokenizer | None:
-    """None for a folder without a tokenizer: the text routes are then off."""
+    """Return the model's tokenizer; None, which turns the text routes off, if the folder has none."""
     if not (folder / "tokenizer.json").is_file():
         return None
     return tokenizer_of_run(folder, date)

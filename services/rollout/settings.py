@@ -1,4 +1,4 @@
-"""The plain values the service needs, read once from the run's configuration."""
+"""Plain values of the service, read once from the run's configuration."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from shared.services_schema import Limits, TokenFiles
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
     """Args:
-    engine: what to start; `engine.model_path` also holds the tokenizer.
-    weights_root: folder of the run's checkpoints, watched while no trainer answers; no path leads outside it.
-    pulled: folder for the chunks of published versions, this process's alone; None takes none.
-    trainer_url: who is asked for the newest version.
-    bucket: address below which versions of the run may be taken from a bucket.
-    date: of the run, for chat templates that write one.
+    engine: how to start the engine; `engine.model_path` also holds the tokenizer.
+    weights_root: folder of the run's checkpoints, watched while no trainer answers; paths outside it are refused.
+    pulled: folder of this process alone for chunks of published versions; None refuses published versions.
+    trainer_url: address of the trainer, which names the newest version.
+    bucket: address of the run's bucket, from which versions may be loaded.
+    date: date of the run, for chat templates that write one.
     run, server_id, url: how the server registers in Redis, if `redis_url` is given.
     kind: which engine, a key of `engines.kinds.ENGINES`.
     """

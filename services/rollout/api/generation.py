@@ -1,4 +1,4 @@
-"""Running requests for HTTP: admission, drain, client disconnects, and answers in SGLang's shape."""
+"""Run requests of HTTP clients: admission, drain, disconnects, and answers in SGLang's format."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from shared.errors import InputError, RateLimited, Unavailable
 from shared.routing import to_wire
 
 CROWD = 16
-"""So many times the requests that run at once may be in the service; those that do not run wait in the engine's queue.
-"""
+"""Requests in the service, at most, as a multiple of those that run at once; the others wait in the engine's queue."""
 SILENT_S = 5.0
 _ABORT_S = 1.0
 _FULL_RETRY_S = 2.0
@@ -34,20 +33,19 @@ type Receive = Callable[[], Awaitable[Any]]
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 @dataclass
 class GenerationRunner:
-    """Everything that runs requests goes through here.
+    """Runs all requests to the engine.
 
     Args:
-        updates: tells whether what the engine serves can be used. Asked before a request is run, and again before its
-            answer leaves: what was sampled meanwhile by weights that turned out wrong is nobody's data, also when right
-            ones serve by then.
+        updates: tells whether the serving weights can be used. It is asked before a request runs, and again before its
+            answer leaves: tokens of weights that turned out wrong are never answered, even if right ones serve by then.
 
-    After `drain` begins new requests are refused; running ones may end within half of the grace and are then ended with
-    what they have.
+    Once `drain` has begun, new requests are refused. Running ones have half of the grace to end; then they are ended
+    with the tokens they have.
     """
 
     engine: Engine
@@ -59,7 +57,7 @@ class GenerationRunner:
     _scoring: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def why_not(self) -> Unavailable | None:
-        """What keeps requests from being routed here, or None."""
+        """Return the reason why no requests should be routed here; None if they may be."""
         if self.draining:
             return Unavailable("the server is stopping")
         if self.engine.silent_s >= SILENT_S:
@@ -67,10 +65,10 @@ class GenerationRunner:
         return self.updates.why_not_ready()
 
     async def run(self, requests: Sequence[GenerateRequest], receive: Receive | None = None) -> list[GenerateResult]:
-        """Runs requests side by side; `receive` is the ASGI channel that tells when the client goes away.
+        """Run requests concurrently; `receive` is the ASGI channel that reports the client's disconnect.
 
         Raises Unavailable while requests must not be routed here or too many are here already, ClientGone (the engine
-        has then been told to stop), and what `Engine.generate` raises.
+        has then been told to stop), and as `Engine.generate`.
         """
         results = await self._trusted(len(requests), lambda: _for_client(self._all(requests), receive))
         for result in results:
@@ -78,8 +76,10 @@ class GenerationRunner:
         return results
 
     async def score(self, ids: np.ndarray, receive: Receive | None = None) -> ScoredTokens:
-        """Log-probabilities of given tokens, int32[n] with n >= 2: one text after the other, for the engine samples
-        nothing meanwhile, and none whose client has gone. Raises as `run`.
+        """Return the log-probabilities of given tokens, int32[n] with n >= 2. Raises as `run`.
+
+        One text is scored at a time, because the engine samples nothing meanwhile; texts of disconnected clients are
+        skipped.
         """
         return await self._trusted(1, lambda: _for_client(self._scored(ids), receive))
 
@@ -88,7 +88,7 @@ class GenerationRunner:
             return await self.engine.score(ids)
 
     async def _trusted[T](self, n: int, work: Callable[[], Awaitable[T]]) -> T:
-        """What came of n requests, if the weights can still be used."""
+        """Return the result of n requests if the weights can still be used. Raises Unavailable if not."""
         self._admit(n)
         beginnings = self.updates.state.beginnings
         self.n_requests += n
@@ -115,7 +115,7 @@ class GenerationRunner:
             )
 
     async def _all(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """If one fails, the others are aborted."""
+        """Run all requests; if one fails, abort the others."""
         if len(requests) == 1:
             return [await self.engine.generate(requests[0])]
         try:
@@ -126,7 +126,7 @@ class GenerationRunner:
         return [task.result() for task in tasks]
 
     async def drain(self) -> None:
-        """Worker: waits for the service to stop, then sees running requests off."""
+        """Worker that waits for the service to stop, then for running requests to end."""
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -143,7 +143,7 @@ class GenerationRunner:
 
 
 async def _for_client[T](work: Coroutine[Any, Any, T], receive: Receive | None) -> T:
-    """Cancels the work when the client disconnects: the engine would go on for nobody. Raises ClientGone."""
+    """Return the result of `work`; cancel it when the client disconnects. Raises ClientGone."""
     if receive is None:
         return await work
     working, listening = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
@@ -164,8 +164,8 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def answer(result: GenerateResult, *, arrays: bool, with_logprobs: bool = True) -> dict[str, Any]:
-    """SGLang's answer to /generate. Log-probabilities are a float32 array with `arrays`, else SGLang's [logprob, id,
-    text] rows.
+    """Build SGLang's answer to /generate. Log-probabilities are a float32 array with `arrays`, else SGLang's rows
+    [logprob, id, text].
     """
     ids = result.output_ids
     return {
@@ -187,8 +187,8 @@ def answer(result: GenerateResult, *, arrays: bool, with_logprobs: bool = True) 
 def score_answer(
     wanted: ScoreRequest, scored: ScoredTokens | None, text_of: Callable[[int], str] | None
 ) -> dict[str, Any]:
-    """SGLang's answer to a /generate that samples nothing: rows [log-probability, id, text] from the token at `start`
-    on, of which the first has no log-probability. `scored` is None where no row has one.
+    """Build SGLang's answer to a /generate that samples nothing: rows [log-probability, id, text] from the token at
+    `start` on, the first of the text without a log-probability. `scored` is None if no row has one.
     """
     ids = wanted.ids[wanted.start :].tolist()
     known = [] if scored is None else scored.logprobs[wanted.start :].tolist()

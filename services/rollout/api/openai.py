@@ -1,4 +1,4 @@
-"""OpenAI's endpoints on the same engine, for clients that speak text. Answers come whole; streaming is refused."""
+"""OpenAI's endpoints on the same engine, for clients that send text. Streaming is refused."""
 
 from __future__ import annotations
 
@@ -146,8 +146,10 @@ def _rendered(tokenizer: ChatTokenizer, body: ChatCompletion) -> list[int]:
 
 
 def _continues(body: ChatCompletion) -> bool:
-    """Whether the answer goes on with the last message: `continue_final_message`, or on the message itself DeepSeek's
-    `prefix` or Moonshot's `partial`. Raises InputError naming such a mark that has no meaning.
+    """Return whether the answer continues the last message.
+
+    Clients say so by `continue_final_message`, or by DeepSeek's `prefix` or Moonshot's `partial` on the message itself.
+    Raises InputError naming such a mark that has no meaning.
     """
     marks = [
         (i, name, value)

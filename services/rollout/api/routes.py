@@ -1,6 +1,4 @@
-"""HTTP to the engine, with SGLang's names. Bodies are JSON or msgpack by Content-Type; answers come in
-the same format.
-"""
+"""HTTP routes with SGLang's names. Bodies are JSON or msgpack by Content-Type; answers have the same format."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ _CLIENT_CLOSED = 499
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """What the routes work on; lives in `app.state.rollout`. Without a tokenizer the text routes answer 422."""
+    """Objects that the routes use, in `app.state.rollout`. Without a tokenizer the text routes answer 422."""
 
     engine: Engine
     generation: GenerationRunner
@@ -65,7 +63,7 @@ class RolloutState:
 
 async def rollout_state(
     request: Request,
-) -> RolloutState:  # async: a plain function would take a detour through a thread
+) -> RolloutState:  # async: FastAPI runs plain functions in a thread
     return request.app.state.rollout
 
 
@@ -74,9 +72,9 @@ Rollout = Annotated[RolloutState, Depends(rollout_state)]
 
 @router.post("/generate", tags=["generate"], openapi_extra=declares(body=schemas.GENERATE, answer=schemas.GENERATED))
 async def generate(request: Request, state: Rollout) -> Response:
-    """Token ids in, sampled ids with log-probabilities and weight versions out; without the former if `return_logprob`
-    is false. With `max_new_tokens` 0 nothing is sampled: the answer has the log-probabilities of the given ids, at
-    temperature 1.
+    """Sample token ids after the given ones. The answer has ids, weight versions and, unless `return_logprob` is
+    false, log-probabilities. With `max_new_tokens` 0 nothing is sampled: the answer has the log-probabilities of the
+    given ids, at temperature 1.
     """
     body = await read_body(request)
     if "text" in body:
@@ -103,7 +101,7 @@ async def _scored(request: Request, body: Mapping[str, Any], state: RolloutState
 
 @router.post("/weights/stage", tags=["weights"], openapi_extra=declares(body=schemas.STAGE, answer=schemas.STAGED))
 async def stage(request: Request, state: Rollout) -> Response:
-    """Loads a published version ({version, manifest, sources}), or `manifest` as the path of a checkpoint, beside the
+    """Load a published version ({version, manifest, sources}), or the checkpoint at the path `manifest`, beside the
     serving weights, while decoding goes on.
     """
     return respond(request, _staged(await state.updates.stage(_weights(await read_body(request)))))
@@ -111,7 +109,7 @@ async def stage(request: Request, state: Rollout) -> Response:
 
 @router.post("/weights/commit", tags=["weights"], openapi_extra=declares(body=schemas.COMMIT, answer=schemas.COMMITTED))
 async def commit(request: Request, state: Rollout) -> Response:
-    """Makes the staged `version` serve, between two steps; `base_version` guards against a wrong current one."""
+    """Make the staged `version` serve, between two steps. Refused if `base_version` is given and does not serve."""
     body = await read_body(request)
     base = _text(body, "base_version") if body.get("base_version") is not None else None
     return respond(request, _committed(await state.updates.commit(_text(body, "version"), base, _mode(body))))
@@ -119,7 +117,7 @@ async def commit(request: Request, state: Rollout) -> Response:
 
 @router.get("/weights", tags=["weights"], openapi_extra=declares(answer=schemas.WEIGHTS))
 async def weights(request: Request, state: Rollout) -> Response:
-    """What serves, what waits."""
+    """Return the serving and the staged version."""
     updates = state.updates
     staged = updates.staged.version if updates.staged else None
     return respond(request, {"current": updates.current, "staged": staged, "digest": updates.digest})
@@ -127,21 +125,23 @@ async def weights(request: Request, state: Rollout) -> Response:
 
 @router.get("/weights/chunks/{digest}", tags=["weights"], openapi_extra=declares_bytes(200, 206))
 async def chunk(request: Request, digest: ChunkDigest, state: Rollout) -> Response:
-    """A chunk of what serves or is being pulled, or a manifest, by its blake3; `Range: bytes=N-` gives the rest."""
+    """Return a chunk of the serving weights or of those being pulled, or a manifest, by its blake3 digest.
+    `Range: bytes=N-` gives the bytes from N on.
+    """
     return await state.uplink.answer(request, digest)
 
 
 @router.get("/weights/holdings/{digest}", tags=["weights"], openapi_extra=declares_bytes(200))
 async def holding(digest: ChunkDigest, state: Rollout) -> Response:
-    """Which chunks of the version with that manifest are here, and which are on their way: a bit for each, in the
-    manifest's order, from the highest of the first byte on; the second row begins a new byte.
+    """Return which chunks of the version with that manifest are here, and which are being pulled: two rows with a bit
+    for each chunk, in the manifest's order, highest bit of the first byte first. The second row begins a new byte.
     """
     return Response(state.updates.holding(digest).to_bytes(), media_type="application/octet-stream")
 
 
 @router.post("/update_weights", tags=["weights"], openapi_extra=declares(body=schemas.UPDATE, answer=schemas.UPDATED))
 async def update_weights(request: Request, state: Rollout) -> Response:
-    """Stage and commit in one."""
+    """Stage and commit a version."""
     body = await read_body(request)
     return respond(request, await _update(state, _weights(body), _mode(body)))
 
@@ -152,7 +152,7 @@ async def update_weights(request: Request, state: Rollout) -> Response:
     openapi_extra=declares(body=schemas.UPDATE_FROM_DISK, answer=schemas.UPDATED_FROM_DISK),
 )
 async def update_weights_from_disk(request: Request, state: Rollout) -> Response:
-    """SGLang's name: `model_path` is a checkpoint or a Hugging Face folder below the run's weights root."""
+    """Stage and commit `model_path`, a checkpoint or a Hugging Face folder below the run's weights root."""
     body = await read_body(request)
     done = await _update(state, _text(body, "model_path"), _mode(body))
     return respond(
@@ -162,7 +162,7 @@ async def update_weights_from_disk(request: Request, state: Rollout) -> Response
 
 @router.post("/abort_request", tags=["control"], openapi_extra=declares(body=schemas.ABORT, answer=schemas.ABORTED))
 async def abort_request(request: Request, state: Rollout) -> Response:
-    """Ends the request `rid`, or all with `abort_all`; each answers with what it has produced."""
+    """End the request `rid`, or all with `abort_all`; each answers with the tokens it has sampled."""
     body = await read_body(request)
     everything = body.get("abort_all")
     if everything is not None and not isinstance(everything, bool):
@@ -172,7 +172,7 @@ async def abort_request(request: Request, state: Rollout) -> Response:
 
 @router.post("/pause_generation", tags=["control"], openapi_extra=declares(body=schemas.PAUSE, answer=schemas.STATE))
 async def pause_generation(request: Request, state: Rollout) -> Response:
-    """Stops decoding. `mode`: in_place keeps state, retract frees the cache, abort ends what runs."""
+    """Stop decoding. `mode`: in_place keeps state, retract frees the cache, abort ends running requests."""
     body = await read_body(request)
     mode = _mode(body) or "in_place"
     await state.engine.pause()
@@ -191,7 +191,7 @@ async def continue_generation(request: Request, state: Rollout) -> Response:
 
 @router.post("/flush_cache", tags=["control"], openapi_extra=declares(answer=schemas.STATE))
 async def flush_cache(request: Request, state: Rollout) -> Response:
-    """Forgets cached prefixes; what runs goes on with its tokens and recomputes."""
+    """Drop cached prefixes; running requests keep their tokens and compute their prefixes again."""
     await state.engine.flush_cache()
     return respond(request, {"status": "flushed"})
 
@@ -214,7 +214,7 @@ async def get_model_info(request: Request, state: Rollout) -> Response:
 
 @router.get("/get_server_info", tags=["info"], openapi_extra=declares(answer=schemas.SERVER))
 async def get_server_info(request: Request, state: Rollout) -> Response:
-    """The engine's kind and capabilities, how it was started, and what it is doing."""
+    """Return the engine's kind and capabilities, its settings and its present load."""
     status = dataclasses.asdict(await state.engine.status())
     return respond(
         request,

@@ -103,15 +103,15 @@ def generate_request(body: Mapping[str, Any], info: EngineInfo) -> GenerateReque
 
 
 def asks_to_score(body: Mapping[str, Any]) -> bool:
-    """Whether nothing is to be sampled: `max_new_tokens` is 0, as SGLang's clients ask for a prompt's
-    log-probabilities.
+    """Return whether only log-probabilities of the prompt are asked for: `max_new_tokens` is 0, as SGLang's clients
+    send it.
     """
     sampling = body.get("sampling_params")
     return isinstance(sampling, Mapping) and is_one_of(sampling.get("max_new_tokens"), (0,))
 
 
 def score_request(body: Mapping[str, Any], info: EngineInfo) -> ScoreRequest:
-    """Of a body that `asks_to_score`. Raises InputError naming the field and the value that is wrong."""
+    """Read a body that `asks_to_score`. Raises InputError naming the field and the value that is wrong."""
     ids = _checked_ids({name: value for name, value in body.items() if name != TEXTS}, info)
     sampling = sampling_params({**body["sampling_params"], "max_new_tokens": 1}, info, len(ids))
     if sampling.temperature not in (0.0, 1.0):

@@ -1,9 +1,9 @@
-"""What the service knows of an engine. No heavy import: routes and tests run against any implementation of `Engine`.
+"""The `Engine` protocol and its records. No heavy import: routes and tests run against any implementation.
 
 Invariants of every implementation: output ids are exactly the sampled tokens (the stop token included), each with the
 log-probability and the weight version it was sampled with; a failed stage changes nothing; weights change only in
-`commit`, between two steps; the engine's death fails every waiting call with EngineDied. An engine may be wrong: what
-it says of its weights (`Live`) is computed from the arrays that the next step will use, and the service judges it.
+`commit`, between two steps; when the engine dies, every waiting call fails with EngineDied. An engine may be wrong, so
+`Live` is computed from the arrays that the next step will use, and the service checks it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ CommitMode = Literal["retract", "abort", "in_place"]
 FinishType = Literal["stop", "length", "abort"]
 BASE_VERSION = "base"
 type Arriving = asyncio.Future[Any]
-"""Done once all that is awaited is there."""
+"""Future that is done when all chunks have been pulled."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """How to start an engine.
+    """Settings that an engine is started with.
 
     Args:
         model_path: folder with config.json, and model.safetensors if `load_weights`.
-        load_weights: False starts without weights: nothing is generated until the first commit.
+        load_weights: False starts without weights; the engine generates nothing until the first commit.
         dtype: of weights, activations and key/value pool.
-        context_length: most tokens of prompt and output together, plus one.
+        context_length: maximum number of tokens of prompt and output together, plus one.
         max_total_tokens: size of the key/value pool in tokens; None lets the engine choose.
         token_paddings, bs_paddings: shapes of prefill (tokens) and decode (requests) to compile at start; None compiles
-            default shapes when first met.
+            default shapes on first use.
     """
 
     model_path: str
@@ -54,7 +54,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What a started engine reports: sizes in tokens, times in seconds."""
+    """Report of a started engine: sizes in tokens, times in seconds."""
 
     vocab_size: int
     context_length: int
@@ -67,7 +67,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """temperature 0 is greedy; top_k -1 is all; without a seed the draw is different every time."""
+    """temperature 0 is greedy; top_k -1 keeps all tokens; without a seed every draw is different."""
 
     max_new_tokens: int = 128
     temperature: float = 1.0
@@ -80,8 +80,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateRequest:
-    """`input_ids`: int32[n], n >= 1, every id within the vocabulary. `rid` is unique among running requests.
-    `routed_from`: the position from which on the experts are wanted that tokens were sent to; None wants none.
+    """Request for one continuation.
+
+    `input_ids`: int32[n], n >= 1, every id within the vocabulary. `rid` is unique among running requests.
+    `routed_from`: first position for which to return the experts that processed the token; None returns none.
     """
 
     rid: str
@@ -92,8 +94,9 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreRequest:
-    """`ids`: int32[n], n >= 1; what is wanted are the log-probabilities of those after `start`, and texts if
-    `with_texts`.
+    """Request for the log-probabilities of the tokens after position `start` of `ids` (int32[n], n >= 1).
+
+    `with_texts` asks for the tokens' texts as well.
     """
 
     ids: np.ndarray
@@ -113,10 +116,12 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateResult:
-    """`output_ids`: int32[n]; `logprobs`: float32[n], natural logarithm at the request's temperature;
-    spans cover 0..n. `routed_experts` [m, L, k] (shared.routing): of the positions from `routed_from` on but the last,
-    which was not computed; each as it was when it was computed first, for later weights compute it again. None where
-    nobody asked, or the model has no experts.
+    """Sampled tokens of one request.
+
+    `output_ids`: int32[n]; `logprobs`: float32[n], natural logarithm at the request's temperature; spans cover 0..n.
+    `routed_experts` [m, L, k] (shared.routing): experts of the positions from `routed_from` on, except the last
+    position, which was not computed. After a weight change positions are computed again; the experts are those of the
+    first computation. None if the request did not ask, or the model has no experts.
     """
 
     rid: str
@@ -131,9 +136,10 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True)
 class StagedBase:
-    """What adapters are of: `folder` holds it below `params/`. An engine reads it once, and keeps it for the next
-    adapters of the same `digest`; what serves is the base with `scale` times the product of each adapter's halves
-    (shared.models.adapter).
+    """Base weights of adapters, in `folder` below `params/`.
+
+    An engine reads the base once and keeps it for later adapters of the same `digest`. It serves the base plus `scale`
+    times the product of each adapter's two matrices (shared.models.adapter).
     """
 
     folder: str
@@ -145,8 +151,9 @@ class StagedBase:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredTokens:
-    """`logprobs`: float32[n - 1], natural logarithm at temperature 1, of all but the first of n given tokens, each
-    after those before it; computed by the weights `version`.
+    """Log-probabilities of n given tokens under the weights `version`.
+
+    `logprobs`: float32[n - 1], natural logarithm at temperature 1, of each token but the first given those before it.
     """
 
     version: str
@@ -155,18 +162,19 @@ class ScoredTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedWeights:
-    """Weights to stage: `kind` says whether `folder` is a checkpoint, with an Orbax folder `below` it, a folder of
-    chunks (shared.published.chunks), or a Hugging Face folder.
+    """Weights to stage. `folder` is a checkpoint with an Orbax folder at `below`, a folder of chunks
+    (shared.published.chunks), or a Hugging Face folder, as `kind` says.
 
-    Of chunks, `files` are those of the version's stream in their order, each with its digest for a name, and `tree` are
-    the arrays in the stream, in their order; a `base` is of chunks as well. Those that are still on their way come in
-    the order that the `seed` draws (shared.published.order).
+    For chunks, `files` are the chunks of the version's stream in order, each named by its digest, and `tree` lists the
+    stream's arrays in order; a `base` consists of chunks as well. Chunks that are still being pulled arrive in the
+    order that `seed` draws (shared.published.order).
 
-    A checkpoint's `files` are as its manifest names them: an engine reads each once (see
-    `shared.run.checkpoint_files.copy_files`) and loads the very bytes whose digest it has taken. What they hold must
-    have exactly the leaves of `tree`. With a probe (int32[n] ids, float32[n-1] log-probabilities of all but the first,
-    and the noise of the trainer's dtype in nats, if known) the engine must agree with it. With a `base` these are
-    adapters of it."""
+    For a checkpoint, `files` are those of its manifest. An engine reads each file once (see
+    `shared.run.checkpoint_files.copy_files`) and loads the same bytes that it has hashed. They must hold exactly the
+    leaves of `tree`. If there is a probe (int32[n] ids, float32[n-1] log-probabilities of all but the first, and the
+    noise of the trainer's dtype in nats, if known), the engine's log-probabilities must agree with it. If there is a
+    `base`, the weights are adapters of it.
+    """
 
     folder: str
     version: str
@@ -184,7 +192,7 @@ class StagedWeights:
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Staged weights: `checksum` of their arrays, bit for bit; `timings` are durations in seconds."""
+    """Result of staging: `checksum` of the arrays' bits; `timings` are durations in seconds."""
 
     checksum: str
     timings: Mapping[str, float]
@@ -192,8 +200,9 @@ class LoadedWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Live:
-    """What the next step will compute with: its label, the checksum of its arrays, and its log-probabilities float32[m]
-    of the first m + 1 tokens of the probe that was staged with the version, if any.
+    """Weights that the next step will use: version, checksum of the arrays, and log-probabilities of the probe.
+
+    `logprobs`: float32[m] of the first m + 1 tokens of the probe that was staged with the version; None without one.
     """
 
     version: str | None
@@ -203,9 +212,7 @@ class Live:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CommitResult:
-    """What a commit did to the running requests; `pause_s` is how long decoding stood still, `live` what
-    serves since.
-    """
+    """Effect of a commit on running requests; decoding stood still for `pause_s`, and `live` serves since."""
 
     version: str
     previous: str | None
@@ -232,8 +239,8 @@ class EngineStatus:
 
 
 class Engine(Protocol):
-    """An engine that is up. Every method may raise EngineDied; `audit`, `status` and `abort` Unavailable where it is
-    too busy to answer.
+    """A running engine. Every method may raise EngineDied; `audit`, `status` and `abort` raise Unavailable if the
+    engine is too busy to answer.
 
     An engine without a capability (`shared.engines.Capability`) never makes up what it cannot know:
 
@@ -250,29 +257,29 @@ class Engine(Protocol):
 
     @property
     def silent_s(self) -> float:
-        """How long the engine has not been heard of, in seconds; it may be busy for longer, e.g. compile, without
-        falling silent.
-        """
+        """Seconds since the engine's last sign of life. A busy engine, e.g. one that compiles, is not silent."""
         ...
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Runs one request to its end. Cancelling the call aborts the request.
+        """Run one request to its end. Cancelling the call aborts the request.
 
         Raises Unavailable while no weights are committed.
         """
         ...
 
     async def score(self, ids: np.ndarray) -> ScoredTokens:
-        """Scores a whole text, int32[n] with n >= 2 that fits the context, between two steps: requests that run wait
-        meanwhile, and begin anew where there is no memory for both.
+        """Score given tokens, int32[n] with n >= 2 that fit the context, between two steps.
+
+        Running requests wait meanwhile; if there is not memory for both, they are computed again afterwards.
 
         Raises Unavailable while no weights are committed.
         """
         ...
 
     async def stage(self, weights: StagedWeights, arriving: Arriving | None = None) -> LoadedWeights:
-        """Loads weights beside the serving ones while decoding goes on; replaces what was staged. Until `arriving` is
-        done, chunks that are not in their folder yet are on their way; what it raises, this raises.
+        """Load weights beside the serving ones while decoding goes on. They replace weights that were staged before.
+
+        Until `arriving` is done, missing chunks are still being pulled; an error of `arriving` is raised here.
 
         Raises WeightsError (files, names, shapes, contents or the probe differ), Unavailable (files cannot be read now)
         or OutOfMemory; then nothing is staged.
@@ -280,36 +287,36 @@ class Engine(Protocol):
         ...
 
     async def commit(self, version: str, mode: CommitMode) -> CommitResult:
-        """Makes the staged weights serve. Raises Conflict if `version` is not staged.
+        """Make the staged weights serve. Raises Conflict if `version` is not staged.
 
-        The result is known before any answer that holds a token of the new weights.
+        The result arrives before any answer that holds a token of the new weights.
         """
         ...
 
     async def audit(self) -> Live:
-        """What serves now, between two steps."""
+        """Describe the weights that serve now; taken between two steps."""
         ...
 
     async def status(self) -> EngineStatus: ...
 
     async def abort(self, rid: str | None) -> int:
-        """Ends the request, or all of them for None, with what they have produced; the number of requests ended."""
+        """End the request, or all of them for None; they return what they have sampled. Returns how many were ended."""
         ...
 
     async def pause(self) -> None:
-        """Stops decoding; running requests keep their state, new ones wait."""
+        """Stop decoding; running requests keep their state, new ones wait."""
         ...
 
     async def resume(self) -> None: ...
 
     async def flush_cache(self) -> None:
-        """Forgets every cached prefix; running requests recompute theirs and go on."""
+        """Drop every cached prefix; running requests compute theirs again and go on."""
         ...
 
     async def wait_closed(self) -> None:
-        """Returns when the engine was closed; raises EngineDied when it ended by itself."""
+        """Wait until the engine is closed. Raises EngineDied if it ends by itself."""
         ...
 
     async def close(self) -> None:
-        """Ends the engine and its processes."""
+        """End the engine and its processes."""
         ...

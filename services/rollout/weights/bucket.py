@@ -1,9 +1,7 @@
-"""Versions in the run's bucket: copied into a folder of this server's own, out of which they are loaded as any other
-checkpoint.
+"""Copy versions from the run's bucket into a folder of this server's own, and load them as any other checkpoint.
 
-Nothing is copied that the manifest, which comes first, shows to be another run's or model's, or larger than the model's
-weights can be; of what is copied the engine takes the digests. The copy is gone when the weights are loaded, or cannot
-be.
+The manifest is copied first; nothing else is copied if it names another run or model, or more bytes than the model's
+weights can have. The engine hashes the copied files. The copy is removed when the weights are loaded or have failed.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from shared.run.checkpoint_files import ManifestFile
 
 
 class CheckpointBucket:
-    """Args: bucket: the run's; scratch: this server's folder for copies, emptied at the start."""
+    """Args: bucket: the run's bucket; scratch: this server's folder for copies, emptied at the start."""
 
     def __init__(self, bucket: Bucket, scratch: Path) -> None:
         self._bucket, self._scratch = bucket, scratch
@@ -35,7 +33,7 @@ class CheckpointBucket:
 
     @asynccontextmanager
     async def opened(self, address: str) -> AsyncIterator[CheckpointCopy]:
-        """A version below the bucket's address, by its own or by that of its manifest; so far its manifest is here.
+        """Open a version by its address or its manifest's, below the bucket's; only its manifest is copied so far.
 
         Raises Forbidden for any other address, NotFound, WeightsError, Unavailable and StorageFull.
         """
@@ -53,7 +51,7 @@ class CheckpointBucket:
 
 
 class CheckpointCopy:
-    """One version, `{root}/{version}/`, and what it is adapters of, as in a run's folder. Every method blocks."""
+    """Copy of one version in `{root}/{version}/`, and of its base, laid out as a run's folder. Every method blocks."""
 
     def __init__(self, bucket: Bucket, below: str, root: Path) -> None:
         self._bucket, self._below, self._root = bucket, below, root
@@ -71,7 +69,7 @@ class CheckpointCopy:
                 confined(self._root, adapter.base.folder(self._root)).mkdir(parents=True)
 
     def examine(self, model: ModelConfig, run: str) -> StagedWeights:
-        """What to stage of it. Raises WeightsError, Forbidden."""
+        """Read what to stage from the copy. Raises WeightsError, Forbidden."""
         found = examine(self.folder, model, run)
         for _, folder, files in self._trees(found):
             check_names((file.name for file in files), checkpoint_files.MANIFEST)
@@ -79,8 +77,9 @@ class CheckpointCopy:
         return found
 
     def fetch(self, found: StagedWeights) -> int:
-        """Its files, and returns how many bytes that were. Raises as `Bucket.download`, Forbidden for a name that leads
-        elsewhere, and StorageFull.
+        """Copy the files. Returns their size in bytes.
+
+        Raises as `Bucket.download`, Forbidden for a name that leads outside the folder, and StorageFull.
         """
         wanted = [(below, folder, file) for below, folder, files in self._trees(found) for file in files]
         for below, folder, file in wanted:
@@ -91,7 +90,7 @@ class CheckpointCopy:
         return sum(file.size for *_, file in wanted)
 
     def _trees(self, found: StagedWeights) -> list[tuple[str, Path, Sequence[ManifestFile]]]:
-        """Where the version lies in the bucket, the folder for its copy, and its files; of adapters their base, too."""
+        """Return key in the bucket, folder of the copy and files: of the version, and of its base if it has one."""
         trees: list[tuple[str, Path, Sequence[ManifestFile]]] = [(self._below, self.folder, found.files)]
         if found.base is not None:
             below = Path(self._below).parent / checkpoint_files.BASE / found.base.digest
@@ -103,7 +102,7 @@ class CheckpointCopy:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def check_unchanged(self) -> None:
-        """Raises WeightsError if the version is another one now than when it was opened, and as `begin`."""
+        """Raises WeightsError if the version's manifest has changed since it was opened, and as `begin`."""
         if self._read_manifest() != self._manifest:
             raise WeightsError(f"{self.folder.name} changed while it was loaded")
 

@@ -1,5 +1,6 @@
-"""What a checkpoint's folder says of itself, and whether this server may load it. Reads manifests, no weights: their
-bytes are verified where they are loaded, by the engine. Everything blocks on disk.
+"""Check of a checkpoint's manifest, before the engine loads the weights.
+
+Only manifests are read; the engine verifies the bytes of the weights as it loads them. Everything blocks on disk.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _NUMBER_BYTES, _BESIDE_BYTES = 4, 2**26  # adapters of a small model may be larg
 
 
 def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
-    """What to stage from a checkpoint (its manifest or its folder) of this run and model, or from a Hugging Face
-    folder.
+    """Read what to stage from a checkpoint of this run and model (`path` is its folder or manifest), or from a Hugging
+    Face folder.
 
-    `digest` is that of the files as the manifest names them, those of an adapter's base among them; of a Hugging Face
-    folder that of their sizes and times.
+    `digest` covers names and digests of the manifest's files and the digest of an adapter's base; for a Hugging Face
+    folder, names, sizes and times of its files.
 
     Raises WeightsError or Forbidden.
     """
@@ -61,7 +62,7 @@ def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
 
 
 def examine_published(manifest: PublishedManifest, folder: Path, model: ModelConfig, run: str) -> StagedWeights:
-    """What to stage of a published version of this run and model, whose chunks are, or will be, in `folder`.
+    """Read what to stage from a published version of this run and model, whose chunks are pulled into `folder`.
 
     Raises WeightsError.
     """
@@ -87,10 +88,7 @@ def examine_published(manifest: PublishedManifest, folder: Path, model: ModelCon
 
 
 def _bounded(manifest: PublishedManifest, model: ModelConfig) -> None:
-    """Nothing is pulled of a version that is larger than the model's weights can be: a float32 for each number.
-
-    Raises WeightsError.
-    """
+    """Refuse a version that is larger than the model can be, a float32 for each number. Raises WeightsError."""
     for tree in manifest.trees:
         check_bytes(manifest.version, tree.n_bytes, model)
 

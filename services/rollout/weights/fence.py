@@ -1,4 +1,4 @@
-"""A server of a run only moves forward: older versions are refused, whoever sends them, until the run is begun anew."""
+"""Refusal of versions that are older than one that has served, until the run is restarted from an empty folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.types import WeightVersion
 
 @dataclass
 class VersionFence:
-    """`served` is the newest of the run's versions that ever served, whether or not it still does."""
+    """`served` is the newest of the run's versions that has ever served, also if it no longer does."""
 
     served: StagedUpdate | None = None
 
@@ -25,9 +25,11 @@ class VersionFence:
         serving: StagedUpdate | None,
         beginning: str | None = None,
     ) -> None:
-        """Raises Conflict for weights that the run has left behind: an older trainer may still be sending them, and
-        WeightsError for those of another base. `newest` is the run's newest that is known of, `beginning` that of the
-        run that published them.
+        """Raises Conflict for outdated weights, which an older trainer may still send; WeightsError for another base.
+
+        Args:
+            newest: the run's newest known version.
+            beginning: the beginning of the run that published the weights.
         """
         version = WeightVersion.of_name(found.version)
         if version is None:
@@ -60,13 +62,15 @@ class VersionFence:
             raise Conflict(f"{found.version} serves already, with another digest", "a version is published once")
 
     def advance(self, update: StagedUpdate) -> None:
-        """`update` serves. Weights with a name of their own are none of the run's versions."""
+        """Record that `update` serves; weights with a name of their own are not the run's, and are ignored."""
         if WeightVersion.of_name(update.version) is not None:
             self.served = update
 
     def begun_anew(self, newest: Path) -> bool:
-        """A run always keeps its newest version, if only set aside as damaged: where that is older than ours, and ours
-        is gone, the folder was emptied. Blocks on disk.
+        """Return whether the run's folder was emptied and the run restarted. Blocks on disk.
+
+        A run always keeps its newest version, at least among the damaged ones. So if the newest is older than the one
+        that served, and that one is gone, the folder was emptied.
         """
         if (
             self.served is None

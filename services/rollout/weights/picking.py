@@ -1,8 +1,8 @@
-"""Which chunk a server pulls next, and of whom.
+"""Choice of the next chunk that a server pulls, and of its source.
 
-All servers share the trainer's uplink, so it is asked first for what no other server has: then those that pull the same
-version soon have different chunks, and get the others from each other, at once in both directions (the rarest first, as
-in BitTorrent: Cohen 2003, but that here one source has everything). Who does least for us is asked first.
+All servers share the trainer's uplink, so the trainer is asked first for chunks that no other server has. Servers that
+pull the same version then soon have different chunks and exchange them in both directions (rarest first, as in
+BitTorrent: Cohen 2003, except that one source has everything). The source with the fewest transfers is asked first.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from shared.clients.chunks import WeightSource
 from shared.published.holding import Holding
 
 _SPARED = 2
-"""Transfers by which the trainer counts as busier than it is, where others have all that is missing."""
+"""Transfers added to the trainer's load if other servers have all missing chunks."""
 
 
 @dataclass(eq=False)
 class Source:
-    """Where chunks may be had; `avoided` is until when it is left out, by the monotonic clock, and `reason` why; until
-    `rests` it had enough to do, `n_rests` times running. `holding` is what it has of the chunks that are wanted, in
-    their order; None where that is not known.
+    """Server that may have chunks.
+
+    It is avoided until the monotonic time `avoided`, for `reason`; it was busy until `rests`, `n_rests` times in a row.
+    `holding` tells which of the wanted chunks it has, in their order; None if that is not known.
     """
 
     url: str
@@ -42,7 +43,7 @@ class Source:
 
     @contextmanager
     def transfer(self) -> Iterator[None]:
-        """It has one more to do inside."""
+        """Count one more transfer while the block runs."""
         self.n_transfers += 1
         try:
             yield
@@ -50,13 +51,14 @@ class Source:
             self.n_transfers -= 1
 
     def lacks(self, index: int | None) -> bool:
-        """Whether it is known not to have that one."""
+        """Return whether it is known to lack the chunk."""
         return index is not None and self.holding is not None and not self.holding.has[index]
 
 
 class ChunkPicker:
-    """Over `missing`, bool[n]: which of the wanted chunks are neither here nor on their way. `are_told`: whether other
-    servers tell what they have; where they don't, they are asked before the trainer.
+    """Args:
+    missing: bool[n], the wanted chunks that are neither here nor being pulled.
+    are_told: whether other servers report their chunks; if not, they are asked before the trainer.
     """
 
     def __init__(self, missing: np.ndarray, *, are_told: bool = True) -> None:
@@ -73,8 +75,9 @@ class ChunkPicker:
         self._missing[:] = False
 
     def pick(self, sources: Sequence[Source], now: float) -> tuple[int, Source | None] | None:
-        """The next chunk, which is not missing then, and who is asked for it; nobody if none of them may have one now,
-        and None if no chunk is missing.
+        """Return the next chunk, which then is not missing any more, and its source.
+
+        The source is None if no source may have a missing chunk now. Returns None if no chunk is missing.
         """
         missing = self._missing
         if not missing.any():
@@ -96,8 +99,8 @@ class ChunkPicker:
         return index, source
 
     def _offer(self, source: Source, rare: np.ndarray) -> tuple[int, int, int] | None:
-        """How much it has to do, a number that is higher for whom to spare, and a chunk; None if it has none."""
-        n, missing = source.n_transfers + source.n_rests, self._missing  # who sent nothing when asked is asked later
+        """Return a source's load, its rank (higher is asked later) and a chunk; None if it has no missing chunk."""
+        n, missing = source.n_transfers + source.n_rests, self._missing  # a source that sent nothing is asked later
         if source.is_trainer:
             return (n, 1, int(rare.argmax())) if rare.any() else (n + _SPARED, 1, int(missing.argmax()))
         if source.holding is None:

@@ -1,12 +1,12 @@
-"""Chunks of published weights, from whoever has them, into a folder of this server's own.
+"""Pull chunks of published weights from the trainer and other servers into a folder of this server's own.
 
-Several chunks are pulled at once, about in the order that the caller gives, each from whom `picking` says, by what the
-other servers tell now and then of what they have. What a source has sent when its connection breaks is kept, and the
-rest is asked for at any other.
+Several chunks are pulled at once, roughly in the caller's order. `picking` chooses the source of each, from what the
+other servers report now and then of their chunks. If a connection breaks, the bytes received so far are kept, and the
+rest is requested from any source.
 
-Invariants: a chunk gets into the folder only with the digest that its name says, whoever sent it; a source that sent
-something else, too much, or too slowly is named, counted, and left out for a while; what was pulled is not pulled
-again.
+Invariants: a chunk enters the folder only if it has the digest that names it, whichever source sent it; a source that
+sent wrong bytes, too many, or too slowly is logged, counted, and avoided for a while; a chunk that was pulled is not
+pulled again.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _LACKS_S, _LACKS_MOST_S = 0.05, 0.5
 _LOOK_S, _LOOK_TIMEOUT_S = 0.2, 5.0
 _N_HOLDINGS = 2
 _AVOID_S: Mapping[str, float] = {"wrong": 60.0, "long": 60.0, "short": 5.0, "slow": 30.0, "broken": 0.2, "refused": 5.0}
-"""For how long a source is left out, by what it did."""
+"""Seconds for which a source is avoided, by its failure."""
 _log = telemetry.Log("pull")
 
 
 type Way = Callable[[Chunk], Sequence[Delta]]
-"""The deltas that make a chunk of one that is in the folder, in order; none where it is to be pulled whole."""
+"""Returns the deltas that turn a chunk in the folder into this one, in order; none if it must be pulled whole."""
 
 
 def _whole(_: Chunk) -> Sequence[Delta]:
@@ -55,12 +55,12 @@ class TooMuch(Exception):
 
 
 class PutOff(Exception):
-    """Who was asked has not got the chunk, or enough to do: nothing of it is here, and another may be picked."""
+    """The source lacks the chunk or is busy; nothing of the chunk is here, and another chunk may be picked."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedVersion:
-    """What is pulled: the manifest's digest, and the digests of its chunks in its order."""
+    """Version to pull: the digest of its manifest, and the digests of its chunks in the manifest's order."""
 
     manifest: str
     chunks: Sequence[str]
@@ -68,8 +68,10 @@ class WantedVersion:
 
 @dataclass
 class _Download:
-    """A chunk on its way: the first `n_bytes` of `into` are here, who sent some of them, and who has not got it just
-    now. `index` is its place among those that are wanted, if it is one of them.
+    """A chunk that is being pulled: the first `n_bytes` of `into` are here, sent by `givers`.
+
+    `lacking` are the sources that do not have it now, each with its number of tries and the time of the next one.
+    `index` is the chunk's place among the wanted ones; None for a delta.
     """
 
     chunk: Chunk
@@ -83,7 +85,7 @@ class _Download:
 
 
 class ChunkPuller:
-    """Args: chunks: where they go; connect: a client for a source's address; own: this server's address."""
+    """Args: chunks: folder of the chunks; connect: opens a client of a source's address; own: this server's address."""
 
     def __init__(self, chunks: ChunkFolder, connect: Callable[[str], WeightSource], own: str) -> None:
         self.chunks, self._connect, self._own = chunks, connect, own
@@ -91,13 +93,13 @@ class ChunkPuller:
         self._holdings: dict[str, tuple[Sequence[str], Holding]] = {}
 
     def holding(self, manifest: str) -> Holding:
-        """What is here of that version. Raises NotFound for one that was not pulled lately."""
+        """Return which chunks of a version are here. Raises NotFound for a version that was not pulled lately."""
         if (found := self._holdings.get(manifest)) is None:
             raise NotFound(f"nothing is known here of the version with the manifest {manifest}")
         return found[1]
 
     async def retain(self, digests: Collection[str]) -> None:
-        """Removes all other chunks. Others are told."""
+        """Remove all other chunks, also from what other servers are told."""
         await asyncio.to_thread(self.chunks.retain, digests)
         for names, holding in self._holdings.values():
             holding.has[:] &= np.fromiter((name in digests for name in names), np.bool_, len(names))
@@ -105,13 +107,13 @@ class ChunkPuller:
     async def pull(
         self, wanted: Iterable[Chunk], sources: Sequence[str], way: Way = _whole, of: WantedVersion | None = None
     ) -> int:
-        """All of them are in the folder then, some of them made of others by the deltas on their `way`. Returns how
-        many bytes were pulled for that. Where they are all chunks `of` a version, other servers are asked which of them
-        they have, and told which are here.
+        """Bring the wanted chunks into the folder, some by the deltas that `way` gives. Returns the bytes pulled.
 
-        Raises Unavailable if no source sends anything for `PATIENCE_S` (`PATIENCE_FIRST_S` at first, `PATIENCE_BUSY_S`
-        while one has enough to do), or none is left, naming what they did; and StorageFull. What was pulled until then
-        stays.
+        If `of` names their version, other servers are asked which of its chunks they have, and told which are here.
+
+        Raises Unavailable, naming each source's failure, if no source sends anything for `PATIENCE_S`
+        (`PATIENCE_FIRST_S` at first, `PATIENCE_BUSY_S` while one is busy), or none is left; and StorageFull. Chunks
+        that were pulled until then stay.
         """
         chunks = list(wanted)
         missing = await asyncio.to_thread(lambda: np.array([c.blake3 not in self.chunks for c in chunks], np.bool_))
@@ -147,8 +149,9 @@ class ChunkPuller:
     async def beside(
         self, wanted: Iterable[Chunk], sources: Sequence[str], way: Way = _whole, of: WantedVersion | None = None
     ) -> AsyncIterator[asyncio.Future[dict[str, float]]]:
-        """Pulls while something else goes on inside, and not after it. What it yields is done, with seconds and bytes,
-        when all are in the folder; it raises as `pull`.
+        """Pull while the block runs; leaving the block cancels the pull.
+
+        Yields a future that is done, with seconds and bytes, when all chunks are in the folder; it raises as `pull`.
         """
 
         async def timed() -> dict[str, float]:
@@ -175,7 +178,7 @@ class ChunkPuller:
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
-    """What is told to others, in the manifest's order; `order` is the place there of each chunk that is wanted."""
+    """Chunks that other servers are told of, in the manifest's order; `order` is the place of each wanted chunk."""
 
     own: Holding
     order: np.ndarray
@@ -215,7 +218,7 @@ class _Pull:
         return self._picker.n_missing
 
     async def look(self, source: Source, of: WantedVersion) -> None:
-        """Asks another server again and again what it has; it ends with a cancellation."""
+        """Ask another server repeatedly which chunks it has, until cancelled."""
         pause_s = _LOOK_S
         while True:
             try:
@@ -229,15 +232,17 @@ class _Pull:
             await asyncio.sleep(pause_s)
 
     async def work(self) -> None:
-        """One of several that share the chunks still to come. What ends it is the `failure`, and not raised: Python
-        3.12.1 would count the cancellation of who waits for all of them as one that is still under way.
+        """Worker, one of several, that fetches missing chunks. An error becomes `failure` and is not raised.
+
+        If it were raised, Python 3.12.1 would count the cancellation of the task that waits for the workers as one that
+        is still under way.
         """
         room = memoryview(bytearray(self._room))
         try:
             while (picked := self._picker.pick(self.sources, time.monotonic())) is not None:
                 index, source = picked
                 try:
-                    with source.transfer() if source else nullcontext():  # others reckon with what it will be asked for
+                    with source.transfer() if source else nullcontext():  # counts as load of the source from now on
                         is_made = await self._is_made(self._wanted[index], room)
                     if not is_made:
                         await self._fetch(self._wanted[index], room, index, source)
@@ -250,7 +255,7 @@ class _Pull:
             self._picker.clear()
 
     async def _is_made(self, chunk: Chunk, room: memoryview) -> bool:
-        """Whether deltas have made it of a chunk that was here."""
+        """Make the chunk from one that is here, by its deltas. Returns whether that succeeded."""
         if not (deltas := await asyncio.to_thread(self._way, chunk)):
             return False
         try:
@@ -258,15 +263,15 @@ class _Pull:
                 if delta.chunk.blake3 not in self._chunks:
                     await self._fetch(delta.chunk, room)
         except Unavailable as error:
-            _log.info("a delta cannot be had", chunk=chunk.blake3, reason=str(error))
+            _log.info("delta not available", chunk=chunk.blake3, reason=str(error))
             return False
         if not await asyncio.to_thread(self._made, chunk, deltas, room):
-            _log.warning("a delta does not make its chunk", chunk=chunk.blake3, base=deltas[0].base)
+            _log.warning("delta gives another chunk", chunk=chunk.blake3, base=deltas[0].base)
             return False
         return True
 
     def _made(self, chunk: Chunk, deltas: Sequence[Delta], room: memoryview) -> bool:
-        """It blocks. Nothing is kept that is not the chunk: of a wrong base, or a wrong delta, it is pulled whole."""
+        """Apply the deltas; False, with nothing kept, if base or delta is wrong or gone. It blocks."""
         try:
             data = room[: self._chunks.read_into(deltas[0].base, room)]
             for delta in deltas:
@@ -278,7 +283,7 @@ class _Pull:
     async def _fetch(
         self, chunk: Chunk, room: memoryview, index: int | None = None, picked: Source | None = None
     ) -> None:
-        """Raises Unavailable, StorageFull; and PutOff, where a source was picked."""
+        """Pull one chunk. Raises Unavailable, StorageFull, and PutOff if a source was picked."""
         download = _Download(chunk, room[: chunk.size], index, may_be_put_off=picked is not None)
         try:
             while not await self._is_kept(download):
@@ -290,7 +295,7 @@ class _Pull:
         self.n_bytes += chunk.size
 
     async def _is_kept(self, download: _Download) -> bool:
-        """Whether a chunk was whole and right; of a wrong one nothing is left."""
+        """Store a whole chunk and return True; drop it if its digest is wrong. False also while it is not whole."""
         chunk = download.chunk
         if download.n_bytes < chunk.size:
             return False
@@ -302,7 +307,7 @@ class _Pull:
         return False
 
     async def _choose(self, download: _Download) -> Source:
-        """Raises Unavailable."""
+        """Wait for a source of the chunk, and return the best one. Raises Unavailable."""
         while True:
             now = time.monotonic()
             deadline = self._deadline()
@@ -319,13 +324,13 @@ class _Pull:
             await asyncio.sleep(_LACKS_S)
 
     def _deadline(self) -> float:
-        """Until when there is something to wait for, whoever is asked."""
+        """Return the time until which it makes sense to wait for any source."""
         if any(s.is_busy for s in self.sources):
             return self._last_byte + PATIENCE_BUSY_S
         return self._last_byte + (PATIENCE_S if self._n_blocks else PATIENCE_FIRST_S)
 
     async def _more(self, download: _Download, source: Source) -> None:
-        """As much of the chunk as the source sends."""
+        """Receive as much of the chunk as the source sends."""
         chunk = download.chunk
         if not download.is_mixed:
             download.n_bytes = 0
@@ -338,7 +343,7 @@ class _Pull:
             download.n_bytes = end
             self._progress.pending(download.index, is_pending=True)
             self._fresh += len(block)
-            if self._fresh >= _PROGRESS_BYTES or end == chunk.size:  # a byte now and then is none
+            if self._fresh >= _PROGRESS_BYTES or end == chunk.size:  # single bytes are no progress
                 self._last_byte, self._n_blocks, self._fresh = time.monotonic(), self._n_blocks + 1, 0
 
         if source.is_trainer:  # also before it sends
@@ -365,7 +370,10 @@ class _Pull:
                 self._progress.pending(download.index, is_pending=False)
 
     def _failed(self, download: _Download, source: Source, error: VolleyError, asked_s: float) -> None:
-        """Who has not got a chunk, or enough to do, is asked again soon; less and less often. Raises PutOff."""
+        """Schedule the next request to a source that lacks the chunk or is busy; avoid it for other errors.
+
+        Repeated failures lengthen the wait. Raises PutOff if another chunk should be picked.
+        """
         source.is_busy = isinstance(error, Unavailable) and error.retry_after_s < 1
         if not (isinstance(error, NotFound) or source.is_busy):
             self._avoid(source, "broken" if isinstance(error, Unavailable) else "refused", str(error))
@@ -373,7 +381,7 @@ class _Pull:
         source.reason = str(error) if source.is_busy else ""
         if download.may_be_put_off and (source.is_busy or source.holding is not None):
             wait_s = _wait_s(source.n_rests) if source.is_busy else _LOOK_S * 2 ** min(source.n_rests, 7)
-            least_s = asked_s * min(source.n_rests, 8)  # else one of several slow ones would always have rested
+            least_s = asked_s * min(source.n_rests, 8)  # else one of many slow sources would always be free
             source.rests, source.n_rests = time.monotonic() + max(wait_s, least_s), source.n_rests + 1
             if not source.is_busy:
                 source.holding = Holding.nothing(len(self._wanted))
@@ -391,5 +399,5 @@ class _Pull:
 
 
 def _wait_s(n: int) -> float:
-    """After so many tries before, of which there is no end while others send."""
+    """Return a jittered wait after `n` tries. While other sources send, `n` has no bound."""
     return min(_LACKS_MOST_S, _LACKS_S * 2 ** min(n, 10)) * random.uniform(0.5, 1.0)

@@ -1,4 +1,4 @@
-"""What a server serves, as values: they are replaced as a whole, and never changed."""
+"""States of a server's weights, as immutable values."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import numpy as np
 from services.rollout.engines.base import Live, LoadedWeights, StagedWeights
 from services.rollout.engines.probe import check_probe
 from shared.errors import WeightsError
+from shared.types import WeightVersion
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedUpdate:
-    """Weights that were loaded from `path`, or, without one, as they were published: how to know them again, and
-    `timings`, durations in seconds. `base` is the digest of what they are adapters of.
+    """Weights that the engine has loaded: from `path`, or as a published version if `path` is None.
 
-    Of published ones `manifest` is the digest of theirs, `beginning` that of their run, and `chunks` are what others
-    may have from here.
+    `digest`, `checksum` and the probe identify them; `timings` are durations in seconds; `base` is the digest of the
+    base if they are adapters. For a published version `manifest` is the digest of its manifest, `beginning` identifies
+    the beginning of the run that published it, and `chunks` are those that other servers may pull from here.
     """
 
     path: Path | None
@@ -37,7 +38,7 @@ class StagedUpdate:
 
     @classmethod
     def of(cls, found: StagedWeights, path: Path | None, loaded: LoadedWeights) -> Self:
-        """What an engine has loaded."""
+        """Build the record of weights that the engine has loaded."""
         return cls(
             path,
             found.version,
@@ -50,7 +51,10 @@ class StagedUpdate:
         )
 
     def judge(self, live: Live, dtype: str) -> str | None:
-        """What speaks against `live` being these weights."""
+        """Return a sentence on how `live` differs from these weights; None if it does not.
+
+        Empty checksums, and no probe, are those of engines without the capability (see `engines.base.Engine`).
+        """
         if live.version != self.version:
             return f"the engine says that it serves {live.version}"
         if live.checksum != self.checksum:
@@ -65,15 +69,17 @@ class StagedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class NothingServes:
-    """No weights were committed yet, or those that were belong to a run that was begun anew."""
+    """No weights were committed yet, or the run was restarted in an emptied folder since."""
 
     beginnings: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """`update` is what serves as `version`; None for weights that the engine was started with. Versions of the run up
-    to `passed` are not loaded instead.
+    """Weights serve as `version`.
+
+    `update` is None for weights that the engine was started with. Versions of the run up to `passed` are not loaded in
+    their place.
     """
 
     version: str
@@ -84,11 +90,26 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Distrusted:
-    """What the engine computes with is not what was loaded: no answer leaves until other weights are committed."""
+    """The engine's arrays are not those that were loaded; no answer leaves until other weights are committed."""
 
     reason: str
     beginnings: int
 
 
+@dataclass(frozen=True, slots=True)
+class FailedVersion:
+    """Version that could not be loaded; `at` is a time of the monotonic clock."""
+
+    version: str
+    at: float
+    reason: str
+
+
 type ServingState = NothingServes | Serving | Distrusted
-"""`beginnings` counts how often what served was found not to be the run's: no answer may span two of them."""
+"""`beginnings` counts how often serving weights were found not to be the run's; no answer may span two counts."""
+
+
+def is_newer(candidate: str, state: ServingState) -> bool:
+    """Return whether a version of the run is newer than those that are not loaded any more (`Serving.passed`)."""
+    passed = WeightVersion.of_name(state.passed) if isinstance(state, Serving) and state.passed is not None else None
+    return passed is None or WeightVersion.parse(candidate) > passed

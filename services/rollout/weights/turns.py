@@ -1,4 +1,4 @@
-"""Whose turn it is: one weight update at a time, few that wait, and none for ever."""
+"""Queue of weight updates: one at a time, few waiting, each with a deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_WAITING = 8
 
 
 class UpdateTurns:
-    """A lock with bounds."""
+    """Lock with a bounded number of waiters and bounded times."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -39,14 +39,14 @@ class UpdateTurns:
 
     @asynccontextmanager
     async def between(self) -> AsyncIterator[None]:
-        """A short look between two updates: it waits for as long as they take, and nobody is refused for it."""
+        """Hold the lock briefly between two updates; it waits without limit, and counts against no limit."""
         async with self._lock:
             yield
 
 
 @asynccontextmanager
 async def _within(seconds: float, otherwise: str) -> AsyncIterator[None]:
-    """Raises Unavailable."""
+    """Bound the block's duration. Raises Unavailable."""
     try:
         async with asyncio.timeout(seconds):
             yield

@@ -1,13 +1,14 @@
-"""New weights into the engine. They take one way, `update`: the trainer's push says which version there is, and who has
-it; a server that has just started, or missed a push, asks the trainer, and looks for checkpoints in a folder while no
-trainer answers.
+"""Move weight versions into the engine.
 
-Invariants: one update at a time; the engine loads the very bytes whose digests it has taken, and takes them once; a
-version that fails leaves the serving one as it is; a server never goes back, except with a run that was begun anew;
-staging or committing a version that is already staged or serving is a success without work, so a push and the watcher
-may meet. What the engine computes with is judged by its own arrays, after every commit and every `AUDIT_S`: weights
-that are not those that were loaded are as good as none, and no answer leaves: neither now nor, of requests that were
-running, after others serve. What they computed is not read again: the commit after them empties the prefix cache.
+All updates go through `update`. The trainer announces each version and its sources; a server that has just started or
+missed an announcement asks the trainer, and watches the folder of checkpoints while no trainer answers.
+
+Invariants: one update at a time; the engine loads the same bytes that it has hashed, and reads them once; a version
+that fails leaves the serving one unchanged; a server never goes back to an older version of the same beginning of the
+run; staging or committing a version that is already staged or serving succeeds without work, so an announcement and
+the watcher may coincide. The engine's arrays are checked after every commit and every `AUDIT_S`. If they are not those
+that were loaded, no answer leaves, also not of requests that end after other weights serve; the next commit empties
+the prefix cache.
 """
 
 from __future__ import annotations
@@ -25,13 +26,20 @@ from services.rollout.weights.bucket import CheckpointBucket
 from services.rollout.weights.checkpoint import examine, examine_published
 from services.rollout.weights.fence import VersionFence
 from services.rollout.weights.pulling import ChunkPuller, WantedVersion
-from services.rollout.weights.serving import Distrusted, NothingServes, Serving, ServingState, StagedUpdate
+from services.rollout.weights.serving import (
+    Distrusted,
+    FailedVersion,
+    NothingServes,
+    Serving,
+    ServingState,
+    StagedUpdate,
+    is_newer,
+)
 from services.rollout.weights.turns import UpdateTurns
-from shared.engines import IN_FLIGHT, DeclaredEngine
+from shared.engines import DeclaredEngine
 from shared.errors import (
     Conflict,
     Forbidden,
-    InputError,
     NotFound,
     OutOfMemory,
     Unavailable,
@@ -55,32 +63,22 @@ AUDIT_S = 30.0
 _log = telemetry.Log("weights")
 
 
-@dataclass(frozen=True, slots=True)
-class FailedVersion:
-    """The newest version could not be loaded; `at` is of the monotonic clock."""
-
-    version: str
-    at: float
-    reason: str
-
-
 @dataclass
 class WeightUpdater:
-    """Moves versions into the engine.
+    """Loads versions and makes them serve.
 
     Args:
-        root: the only folder that paths may lead into; None refuses them.
-        model: what the engine computes.
-        run: the run whose weights are taken.
+        root: folder that paths of weights must lie in; None refuses paths.
+        model: the engine's model.
+        run: name of the run whose weights are accepted.
         dtype: the engine's.
-        state: what the engine serves from the start.
-        puller: takes published versions; None refuses them.
+        state: weights that the engine serves from the start.
+        puller: pulls published versions; None refuses them.
         newest_offer: asks the trainer for its newest version; raises VolleyError.
-        bucket: takes versions that lie there; None refuses their addresses.
-        declared: the engine's kind and capabilities. Without `audit` nothing is audited; without those of `IN_FLIGHT`
-            the only commit mode is abort.
+        bucket: reads versions in the run's bucket; None refuses their addresses.
+        declared: the engine's kind and capabilities (see `engines.base.Engine`).
 
-    `staged` waits beside what serves; `_failed` is what the watcher does not try again at once.
+    `staged` is loaded and not yet committed; the watcher does not retry `_failed` at once.
     """
 
     engine: Engine
@@ -113,7 +111,7 @@ class WeightUpdater:
         return self.state.update if isinstance(self.state, Serving) else None
 
     def why_not_ready(self) -> Unavailable | None:
-        """None once weights serve; else what is missing."""
+        """Return the reason why no weights serve; None if they do."""
         match self.state:
             case Serving():
                 return None
@@ -125,8 +123,11 @@ class WeightUpdater:
                 return WeightsUnpublished("no weights are published yet")
 
     async def stage(self, wanted: str | WeightOffer) -> StagedUpdate:
-        """Loads a published version, or a path: of a checkpoint's manifest or folder, or of a Hugging Face folder; or
-        the address of a checkpoint in the run's bucket.
+        """Load weights beside the serving ones.
+
+        Args:
+            wanted: a published version; the path of a checkpoint's manifest or folder, or of a Hugging Face folder; or
+                the address of a checkpoint in the run's bucket.
 
         Raises Forbidden, NotFound, WeightsError, Conflict, Unavailable or OutOfMemory; then nothing is staged.
         """
@@ -134,45 +135,39 @@ class WeightUpdater:
             return await self._stage(wanted)
 
     async def commit(self, version: str, base_version: str | None, mode: CommitMode | None) -> CommitResult:
-        """Raises Conflict if `version` is not staged, or `base_version` is not what serves; WeightsError if it then
-        does not serve; InputError for a mode that the engine does not have.
+        """Make the staged `version` serve.
+
+        Raises Conflict if `version` is not staged or `base_version` does not serve; WeightsError if the engine's arrays
+        are then not those that were loaded; InputError for a mode that the engine does not have.
         """
-        mode = self._permitted(mode)
+        mode = mode or self.default_mode
+        self.declared.check_mode(mode)
         async with self._turns.turn():
             return await self._commit(version, base_version, mode)
 
     async def update(self, wanted: str | WeightOffer, mode: CommitMode | None) -> tuple[StagedUpdate, CommitResult]:
-        """`stage` and `commit`."""
-        mode = self._permitted(mode)
+        """Stage and commit. Raises as both."""
+        mode = mode or self.default_mode
+        self.declared.check_mode(mode)
         async with self._turns.turn():
             staged = await self._stage(wanted)
             return staged, await self._commit(staged.version, None, mode)
 
-    def _permitted(self, mode: CommitMode | None) -> CommitMode:
-        """`mode`, or the default one. Raises InputError if the engine does not have it."""
-        mode = mode or self.default_mode
-        missing = [one for one in IN_FLIGHT if one in self.declared.lacks]
-        if missing and mode != "abort":
-            raise InputError(
-                f"mode={mode} needs {', '.join(missing)}, which engine {self.declared.kind} does not have", "mode=abort"
-            )
-        return mode
-
     def read_chunk(self, digest: str) -> bytes:
-        """For other servers. Raises NotFound; it blocks."""
-        return self._passes_on().chunks.read(digest)
+        """Read a chunk for another server. Raises NotFound; it blocks."""
+        return self._puller_for_others().chunks.read(digest)
 
     def holding(self, manifest: str) -> Holding:
-        """For other servers: what is here of a version. Raises NotFound."""
-        return self._passes_on().holding(manifest)
+        """Return which chunks of a version other servers may pull from here. Raises NotFound."""
+        return self._puller_for_others().holding(manifest)
 
-    def _passes_on(self) -> ChunkPuller:
+    def _puller_for_others(self) -> ChunkPuller:
         if self.puller is None:
             raise NotFound("this server passes no weights on")
         return self.puller
 
     async def watch(self) -> None:
-        """Worker: loads the run's newest version whenever it is newer than the serving one."""
+        """Worker that loads the run's newest version whenever it is newer than the serving one."""
         while self.root is not None or self.newest_offer is not None:
             try:
                 await self.catch_up()
@@ -181,17 +176,18 @@ class WeightUpdater:
             await asyncio.sleep(POLL_S if self.current is None else POLL_SERVING_S)
 
     async def guard(self) -> None:
-        """Worker: audits what serves."""
+        """Worker that audits the serving weights every `AUDIT_S`."""
         while True:
             await asyncio.sleep(AUDIT_S)
             try:
                 await self.audit()
             except Unavailable as error:
-                _log.warning("audit put off", detail=str(error))
+                _log.warning("audit postponed", detail=str(error))
 
     async def audit(self) -> None:
-        """Weights that are not those that were loaded no longer serve; the watcher loads them again. Raises
-        Unavailable.
+        """Stop serving if the engine's arrays are not those that were loaded. Raises Unavailable.
+
+        The watcher then loads the weights again.
         """
         async with self._turns.between():
             if self._serving is not None and "audit" not in self.declared.lacks:
@@ -200,10 +196,10 @@ class WeightUpdater:
                     self._distrust(self._serving.version, found)
 
     async def catch_up(self) -> None:
-        """Loads the newest version if it is newer; one that failed is tried again after 30 s. Raises as `update`."""
+        """Load the newest version if it is newer; retry a failed one after `RETRY_BAD_S`. Raises as `update`."""
         offer = await self._offered()
         if offer is not None:
-            await self._begin_anew(offer)
+            await self._forget_older_beginning(offer)
             await self._load_newer(offer.version, offer)
         elif self.root is not None:
             newest = await self._newest_folder(self.root)
@@ -212,7 +208,7 @@ class WeightUpdater:
 
     async def _load_newer(self, version: str, wanted: str | WeightOffer) -> None:
         failed = self._failed
-        if not _newer(version, self.state) or (
+        if not is_newer(version, self.state) or (
             failed is not None and failed.version == version and failed.at > time.monotonic() - RETRY_BAD_S
         ):
             return
@@ -224,21 +220,19 @@ class WeightUpdater:
         self._failed = None
 
     async def _offered(self) -> WeightOffer | None:
-        """What the trainer says that its newest version is; None while it does not answer."""
+        """Ask the trainer for its newest version; None while it does not answer."""
         if self.newest_offer is None:
             return None
         try:
             offer = await self.newest_offer()
         except VolleyError as error:
-            _log.debug("the trainer offers nothing", reason=str(error))
+            _log.debug("no version offered by the trainer", reason=str(error))
             return None
         self._announced = WeightVersion.parse(offer.version)
         return offer
 
-    async def _begin_anew(self, offer: WeightOffer) -> None:
-        """The trainer at the address that the run's configuration names decides which beginning of the run is valid;
-        what served of another one is forgotten.
-        """
+    async def _forget_older_beginning(self, offer: WeightOffer) -> None:
+        """Forget weights of another beginning of the run than the trainer's, which is the valid one."""
         served = self._fence.served
         if served is None or served.beginning is None or served.manifest == offer.manifest.blake3:
             return
@@ -254,7 +248,7 @@ class WeightUpdater:
         return newest
 
     def _forget(self, newest: str) -> None:
-        _log.warning("the run was begun anew", newest=newest, current=self.current)
+        _log.warning("run restarted from an empty folder", newest=newest, current=self.current)
         self.state, self.staged = NothingServes(self.state.beginnings + 1), None
         self._fence, self._failed = VersionFence(), None
 
@@ -276,8 +270,8 @@ class WeightUpdater:
         found = await asyncio.to_thread(examine, where, self.model, self.run)
         newest = await asyncio.to_thread(checkpoint_files.newest, self.root)
         self._fence.check(found, WeightVersion.parse(newest.name) if newest else None, self._serving)
-        if (known := self._known(found)) is not None:
-            return known
+        if (same := self._loaded_already(found)) is not None:
+            return same
         self.staged = None
         loaded = await self.engine.stage(found)
         again = await asyncio.to_thread(examine, where, self.model, self.run)
@@ -292,8 +286,8 @@ class WeightUpdater:
         async with self.bucket.opened(address) as copy:
             found = await asyncio.to_thread(copy.examine, self.model, self.run)
             self._fence.check(found, self._announced, self._serving)
-            if (known := self._known(found)) is not None:
-                return known
+            if (same := self._loaded_already(found)) is not None:
+                return same
             self.staged = None
             n_bytes = await asyncio.to_thread(copy.fetch, found)
             metrics.PULLED.inc(n_bytes)
@@ -303,7 +297,7 @@ class WeightUpdater:
             return replace(staged, timings={**pulled, **staged.timings})
 
     async def _stage_offer(self, offer: WeightOffer) -> StagedUpdate:
-        """What was pulled is there for the next try, and for other servers, whatever becomes of it here."""
+        """Pull and stage a published version. Chunks stay for the next try, and for other servers, if it fails."""
         if self.puller is None:
             raise Forbidden("this server takes no weights", "start it with a run's configuration")
         manifest = await self._manifest(offer)
@@ -313,8 +307,8 @@ class WeightUpdater:
         )
         found = replace(examined, seed=seed)
         self._fence.check(found, self._announced, self._serving, manifest.beginning)
-        if (known := self._known(found)) is not None:
-            return known
+        if (same := self._loaded_already(found)) is not None:
+            return same
         self.staged = None
         chunks = {chunk.blake3: chunk for tree in manifest.trees for chunk in drawn(tree.chunks, seed)}
         have = self.puller.chunks.__contains__
@@ -334,7 +328,7 @@ class WeightUpdater:
         )
 
     async def _manifest(self, offer: WeightOffer) -> PublishedManifest:
-        """Raises WeightsError, Unavailable."""
+        """Pull the version's manifest. Raises WeightsError, Unavailable."""
         assert self.puller is not None
         await self.puller.pull([offer.manifest], offer.sources)
         data = await asyncio.to_thread(self.puller.chunks.read, offer.manifest.blake3)
@@ -344,15 +338,15 @@ class WeightUpdater:
         return manifest
 
     async def _retain(self, *chunks: str) -> None:
-        """These, and those of what serves, which others may be pulling from here."""
+        """Keep these chunks and those of the serving weights, which others may be pulling; remove all others."""
         if self.puller is not None:
             of_serving = self._serving.chunks if self._serving else frozenset[str]()
             await self.puller.retain(of_serving.union(chunks))
 
-    def _known(self, found: StagedWeights) -> StagedUpdate | None:
-        """Of weights that are staged or serve already."""
-        known = (update for update in (self._serving, self.staged) if update is not None)
-        return next((one for one in known if (one.version, one.digest) == (found.version, found.digest)), None)
+    def _loaded_already(self, found: StagedWeights) -> StagedUpdate | None:
+        """Return the serving or staged weights if they are the ones that were found; else None."""
+        updates = (update for update in (self._serving, self.staged) if update is not None)
+        return next((one for one in updates if (one.version, one.digest) == (found.version, found.digest)), None)
 
     async def _commit(self, version: str, base_version: str | None, mode: CommitMode) -> CommitResult:
         staged = self.staged
@@ -394,9 +388,7 @@ class WeightUpdater:
         return result
 
     def _newest_name(self) -> str | None:
-        """Weights that someone loaded by a name of their own stay until the run publishes something newer than it has
-        now.
-        """
+        """Return the run's newest known version; weights with a name of their own serve until a newer one comes."""
         newest = None if self.root is None else checkpoint_files.newest(self.root)
         known = [
             version for version in (self._announced, WeightVersion.parse(newest.name) if newest else None) if version
@@ -408,9 +400,3 @@ class WeightUpdater:
         self.staged = None
         metrics.DISTRUSTED.inc()
         _log.error("weights distrusted", version=version, reason=reason)
-
-
-def _newer(candidate: str, state: ServingState) -> bool:
-    """Whether a version of the run is newer than all that need not be loaded any more."""
-    passed = WeightVersion.of_name(state.passed) if isinstance(state, Serving) and state.passed is not None else None
-    return passed is None or WeightVersion.parse(candidate) > passed

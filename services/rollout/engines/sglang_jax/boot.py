@@ -38,7 +38,7 @@ _POOL_ALIGNMENT = 128  # the engine rounds head_dim up to a multiple of it in it
 
 
 class _ThisProcess:
-    """Where the engine would signal its parent, end this process instead: the service sees the link close."""
+    """Stand-in for the engine's parent process: a signal to it ends this process, which closes the link."""
 
     @staticmethod
     def send_signal(_: int) -> None:

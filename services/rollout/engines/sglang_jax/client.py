@@ -1,12 +1,12 @@
-"""Starts the engine's process and talks to it: the real implementation of `engines.base.Engine`.
+"""Client of the engine's process: starts it and implements `engines.base.Engine`.
 
-Inside the engine requests have names of ours, never used twice: a late answer cannot reach a newer request that a
+Inside the engine every request has a name that is never reused: a late answer cannot reach a newer request to which a
 caller gave the same id, and aborting one id cannot hit another.
 
-The engine lives in a child process so that its Python never shares an interpreter lock with the HTTP server, and so
-that its death is an event and not a crash. Every call waits on a future that the link's messages resolve, and that
-fails with EngineDied when the link closes. A process that falls silent (see `link`) is killed: no call waits for ever.
-Calls that only ask, or abort, wait at most `ANSWER_S`: an engine that compiles answers nothing until the step is done.
+The engine runs in a child process, so it never shares an interpreter lock with the HTTP server, and its death does not
+end the service's process. Every call waits for a future that the link's messages resolve; the future fails with
+EngineDied when the link closes. A process that falls silent (see `link`) is killed, so no call waits for ever. Queries
+and aborts wait at most `ANSWER_S`: an engine that compiles answers nothing until the step is done.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _DEVICES = "--xla_force_host_platform_device_count"
 
 
 class SglangEngine(asyncio.Protocol):
-    """See `engines.base.Engine`. Use `open_engine`."""
+    """Implements `engines.base.Engine`; `open_engine` starts it."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -140,7 +140,7 @@ class SglangEngine(asyncio.Protocol):
             if arriving is not None:
                 await arriving
             return loaded
-        except BaseException:  # whatever it is, what was staged is nobody's
+        except BaseException:  # nobody waits for the staged weights any more
             if staging.done() and not staging.cancelled():
                 staging.exception()
             staging.cancel()
@@ -176,7 +176,7 @@ class SglangEngine(asyncio.Protocol):
         await self._attend(self._ended)
 
     async def close(self) -> None:
-        """Ends the engine: by closing the link, or by SIGKILL to its process id if it is not up or does not answer."""
+        """End the engine: by closing the link, or by SIGKILL if it has not started or does not end."""
         self._closing = True
         self._transport.close()
         if not self._ready.done():
@@ -190,7 +190,7 @@ class SglangEngine(asyncio.Protocol):
     # --- the link ---------------------------------------------------------------------------------------------------
 
     async def start(self, spec: EngineSpec) -> None:
-        """Hands over the spec and returns when the engine is up. Raises EngineDied with its reason."""
+        """Send the spec and wait until the engine is up. Raises EngineDied with its reason."""
         self._has_weights = spec.load_weights
         self._send({"op": "start", "spec": dataclasses.asdict(spec)})
         try:
@@ -202,10 +202,10 @@ class SglangEngine(asyncio.Protocol):
             ) from None
 
     async def _attend(self, future: asyncio.Future[Any]) -> None:
-        """Waits; meanwhile kills the process when it has been silent for `SILENCE_S`.
+        """Wait for `future`; kill the process once it has been silent for `SILENCE_S`.
 
-        Silence is counted in periods of this loop in which no beat came, so that time in which the whole service stood
-        still is not held against the engine.
+        Silence is counted in periods of this loop without a beat, so time in which the whole service stood still does
+        not count.
         """
         while not (await asyncio.wait({future}, timeout=BEAT_S))[0]:
             self._missed += 1
@@ -223,7 +223,7 @@ class SglangEngine(asyncio.Protocol):
             self._handle(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fails everything that waits."""
+        """Fail every waiting call."""
         error = self._death()
         for future in (*self._calls.values(), *self._running.values(), self._ready):
             if not future.done():
@@ -273,7 +273,7 @@ class SglangEngine(asyncio.Protocol):
         return await future
 
     async def _ask(self, op: str, **fields: Any) -> Any:
-        """A call that may be given up: whether it is still carried out makes no difference."""
+        """Call the engine, waiting at most `ANSWER_S`; the engine may still carry out a call that timed out."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._call(op, **fields)
@@ -294,10 +294,10 @@ class SglangEngine(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def open_engine(spec: EngineSpec, module: str = WORKER) -> AsyncIterator[SglangEngine]:
-    """A running engine; its process, which runs `module`, has ended when the block is left.
+    """Start an engine whose process runs `module`; leaving the block ends the process.
 
-    Raises ConfigError for a model that is not computed here, or not over so many devices, EngineDied if it cannot
-    start, with the engine's own reason.
+    Raises ConfigError for a model that is not supported, or not over so many devices; EngineDied, with the engine's own
+    reason, if it cannot start.
     """
     check_split(ModelConfig.read(Path(spec.model_path)), spec.tp_size)
     with normalised(Path(spec.model_path), weights=spec.load_weights) as folder:
@@ -324,7 +324,7 @@ def _spawn(spec: EngineSpec, sock: socket.socket, module: str) -> subprocess.Pop
 
 
 def _is_small(model_path: str) -> bool:
-    """Whether a step's operations are too short to share among threads: handing them over costs more than it saves."""
+    """Return whether a step's operations are so short that sharing them among threads costs more than it saves."""
     return ModelConfig.read(Path(model_path)).hidden_size <= _ONE_THREAD_HIDDEN_SIZE
 
 

@@ -62,7 +62,7 @@ class EngineWorker:
         self._loaded: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def run(self) -> NoReturn:
-        """Serves for ever. Raises ServiceGone when the service has closed the link."""
+        """Serve without end. Raises ServiceGone when the service has closed the link."""
         busy = True
         while True:
             messages = self._link.receive(0.0 if busy else IDLE_WAIT_S)
@@ -94,10 +94,9 @@ class EngineWorker:
         threading.Thread(target=self._load, args=(call, weights, self._arrival), daemon=True).start()
 
     def _load(self, call: int, weights: StagedWeights, arrival: Arrival) -> None:
-        """In a thread of its own: reads and verifies the weights, then has the loop's thread check and keep them.
+        """Read and verify the weights in a thread of its own; the loop's thread then checks and keeps them.
 
-        Nothing is read where the arrays that serve are of the same digest and still have the checksum they had: memory
-        can lose a bit.
+        Nothing is read if the serving arrays have the same digest and still the same checksum: memory can lose a bit.
         """
         from services.rollout.engines.sglang_jax.loading.checksum import checksum
         from services.rollout.engines.sglang_jax.loading.staging import BaseCache, load_leaves
@@ -141,9 +140,7 @@ class EngineWorker:
             self._arrival.complete()
 
     def _on_forget(self, message: Message) -> None:
-        """Nobody waits for what that call is loading or has staged; its memory is free as soon as the loading thread
-        looks.
-        """
+        """Drop the weights that a call loads or has staged; the loading thread frees its memory at its next check."""
         if message["of"] == self._loading:
             self._staged, self._loading = None, -1
 
@@ -168,8 +165,9 @@ class EngineWorker:
         }
 
     def _live_checksum(self) -> str:
-        """Of what the next step takes. Arrays do not change: where it takes the very arrays that were staged, theirs is
-        known, and was taken while the others served.
+        """Checksum of the arrays that the next step uses.
+
+        Arrays are immutable: if they are the staged ones, their checksum is known from staging.
         """
         from services.rollout.engines.sglang_jax.loading.checksum import checksum
 
@@ -177,7 +175,7 @@ class EngineWorker:
         return known if _are(live, leaves) else checksum(live)
 
     def _on_audit(self, _: Message) -> Message:
-        """From what the next step takes, not from what was staged, and computed anew."""
+        """Compute checksum and probe again, from the arrays that the next step uses, not from the staged ones."""
         from services.rollout.engines.sglang_jax.loading.checksum import checksum
         from services.rollout.engines.sglang_jax.loading.scoring import score
 
@@ -227,12 +225,12 @@ class EngineWorker:
 
 
 def _are(live: list[Any], leaves: list[Any]) -> bool:
-    """Whether these are the very same arrays."""
+    """Return whether these are the same array objects."""
     return len(live) == len(leaves) and all(a is b for a, b in zip(live, leaves, strict=True))
 
 
 def _weights(message: Message) -> StagedWeights:
-    """What `client` made of it with `dataclasses.asdict`."""
+    """Rebuild the StagedWeights that `client` sent with `dataclasses.asdict`."""
     fields = {field.name: message[field.name] for field in dataclasses.fields(StagedWeights)}
     base = fields["base"]
     return StagedWeights(
@@ -248,7 +246,7 @@ def _listed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_weights_error(error: Exception, version: str) -> VolleyError:
-    """Whatever goes wrong while weights load concerns these weights, not the engine: the old ones keep serving."""
+    """Translate an error of loading: it concerns these weights, not the engine; the old ones keep serving."""
     if isinstance(error, VolleyError):
         return error
     if isinstance(error, MemoryError):

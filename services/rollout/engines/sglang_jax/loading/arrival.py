@@ -14,12 +14,11 @@ _LOOK_S = 0.005
 
 
 class Arrival:
-    """What a loading thread waits for. `completed_at` is when the last chunk was there, in seconds of
-    `time.perf_counter`.
+    """Chunks that a loading thread waits for. `completed_at` is the `time.perf_counter` at which the last one arrived.
 
     Args:
-        still: raises what is to end the loading.
-        is_complete: whether all there will be is there.
+        still: raises an error to end the loading.
+        is_complete: whether no more chunks will come.
     """
 
     def __init__(self, still: Callable[[], None], *, is_complete: bool) -> None:
@@ -36,7 +35,7 @@ class Arrival:
 
     @contextmanager
     def ended_by_failure(self) -> Iterator[None]:
-        """What fails inside ends other threads' waits as well."""
+        """End other threads' waits if the block fails."""
         try:
             yield
         except BaseException:
@@ -48,16 +47,16 @@ class Arrival:
         return self._complete.is_set()
 
     def complete(self) -> None:
-        """There is nothing to wait for any more: what is missing now stays so."""
+        """End all waits: no more chunks will come."""
         self.completed_at = time.perf_counter()
         self._complete.set()
 
     def seconds_since(self, begun: float) -> float:
-        """But for those before the last chunk was there."""
+        """Return the seconds since `begun`, or since the last chunk arrived if that was later; 0 until then."""
         return time.perf_counter() - max(begun, self.completed_at) if self.is_complete else 0.0
 
     def wait_for(self, chunk: Path) -> None:
-        """Until its file is there, or will not come."""
+        """Wait until the chunk's file is there, or no more chunks will come."""
         self.check()
         while not (self._complete.wait(0) or chunk.is_file()):
             self._complete.wait(_LOOK_S)

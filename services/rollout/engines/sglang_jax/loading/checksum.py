@@ -1,8 +1,8 @@
-"""One short string for the exact bits of all weights, computed where they are: a pass over memory, nothing is copied.
+"""Checksum of the exact bits of all weights, computed on their devices in one pass and without a copy.
 
-Of each leaf the hashes of all elements are added modulo 2**32; the hash of an element mixes its bits with its position
-and is one-to-one in the bits (the finalizer of MurmurHash3). So a single changed element always changes the sum, and
-any other change leaves it as it was with a probability of about 2**-32.
+For each leaf the hashes of all elements are added modulo 2**32. An element's hash mixes its bits with its position and
+is one-to-one in the bits (the finalizer of MurmurHash3). So a single changed element always changes the sum; any other
+change leaves it unchanged with a probability of about 2**-32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def checksum(leaves: Sequence[jax.Array]) -> str:
-    """Of arrays with elements of up to four bytes, in their order, however they are split over devices of this process.
+    """Checksum of arrays in their order, with elements of up to four bytes, however this process's devices share them.
 
     Every device sums what it holds by itself, so it may run beside the engine's steps: programs that wait for each
     other's devices, started by two threads, might wait for ever.
@@ -30,7 +30,7 @@ def checksum(leaves: Sequence[jax.Array]) -> str:
 
 
 type Sums = list[jax.Array | None]
-"""Of the parts of one array; on their way."""
+"""Sums of one array's parts; the devices may still be computing them."""
 
 
 def sums(leaf: jax.Array) -> Sums:
@@ -44,7 +44,7 @@ def combined(found: Sequence[Sums]) -> str:
 
 
 def _sum_of(leaf: jax.Array, shard: Any) -> jax.Array | None:
-    """Of one part of the array; none of a part that another device holds as well."""
+    """Sum one part of the array; None for a replica of another device's part."""
     if shard.replica_id:
         return None
     starts = [part.start or 0 for part in shard.index]

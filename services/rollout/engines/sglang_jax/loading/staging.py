@@ -92,7 +92,8 @@ class BaseCache:
         self._held: tuple[str, Mapping[str, np.ndarray]] = ("", {})
 
     def arrays(self, weights: StagedWeights, arrival: Arrival) -> Mapping[str, np.ndarray]:
-        """Of what the weights are adapters of, by the trainer's names; nothing is held any more where there is no base.
+        """Return the arrays of the adapters' base by the trainer's names; without a base, none, and none are held.
+
         Raises as `load_leaves`.
         """
         held, base = self._held, weights.base

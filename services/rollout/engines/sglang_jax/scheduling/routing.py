@@ -1,8 +1,8 @@
-"""Which experts the tokens in the key/value pool were sent to, by slot, as their keys and values are: a prefix that is
-cached brings its experts with it.
+"""Experts of the tokens in the key/value pool, stored by slot like keys and values.
 
-The engine has such a buffer of its own (`enable_return_routed_experts`), of int32 and read once, when a request ends:
-what was computed again since then, by later weights, would stand for what sampled its tokens.
+A cached prefix brings its experts with it. sglang-jax has such a buffer too (`enable_return_routed_experts`), of int32
+and read once, when a request ends. Positions that later weights have computed again would then have other experts than
+those that sampled the tokens.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from shared.routing import RoutingShape
 
 
 class RoutingPool:
-    """Invariant: a slot tells of the step that wrote its keys and values. Args: n_slots: of the key/value pool."""
+    """Experts by slot. Invariant: they are of the step that wrote the slot's keys and values.
+
+    Args: n_slots: of the key/value pool.
+    """
 
     def __init__(self, n_slots: int, shape: RoutingShape) -> None:
         self._experts_SLK = np.zeros((n_slots, shape.n_layers, shape.per_token), shape.dtype)
 
     def write(self, batch: Any, experts_TLK: np.ndarray) -> None:
-        """Of the tokens of a step, those that fill its shape up last."""
+        """Store the experts of a step's tokens; padding comes last and is skipped."""
         n = batch.get_original_input_len()
         self._experts_SLK[batch.out_cache_loc[:n]] = experts_TLK[:n]
 
@@ -31,6 +34,6 @@ class RoutingPool:
 
 
 def routing_of(config: Any) -> RoutingShape | None:
-    """Of the configuration that the engine's model was made of; None of a dense one."""
+    """Return the routing shape of the engine's model configuration; None for a dense model."""
     n_experts = getattr(config, "num_experts", None)
     return n_experts and RoutingShape(config.num_hidden_layers, n_experts, config.num_experts_per_tok)

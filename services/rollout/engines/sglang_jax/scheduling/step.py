@@ -70,7 +70,7 @@ class FusedStep:
     def arguments(
         self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None
     ) -> tuple[Any, ...]:
-        """What the compiled function is called with."""
+        """Build the arguments of the compiled function."""
         runner = self._runner
         forward_batch = ForwardBatch.init_new(batch, runner)
         runner.attn_backend.forward_metadata = runner.attn_backend.get_forward_metadata(batch)
