@@ -3,14 +3,17 @@ digest of that.
 
 The files only grow, so each record holds the beginning of the file as it is later. A trainer that finds one
 shorter than its last record holds it (somebody has removed it, or restored an older copy) counts that in the next
-record: without such a count, shorter files are a lie. The ledger and the metrics have the chain instead (see
-shared.run.chain).
+record: without such a count, shorter files are a lie. One that starts counts as well which of them begin otherwise
+(somebody has rewritten them): records of before that may be gone later, the count stays. The ledger and the metrics
+have the chain instead (see shared.run.chain).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +49,10 @@ def parse(raw: Any) -> HeldFiles | None:
 
 
 type Losses = Mapping[str, int]
-"""By name: how often a trainer has found that a file of the run had lost lines."""
+"""By name: how often a trainer has found that a file of the run had lost lines; by `REWRITTEN` and the name, that it
+began otherwise.
+"""
+REWRITTEN = "rewritten "
 
 
 def parse_losses(raw: Any) -> Losses | None:
@@ -59,13 +65,12 @@ def parse_losses(raw: Any) -> Losses | None:
     return found
 
 
-def losses(before: HeldFiles | None, now: HeldFiles, known: Losses | None) -> Losses:
-    """Count the files that are shorter now than before, beside those that are `known`."""
-    found = dict(known or {})
-    for name, (size, _) in (before or {}).items():
-        if now.get(name, (0, ""))[0] < size:
-            found[name] = found.get(name, 0) + 1
-    return found
+def losses(before: HeldFiles | None, now: HeldFiles, known: Losses | None, rewritten: Collection[str] = ()) -> Losses:
+    """Count the files that are shorter now than before and those `rewritten`, beside those that are `known`."""
+    shorter = [name for name, (size, _) in (before or {}).items() if now.get(name, (0, ""))[0] < size]
+    found = Counter(known or {})
+    found.update([*shorter, *(REWRITTEN + name for name in rewritten)])
+    return dict(found)
 
 
 @dataclass(slots=True)
@@ -109,3 +114,26 @@ class FollowedFiles:
                 at.told.update(whole + end)
                 at.size += len(whole + end)
             return at
+
+
+def at_start(run: RunFolder, before: HeldFiles | None) -> tuple[HeldFiles, tuple[str, ...]]:
+    """The files as a trainer finds them, and which of them are no shorter than before but begin otherwise. Blocks."""
+    now = FollowedFiles(run).now()
+    changed = list[str]()
+    for path in files(run):
+        size, digest = (before or {}).get(path.name, (0, ""))
+        if 0 < size <= now.get(path.name, (0, ""))[0]:
+            with suppress(OSError):
+                if _beginning(path, size) != digest:
+                    changed.append(path.name)
+    return now, tuple(changed)
+
+
+def _beginning(path: Path, size: int) -> str:
+    """Digest of the first `size` bytes. Raises OSError."""
+    told = blake3.blake3()
+    with open_file(path) as file:
+        while size and (block := file.read(min(_BLOCK_BYTES, size))):
+            told.update(block)
+            size -= len(block)
+    return told.hexdigest()

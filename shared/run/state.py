@@ -141,11 +141,13 @@ class TrainerState:
             chain=chain,
         ).holding(files)
 
-    def holding(self, files: HeldFiles | None) -> Self:
-        """The same state with `files` as they are now, if they were looked at."""
+    def holding(self, files: HeldFiles | None, rewritten: Collection[str] = ()) -> Self:
+        """The same state with `files` as they are now, if they were looked at; `rewritten` are those that began
+        otherwise before.
+        """
         if files is None:
             return self
-        return replace(self, files=files, losses=held.losses(self.files, files, self.losses))
+        return replace(self, files=files, losses=held.losses(self.files, files, self.losses, rewritten))
 
     def to_json(self, **extra: Any) -> bytes:
         return orjson.dumps({**asdict(self), **extra}, option=orjson.OPT_INDENT_2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,14 @@ from typing import Any
 import orjson
 import pytest
 
-from shared.run import checkpoint_files, saved
+from shared import config
+from shared.run import checkpoint_files, commits, saved
 from shared.run.folder import RunFolder
+from shared.types import WeightVersion
 from tests.cli.test_lies import begun_again
 from tests.support import lies
-from tests.support.small_run import RUN
+from tests.support.small_run import RUN, Incarnation
+from volley.runs.record import claimed, finished
 from volley.verify import command
 
 LINES = [b'{"step":0,"what":"%d"}\n' % n for n in range(3)]
@@ -99,3 +104,49 @@ def test_two_epochs_with_two_losses_are_told(run: RunFolder) -> None:
         without_last_line(run.demonstrations)
         begun_again(run)
     assert command.verify(run)["violations"] == []
+
+
+async def two_more_steps(trainer: Incarnation) -> None:
+    for ticket in (13, 15):
+        await trainer.until(lambda status: status.phase == "waiting")
+        version = WeightVersion.parse(trainer.status.version)
+        trainer.feed(ticket, ticket + 1, version=version)
+        await trainer.until(lambda status, step=version.step + 1: status.checkpoint_step == step)
+    await trainer.until(lambda status: status.phase == "done")
+
+
+def continued(run: RunFolder) -> None:
+    """Until nothing is left of what the trainers before held."""
+    loaded = config.stored(run.path, ["trainer.max_steps=7", f"run.dir={run.path.parent}"])
+    with claimed(loaded) as claim, ThreadPoolExecutor(1) as executor:
+        trainer = Incarnation(run.path, executor, max_to_keep=2, config=loaded.config)
+        asyncio.run(trainer.run(two_more_steps))
+        finished(claim.folder, claim.record)
+
+
+def without_first_line(path: Path) -> None:
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[1:]))
+
+
+def better_result(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"success":0.5,', b'"success":0.9,'))
+
+
+@pytest.mark.parametrize("change", [without_first_line, better_result], ids=lambda change: change.__name__)
+def test_what_a_trainer_found_changed_is_told_for_ever(run: RunFolder, change: Callable[[Path], None]) -> None:
+    before = run.evals.read_bytes()
+    change(run.evals)
+    assert run.evals.read_bytes() != before
+    continued(run)
+    result = command.verify(run)
+    assert result["violations"] == []
+    assert any(one.startswith(f"{run.evals.name}:") for one in result["not_checked"])
+
+
+def test_records_that_are_missing_as_from_a_bucket_are_told(run: RunFolder) -> None:
+    continued(run)
+    for version in commits.versions(run.archive):
+        commits.path_of(run.archive, version).unlink()
+    assert command.verify(run)["violations"]
+    run.bucket.write_bytes(b"{}")
+    assert any(one.startswith("commit records") for one in command.verify(run)["not_checked"])

@@ -232,6 +232,18 @@ def evaluation_of_more_than_all(run: RunFolder) -> None:
     _added(run, success=9.0)
 
 
+def evaluation_of_fewer_than_none(run: RunFolder) -> None:
+    _added(run, failed=-5)
+
+
+def evaluation_of_many_tasks(run: RunFolder) -> None:
+    _added(run, n_tasks="many")
+
+
+def evaluation_with_a_reward_in_words(run: RunFolder) -> None:
+    _added(run, reward_mean="good")
+
+
 def evaluation_of_two_steps(run: RunFolder) -> None:
     _added(run, version_min="e000002-s000003")
 
@@ -286,6 +298,9 @@ def test_evaluations_that_an_honest_run_repeats_are_not_named(valid: Path, tmp_p
         evaluation_without_versions,
         only_evaluations_without_versions,
         evaluation_of_more_than_all,
+        evaluation_of_fewer_than_none,
+        evaluation_of_many_tasks,
+        evaluation_with_a_reward_in_words,
         evaluation_of_two_steps,
         another_result_of_an_older_version,
         evaluation_that_is_cut,

@@ -56,7 +56,7 @@ def check(
         if record is not None and record.state != replace(one.state, schema=record.state.schema):
             yield _of(one.version, f"its state differs from that of checkpoint {one.version}")
     if not mine:
-        if found and _has_lost_all(found[-1], folder):
+        if found and _had_one(found[-1]) and not folder.bucket.exists():
             yield _of(found[-1].version, "no step has a record, although the trainer made one before this checkpoint")
         return
     archived = set(archive.versions(folder.archive))
@@ -75,15 +75,21 @@ def check(
         yield Violation(ViolationKind.COMMIT, f"and {more} more steps without a record", n=more)
 
 
-def _has_lost_all(newest: RetainedCheckpoint, folder: RunFolder) -> bool:
+def absent(records: Sequence[CommitRecord], found: Sequence[RetainedCheckpoint], folder: RunFolder) -> list[str]:
+    """Comparisons with commit records that a folder as a bucket fills it does not allow: it has none."""
+    if records or not found or not _had_one(found[-1]) or not folder.bucket.exists():
+        return []
+    return [f"commit records: there are none, and {folder.bucket.name} says that the folder comes from a bucket"]
+
+
+def _had_one(newest: RetainedCheckpoint) -> bool:
     """Tell if the trainer of the newest checkpoint had made a record before it.
 
-    It had not if the epoch begins with another trainer's step (perhaps of an older version of Volley), or if the folder
-    was filled from a bucket.
+    It had not if the epoch begins with another trainer's step (perhaps of an older version of Volley).
     """
     state = newest.state
     is_own = bool(state.step) and epoch_of(state.step, state.lineage) == state.epoch
-    return is_own and state.files is not None and not folder.bucket.exists()
+    return is_own and state.files is not None
 
 
 def gone(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from shared import codec
@@ -14,7 +15,8 @@ from shared.run import counted
 from shared.types import WeightVersion
 from volley.verify.violation import MOST_OF_A_KIND, Violation, ViolationKind
 
-_RESULT = ("n_tasks", "success", "reward_mean", "failed")
+_COUNTS, _REWARD = ("n_tasks", "failed"), "reward_mean"
+_RESULT = (*_COUNTS, "success", _REWARD)
 
 
 def check(path: Path) -> Iterator[Violation]:
@@ -61,6 +63,11 @@ def _unfit(row: Mapping[str, Any] | None, versioned: bool) -> str | None:
         return f"it measured {versions[0]} and {versions[-1]}, which are of different steps"
     if success is not None and (type(success) not in (int, float) or not 0 <= success <= 1):
         return f"its share of successes is {str(success)[:20]}"
+    for name in _COUNTS:
+        if (n := row.get(name)) is not None and (type(n) is not int or n < 0):
+            return f"its {name} is {str(n)[:20]}"
+    if type(mean := row.get(_REWARD)) not in (int, float, NoneType):
+        return f"its {_REWARD} is {str(mean)[:20]}"
     return None
 
 

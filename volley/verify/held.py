@@ -23,6 +23,7 @@ _REWRITTEN = (_NAMES.evals.name, _NAMES.samples.name)
 """Files that the orchestrator makes again if they are removed during the run."""
 _MADE_AGAIN = (_NAMES.saved.name,)
 """Files that the trainer makes again if they are removed; older versions of Volley did not count this as a loss."""
+_NAMES_HELD = tuple(path.name for path in held.files(_NAMES))
 type Expected = Mapping[int, Mapping[str, WeightVersion]]
 """By number of first bytes: their digests, each with the oldest version whose state holds it."""
 
@@ -61,14 +62,25 @@ def absent(found: Sequence[RetainedCheckpoint]) -> list[str]:
 
 
 def replaced(folder: RunFolder, ancestors: Sequence[TrainerState]) -> list[str]:
-    """Files that were removed or became shorter, so that the digests of older states cannot be compared."""
-    states = _with_files(ancestors)
-    return [
-        f"{path.name} before {grown[0].version}: it has lost lines since"
+    """Files that were removed, became shorter or were rewritten: digests of older states cannot be compared, or are
+    gone.
+    """
+    states, counts = _with_files(ancestors), ancestors[-1].losses or {}
+    found = {
+        path.name: f"{path.name} before {grown[0].version}: it has lost lines since"
         for path in held.files(folder)
         if (grown := _grown(path.name, states)) and grown[0] is not states[0]
         if any(path.name in (state.files or {}) for state in states if state.version < grown[0].version)
+    }
+    for name in _NAMES_HELD:
+        if n := counts.get(name, 0):
+            found.setdefault(name, f"{name}: it has lost lines, {n} times by what trainers found")
+    told = [
+        f"{name}: it was rewritten, {n} times by what trainers found"
+        for name in _NAMES_HELD
+        if (n := counts.get(held.REWRITTEN + name, 0))
     ]
+    return [*found.values(), *told]
 
 
 def _with_files(ancestors: Sequence[TrainerState]) -> list[TrainerState]:

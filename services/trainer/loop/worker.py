@@ -25,9 +25,8 @@ from services.trainer.waiter import Waiter
 from shared.errors import DecodeError, Fenced, Unavailable
 from shared.process import telemetry
 from shared.queue.records import QueueState
-from shared.run import commits
+from shared.run import commits, held
 from shared.run.folder import RunFolder
-from shared.run.held import FollowedFiles
 from shared.run.state import TrainerState, initial_state
 from shared.types import Group, WeightVersion
 
@@ -181,8 +180,12 @@ class TrainerWorker:
         """The state at the start of this epoch; a run whose last step has moved on is no longer done."""
         plan = self._plan
         state = known.under(epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin)
-        files = FollowedFiles(RunFolder(self._parts.archive.root.parent)).now()
-        return replace(state, phase="done" if state.step >= plan.max_steps else "rl").holding(files)
+        state = replace(state, phase="done" if state.step >= plan.max_steps else "rl")
+        files, rewritten = held.at_start(RunFolder(self._parts.archive.root.parent), state.files)
+        begun = state.holding(files, rewritten)
+        if begun.losses != (known.losses or {}):
+            _log.warning("lines of the run's files are gone or changed", run=self._status.run, found=begun.losses)
+        return begun
 
     async def _begin(self, known: TrainerState) -> int:
         above = await asyncio.to_thread(self._parts.archive.last_epoch)

@@ -26,9 +26,9 @@ from services.trainer.waiter import Waiter
 from shared.errors import ConfigError
 from shared.process import telemetry
 from shared.process.sinks import MetricsFanout
+from shared.run import held
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
-from shared.run.held import FollowedFiles
 from shared.run.state import TrainerState, initial_state
 
 type OpenedBackend = tuple[Backend, CheckpointFolders]
@@ -101,9 +101,9 @@ class SupervisedWorker:
             if await self._waiter.patiently(partial(asyncio.to_thread, archive.claim, epoch)):
                 break
         await self._waiter.patiently(partial(asyncio.to_thread, self._repair, known, epoch, checkpoints))
-        files = await asyncio.to_thread(FollowedFiles(RunFolder(archive.root.parent)).now)
+        files = await asyncio.to_thread(held.at_start, RunFolder(archive.root.parent), known.files)
         state = known.under(epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin)
-        return state.holding(files)
+        return state.holding(*files)
 
     def _repair(self, known: TrainerState, epoch: int, checkpoints: CheckpointFolders) -> None:
         checkpoints.fence(epoch)
