@@ -180,6 +180,13 @@ def test_a_checkpoint_without_arrays_of_orbax_is_named_where_the_log_tells_their
     assert violation.step == 2
 
 
+def test_checkpoints_that_a_running_trainer_removes_meanwhile_are_not_named(tmp_path: Path) -> None:
+    found, records = made(tmp_path, rounded=False)
+    for one in found:
+        shutil.rmtree(tmp_path / "checkpoints" / str(one.version))
+        assert proof.check(RunFolder(tmp_path), found, records) == ([], [])
+
+
 def test_what_cannot_be_compared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, records = made(tmp_path, rounded=False)
     violations, (why,) = proof.check(RunFolder(tmp_path), found, records[1:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,15 @@ def check(
     ]
     readable = dict[str, RetainedCheckpoint]()
     for one in found:
+        if not _is_there(folder, one):
+            continue
         expected = [theirs[PARAMS] for _, theirs in told[one.version] if PARAMS in theirs]
         if (folder.checkpoints / str(one.version) / _ORBAX).exists():
             readable |= {str(one.version): one} if expected else {}
         elif any(map(_OF_ARRAYS.fullmatch, expected)):
-            violations.append(_of(folder, one, f"it has no {_ORBAX}, but the log has a checksum of its parameters"))
-    absent = [str(one.version) for one in found if str(one.version) not in readable]
+            detail = f"it has no {_ORBAX}, but the log has a checksum of its parameters"
+            violations += [_of(folder, one, detail)] if _is_there(folder, one) else []
+    absent = [str(one.version) for one in found if str(one.version) not in readable and _is_there(folder, one)]
     why = "no commit record or line of metrics has their checksum, or they are not Orbax arrays"
     missing = [f"parameters of {', '.join(absent)}: {why}"] if absent else []
     if not readable:
@@ -61,9 +65,13 @@ def check(
     return violations + [
         _of(folder, one, why)
         for name, one in readable.items()
-        if (why := _differs(answer, name, told[one.version])) is not None
-        and (folder.checkpoints / name / MANIFEST).exists()  # else a running trainer has removed it
+        if (why := _differs(answer, name, told[one.version])) is not None and _is_there(folder, one)
     ], missing
+
+
+def _is_there(folder: RunFolder, one: RetainedCheckpoint) -> bool:
+    """Tell if no running trainer has removed it meanwhile."""
+    return (folder.checkpoints / str(one.version) / MANIFEST).exists()
 
 
 def _by_log(
@@ -90,7 +98,7 @@ def _of(folder: RunFolder, one: RetainedCheckpoint, detail: str) -> Violation:
 
 def _answer(folder: RunFolder, versions: Sequence[str]) -> Mapping[str, Any] | str:
     """Result of the program, or the reason why there is none."""
-    n_bytes = sum(path.stat().st_size for version in versions for path in _files(folder.checkpoints / version))
+    n_bytes = sum(_size(path) for version in versions for path in (folder.checkpoints / version).rglob("*"))
     try:
         python = python_of("trainer")
     except ConfigError as error:
@@ -133,5 +141,9 @@ def _with_unread(done: subprocess.CompletedProcess[bytes], versions: Sequence[st
     return {"checksums": checksums, "damaged": damaged}
 
 
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
+def _size(path: Path) -> int:
+    """Of a file; 0 for another thing, and for one that a running trainer has removed."""
+    with suppress(OSError):
+        if path.is_file():
+            return path.stat().st_size
+    return 0
