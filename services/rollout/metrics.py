@@ -1,4 +1,4 @@
-"""The service's Prometheus metrics, and the worker that keeps the gauges true."""
+"""Prometheus metrics of the service, and the worker that updates the gauges."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def count(result: GenerateResult) -> None:
 
 
 async def observe(engine: Engine) -> None:
-    """Worker: reads the engine's status once a second, as far as it answers."""
+    """Worker that reads the engine's status once a second, if it answers."""
     while True:
         try:
             _show(await engine.status())
         except Unavailable as error:
-            _log.warning("metrics stand still", detail=str(error))
+            _log.warning("engine metrics not updated", detail=str(error))
         await asyncio.sleep(PERIOD_S)
 
 
@@ -66,7 +66,7 @@ def _show(status: EngineStatus) -> None:
 
 
 def _numbers(version: str | None) -> tuple[float, float]:
-    """Epoch and step of a version as values: as a label, every version would be a series of its own."""
+    """Return a version's epoch and step as values, because a label would make a series of each version."""
     with suppress(DecodeError):
         if version is not None:
             known = WeightVersion.parse(version)

@@ -39,7 +39,7 @@ type TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class OpenAISampling(BaseModel):
-    """Fields of both endpoints; `openai_fields` judges all others."""
+    """Fields of both endpoints; `openai_fields` checks all others."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -60,7 +60,7 @@ class OpenAISampling(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _honoured(cls, raw: Any) -> Any:
-        """Without null fields, which are absent ones."""
+        """Return the fields that are not null; a null field counts as absent."""
         return honoured(raw, cls.model_fields)
 
 
@@ -167,7 +167,7 @@ def _continues(body: ChatCompletion) -> bool:
 
 
 def _with_calls(message: ChatMessage) -> dict[str, Any]:
-    """The message with null content as an empty text, and OpenAI's older `function_call` as one of its `tool_calls`."""
+    """Return the message with null content as empty text, and OpenAI's older `function_call` in `tool_calls`."""
     raw = {**message.model_dump(), "content": message.content or ""}
     call = raw.pop("function_call", None)
     return raw if not call or raw.get("tool_calls") else {**raw, "tool_calls": [{"type": "function", "function": call}]}
@@ -179,7 +179,7 @@ type Results = list[GenerateResult]
 async def _sample(
     request: Request, state: RolloutState, body: OpenAISampling, prompt: list[int], default_new: int | None
 ) -> Results | None:
-    """`body.n` results, or None when the client has gone. Raises InputError."""
+    """Return `body.n` results; None if the client has disconnected. Raises InputError."""
     if body.stream:
         raise InputError("stream is not supported", "leave it out: the answer comes whole")
     ids = validation.check_ids(np.array(prompt, np.int64), state.info.vocab_size)
@@ -231,7 +231,7 @@ def _chat_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body:
 
 
 def _tokens(result: GenerateResult) -> dict[str, Any]:
-    """Beside OpenAI's fields: exact ids and weight versions, for clients that train."""
+    """Return exact ids and weight versions, which clients that train get besides OpenAI's fields."""
     versions = [{"version": s.version, "start": s.start, "end": s.end} for s in result.versions]
     return {"token_ids": result.output_ids.tolist(), "weight_versions": versions}
 
@@ -248,9 +248,7 @@ def _text(tokenizer: ChatTokenizer, result: GenerateResult, body: OpenAISampling
 
 
 def _stopped(tokenizer: ChatTokenizer, result: GenerateResult, body: OpenAISampling) -> GenerateResult:
-    """Without the tokens after the one that completes a stop string: ids, log-probabilities and versions are those of
-    one answer.
-    """
+    """Drop the tokens after the one that completes a stop string, from ids, log-probabilities and versions."""
     length, stops = len(result.output_ids), _stops(body)
 
     def has_stop(n: int) -> bool:
@@ -265,7 +263,7 @@ def _stopped(tokenizer: ChatTokenizer, result: GenerateResult, body: OpenAISampl
 
 
 def _until_stop(text: str, stops: list[str], reason: str) -> tuple[str, str]:
-    """Cuts at the first stop string."""
+    """Cut the text at the first stop string."""
     found = [at for at in map(text.find, stops) if at >= 0]
     return (text[: min(found)], "stop") if found else (text, reason)
 

@@ -1,6 +1,4 @@
-"""Request and answer bodies of the rollout server as JSON schemas, for the OpenAPI page. `intake` and `routes` do the
-checking.
-"""
+"""JSON schemas of the rollout server's bodies, for the OpenAPI page. `validation` and `routes` check requests."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def _object(required: Mapping[str, Any], optional: Mapping[str, Any] | None = No
 
 
 def _with_example(schema: Schema, **body: Any) -> Schema:
-    """For the page, which offers to send it."""
+    """Add an example request that the OpenAPI page can send."""
     return {**schema, "examples": [body]}
 
 

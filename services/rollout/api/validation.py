@@ -1,9 +1,9 @@
-"""From a request body to a GenerateRequest that the engine can run as it is, or one clear error.
+"""Turn a request body into a GenerateRequest that the engine can run unchanged, or raise one clear error.
 
-The engine itself accepts ids outside the vocabulary, cuts prompts silently, and ignores some sampling parameters;
-nothing of that passes here. What clients of SGLang send beside what is known here passes if it asks for nothing
-(NEUTRAL, NEUTRAL_FIELDS); any other field is refused by its name. No pydantic on this path: a list of ids costs it ten
-times what numpy needs.
+The engine itself accepts ids outside the vocabulary, cuts prompts silently, and ignores some sampling parameters; such
+requests are refused here. Fields of SGLang's clients that Volley does not implement pass if their value has no effect
+(NEUTRAL, NEUTRAL_FIELDS); any other field is refused by name. This path uses no pydantic, which needs ten times as long
+as numpy for a list of ids.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def score_request(body: Mapping[str, Any], info: EngineInfo) -> ScoreRequest:
 
 
 def _checked_ids(body: Mapping[str, Any], info: EngineInfo) -> np.ndarray:
-    """The prompt, int32[n], of a body whose other fields ask for what there is. Raises InputError."""
+    """Return the prompt, int32[n], of a body whose other fields are all supported. Raises InputError."""
     for name in body.keys() - _FIELDS:
         if name not in NEUTRAL_FIELDS:
             raise InputError(f"unknown field {str(name)[:_MAX_NAME]}", f"known: {', '.join(sorted(_FIELDS))}")
@@ -146,13 +146,14 @@ def _checked_ids(body: Mapping[str, Any], info: EngineInfo) -> np.ndarray:
 
 
 def wants_logprobs(body: Mapping[str, Any]) -> bool:
-    """`return_logprob`; unlike SGLang's, it is true where it is left out. Raises InputError."""
+    """Return `return_logprob`, by default true, unlike SGLang's. Raises InputError."""
     return True if body.get("return_logprob") is None else _boolean("return_logprob", body["return_logprob"])
 
 
 def _check_logprob_start(start: Any, n_prompt: int) -> None:
-    """SGLang's meaning: log-probabilities from this position of the prompt on; -1 stands for its end. Raises
-    InputError.
+    """Check SGLang's `logprob_start_len`, the first position with a log-probability; -1 is the prompt's end.
+
+    Raises InputError.
     """
     if start is None:
         return
@@ -168,13 +169,13 @@ def _check_logprob_start(start: Any, n_prompt: int) -> None:
 
 
 def _routed_from(body: Mapping[str, Any], n_prompt: int) -> int | None:
-    """From which position of the prompt on experts are wanted; None if none are. Raises InputError."""
+    """Return the first position of the prompt for which experts are wanted; None for none. Raises InputError."""
     start = _integer("routed_experts_start_len", body.get("routed_experts_start_len"), 0, 0, n_prompt)
     return start if _boolean("return_routed_experts", body.get("return_routed_experts")) else None
 
 
 def build(ids: np.ndarray, sampling: SamplingParams, rid: str | None, info: EngineInfo) -> GenerateRequest:
-    """Checks the lengths. `ids`: int32[n], within the vocabulary. Raises InputError."""
+    """Build the request after checking lengths. `ids`: int32[n], within the vocabulary. Raises InputError."""
     limit = room(info)
     if len(ids) + sampling.max_new_tokens > limit:
         raise InputError(
@@ -186,12 +187,12 @@ def build(ids: np.ndarray, sampling: SamplingParams, rid: str | None, info: Engi
 
 
 def room(info: EngineInfo) -> int:
-    """Most tokens of prompt and output together."""
+    """Return the maximum number of tokens of prompt and output together."""
     return min(info.context_length, info.max_total_tokens) - 1
 
 
 def check_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """int32[n]. Raises InputError for an empty array or an id outside the vocabulary, which it names."""
+    """Return the ids as int32[n]. Raises InputError for an empty array, or naming an id outside the vocabulary."""
     if not ids.size:
         raise InputError("input_ids is empty", "send at least one token")
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -202,7 +203,7 @@ def check_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def sampling_params(raw: Any, info: EngineInfo, n_prompt: int) -> SamplingParams:
-    """SGLang's `sampling_params`. What the engine would ignore is refused. Raises InputError."""
+    """Read SGLang's `sampling_params`; refuse those that the engine would ignore. Raises InputError."""
     if not isinstance(raw, Mapping):
         raise InputError(f"sampling_params must be an object, not {type(raw).__name__}")
     for name in raw.keys() - _SAMPLING:
@@ -227,7 +228,7 @@ def sampling_params(raw: Any, info: EngineInfo, n_prompt: int) -> SamplingParams
 
 
 def computable(temperature: float) -> float:
-    """The temperature to sample at: 0, which is greedy, where logits divided by it might not be finite."""
+    """Return the temperature, or 0 (greedy) if logits divided by it might not be finite."""
     return temperature if temperature >= GREEDY_BELOW else 0.0
 
 
@@ -249,12 +250,12 @@ def _ids(value: Any, vocab_size: int) -> np.ndarray:
 
 
 def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """As JSON compares: false is not 0. An array is none of them."""
+    """Return whether `value` is one of the options by JSON's equality (false is not 0); an array never is."""
     return any(type(value) in ((int, float) if type(one) is int else (type(one),)) and value == one for one in allowed)
 
 
 def check_stops(value: Any, vocab_size: int) -> tuple[int, ...]:
-    """`stop_token_ids`, of which None is none. Raises InputError."""
+    """Read `stop_token_ids`; None is an empty list. Raises InputError."""
     if value is None:
         return ()
     items = value.tolist() if isinstance(value, np.ndarray) else value
@@ -273,7 +274,7 @@ def _top_k(value: Any) -> int:
 
 
 def _short(value: Any) -> str:
-    """As `repr`, of a part of what is long: an error does not send a large body back."""
+    """Return a shortened `repr`, so that errors do not repeat large bodies."""
     return reprlib.repr(value)
 
 

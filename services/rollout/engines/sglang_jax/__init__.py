@@ -1,5 +1,5 @@
-"""The inference engine: sglang-jax in a process of its own, behind the `Engine` protocol.
+"""sglang-jax in a process of its own, behind the `Engine` protocol.
 
-`protocol` is free of heavy imports; `client` starts and talks to the engine's process; everything else runs inside that
+`client`, `link` and `model_files` run in the service and have no heavy imports. Everything else runs in the engine's
 process and is the only code of the project that imports sgl_jax.
 """

@@ -1,4 +1,4 @@
-"""Starts the engine's scheduler from an EngineSpec, with the replacements this project needs."""
+"""Start sglang-jax's scheduler from an EngineSpec, with the parts that Volley replaces."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class _ThisProcess:
 def build_scheduler(
     spec: EngineSpec, link: EngineLink, version: str | None, runs_on: str | None = None
 ) -> RolloutScheduler:
-    """Loads the model (or its shapes only) and allocates the pool. Raises whatever the engine raises on a bad model.
+    """Load the model (or only its shapes) and allocate the pool. Raises what the engine raises on a bad model.
 
-    `runs_on` is the platform of this process, where it is not the one that `spec` is for (see `lowering`).
+    `runs_on` is the platform of this process, if it is not that of `spec` (see tools/lower).
     """
     LogitsProcessor._get_logits = float32_logits
     embeddings.Llama3RotaryEmbedding._compute_cos_sin = _scaled_cos_sin
@@ -66,8 +66,9 @@ def build_scheduler(
 
 
 def _scaled_cos_sin(rotary: Any, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32 [n, head_dim / 2] each. sglang-jax 0.1.0rc0 makes the frequencies of Llama 3's scaling and then turns by
-    those without it.
+    """Cosines and sines of rotary angles, float32 [n, head_dim / 2] each, with Llama 3's scaled frequencies.
+
+    sglang-jax 0.1.0rc0 computes the scaled frequencies and then rotates by the unscaled ones.
     """
     angles = positions.astype(jnp.float32)[..., None] * rotary._compute_inv_freq(rotary.base)
     return jnp.cos(angles), jnp.sin(angles)
@@ -85,7 +86,7 @@ def describe(scheduler: RolloutScheduler, spec: EngineSpec) -> Message:
 
 
 def precompile(scheduler: RolloutScheduler, spec: EngineSpec) -> None:
-    """Compiles every listed shape with a batch of padding; shapes not listed compile when first met."""
+    """Compile every listed shape with a batch of padding; other shapes compile on first use."""
     manager = scheduler.tp_worker.compilation_manager
     if spec.token_paddings is not None:
         for tokens in manager.token_buckets:
@@ -104,7 +105,7 @@ def _run_dummy(scheduler: RolloutScheduler, mode: ForwardMode, size: int, tokens
 
 
 def _server_args(spec: EngineSpec, runs_on: str) -> ServerArgs:
-    """The engine's paged attention is written for TPUs; elsewhere ours takes its place, with pages of one token."""
+    """Build sglang-jax's arguments. Its paged attention is for TPUs; elsewhere Volley's has pages of one token."""
     pool = spec.max_total_tokens
     if pool is None and spec.device == "cpu":
         pool = _default_pool(spec)
@@ -138,8 +139,9 @@ def _server_args(spec: EngineSpec, runs_on: str) -> ServerArgs:
 
 
 def _default_pool(spec: EngineSpec) -> int:
-    """Room for four times the requests that run, so that conversations stay cached between their turns,
-    within memory.
+    """Return the pool's size in tokens: room for four times the running requests, as far as memory allows.
+
+    So conversations stay cached between their turns.
     """
     model = ModelConfig.read(Path(spec.model_path))
     row = -(-model.head_dim // _POOL_ALIGNMENT) * _POOL_ALIGNMENT
@@ -150,7 +152,7 @@ def _default_pool(spec: EngineSpec) -> int:
 
 
 def _default_bs(largest: int, smallest: int) -> tuple[int, ...]:
-    """The smallest, then four times as many, up to the largest: a batch is padded to at most four times its size."""
+    """Return batch sizes by factors of four, so that a batch is padded to at most four times its size."""
     return tuple(sorted({size for i in range(9) if (size := smallest * 4**i) < largest} | {largest}))
 
 

@@ -1,11 +1,11 @@
 """Messages between the service and the engine's process: msgpack frames over a socket pair. Nothing is unpickled.
 
-The engine's process sends `beat` every second from a thread of its own: it is alive while a step compiles for minutes,
-and silent when it is stopped or wedged as a whole. A single step that never ends goes on beating; it is for the
-engine's own watchdog (`watchdog_timeout`, 900 s), which ends the service.
+The engine's process sends `beat` every second from a thread of its own, also while a step compiles for minutes. It is
+silent only if the whole process is stopped or wedged. If a single step never ends, the beats go on; the engine's own
+watchdog (`watchdog_timeout`, 900 s) then ends the service.
 
-A frame is a 4-byte little-endian length and a msgpack map with a key `op`. The engine's side is synchronous; when the
-other end closes, `receive` and `send` raise ServiceGone, and the engine ends: it never outlives the service.
+A frame is a 4-byte little-endian length and a msgpack map with a key `op`. The engine's side is synchronous. When the
+service closes the link, `receive` and `send` raise ServiceGone and the engine ends, so it never outlives the service.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def frame(message: Message) -> bytes:
 
 
 def split(buffer: bytearray) -> list[Message]:
-    """Takes all whole messages out of `buffer`."""
+    """Remove all whole messages from `buffer` and return them."""
     messages: list[Message] = []
     at = 0
     while len(buffer) - at >= _HEADER.size:
@@ -47,13 +47,14 @@ def split(buffer: bytearray) -> list[Message]:
 
 
 class ServiceGone(EOFError):
-    """The other end has closed the link, or died: between its death and the signal that ends the engine with it, the
-    engine reads and writes a broken socket.
+    """The service has closed the link or died.
+
+    If it died, the engine may see the broken socket before the signal that ends it.
     """
 
 
 class EngineLink:
-    """The engine's end."""
+    """The engine's end of the link."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

@@ -1,9 +1,7 @@
-"""The folder an engine is started from: the model as this project understands it, in the one spelling that the engine
-reads.
+"""Folder that an engine is started from, with a normalised config.json.
 
-sglang-jax reads config.json by itself, with the transformers of its own environment: a key that is spelled in a newer
-way is silently a default there. So it gets a config.json that is written from the normalised description, and of the
-model's own folder only the weights.
+sglang-jax reads config.json with the transformers of its own environment, in which a key with a newer spelling silently
+takes its default. So the engine gets a config.json written from Volley's `ModelConfig`, and links to the weights.
 """
 
 from __future__ import annotations
@@ -23,8 +21,9 @@ _SPLIT = ("num_attention_heads", "vocab_size")
 
 
 def check_split(model: ModelConfig, tp_size: int) -> None:
-    """Raises ConfigError if the model does not divide over so many devices. Heads of keys and values need not: they are
-    repeated where there are fewer.
+    """Raises ConfigError if the model does not divide over so many devices.
+
+    Key/value heads need not divide: they are repeated if there are fewer.
     """
     sizes = {key: getattr(model, key) for key in _SPLIT} | (
         {"intermediate_size": model.intermediate_size}
@@ -41,7 +40,7 @@ def check_split(model: ModelConfig, tp_size: int) -> None:
 
 @contextmanager
 def normalised(folder: Path, *, weights: bool) -> Iterator[Path]:
-    """A temporary folder that stands for the model in `folder`, with its `weights` or without. Raises ConfigError."""
+    """Yield a temporary folder for the model in `folder`, with or without its `weights`. Raises ConfigError."""
     model = ModelConfig.read(folder)
     with tempfile.TemporaryDirectory(prefix="volley-model-") as temporary:
         (Path(temporary) / CONFIG).write_bytes(orjson.dumps(model.to_hf(), option=orjson.OPT_INDENT_2))

@@ -1,8 +1,7 @@
-"""Entry of the engine's process: `python -m services.rollout.engines.sglang_jax.worker FD`, started by `client` and by
-nothing else.
+"""Entry of the engine's process, `python -m services.rollout.engines.sglang_jax.worker FD`. Only `client` starts it.
 
-Reads its EngineSpec as the first message of the link, boots, then serves messages between steps. It ends when the
-service closes the link, and with code 1 on any error of its own; it starts no children.
+The process reads its EngineSpec as the first message of the link, boots, then answers messages between steps. It ends
+when the service closes the link, and with code 1 on any error of its own. It starts no children.
 """
 
 from __future__ import annotations
@@ -239,7 +238,7 @@ def _weights(message: Message) -> StagedWeights:
 
 
 def _listed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Files and tree."""
+    """Rebuild files and tree."""
     files = tuple(ManifestFile(**file) for file in fields["files"])
     tree = tuple(ManifestLeaf(leaf["key"], tuple(leaf["shape"]), leaf["dtype"]) for leaf in fields["tree"])
     return {"files": files, "tree": tree}
@@ -260,8 +259,9 @@ def _throw(error: VolleyError) -> None:
 
 
 def _bind_life_to_parent() -> None:
-    """Ends with the service, even while compiling. Signals to the whole group are the service's to handle: it drains
-    first.
+    """End this process when the service dies, even while compiling, and ignore signals to the whole process group.
+
+    The service handles those signals, and drains first.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -270,7 +270,7 @@ def _bind_life_to_parent() -> None:
 
 
 def beat(link: EngineLink) -> None:
-    """Thread: lets the service know that this process runs, also while a step compiles."""
+    """Thread that tells the service that this process runs, also while a step compiles."""
     with contextlib.suppress(ServiceGone):  # the loop's thread ends the process
         while True:
             link.send({"op": "beat"})
@@ -278,7 +278,7 @@ def beat(link: EngineLink) -> None:
 
 
 def main(fd: int) -> int:
-    """Boots and serves; the exit code."""
+    """Boot and serve. Returns the exit code."""
     configure("rollout-engine")
     _bind_life_to_parent()
     start = time.perf_counter()

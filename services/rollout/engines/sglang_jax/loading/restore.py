@@ -1,8 +1,8 @@
-"""Weights as numpy arrays, one at a time, out of files that are read once.
+"""Read weights as numpy arrays, one at a time, from files that are read once.
 
-A checkpoint's files are copied into memory while their digests are taken, and its arrays are decoded from these copies:
-between what was verified and what is loaded there is no second look at the disk. Host memory then holds the checkpoint
-once, and two arrays of it again at most.
+A checkpoint's files are hashed while they are copied into memory, and its arrays are decoded from these copies, so the
+bytes that were verified are those that are loaded. Host memory then holds the checkpoint once, and at most two of its
+arrays a second time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def open_checkpoint(
 
 
 class _MemoryFile(io.FileIO):
-    """A file without a name, in this process's memory; it takes all that is written, or raises MemoryError."""
+    """Unnamed file in this process's memory. A write stores everything or raises MemoryError."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         super().__init__(os.memfd_create("volley-weights"), "wb")
@@ -85,7 +85,7 @@ def _does_not_fit(error: OSError) -> Never:
 def _copied(
     folder: Path, below: str, files: Sequence[ManifestFile], version: str, check: Callable[[], None]
 ) -> Iterator[Path]:
-    """A folder of links to copies in this process's memory, which nobody else has a name for."""
+    """Yield a folder of links to copies in this process's memory, which no other process can name."""
     with ExitStack() as stack:
         links = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="volley-weights-")))
 

@@ -1,8 +1,8 @@
-"""Log-probabilities of a given text, under the serving weights or others: are they what the trainer meant?
+"""Log-probabilities of given tokens under the serving weights or others.
 
-Runs as prefills of one compiled shape, one part of the text after another: position i is asked for the log-probability
-of token i + 1. A batch answers for as many positions as requests may run, at least for those of a probe, which is then
-one pass over the weights.
+The tokens are scored by prefills of one compiled shape, part by part: position i gives the log-probability of token
+i + 1. A batch scores as many positions as requests may run, and at least those of a probe, which thus takes one pass
+over the weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loads weights into device arrays exactly like the serving ones: names, shapes, dtypes and sharding."""
+"""Load weights into device arrays with the serving ones' names, shapes, dtypes and sharding."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 def load_leaves(
     runner: Any, weights: StagedWeights, arrival: Arrival, bases: BaseCache
 ) -> tuple[list[jax.Array], str, dict[str, float]]:
-    """The leaves in the runner's order, on its devices, their checksum, and durations in seconds: `read_s` for opening
-    files, `place_s` for making arrays of them on the devices, `checksum_s`; the last two of what was left to do when
-    the last chunk had come. While one array is placed and its checksum taken, the next is read, and waited for while
-    it is on its way. Adapters are merged into the base that `bases` keeps.
+    """Return the leaves in the runner's order on its devices, their checksum, and durations in seconds.
 
-    Equal shapes and committed equal shardings are what lets a commit be a swap of pointers that never recompiles.
+    `read_s` is for opening files, `place_s` for making device arrays, `checksum_s` for the checksum; the last two count
+    from the arrival of the last chunk. While one array is placed and hashed, the next is awaited and read. Adapters are
+    merged into the base that `bases` keeps.
+
+    Shapes and committed shardings equal the serving ones', so a commit swaps pointers and never recompiles.
 
     Raises:
         WeightsError: the files are not the manifest's, or their tree or shapes are not the manifest's or the model's.
@@ -74,7 +75,7 @@ def load_leaves(
 
 
 def _ahead[T](given: Iterator[T]) -> Iterator[T]:
-    """The same, the next one made in a thread while one is used. Closing it waits for the one that is being made."""
+    """Yield the same items; make the next in a thread while one is used. Closing waits for the item being made."""
     with ThreadPoolExecutor(1, "read") as reader:
         following = reader.submit(next, given, None)
         try:
@@ -86,7 +87,7 @@ def _ahead[T](given: Iterator[T]) -> Iterator[T]:
 
 
 class BaseCache:
-    """The base of the adapters that were loaded last, in host memory: it is read once."""
+    """Base of the adapters that were loaded last, kept in host memory so that it is read once."""
 
     def __init__(self) -> None:
         self._held: tuple[str, Mapping[str, np.ndarray]] = ("", {})
@@ -120,7 +121,7 @@ def _open(weights: StagedWeights, arrival: Arrival, bases: BaseCache) -> Iterato
 def _files(
     weights: StagedWeights, folder: Path, below: str, of: StagedWeights | StagedBase, what: str, arrival: Arrival
 ) -> Iterator[Mapping[str, CheckpointLeaf]]:
-    """The arrays that files of a manifest hold, as its tree says."""
+    """Open the arrays in a manifest's files, checked against its tree."""
     if weights.kind == "chunks":
         yield _chunked(folder, of, weights.seed, what, arrival)
         return
@@ -132,7 +133,7 @@ def _files(
 def _chunked(
     folder: Path, of: StagedWeights | StagedBase, seed: int | None, what: str, arrival: Arrival
 ) -> dict[str, CheckpointLeaf]:
-    """In the order in which they come."""
+    """Open the arrays of chunks, in the order in which they arrive."""
     tree = WeightTree(of.tree, tuple(Chunk(file.blake3, file.size) for file in of.files))
     arrays, leaves = (
         reads(folder, tree, what, arrival.wait_for),
@@ -144,7 +145,7 @@ def _chunked(
 def _merged(
     base: Mapping[str, np.ndarray], found: Mapping[str, CheckpointLeaf], scale: float
 ) -> Mapping[str, CheckpointLeaf]:
-    """The base with these adapters: arrays are made one at a time."""
+    """Merge adapters into their base, one array at a time."""
     _bound_leaves(found, max(value.size for value in base.values()))
     try:
         reads = adapter.merged(
@@ -158,7 +159,7 @@ def _merged(
 
 
 def _bound_files(files: Sequence[ManifestFile], what: str, n_elements: int) -> None:
-    """A manifest may be wrong about anything: what is read into memory is bounded by the model."""
+    """Bound the bytes read into memory by the model's size, because a manifest may be wrong."""
     n_bytes = sum(file.size for file in files)
     if n_bytes > _MOST_BYTES * n_elements + _BESIDE_BYTES:
         raise WeightsError(f"{what} has {n_bytes} bytes, more than a model of {n_elements} numbers needs")
@@ -171,7 +172,7 @@ def _bound_leaves(found: Mapping[str, CheckpointLeaf], n_elements: int) -> None:
 
 
 def check_tree(found: Mapping[str, CheckpointLeaf], tree: Sequence[ManifestLeaf]) -> None:
-    """Raises WeightsError naming the first leaf of `found` that is not as `tree` says."""
+    """Raises WeightsError naming the first leaf of `found` that differs from `tree`."""
     expected = {leaf.key: (leaf.shape, leaf.dtype) for leaf in tree}
     holds = {key: (leaf.shape, str(leaf.dtype)) for key, leaf in found.items()}
     for key in sorted(expected.keys() | holds.keys()):

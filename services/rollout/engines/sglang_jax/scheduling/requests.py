@@ -1,4 +1,4 @@
-"""Requests inside the engine's process: from a message, through the scheduler, to a message."""
+"""Requests in the engine's process, made from messages and turned back into messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORD = 0xFFFFFFFF
 
 
 class RolloutReq(Req):
-    """The engine's request with its seed and the versions of its tokens.
+    """sglang-jax's request, with its seed and the versions of its tokens.
 
     Invariant: `spans` [version, count] sum to the number of output tokens after every step. The key under which its
     prefix is cached names the weight version, so no request ever reads keys and values of other weights.
@@ -61,7 +61,7 @@ class RolloutReq(Req):
         rows.seed_B2[i], rows.index_B[i] = self.seed, len(self.output_ids)
 
     def label(self, version: str) -> int:
-        """Marks every token since the last call as sampled by `version`; how many there were."""
+        """Label every token since the last call with `version`. Returns their number."""
         new = len(self.output_ids) - self._labelled
         if not new:
             return 0
@@ -73,8 +73,9 @@ class RolloutReq(Req):
         return new
 
     def route(self, pool: RoutingPool, slots: np.ndarray) -> None:
-        """Notes the experts of its positions, whose `slots` are int [n], as far as they are wanted and not known yet:
-        what is computed again, by later weights, changes nothing.
+        """Store the experts of its positions, in `slots` int [n], if they are wanted and not stored yet.
+
+        Positions that later weights compute again keep their first experts.
         """
         if self._routed_to is not None and self._routed_to < len(slots):
             self._routed.append(pool.of(slots[self._routed_to :]))
@@ -102,7 +103,7 @@ def _finish(reason: Any) -> Message:
 
 
 def dropped(rid: str) -> Message:
-    """The result of a request that the engine's own code gave up without keeping what it had."""
+    """Build the result of a request that sglang-jax dropped without its tokens."""
     nothing = {"output_ids": np.empty(0, np.int32), "logprobs": np.empty(0, np.float32), "spans": []}
     finish = {"type": "abort", "message": "ended before its prompt was processed"}
     return {"rid": rid, **nothing, "finish": finish, "prompt_tokens": 0, "cached_tokens": 0}

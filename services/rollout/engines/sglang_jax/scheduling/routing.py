@@ -29,7 +29,7 @@ class RoutingPool:
         self._experts_SLK[batch.out_cache_loc[:n]] = experts_TLK[:n]
 
     def of(self, slots: np.ndarray) -> np.ndarray:
-        """[n, L, k] of slots int [n]; a copy."""
+        """Return a copy of the experts [n, L, k] of slots int [n]."""
         return self._experts_SLK[slots]
 
 

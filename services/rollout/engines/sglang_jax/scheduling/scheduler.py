@@ -1,11 +1,11 @@
-"""The engine's scheduler with our loop, our step and live weights.
+"""sglang-jax's scheduler with Volley's loop and step, and weights that change while it runs.
 
 Kept from sglang-jax: admission, batching, chunked prefill, the paged key/value pool, the prefix cache, the models.
 Replaced: the event loop (one step at a time; the engine's overlapped loop overwrites a buffer the running step still
 reads), the forward-and-sample path, output, abort, pause and flush (the stock ones can lose requests or deadlock).
 
-Invariants: weights change only between two steps; every token is labelled with the version that computed it; with modes
-`retract` and `abort` no token is computed from keys and values of older weights.
+Invariants: weights change only between two steps; every token is labelled with the version that computed it; in the
+modes `retract` and `abort` no token is computed from keys and values of older weights.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RolloutScheduler(Scheduler):
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Runs at most one step and hands over what has ended; False if there is nothing more to do now."""
+        """Run at most one step and send the results of ended requests. Returns False if nothing is left to do now."""
         self._make_room()
         batch = None if self.paused else self.get_next_batch_to_run()
         self.cur_batch = batch
@@ -70,7 +70,7 @@ class RolloutScheduler(Scheduler):
         return not self.paused and (batch is not None or bool(self.waiting_queue))
 
     def _make_room(self) -> None:
-        """Evicts cached prefixes in larger portions than a step needs: each eviction walks the whole cache."""
+        """Evict more cached prefixes than a step needs, because each eviction walks the whole cache."""
         if self.token_to_kv_pool_allocator.available_size() < 2 * self.max_running_requests:
             self.tree_cache.evict(EvictParams(num_tokens=self.max_total_num_tokens // 16, dp_rank=0))
 
@@ -99,14 +99,14 @@ class RolloutScheduler(Scheduler):
         )
 
     def _route(self, batch: Any, reqs: list[RolloutReq], experts_TLK: np.ndarray) -> None:
-        """While the requests still have their slots."""
+        """Store the experts of the step's tokens, while the requests still have their slots."""
         assert self._routing is not None
         self._routing.write(batch, experts_TLK)
         for req, n in zip(reqs, batch.seq_lens, strict=False):
             req.route(self._routing, self.req_to_token_pool.req_to_token[req.req_pool_idx, :n])
 
     def stream_output(self, reqs: list[RolloutReq], *_: Any, **__: Any) -> None:
-        """Labels the step's new tokens and collects the requests that have ended. Called after every step."""
+        """Label the step's new tokens and collect the ended requests. sglang-jax calls it after every step."""
         for req in reqs:
             self.output_tokens += req.label(self.version or "")
             if req.finished() and not req.finished_output:
@@ -125,7 +125,7 @@ class RolloutScheduler(Scheduler):
         self._add_request_to_queue(req)
 
     def live(self) -> list[RolloutReq]:
-        """Every request that has not ended."""
+        """Return every request that has not ended."""
         running = [req for info in self.running_batch.reqs_info for req in info.reqs or []]
         parked = [req for req in self.chunked_reqs if req is not None]
         last = [req for info in self.last_batch.reqs_info for req in info.reqs or []] if self.last_batch else []
@@ -133,8 +133,9 @@ class RolloutScheduler(Scheduler):
         return [req for req in unique.values() if not req.finished()]
 
     def abort(self, rid: str | None) -> int:
-        """Ends a request, or all, with what it has produced. Ids are equal, not prefixes; running ones end after one
-        more step.
+        """End a request, or all, with the tokens sampled so far. Ids are compared whole, not as prefixes.
+
+        Running requests end after one more step.
         """
         if self.paused:
             self._retract_all()
@@ -157,7 +158,7 @@ class RolloutScheduler(Scheduler):
     # --- weights and cache ------------------------------------------------------------------------------------------
 
     def swap(self, leaves: list[jax.Array], version: str, mode: str) -> Message:
-        """Makes `leaves` serve as `version`; see `CommitMode`. Returns how many requests went on and ended."""
+        """Make `leaves` serve as `version`; see `CommitMode`. Returns how many requests go on, and how many ended."""
         retracted = [] if mode == "in_place" else self._retract_all()
         aborted = [req for req in retracted if req.output_ids] if mode == "abort" else []
         for req in aborted:
@@ -171,13 +172,11 @@ class RolloutScheduler(Scheduler):
         return {"continued": len(self.live()), "aborted": len(aborted)}
 
     def flush(self) -> None:
-        """Forgets all keys and values; running requests are queued again with their tokens."""
+        """Drop all keys and values; running requests are queued again with their tokens."""
         self._retract_all()
 
     def _retract_all(self) -> list[RolloutReq]:
-        """Takes every request out of the pool and empties pool and prefix cache. They lead the queue, in their
-        order.
-        """
+        """Move all running requests to the front of the queue, in order, and empty the pool and the prefix cache."""
         self._settle_last_batch()
         waiting, self.waiting_queue = self.waiting_queue, []
         retracted = self.running_batch.retract_all(self.server_args) if not self.running_batch.is_empty() else []
@@ -191,9 +190,7 @@ class RolloutScheduler(Scheduler):
         return [req for req in self.waiting_queue if not req.finished()]
 
     def _settle_last_batch(self) -> None:
-        """Merges a prefill that just ran into the running batch (the engine does so only at the start of its next
-        turn).
-        """
+        """Merge a prefill that just ran into the running batch, which sglang-jax does only on its next turn."""
         last = self.last_batch
         if last is not None and last.forward_mode.is_extend():
             excluded = self._prepare_chunked_reqs_to_exclude()

@@ -48,7 +48,7 @@ class FusedStep:
 
     @property
     def compilations(self) -> int:
-        """How many shapes have been compiled so far."""
+        """Number of shapes compiled so far."""
         return self._compiled._cache_size()
 
     def __call__(
@@ -86,7 +86,7 @@ class FusedStep:
 
 
 def compiled_step(mesh: jax.sharding.Mesh) -> Any:
-    """The step as a function to compile, of `FusedStep.arguments`."""
+    """Return the step as a function to compile; it takes `FusedStep.arguments`."""
 
     @partial(jax.jit, donate_argnames=["memory_pools"], static_argnames=["state_def"])
     def step(
