@@ -18,12 +18,14 @@ import orjson
 
 from shared.errors import ConfigError
 from shared.models import rope
-from shared.models.families import FAMILIES, NAMES, Family
-from shared.models.rope import Llama3Scaling, number, shown
+from shared.models.families import families, supported
+from shared.models.family import FULL, Family
+from shared.models.family_parts import AttentionConfig, Experts
+from shared.models.rope import Llama3Scaling
+from shared.models.values import boolean, number, shown, size, unsupported
 from shared.routing import RoutingShape
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-_SUPPORTED = f"supported are {NAMES}: no quantization, and a sliding window in Gemma 2 alone"
 _REQUIRED = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 18,
@@ -31,12 +33,6 @@ _REQUIRED = {
     "num_hidden_layers": 1 << 10,
     "num_attention_heads": 1 << 12,
 }
-_EXPERT_SIZES = {
-    "num_experts": (128, 1 << 16),
-    "num_experts_per_tok": (8, 1 << 16),
-    "moe_intermediate_size": (768, 1 << 20),
-}
-"""Default and most of each."""
 _DEFAULT_EPS, _DEFAULT_INITIALIZER_RANGE = 1e-6, 0.02
 # Keys that change what is computed, here or in a model of another family, and the values under which they do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -54,51 +50,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "auto_map": (None,),
     "transformers_weights": (None,),
 }
-_GEMMA2_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-_GEMMA2_SIZES = {"query_pre_attn_scalar": 256, "sliding_window": 4096}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_SPELLED = ("model_type", "rope_scaling", "eos_token_ids", "experts", "gemma2")
+_SPELLED = ("model_type", "rope_scaling", "eos_token_ids", "experts", "attention")
 _NOT_COMPUTED = ("max_position_embeddings", "initializer_range", "eos_token_ids")
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """The mixture of experts in every layer, under the names of a config.json. With `norm_topk_prob` the weights of the
-    chosen ones add up to 1.
-    """
-
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    norm_topk_prob: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Gemma2:
-    """What Gemma 2 computes beside what all do, under the names of a config.json.
-
-    Scores of attention are divided by √query_pre_attn_scalar. In the layers whose type is `sliding_attention` a token
-    sees the `sliding_window` last ones, itself among them. A soft cap c makes c · tanh(x / c) of scores, or of logits;
-    None: there is none.
-    """
-
-    query_pre_attn_scalar: int
-    sliding_window: int
-    layer_types: tuple[str, ...]
-    attn_logit_softcapping: float | None
-    final_logit_softcapping: float | None
-
-    def window(self, layer: int) -> int | None:
-        """How many tokens one sees in this layer; None: all before it."""
-        return self.sliding_window if self._kind(layer) == _SLIDING else None
-
-    def to_hf(self, n_layers: int) -> dict[str, Any]:
-        """Of a model of so many layers."""
-        return asdict(self) | {"layer_types": [self._kind(layer) for layer in range(n_layers)]}
-
-    def _kind(self, layer: int) -> str:
-        """Of more layers than are named they repeat."""
-        return self.layer_types[layer % len(self.layer_types)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +78,7 @@ class ModelConfig:
     initializer_range: float
     eos_token_ids: tuple[int, ...]
     experts: Experts | None = None
-    gemma2: Gemma2 | None = None
+    attention: AttentionConfig | None = None
 
     @property
     def routing(self) -> RoutingShape | None:
@@ -163,22 +116,23 @@ class ModelConfig:
             raise ConfigError(f"{where} is not a JSON object", "model.path must be the folder of a Hugging Face model")
         given = cast(dict[str, Any], raw)
         model_type = _model_type(given, where)
-        family = FAMILIES[model_type]
+        family = families()[model_type]
         _refuse_unsupported(given, family, where)
         theta, scaling = rope.parse(given, where, llama3=family.llama3_rope)
+        sizes = _sizes(given, family, where)
         found = cls(
             model_type=model_type,
-            **_sizes(given, family, where),
+            **sizes,
             rms_norm_eps=number(given.get("rms_norm_eps", _DEFAULT_EPS), "rms_norm_eps", where, 1.0),
             rope_theta=theta,
             rope_scaling=scaling,
-            tie_word_embeddings=_boolean(given.get("tie_word_embeddings", family.gemma2), "tie_word_embeddings", where),
+            tie_word_embeddings=boolean(given.get("tie_word_embeddings", family.tied), "tie_word_embeddings", where),
             initializer_range=number(
                 given.get("initializer_range", _DEFAULT_INITIALIZER_RANGE), "initializer_range", where, 100.0
             ),
             eos_token_ids=tuple(sorted({*_eos_of(given, where), *more_eos})),
-            experts=_experts(given, where) if family.experts else None,
-            gemma2=_gemma2(given, where) if family.gemma2 else None,
+            experts=Experts.parse(given, family, where),
+            attention=AttentionConfig.parse(given, family, sizes["num_hidden_layers"], where),
         )
         _check_together(found, given, where)
         return found
@@ -194,19 +148,19 @@ class ModelConfig:
         }
         scaling = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling.to_hf()}
         experts = {} if self.experts is None else asdict(self.experts)
-        gemma2 = {} if self.gemma2 is None else self.gemma2.to_hf(self.num_hidden_layers)
-        written = {**family.written, **experts, **gemma2, "attention_dropout": 0.0, "eos_token_id": eos or None}
+        attention = {} if self.attention is None else self.attention.to_hf(self.num_hidden_layers)
+        written = {**family.written, **experts, **attention, "attention_dropout": 0.0, "eos_token_id": eos or None}
         return constant | named | scaling | written
 
     @property
     def logit_softcap(self) -> float | None:
         """c of the logits c · tanh(x / c); None: they are x."""
-        return None if self.gemma2 is None else self.gemma2.final_logit_softcapping
+        return None if self.attention is None else self.attention.final_logit_softcapping
 
     @property
     def family(self) -> Family:
         """What is common to all models of this `model_type`."""
-        return FAMILIES[self.model_type]
+        return families()[self.model_type]
 
     def rope_frequencies(self) -> np.ndarray:
         """float64 [head_dim / 2]: radians a position."""
@@ -232,12 +186,12 @@ def _load(path: Path) -> object:
 def _model_type(raw: Mapping[str, Any], where: str) -> str:
     """Raises ConfigError for a family that is not computed, or whose architecture is another than its type says."""
     named = raw.get("model_type", "qwen3")
-    if not isinstance(named, str) or named not in FAMILIES:
-        raise _unsupported("model_type", named, where)
+    if not isinstance(named, str) or named not in families():
+        raise unsupported("model_type", named, where)
     architectures = raw.get("architectures")
-    if architectures not in (None, [FAMILIES[named].architecture]):
+    if architectures not in (None, [families()[named].architecture]):
         raise ConfigError(
-            f"{where}: architectures={shown(architectures)} is not that of model_type={named!r}", _SUPPORTED
+            f"{where}: architectures={shown(architectures)} is not that of model_type={named!r}", supported()
         )
     return named
 
@@ -245,8 +199,8 @@ def _model_type(raw: Mapping[str, Any], where: str) -> str:
 def _sizes(given: Mapping[str, Any], family: Family, where: str) -> dict[str, int]:
     """The required sizes, and those with defaults. Raises ConfigError."""
     if missing := [key for key in _REQUIRED if key not in given]:
-        raise ConfigError(f"{where} lacks {', '.join(missing)}", _SUPPORTED)
-    sizes = {key: _size(given[key], key, where, most) for key, most in _REQUIRED.items()}
+        raise ConfigError(f"{where} lacks {', '.join(missing)}", supported())
+    sizes = {key: size(given[key], key, where, most) for key, most in _REQUIRED.items()}
     hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     for key, default in family.defaults.items():
         value = given.get(key, default)
@@ -259,42 +213,19 @@ def _sizes(given: Mapping[str, Any], family: Family, where: str) -> dict[str, in
                     "correct them, or name head_dim",
                 )
             value = hidden // heads
-        sizes[key] = _size(value, key, where, 1 << 30)
+        sizes[key] = size(value, key, where, 1 << 30)
     return sizes
 
 
-def _experts(given: Mapping[str, Any], where: str) -> Experts:
-    """Raises ConfigError. transformers 5 writes `num_local_experts`."""
-    spelled = {key: given[key] for key in ("num_experts", "num_local_experts") if key in given}
-    if len({shown(value) for value in spelled.values()}) > 1:
-        raise ConfigError(f"{where}: num_experts and num_local_experts differ", "keep the one of the weights")
-    known = {**given, "num_experts": next(iter(spelled.values()))} if spelled else given
-    n, per_tok, inner = (
-        _size(known.get(key, default), key, where, most) for key, (default, most) in _EXPERT_SIZES.items()
-    )
-    if per_tok > n:
-        raise ConfigError(f"{where}: num_experts_per_tok={per_tok} is more than num_experts={n}", "correct them")
-    return Experts(n, per_tok, inner, _boolean(given.get("norm_topk_prob", False), "norm_topk_prob", where))
-
-
-def _gemma2(given: Mapping[str, Any], where: str) -> Gemma2:
-    """Raises ConfigError. Layers slide in turn, from the first on, where it is not said which do."""
-    layers = given.get("layer_types") or [_SLIDING if i % 2 == 0 else _FULL for i in range(given["num_hidden_layers"])]
-    caps = {key: given.get(key, default) for key, default in _GEMMA2_CAPS.items()}
-    scores, logits = (None if cap is None else number(cap, key, where, 1e6) for key, cap in caps.items())
-    scalar, window = (_size(given.get(key, default), key, where, 1 << 30) for key, default in _GEMMA2_SIZES.items())
-    return Gemma2(scalar, window, tuple(layers), scores, logits)
-
-
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> None:
+    computed = family.attention or {}
     for key, neutral in {**_NEUTRAL, **family.neutral}.items():
         value = raw.get(key, neutral[0])
-        computed = family.gemma2 and key in _GEMMA2_CAPS
-        if not computed and not any(type(value) is type(one) and value == one for one in neutral):
-            raise _unsupported(key, value, where)
-    layers, kinds = raw.get("layer_types"), (_FULL, _SLIDING) if family.gemma2 else (_FULL,)
+        if key not in computed and not any(type(value) is type(one) and value == one for one in neutral):
+            raise unsupported(key, value, where)
+    layers, kinds = raw.get("layer_types"), (FULL, *family.layer_types)
     if layers is not None and not (isinstance(layers, list) and all(one in kinds for one in cast(list[Any], layers))):
-        raise _unsupported("layer_types", layers, where)
+        raise unsupported("layer_types", layers, where)
 
 
 def _check_together(model: ModelConfig, raw: Mapping[str, Any], where: str) -> None:
@@ -302,7 +233,7 @@ def _check_together(model: ModelConfig, raw: Mapping[str, Any], where: str) -> N
     heads, kv_heads, layers = model.num_attention_heads, model.num_key_value_heads, raw.get("layer_types")
     if heads % kv_heads:
         raise ConfigError(
-            f"{where}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}", _SUPPORTED
+            f"{where}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}", supported()
         )
     if model.head_dim % 2:
         raise ConfigError(
@@ -311,7 +242,7 @@ def _check_together(model: ModelConfig, raw: Mapping[str, Any], where: str) -> N
     if layers is not None and len(layers) != model.num_hidden_layers:
         raise ConfigError(
             f"{where}: layer_types has {len(layers)} entries, num_hidden_layers is {model.num_hidden_layers}",
-            _SUPPORTED,
+            supported(),
         )
     for token in model.eos_token_ids:
         if token >= model.vocab_size:
@@ -331,19 +262,3 @@ def _eos_of(raw: object, where: str) -> tuple[int, ...]:
             "see the tokenizer's files",
         )
     return tuple(ids)
-
-
-def _size(value: object, key: str, where: str, most: int) -> int:
-    if type(value) is not int or not 1 <= value <= most:
-        raise ConfigError(f"{where}: {key} is {shown(value)}, expected a whole number from 1 to {most}", _SUPPORTED)
-    return value
-
-
-def _boolean(value: object, key: str, where: str) -> bool:
-    if type(value) is not bool:
-        raise ConfigError(f"{where}: {key} is {shown(value)}, expected true or false", _SUPPORTED)
-    return value
-
-
-def _unsupported(key: str, value: object, where: str) -> ConfigError:
-    return rope.unsupported(key, value, where, _SUPPORTED)

@@ -25,7 +25,9 @@ import re
 
 import numpy as np
 
-_BLOCK = {
+from shared.models.families import families
+
+BLOCK = {
     "attn.q_proj.w": "self_attn.q_proj.weight",
     "attn.k_proj.w": "self_attn.k_proj.weight",
     "attn.v_proj.w": "self_attn.v_proj.weight",
@@ -44,8 +46,6 @@ _BLOCK = {
     "mlp.down_proj": "mlp.experts.down_proj.weight",
     "input_layernorm.w": "input_layernorm.weight",
     "post_attention_layernorm.w": "post_attention_layernorm.weight",
-    "pre_feedforward_layernorm.w": "pre_feedforward_layernorm.weight",
-    "post_feedforward_layernorm.w": "post_feedforward_layernorm.weight",
 }
 _TOP = {
     "embedder.input_embedding": "model.embed_tokens.weight",
@@ -57,7 +57,7 @@ _TOP = {
 def is_leaf(name: str) -> bool:
     """Whether this is one of Tunix's names."""
     match = re.fullmatch(r"layers\.\d+\.(.+)", name)
-    return name in _TOP or (match is not None and match[1] in _BLOCK)
+    return name in _TOP or (match is not None and match[1] in _block())
 
 
 def hf_name(leaf: str) -> str:
@@ -67,9 +67,14 @@ def hf_name(leaf: str) -> str:
     if leaf in _TOP:
         return _TOP[leaf]
     match = re.fullmatch(r"layers\.(\d+)\.(.+)", leaf)
-    if match is None or match[2] not in _BLOCK:
+    if match is None or match[2] not in (block := _block()):
         raise KeyError(leaf)
-    return f"model.layers.{match[1]}.{_BLOCK[match[2]]}"
+    return f"model.layers.{match[1]}.{block[match[2]]}"
+
+
+def _block() -> dict[str, str]:
+    """Names in a layer, with those that a single family has."""
+    return BLOCK | {leaf: name for family in families().values() for leaf, name in family.names.items()}
 
 
 def is_experts(leaf: str) -> bool:

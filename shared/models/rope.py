@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from shared.errors import ConfigError
+from shared.models.values import number, shown, unsupported
 
 MAX_THETA = 1e30
 _DEFAULT_THETA = 10_000.0
@@ -118,24 +119,3 @@ def _llama3(rope: Mapping[str, Any], name: str, where: str) -> Llama3Scaling:
     if length != int(length):
         raise unsupported(f"{name}.original_max_position_embeddings", length, where)
     return Llama3Scaling(factor, low, high, int(length))
-
-
-def number(value: object, key: str, where: str, most: float) -> float:
-    """A number above 0 and at most `most`. Raises ConfigError naming the key."""
-    if (
-        type(value) not in (int, float)
-        or not 0 < (given := float(cast(float, value))) <= most
-        or not math.isfinite(given)
-    ):
-        raise ConfigError(f"{where}: {key} is {shown(value)}, expected a number above 0 and at most {most:g}", _HINT)
-    return given
-
-
-def unsupported(key: str, value: object, where: str, hint: str = _HINT) -> ConfigError:
-    """The error for a key that asks for what is not computed."""
-    return ConfigError(f"{where}: {key}={shown(value)} is not supported", hint)
-
-
-def shown(value: object) -> str:
-    """For a sentence, whatever a file may hold."""
-    return repr(value)[:80]

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
-from shared.models.families import FAMILIES
+from shared.models.families import families
 
 GENERIC = "PreTrainedTokenizerFast"
 _GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")  # without "Fast"
@@ -98,7 +98,7 @@ _CLASSES = {
 def class_of(settings: Mapping[str, Any], config: Mapping[str, Any] | None) -> TokenizerClass:
     """The class that AutoTokenizer picks, from tokenizer_config.json and config.json (None: there is none)."""
     described = config or {}
-    family = FAMILIES.get(str(described.get("model_type")))
+    family = families().get(str(described.get("model_type")))
     own = family.tokenizer if family else "" if described.get("model_type") else GENERIC
     named = settings.get("tokenizer_class") or described.get("tokenizer_class")
     if family and family.forces_tokenizer and "auto_map" not in settings:

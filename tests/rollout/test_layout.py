@@ -1,11 +1,13 @@
 """Names and shapes of weights: two layouts on disk, one in the engine."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from services.rollout.engines.sglang_jax.loading import layout
 from shared.errors import WeightsError
-from tests.support import families, models
+from tests.support import families, imaginary_family, models
 
 CONFIG = models.tiny_config(num_hidden_layers=1)
 HF = models.random_weights(CONFIG, 0)
@@ -113,3 +115,10 @@ def test_biases_go_where_their_projections_go() -> None:
     wide = from_hf["model.layers.0.self_attn.k_proj.bias"].reshape(4, 128)
     for head in range(4):
         np.testing.assert_array_equal(wide[head], narrow[head // 2])
+
+
+def test_a_new_familys_spelling_is_taken_from_its_record(tmp_path: Path) -> None:
+    shapes = {"model.norm.gain": (64,)}
+    with imaginary_family.added(tmp_path):
+        found = to_engine({"model.norm.weight": HF["model.norm.weight"]}, shapes, 128)
+    np.testing.assert_array_equal(found["model.norm.gain"], HF["model.norm.weight"])

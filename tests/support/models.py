@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from shared.models.families import families
 from shared.run.checkpoint_files import (
     Adapter,
     BaseWeights,
@@ -59,8 +60,8 @@ def random_weights(config: Mapping[str, Any], seed: int) -> Weights:
     def normal(*shape: int, scale: float = 0.08) -> np.ndarray:
         return (rng.standard_normal(shape) * scale).astype(np.float32)
 
-    gemma = config["model_type"] == "gemma2"
-    about = 0 if gemma else 1  # norms multiply by 1 + weight there
+    family = families()[config["model_type"]]
+    about = 0 if family.norms_add_one else 1
     weights = {"model.embed_tokens.weight": normal(vocab, dim, scale=0.3), "model.norm.weight": about + normal(dim)}
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = normal(vocab, dim, scale=0.3)
@@ -83,11 +84,11 @@ def random_weights(config: Mapping[str, Any], seed: int) -> Weights:
             f"{prefix}.down_proj": (dim, ffn),
         }
     gains = {"input_layernorm": dim, "post_attention_layernorm": dim}
-    if config["model_type"] in ("qwen3", "qwen3_moe"):
+    if family.qk_norm:
         gains = {"self_attn.q_norm": head, "self_attn.k_norm": head} | gains
-    if gemma:
+    if family.output_norms:
         gains |= {"pre_feedforward_layernorm": dim, "post_feedforward_layernorm": dim}
-    biases = {"q_proj": q, "k_proj": kv, "v_proj": kv} if config["model_type"] == "qwen2" else {}
+    biases = {"q_proj": q, "k_proj": kv, "v_proj": kv} if family.qkv_bias else {}
     for layer in range(config["num_hidden_layers"]):
         for name, shape in shapes.items():
             scale = 0.3 if name == "mlp.gate" else 0.08

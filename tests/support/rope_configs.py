@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shared.models.families import families
+
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "rope"
 SIZES = {
     "vocab_size": 24,
@@ -96,5 +98,5 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 
 def described(model_type: str, name: str) -> dict[str, Any]:
     """The config.json of a small model."""
-    activation = {"hidden_act": "gelu_pytorch_tanh"} if model_type == "gemma2" else {}
-    return {"model_type": model_type, **SIZES, **activation, **CONFIGS[name]}
+    activation = families()[model_type].activation
+    return {"model_type": model_type, **SIZES, "hidden_act": activation, **CONFIGS[name]}

@@ -20,7 +20,8 @@ from services.trainer.groups.group_buffer import GroupBuffer, ready_group
 from services.trainer.learner.policy import Policy
 from services.trainer.learner.scoring import Scorer, objective, params_of
 from services.trainer.models import experts
-from services.trainer.models.family import Model, Remat, build, make_mesh
+from services.trainer.models.family import Model, build, make_mesh
+from services.trainer.models.options import Remat
 from shared.models.config import ModelConfig
 from shared.queue.records import StreamEntry
 from shared.routing import RoutingShape

@@ -19,7 +19,7 @@ from services.trainer.models.lora import LoraOptions
 from shared.errors import ConfigError
 from shared.models import names
 from shared.models.config import ModelConfig
-from tests.support import families, models
+from tests.support import decoder_reference, families, imaginary_family, models
 
 OPTIMIZER = OptimizerOptions(1e-2, "constant", 0, 10, 0.9, 0.95, 0.0, 1.0)
 
@@ -124,3 +124,12 @@ def test_weights_of_another_family_are_refused(tmp_path: Path) -> None:
     lacking = {name: value for name, value in case.weights.items() if not name.endswith(".bias")}
     with pytest.raises(ConfigError, match=r"lacks the tensor model\.layers\.0\.self_attn\.k_proj\.bias"):
         load(models.write_hf(tmp_path / "hf", case.written, lacking))
+
+
+def test_a_new_family_needs_no_code_in_the_trainer(tmp_path: Path) -> None:
+    with imaginary_family.added(tmp_path):
+        config = ModelConfig.parse(imaginary_family.CONFIG).to_hf()
+        weights = models.random_weights(config, 4)
+        model, ids = load(models.write_hf(tmp_path / "hf", config, weights)), families.case("gemma2").ids
+        expected = decoder_reference.score(weights, config, ids[:1].tolist(), ids[1:].tolist())
+        np.testing.assert_allclose(logprobs(model, ids), expected, atol=1e-5)

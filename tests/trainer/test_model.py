@@ -17,8 +17,7 @@ from services.trainer.batches.batch import Batch, BatchLayout, micro_batches, ro
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import Scorer, objective, params_of
 from services.trainer.learner.train_step import Learner
-from services.trainer.models import family
-from services.trainer.models.families import qwen3
+from services.trainer.models import construction, family
 from services.trainer.models.initial_weights import leaves_of, random_leaves
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
@@ -91,14 +90,14 @@ def test_the_rope_defect_is_real_and_tunix_is_left_alone():
     """Tunix's own forward ignores rope_theta; ours does not, and patches nothing. When this fails, the work-around can
     go.
     """
-    original = qwen3.tunix_qwen3.apply_rope
+    original = construction.qwen3.apply_rope
     ids = jax.numpy.arange(1, 25)[None]
     positions, causal = jax.numpy.arange(24)[None], jax.numpy.tril(jax.numpy.ones((24, 24), bool))[None]
     logits = [
         model_of(WEIGHTS, CONFIG | {"rope_theta": theta})(ids, positions, None, causal)[0] for theta in (1e4, 1e6)
     ]
     assert bool((logits[0] == logits[1]).all())
-    assert qwen3.tunix_qwen3.apply_rope is original
+    assert construction.qwen3.apply_rope is original
 
 
 def test_a_sharded_step_equals_the_single_device_step():

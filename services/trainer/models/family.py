@@ -1,63 +1,28 @@
-"""Any family's model: construction on a mesh. Its forward pass is in `decoder`.
+"""Models of every family on a mesh: shapes, parameters and their sharding. The forward pass is in `decoder`.
 
-A family is the module beside this one that has the name of its `model_type`, with `create`; it is built on a model of
-Tunix and computes what transformers computes by the same config.json. Every model carries the configuration it was made
-from as `described`.
+Every model carries the configuration that it was made from as `described`.
 
 Invariant: parameters under training are float32 under Tunix's names, whatever the activations are.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any, Literal, Protocol, cast
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from services.trainer.models.initial_weights import Leaves
 from services.trainer.models.lora import LoraOptions, adapt
+from services.trainer.models.options import Remat
 from services.trainer.models.sharding import place
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 
-type Remat = Literal["none", "block", "decoder"]
 type Model = Any
 """An nnx module of Tunix with `embedder`, `layers`, `final_norm`, `lm_head` where embeddings are not tied, and
 `config.dtype`."""
-
-
-class FamilyModule(Protocol):
-    """What a family's module holds."""
-
-    def create(self, model: ModelConfig, dtype: str, remat: Remat) -> Model:
-        """With parameters of no meaning; `dtype` is that of activations."""
-        ...
-
-
-def _module(model: ModelConfig) -> FamilyModule:
-    """Imported when it is first needed: Tunix's models take a second each."""
-    return cast(FamilyModule, import_module(f"{__package__}.families.{model.model_type}"))
-
-
-def tunix_sizes(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """What the configurations of Tunix's models are given alike; `dtype` is that of activations."""
-    return {
-        "num_layers": model.num_hidden_layers,
-        "vocab_size": model.vocab_size,
-        "embed_dim": model.hidden_size,
-        "hidden_dim": model.intermediate_size,
-        "num_heads": model.num_attention_heads,
-        "head_dim": model.head_dim,
-        "num_kv_heads": model.num_key_value_heads,
-        "rope_theta": model.rope_theta,  # what Tunix makes of it is not used: see `decoder`
-        "norm_eps": model.rms_norm_eps,
-        "use_tied_embedding": model.tie_word_embeddings,
-        "dtype": jnp.dtype(dtype),
-        "param_dtype": jnp.float32,
-    }
 
 
 def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
@@ -114,9 +79,10 @@ def abstract(
     splash: bool = False,
 ) -> tuple[Any, Any]:
     """Graph and state, of shapes only."""
+    from services.trainer.models.construction import create  # Tunix's model takes a second to import
 
     def make() -> Model:
-        made = _module(model).create(model, dtype, remat)
+        made = create(model, dtype, remat)
         made.described, made.lora = model, lora
         for layer in made.layers if splash else ():
             layer.attn.splash = mesh

@@ -59,7 +59,7 @@ def random_leaves(model: ModelConfig, seed: int) -> Leaves:
 
     def leaf(name: str, size: tuple[int, ...]) -> np.ndarray:
         if name.endswith("norm.w"):
-            return np.full(size, 0.0 if model.gemma2 else 1.0, np.float32)
+            return np.full(size, 0.0 if model.family.norms_add_one else 1.0, np.float32)
         if name.endswith("_bias"):
             return np.zeros(size, np.float32)
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])

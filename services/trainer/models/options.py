@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from services.trainer.models.family import Remat
 from services.trainer.models.lora import LoraOptions
 from services.trainer.models.splash import Attention
 from shared.models.origin import Origin
+
+type Remat = Literal["none", "block", "decoder"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ from services.trainer.batches.batch import BatchLayout, micro_batches, routed_dt
 from services.trainer.learner.policy import PolicyOptions
 from services.trainer.learner.scoring import divided, objective, params_of
 from services.trainer.learner.train_step import gradient
-from services.trainer.models.family import Model, Remat, abstract, leaf_name, make_mesh
+from services.trainer.models.family import Model, abstract, leaf_name, make_mesh
 from services.trainer.models.lora import LoraOptions
-from services.trainer.models.options import ModelOptions
+from services.trainer.models.options import ModelOptions, Remat
 from services.trainer.models.splash import chosen
 from shared.errors import ConfigError
 from shared.models import adapter

@@ -10,7 +10,7 @@
 | ….moe_gate.kernel [D, E]              | ….mlp.gate.weight, transposed  |
 | ….mlp.{wi_0,wi_1,wo} [E, in, out]     | ….mlp.experts.0.{gate,up,down}_proj.weight and so on, transposed |
 
-Where a model has experts, the engine calls o_proj c_proj; where it is a Gemma, the scale of a norm weight.
+The engine spells some names otherwise for a family: `engine_names` of its record.
 A checkpoint whose parameters have Tunix's names is read as what shared.models.names makes of it.
 """
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from shared.errors import WeightsError
 from shared.models import names
+from shared.models.families import families
 
 Shapes = Mapping[str, tuple[int, ...]]
 Reads = Mapping[str, Callable[[], np.ndarray]]
@@ -122,8 +123,10 @@ def _rule(name: str, shapes: Shapes) -> tuple[str, _Op]:
     for pattern, target, change in _RULES:
         if match := re.fullmatch(pattern, name):
             called = match.expand(target)
-            spelled = (called, called.replace(".o_proj.", ".c_proj."), re.sub(r"norm\.scale$", "norm.weight", called))
-            return next((one for one in spelled if one in shapes), called), change
+            respelled = (
+                called.replace(*part) for family in families().values() for part in family.engine_names.items()
+            )
+            return next((one for one in (called, *respelled) if one in shapes), called), change
     raise _no_rule(name)
 
 

@@ -1,0 +1,67 @@
+"""Record of a model family: its names, defaults and parts. Code that depends on the family asks this record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of `layer_types` in a config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type`. Defaults are those of the configuration classes of transformers 4.51 to 5.12.
+
+    Attributes:
+        title: name in sentences.
+        architecture: class in transformers and in sglang-jax.
+        defaults: sizes where the key is absent. `num_key_value_heads` None equals num_attention_heads; `head_dim` None
+            is hidden_size / num_attention_heads.
+        neutral: keys whose value must be one of these, because nothing else is computed; added to the keys that
+            `config` checks for every family.
+        written: keys that our config.json has beside the sizes.
+        names: parameters of a layer that only this family has: Tunix's name to Hugging Face's (see `names`).
+        engine_names: parts of parameter names that sglang-jax spells in its own way for this family.
+        qkv_bias: projections to queries, keys and values have a bias.
+        qk_norm: queries and keys are normalized by head.
+        llama3_rope: `rope_type` "llama3" is computed.
+        tied: default of `tie_word_embeddings`.
+        scaled_embeddings: embeddings are multiplied by √hidden_size.
+        norms_add_one: norms multiply by 1 + weight instead of weight.
+        output_norms: outputs of attention and of the feed-forward part are normalized before the residual sum.
+        activation: of the feed-forward part.
+        experts: sizes of the mixture of experts in every layer, with defaults; None: layers are dense.
+        attention: keys of `config.AttentionConfig` that are computed, with defaults; None: plain attention and logits.
+        layer_types: pattern that repeats over the layers where config.json has no `layer_types`. Its kinds, and
+            `full_attention`, are computed.
+        tokenizer: class of transformers 5 for a tokenizer whose files name no class.
+        forces_tokenizer: that class reads every tokenizer, whatever class the files name.
+    """
+
+    title: str
+    architecture: str
+    defaults: Mapping[str, int | None]
+    neutral: Mapping[str, tuple[Any, ...]]
+    written: Mapping[str, Any]
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    engine_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    llama3_rope: bool = False
+    tied: bool = False
+    scaled_embeddings: bool = False
+    norms_add_one: bool = False
+    output_norms: bool = False
+    activation: str = "silu"
+    experts: Mapping[str, int] | None = None
+    attention: Mapping[str, float] | None = None
+    layer_types: tuple[str, ...] = (FULL,)
+    tokenizer: str = "PreTrainedTokenizerFast"
+    forces_tokenizer: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for parts that are not computed together."""
+        if self.experts is not None and (self.output_norms or self.activation != "silu"):
+            raise ValueError(f"{self.title}: experts are computed with SiLU and without output_norms")

@@ -1,0 +1,59 @@
+"""Records of families: complete, and enough for a new family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shared.errors import ConfigError
+from shared.models import names
+from shared.models.config import ModelConfig
+from shared.models.families import families, supported
+from shared.models.family import FULL, SLIDING, Family
+from tests.support import families as cases
+from tests.support import imaginary_family, models
+
+
+def test_every_family_has_log_probabilities_of_transformers() -> None:
+    assert {cases.case(name).config["model_type"] for name in cases.NAMES} == families().keys()
+
+
+@pytest.mark.parametrize("model_type", families())
+def test_records_are_complete(model_type: str) -> None:
+    family = families()[model_type]
+    assert family.architecture.endswith("ForCausalLM")
+    assert family.title in supported()
+    assert family.defaults.keys() == {"num_key_value_heads", "head_dim", "max_position_embeddings"}
+    assert set(family.layer_types) <= {FULL, SLIDING}
+    assert SLIDING not in family.layer_types or "sliding_window" in (family.attention or {})
+    assert all(names.is_leaf(f"layers.0.{leaf}") for leaf in family.names)
+
+
+def test_names_that_one_family_adds_are_new() -> None:
+    added = [leaf for family in families().values() for leaf in family.names]
+    assert len(set(added)) == len(added)
+    assert not set(added) & names.BLOCK.keys()
+
+
+def test_parts_that_are_not_computed_together_are_refused() -> None:
+    plain = {"title": "X", "architecture": "X", "defaults": {}, "neutral": {}, "written": {}}
+    with pytest.raises(ValueError, match="experts"):
+        Family(**plain, experts={}, activation="gelu_pytorch_tanh")
+
+
+def test_a_new_family_is_one_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        ModelConfig.parse(imaginary_family.CONFIG)
+    with imaginary_family.added(tmp_path):
+        model = ModelConfig.parse(imaginary_family.CONFIG)
+        assert model.attention is not None
+        assert [model.attention.window(layer) for layer in range(2)] == [None, 7]
+        assert model.logit_softcap == 5.0
+        assert model.to_hf()["imaginary"] is True
+        assert ModelConfig.parse(model.to_hf()) == model
+        assert "Imaginary (imaginary)" in supported()
+        weights = models.random_weights(model.to_hf(), 0)
+        assert all(names.is_leaf(leaf) for leaf in models.to_tunix(weights, model.to_hf()))
+    with pytest.raises(ConfigError):
+        ModelConfig.parse(imaginary_family.CONFIG)
