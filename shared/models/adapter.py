@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, Hu et al., 2021): what is trained in the place of weights that stay as they are.
+"""Names of low-rank adapters (LoRA, Hu et al., 2021), and how they are merged into their base.
 
-The effective weight is W + (alpha / rank) · A B, A [in…, rank] and B [rank, out…] for a weight W [in…, out…] of the
-trainer. The one home of the adapters' names, which are those of qwix (`….w_lora_a`, `….kernel_lora_a`), of PEFT's, and
-of what both make of a weight: the engine serves, and `volley export` writes, what `merged` gives.
+The effective weight is W + (alpha / rank) · A B, with A [in…, rank] and B [rank, out…] for a weight W [in…, out…] of
+the trainer. Names are those of qwix (`….w_lora_a`, `….kernel_lora_a`) and of PEFT. The engine serves, and
+`volley export` writes, the output of `merged`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _A, _B = "_lora_a", "_lora_b"
 _PEFT = {_A: "lora_A", _B: "lora_B"}
 
 type Reads = Mapping[str, Callable[[], np.ndarray]]
-"""What makes each array, by name."""
+"""Functions that read each array, by name."""
 
 
 def a_name(weight: str) -> str:
@@ -33,39 +33,41 @@ def b_name(weight: str) -> str:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether this is the name of an A or a B."""
+    """True for the name of an A or a B."""
     return name.endswith((_A, _B))
 
 
 def is_b(name: str) -> bool:
-    """Whether this is the name of a B, which is 0 where an adapter changes nothing."""
+    """True for the name of a B, which is 0 where an adapter changes nothing."""
     return name.endswith(_B)
 
 
 def weights_of(names: Iterable[str]) -> list[str]:
-    """The names of the weights that these adapters are of, in order."""
+    """Names of the weights that these adapters belong to, sorted."""
     return sorted({name.removesuffix(_A).removesuffix(_B) for name in names if is_adapter(name)})
 
 
 def merge(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-    """W + scale · A B in float32, in the dtype of W.
+    """Compute W + scale · A B in float32, and cast it to the dtype of W.
 
     Raises ValueError if the shapes do not fit.
     """
     if a.shape[-1] != b.shape[0] or (*a.shape[:-1], *b.shape[1:]) != weight.shape:
-        raise ValueError(f"{list(a.shape)} and {list(b.shape)} make no adapter of a weight {list(weight.shape)}")
+        raise ValueError(f"{list(a.shape)} and {list(b.shape)} are no adapter of a weight {list(weight.shape)}")
     delta = np.tensordot(np.asarray(a, np.float32), np.asarray(b, np.float32), 1)
     return (weight.astype(np.float32) + np.float32(scale) * delta).astype(weight.dtype)
 
 
 def merged(base: Reads, adapter: Reads, scale: float) -> dict[str, Callable[[], np.ndarray]]:
-    """Every weight of the base, with its adapter if it has one. Raises ValueError for an adapter without its other
-    half, or of a weight that the base has not; the arrays, when they are made, if shapes do not fit.
+    """Readers of every weight of the base, with its adapter merged if it has one.
+
+    Raises ValueError for an A without its B or the reverse, and for an adapter of a weight that the base lacks; the
+    readers raise it for shapes that do not fit.
     """
     adapted = weights_of(adapter)
     expected = {name for weight in adapted for name in (a_name(weight), b_name(weight))}
     if wrong := sorted((expected ^ set(adapter)) | (set(adapted) - set(base))):
-        raise ValueError(f"{wrong[0]} makes no adapter of this base")
+        raise ValueError(f"{wrong[0]} is no adapter of this base")
     made = dict(base)
     for weight in adapted:
         made[weight] = partial(_merged, base[weight], adapter[a_name(weight)], adapter[b_name(weight)], scale)
@@ -79,7 +81,7 @@ def _merged(
 
 
 def merged_arrays(base: Mapping[str, np.ndarray], adapter: Mapping[str, Any], scale: float) -> dict[str, np.ndarray]:
-    """`merged`, of arrays."""
+    """Same as `merged`, on arrays."""
     reads = merged(
         {k: partial(np.asarray, v) for k, v in base.items()},
         {k: partial(np.asarray, v) for k, v in adapter.items()},

@@ -1,8 +1,8 @@
-"""Chat text to tokens and back, with the exact-prefix property: tokens of earlier turns are never made anew.
+"""Chat text to tokens and back. Tokens of earlier turns are never computed again.
 
-A conversation grows by appending. `render_prompt` makes the first tokens; after the model's own sampled ids,
-`continue_after` makes only the environment's new text and the header of the next assistant turn. The template is asked
-for that text with a marker in place of the assistant's words, so nothing the model said is rendered or tokenized again.
+A conversation grows by appending. `render_prompt` returns the first tokens. After the model's sampled ids,
+`continue_after` returns only the environment's new text and the header of the next assistant turn. It renders the
+template with a marker in place of the assistant's words, so these are never rendered or tokenized again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ _ANCHOR = 200  # characters
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """Ids of a turn with its end, their marks, and the text after the end, None if the template writes no end; `whole`
-    is the conversation up to there.
+    """A tokenized assistant's turn, with its end.
+
+    Attributes:
+        marks: 1 for each id that is learned.
+        tail: text after the end; None if the template writes no end.
+        whole: text of the conversation up to there.
     """
 
     ids: list[int]
@@ -41,18 +45,17 @@ class ChatTokenizer:
     """Tokenizer and chat template of a Hugging Face folder.
 
     Attributes:
-        vocab_size: one more than the largest id, special ones included: ids may leave gaps.
-        eos_id: the token with which the template closes an assistant's turn, as Gemma's does; `eos_token` if it writes
-            none.
+        vocab_size: largest id plus one, special tokens included; some ids below may be unused.
+        eos_id: token with which the template closes an assistant's turn; `eos_token` if the template writes none.
         end_ids: all tokens that end an assistant's turn: `eos_id`, `eos_token`, and those of generation_config.json and
             config.json.
-        pad_id: fills rows where nothing is learned: `pad_token`, or `eos_token` where none is named.
+        pad_id: padding of rows: `pad_token`, or `eos_token` if none is named.
         writes_date: the chat template writes the date.
-        note: a sentence if transformers 5 reads the folder's tokenizer otherwise.
+        note: a sentence if transformers 5 reads the folder's tokenizer differently.
     """
 
     def __init__(self, folder: Path, date: datetime.date | None = None) -> None:
-        """Raises ConfigError naming what the folder lacks.
+        """Read the folder. Raises ConfigError naming the missing file or key.
 
         Args:
             date: of the run, for templates that write one; None: today's, in UTC.
@@ -82,7 +85,7 @@ class ChatTokenizer:
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def _turn_end(self, declared: frozenset[int], eos: int) -> tuple[int, str | None]:
-        """The token that closes a turn, and the text up to its end; (eos, None) if the template writes none."""
+        """Find the token that closes a turn, and the text up to its end; (eos, None) if the template writes none."""
         try:
             closing = self._turns.closing
         except InputError:  # the caller who renders a conversation sees it
@@ -96,8 +99,9 @@ class ChatTokenizer:
         return (found[0][0], closing[: found[0][1][1]]) if found else (eos, None)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; special tokens written in it are recognised, none is added. Raises InputError for what is no
-        text in UTF-8: half of a surrogate pair.
+        """Tokenize `text`; special tokens in it are recognised, none is added.
+
+        Raises InputError for half of a surrogate pair, which UTF-8 cannot encode.
         """
         return self._encoded(text).ids
 
@@ -111,15 +115,15 @@ class ChatTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
 
     def token(self, token_id: int) -> str:
-        """Text of one token, for display."""
+        """Decode one token, for display."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def is_ended(self, sampled_ids: Sequence[int]) -> bool:
-        """Whether sampled ids end an assistant's turn."""
+        """True if sampled ids end an assistant's turn."""
         return bool(sampled_ids) and sampled_ids[-1] in self.end_ids
 
     def message_text(self, sampled_ids: Sequence[int]) -> str:
-        """Text that the assistant said: its sampled ids without the tokens that end a turn or fill rows."""
+        """Decode sampled ids without the end tokens and padding after them."""
         n = len(sampled_ids)
         while n and (sampled_ids[n - 1] in self.end_ids or sampled_ids[n - 1] == self.pad_id):
             n -= 1
@@ -128,20 +132,20 @@ class ChatTokenizer:
     def render_prompt(
         self, messages: Messages, tools: Tools = (), variables: Variables | None = None, *, header: bool = True
     ) -> list[int]:
-        """Ids of a conversation up to and including the header of the next assistant turn. Raises InputError.
+        """Tokenize a conversation, with the header of the next assistant turn. Raises InputError.
 
         Args:
             variables: for the template, such as `enable_thinking`.
-            header: False: without that header.
+            header: False leaves that header out.
         """
         return self.encode(self._template.render(messages, tools, variables or {}, prompt=header))
 
     def render_unfinished(self, messages: Messages, tools: Tools = (), variables: Variables | None = None) -> list[int]:
-        """Ids of a conversation whose last message the model is to continue, without its end. Raises InputError."""
+        """Tokenize a conversation without the end of its last message, for the model to continue. Raises InputError."""
         return self.encode(self._template.render_unfinished(messages, tools, variables or {}))
 
     def render_continuation(self, messages: Messages, *, ended: bool) -> list[int]:
-        """Ids to append after an assistant turn: its missing end, `messages`, and the next assistant header.
+        """Tokenize the text after an assistant turn: its missing end, `messages`, and the next assistant header.
 
         Args:
             ended: the sampled ids already close the turn with `eos_id`.
@@ -149,10 +153,10 @@ class ChatTokenizer:
         return self._after(self._continuation(messages), ended=ended)
 
     def continue_after(self, sampled_ids: Sequence[int], messages: Messages) -> list[int]:
-        """Ids to append after a sampled assistant turn, which stays as it was sampled.
+        """Tokenize the text after a sampled assistant turn, which stays as it was sampled.
 
-        The turn gets the end that the template writes, unless it has it: after another end token as well. A token that
-        ends a turn by beginning the next one (GLM's `<|user|>`) is not repeated.
+        If the turn lacks the end that the template writes, the end is added, even after another end token. A token that
+        both ends a turn and begins the next one (GLM's `<|user|>`) is not repeated.
         """
         ids = self.render_continuation(messages, ended=sampled_ids[-1:] == [self.eos_id])
         repeated = self._closing is None and self.is_ended(sampled_ids) and ids[:1] == [sampled_ids[-1]]
@@ -165,19 +169,19 @@ class ChatTokenizer:
         return text
 
     def _after(self, text: str, *, ended: bool) -> list[int]:
-        """Ids of the text after an assistant's words, without the end of its turn if that is there already."""
+        """Tokenize the text after an assistant's words, without the end of the turn if the turn has `ended`."""
         encoding = self._encoded(text)
         if not ended or self._closing is None or not text.startswith(self._closing):
             return encoding.ids
         return encoding.ids[encoding.ids.index(self.eos_id) + 1 :]
 
     def leaves_out(self, messages: Messages, tools: Tools) -> bool:
-        """Whether the template writes nothing of the `tools` into the prompt of a demonstration. Raises InputError."""
+        """True if the template ignores the `tools` in the prompt of a demonstration. Raises InputError."""
         before = [*takewhile(lambda message: message["role"] != "assistant", messages)]
         return bool(tools) and self._template.render(before, tools) == self._template.render(before)
 
     def with_variables(self, variables: Variables) -> ChatTokenizer:
-        """The same tokenizer with more variables for its templates."""
+        """Copy the tokenizer with more variables for its templates."""
         made = copy(self)
         made._template = self._template.with_variables(variables)
         made._turns = TurnRenderer(made._template)
@@ -186,13 +190,13 @@ class ChatTokenizer:
     def render_demonstration(
         self, messages: Messages, tools: Tools = (), learned: Sequence[bool] | None = None
     ) -> tuple[list[int], list[int]]:
-        """Ids and loss mask of a finished conversation, token for token as a rollout of it would be recorded.
+        """Compute ids and loss mask of a finished conversation, exactly as a rollout of it is recorded.
 
-        The mask is 1 on what the assistant says; of a template with `{% generation %}` blocks, on the part of it that
-        transformers marks in the whole conversation.
+        The mask is 1 on the assistant's tokens. If the template has `{% generation %}` blocks, it is 1 only on those
+        that transformers marks in the whole conversation.
 
         Args:
-            learned: for each message whether its tokens may have mask 1, if it is the assistant's; None: all of them.
+            learned: for each message, True if an assistant's tokens may have mask 1; None: True for all.
         """
         if not messages or messages[-1]["role"] != "assistant" or messages[0]["role"] == "assistant":
             raise InputError("a demonstration must end with an assistant message")
@@ -222,7 +226,7 @@ class ChatTokenizer:
         return ids, mask
 
     def _said(self, turn: Turn) -> _Said:
-        """Raises InputError for an end within the turn: no rollout goes on after it, half a turn would be learned."""
+        """Tokenize a turn. Raises InputError for an end token inside it, because no rollout continues after one."""
         n, start, encoding = self._after_anchor(turn)
         ids = encoding.ids[n:]
         ends = [i for i, token in enumerate(ids) if token in self.end_ids]
@@ -240,10 +244,10 @@ class ChatTokenizer:
         return _Said(ids[: ends[0] + 1], marks[: ends[0] + 1], turn.said[after:], turn.whole)
 
     def _after_anchor(self, turn: Turn) -> tuple[int, int, Encoding]:
-        """What is said, encoded after the end of its prompt, and of that end the tokens and the characters.
+        """Tokenize a turn after the end of its prompt; return that end's numbers of tokens and characters, and both.
 
-        Where the prompt's last token and the first one that is said would be one, it is encoded after a newline, so
-        that a tokenizer that begins a text with a space puts none before it.
+        If the prompt's last token would merge with the turn's first, the turn is tokenized after a newline, so that a
+        tokenizer that begins a text with a space puts none before it.
         """
         for anchor in (self._anchor(turn.prompt), "\n"):
             context, encoding = self._encoded(anchor), self._encoded(anchor + turn.said)
@@ -253,18 +257,18 @@ class ChatTokenizer:
         return 0, 0, self._encoded(turn.said)
 
     def _is_closed(self, said: str, end: int) -> bool:
-        """Whether what stands after the end of a turn is what the template writes there."""
+        """True if the text after the end of a turn is the one that the template writes there."""
         return self._closing is not None and said[end:] == self._turns.closing[len(self._closing) :]
 
     def _anchor(self, prompt: str) -> str:
-        """End of a prompt from its last special token on: what is tokenized together with an answer."""
+        """End of a prompt from its last special token on, which is tokenized together with the answer."""
         tail = prompt[-_ANCHOR:]
         encoding, added = self._encoded(tail), self._tokenizer.get_added_tokens_decoder()
         starts = [at for token, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in added]
         return tail[starts[-1] :] if starts else tail[max(tail.rfind("\n"), 0) :]
 
     def _between(self, last: _Said | None, before: Messages, messages: Messages, turn: Turn, tools: Tools) -> list[int]:
-        """Ids from the end of the last turn to the beginning of this one; those of the whole prompt for the first."""
+        """Tokenize the text between the last turn and this one; for the first turn, the whole prompt."""
         if last is None:
             self._turns.check_written(before, messages, tools)
             return self.encode(turn.prompt)
@@ -279,7 +283,7 @@ class ChatTokenizer:
 
 
 def tokenizer_of_run(folder: Path, date: datetime.date | None) -> ChatTokenizer:
-    """The tokenizer of a run's service. Raises ConfigError if the template writes the date and the run has none."""
+    """Open the tokenizer of a run. Raises ConfigError if the template writes the date and the run has none."""
     tokenizer = ChatTokenizer(folder, date)
     if date is None and tokenizer.writes_date:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""What a model computes, read from a Hugging Face folder once and the same for trainer and engine.
+"""Configuration of a model, read once from a Hugging Face folder for both trainer and engine.
 
-Invariants: a configuration that is accepted means exactly what transformers' configuration class of that `model_type`
-means by it, whichever version wrote it (θ at the top or in `rope_parameters`), defaults included; one that asks for
-something that trainer or engine do not compute is refused by the name of its key. Neither side reads a config.json
-itself: the engine is started from what `to_hf` gives, so a key that is not named here has no effect on either.
+Invariants: an accepted config.json means exactly what transformers' configuration class of that `model_type` means by
+it, defaults included, whichever version wrote it (θ at the top or in `rope_parameters`). A key that asks for something
+that trainer or engine do not compute is refused by name. Neither side reads config.json itself: the engine starts from
+the output of `to_hf`, so a key that is not named here has no effect on either.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REQUIRED = {
     "num_attention_heads": 1 << 12,
 }
 _DEFAULT_EPS, _DEFAULT_INITIALIZER_RANGE = 1e-6, 0.02
-# Keys that change what is computed, here or in a model of another family, and the values under which they do not.
+# Keys that change the computation, here or in another family, with the values under which they do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "mlp_bias": (None, False),
@@ -56,10 +56,14 @@ _NOT_COMPUTED = ("max_position_embeddings", "initializer_range", "eos_token_ids"
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of one of the families, under the names of its config.json; `experts` None is a dense one.
+    """Decoder of one of the families, under the names of its config.json.
 
-    `initializer_range` is the standard deviation of random weights, where the folder has none; `eos_token_ids` end a
-    text unless a request says otherwise, sorted, those of generation_config.json included.
+    Attributes:
+        initializer_range: standard deviation of random weights.
+        eos_token_ids: tokens that end a text unless a request names others; sorted, with those of
+            generation_config.json.
+        experts: None if the layers are dense.
+        attention: None if attention and logits are plain.
     """
 
     model_type: str
@@ -82,7 +86,7 @@ class ModelConfig:
 
     @property
     def routing(self) -> RoutingShape | None:
-        """Of its experts, if it has any."""
+        """Shape of the routing to experts; None for a dense model."""
         experts = self.experts
         if experts is None:
             return None
@@ -90,7 +94,7 @@ class ModelConfig:
 
     @property
     def n_numbers(self) -> int:
-        """Of all matrices, norms and biases: at most so many numbers are in the model's weights."""
+        """Upper bound of the number of parameters: all matrices, norms and biases."""
         d, size, experts = self.hidden_size, self.head_dim, self.experts
         of_heads = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * size
         mlp = 3 * (d + 1) * self.intermediate_size
@@ -102,16 +106,14 @@ class ModelConfig:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Reads config.json and, if there is one, generation_config.json. Raises ConfigError naming the file and the
-        key.
-        """
+        """Read config.json and, if present, generation_config.json. Raises ConfigError with the file and the key."""
         path, generation = folder / CONFIG, folder / GENERATION_CONFIG
         eos = _eos_of(_load(generation), str(generation)) if generation.exists() else ()
         return cls.parse(_load(path), str(path), eos)
 
     @classmethod
     def parse(cls, raw: object, where: str = CONFIG, more_eos: Iterable[int] = ()) -> Self:
-        """Of a config.json's content; `where` is its name. Raises ConfigError naming it and the key."""
+        """Parse a config.json's content; `where` names it in errors. Raises ConfigError with `where` and the key."""
         if not isinstance(raw, dict):
             raise ConfigError(f"{where} is not a JSON object", "model.path must be the folder of a Hugging Face model")
         given = cast(dict[str, Any], raw)
@@ -138,7 +140,7 @@ class ModelConfig:
         return found
 
     def to_hf(self) -> dict[str, Any]:
-        """A config.json that every version of transformers reads as this: θ at the top, nothing left to a default."""
+        """Write a config.json that every transformers reads alike: θ at the top, nothing left to a default."""
         named = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _SPELLED}
         eos, family = list(self.eos_token_ids), self.family
         constant = {
@@ -148,26 +150,26 @@ class ModelConfig:
         }
         scaling = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling.to_hf()}
         experts = {} if self.experts is None else asdict(self.experts)
-        attention = {} if self.attention is None else self.attention.to_hf(self.num_hidden_layers)
+        attention = {} if self.attention is None else self.attention.to_hf(family, self.num_hidden_layers)
         written = {**family.written, **experts, **attention, "attention_dropout": 0.0, "eos_token_id": eos or None}
         return constant | named | scaling | written
 
     @property
     def logit_softcap(self) -> float | None:
-        """c of the logits c · tanh(x / c); None: they are x."""
+        """Cap c of the logits c · tanh(x / c); None: no cap."""
         return None if self.attention is None else self.attention.final_logit_softcapping
 
     @property
     def family(self) -> Family:
-        """What is common to all models of this `model_type`."""
+        """Record of this `model_type`."""
         return families()[self.model_type]
 
     def rope_frequencies(self) -> np.ndarray:
-        """float64 [head_dim / 2]: radians a position."""
+        """Rotary frequencies, float64 [head_dim / 2], in radians per position."""
         return rope.frequencies(self.rope_theta, self.head_dim, self.rope_scaling)
 
     def difference(self, other: ModelConfig) -> str | None:
-        """The first key by which two models of the same weights would compute something else; None if there is none."""
+        """First key that changes the computation from the same weights; None if there is none."""
         names = (field.name for field in fields(self) if field.name not in _NOT_COMPUTED)
         return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
 
@@ -180,11 +182,13 @@ def _load(path: Path) -> object:
             f"model file {path}: {error.strerror}", "model.path must be a Hugging Face folder or hub id"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"model file {path} is not valid JSON: {error}", "download it again, or mend it") from error
+        raise ConfigError(
+            f"model file {path} is not valid JSON: {error}", "download it again, or correct it"
+        ) from error
 
 
 def _model_type(raw: Mapping[str, Any], where: str) -> str:
-    """Raises ConfigError for a family that is not computed, or whose architecture is another than its type says."""
+    """Check that the family is supported and fits `architectures`. Raises ConfigError."""
     named = raw.get("model_type", "qwen3")
     if not isinstance(named, str) or named not in families():
         raise unsupported("model_type", named, where)
@@ -197,7 +201,7 @@ def _model_type(raw: Mapping[str, Any], where: str) -> str:
 
 
 def _sizes(given: Mapping[str, Any], family: Family, where: str) -> dict[str, int]:
-    """The required sizes, and those with defaults. Raises ConfigError."""
+    """Required sizes, and those with defaults. Raises ConfigError."""
     if missing := [key for key in _REQUIRED if key not in given]:
         raise ConfigError(f"{where} lacks {', '.join(missing)}", supported())
     sizes = {key: size(given[key], key, where, most) for key, most in _REQUIRED.items()}
@@ -229,7 +233,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> N
 
 
 def _check_together(model: ModelConfig, raw: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError for values of which each is fine, but not all at once."""
+    """Check values against each other. Raises ConfigError."""
     heads, kv_heads, layers = model.num_attention_heads, model.num_key_value_heads, raw.get("layer_types")
     if heads % kv_heads:
         raise ConfigError(
@@ -253,7 +257,7 @@ def _check_together(model: ModelConfig, raw: Mapping[str, Any], where: str) -> N
 
 
 def _eos_of(raw: object, where: str) -> tuple[int, ...]:
-    """`eos_token_id` of a config.json or generation_config.json: one id, several, or none."""
+    """Read `eos_token_id` of a config.json or generation_config.json: one id, a list, or none."""
     value: object = cast(dict[str, Any], raw).get("eos_token_id") if isinstance(raw, dict) else raw
     ids: list[Any] = [] if value is None else cast(list[Any], value) if isinstance(value, list) else [value]
     if any(type(token) is not int or token < 0 for token in ids):

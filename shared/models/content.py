@@ -1,7 +1,7 @@
 """Digests of the files in a model's folder that decide texts and token ids.
 
-The first start of a run computes them as `model.content`, and each later start compares. The path of the folder does
-not matter, and nothing is normalised.
+The first start of a run records them as `model.content`, and each later start compares. The folder's path does not
+count, and files are compared byte by byte.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared.schema import RunConfig
 KEY = "model.content"
 _MAX_BYTES = 2**30
 NONE = "none"
-"""In place of the digest of a file that is not there."""
+"""Stands for the digest of a missing file."""
 _FILES = {
     "config": "config.json",
     "generation_config": "generation_config.json",
@@ -28,11 +28,11 @@ _FILES = {
     "chat_template": "chat_template.jinja",
     "additional_chat_templates": "additional_chat_templates/*.jinja",
 }
-"""By the name in `model.content`, which has no dot."""
+"""Files by their name in `model.content`, which has no dot."""
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file, or of names and contents where there may be several. Raises ConfigError."""
+    """Compute the SHA-256 of each file, or of the names and contents of several. Raises ConfigError."""
     return {name: _digest(folder, pattern) for name, pattern in _FILES.items()}
 
 
@@ -63,16 +63,16 @@ def check(recorded: Mapping[str, str], now: Mapping[str, str], folder: str | Pat
     ]
     if differing:
         raise ConfigError(
-            f"model folder {folder} is not the one that the run was begun with: {', '.join(differing)} changed",
+            f"model folder {folder} differs from the one that the run began with: {', '.join(differing)}",
             "put the files back as they were, or start another run from the trained weights: run.name=…"
             " model.path=RUN@VERSION",
         )
 
 
 def with_content(config: RunConfig, folder: Path) -> RunConfig:
-    """The configuration with the digests of the model's folder, for a service that starts.
+    """Add the digests of the model's folder to the configuration of a starting service.
 
-    Raises ConfigError if it holds others.
+    Raises ConfigError if the configuration has other digests.
     """
     now = digests(folder)
     check(config.model.content or {}, now, folder)

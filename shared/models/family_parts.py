@@ -87,9 +87,10 @@ class AttentionConfig:
         """Number of tokens that a token sees in this layer; None: all before it."""
         return self.sliding_window if self._kind(layer) == SLIDING else None
 
-    def to_hf(self, n_layers: int) -> dict[str, Any]:
-        """Keys for the config.json of a model with `n_layers` layers."""
-        return asdict(self) | {"layer_types": [self._kind(layer) for layer in range(n_layers)]}
+    def to_hf(self, family: Family, n_layers: int) -> dict[str, Any]:
+        """Keys of the family's config.json for a model with `n_layers` layers."""
+        written = asdict(self) | {"layer_types": [self._kind(layer) for layer in range(n_layers)]}
+        return {key: value for key, value in written.items() if key in ("layer_types", *(family.attention or ()))}
 
     def _kind(self, layer: int) -> str:
         return self.layer_types[layer % len(self.layer_types)]

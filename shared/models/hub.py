@@ -1,6 +1,4 @@
-"""Where a model lies: a local folder as it is, the model of another run for RUN@VERSION, anything else as a Hugging
-Face hub id.
-"""
+"""Folders of models: `model.path` is a local folder, RUN@VERSION of another run, or a Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ _INDEX = "*.index.json"  # of weights, which are not copied
 
 
 def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = False) -> Path:
-    """The folder of `path`; a hub id is downloaded (config and tokenizer, with `weights` also those of transformers).
+    """Find the model's folder of `path`; download a hub id (config and tokenizer, with `weights` also the weights).
 
-    For RUN@VERSION it is what `keep` has copied into `run_folder`, that of our own run, or else the other run's model.
+    For RUN@VERSION it is the copy that `keep` made in `run_folder`, our own run's, or else the other run's model.
 
-    Raises ConfigError if it is neither a model's folder, nor a version of a run, nor a repository that can be reached.
+    Raises ConfigError if `path` is no folder of a model, no version of a run and no repository that can be reached.
     """
     kept = None if run_folder is None else kept_in(run_folder)
     if (found := origin.find(path, kept)) is not None:
@@ -62,8 +60,9 @@ def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = F
 
 
 def check_weights(run: RunConfig) -> None:
-    """Raise ConfigError if a new run cannot start from the weights of its model's folder. A hub id's are checked when
-    the trainer has downloaded them.
+    """Check that a new run can start from the weights of its model's folder. Raises ConfigError.
+
+    Weights of a hub id are checked after the trainer's download.
     """
     folder = Path(run.model.path)
     begun = run.run.bucket is not None or RunFolder(run.run.folder).record.exists()
@@ -76,15 +75,15 @@ def check_weights(run: RunConfig) -> None:
 
 
 def kept_in(run_folder: Path) -> Path:
-    """Where a run keeps config.json and tokenizer of the run that it was started from."""
+    """Folder where a run keeps config.json and tokenizer of the run that it started from."""
     return (run_folder / "model").absolute()
 
 
 def keep(run: RunConfig) -> Origin | None:
-    """What the run starts from, if that is another run, whose config.json and tokenizer are kept in its folder from now
-    on.
+    """Find the version of another run that this run starts from, and copy its config.json and tokenizer.
 
-    Nothing is changed any more once the run has a checkpoint. Raises ConfigError, StorageFull.
+    None if the run does not start from another run. Nothing is copied once the run has a checkpoint. Raises
+    ConfigError, StorageFull.
     """
     kept = kept_in(run.run.folder)
     found = origin.find(run.model.path, kept)
@@ -99,7 +98,7 @@ def keep(run: RunConfig) -> Origin | None:
 
 
 def _copy(found: Origin, kept: Path) -> None:
-    """Whole or not at all; config.json is that of the weights."""
+    """Copy all files or none; config.json is the one of the weights."""
     draft, source = kept.with_name(".tmp-model"), model_of(found)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -112,7 +111,7 @@ def _copy(found: Origin, kept: Path) -> None:
 
 
 def _model_inside(folder: RunFolder, run: RunConfig) -> Path:
-    """The model that a run's folder keeps, or names on the hub. Raises ConfigError."""
+    """Find the model that a run's folder keeps, or names on the hub. Raises ConfigError."""
     kept = kept_in(folder.path)
     if kept.is_dir() and not kept.is_symlink():
         return kept
@@ -122,7 +121,7 @@ def _model_inside(folder: RunFolder, run: RunConfig) -> Path:
 
 
 def copy_small(source: Path, target: Path) -> None:
-    """What a model's folder holds beside the weights: configurations, tokenizer, chat template."""
+    """Copy the files of a model's folder without the weights: configurations, tokenizer, chat template."""
     for pattern in _SMALL:
         for file in source.glob(pattern):
             if not file.match(_INDEX) and file.name != ORIGIN:
@@ -130,8 +129,10 @@ def copy_small(source: Path, target: Path) -> None:
 
 
 def model_of(found: Origin) -> Path:
-    """The folder with the config.json and the tokenizer of a version of another run. Raises ConfigError, also where its
-    files are others than when that run was begun, or a run's folder that is not trusted names a folder outside.
+    """Find the folder with config.json and tokenizer of a version of another run.
+
+    Raises ConfigError, also if its files have changed since that run began, or if an untrusted run's folder names a
+    folder outside.
     """
     folder = RunFolder(Path(found.folder))
     try:

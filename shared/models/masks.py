@@ -1,7 +1,7 @@
-"""Loss masks of conversations whose chat template marks with `{% generation %}` what is learned.
+"""Loss masks of conversations whose chat template has `{% generation %}` blocks.
 
-The reference is `apply_chat_template` of transformers with `return_assistant_tokens_mask`. It marks the conversation as
-a whole, because a block may depend on what follows it.
+The reference is `apply_chat_template` of transformers with `return_assistant_tokens_mask`. It marks the whole
+conversation, because a block may depend on the messages after it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from tokenizers import Encoding
 
 
 def in_spans(encoding: Encoding, spans: Iterable[tuple[int, int]]) -> list[int]:
-    """1 for each token that has a character in a span. Transformers takes of a last character that is several tokens
-    the first one; here it is all of them.
+    """Mark each token that has a character in a span with 1, all others with 0.
+
+    If the last character of a span is several tokens, transformers marks the first of them; this marks all.
     """
     inside = bytearray()
     for begin, end in spans:
@@ -27,10 +28,10 @@ def in_spans(encoding: Encoding, spans: Iterable[tuple[int, int]]) -> list[int]:
 def of_whole(
     ids: Sequence[int], marks: Sequence[int], turns: Sequence[range], whole: Sequence[int], mask: Sequence[int]
 ) -> list[int]:
-    """The `mask` of the `whole` conversation on the same tokens in `ids`.
+    """Transfer the `mask` of the `whole` conversation to the same tokens in `ids`.
 
-    Tokens of a turn that `whole` lacks, because the template rewrites earlier turns, keep their `marks` unless the mask
-    leaves out all that it has of the turn.
+    `whole` may lack tokens of a turn, because the template rewrites earlier turns. These keep their `marks`, unless the
+    mask is 0 on all tokens of the turn that `whole` has.
     """
     n = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, whole, strict=False)))
     found: list[int | None] = [*mask[:n], *[None] * (len(ids) - n)]

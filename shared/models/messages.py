@@ -1,8 +1,8 @@
-"""Messages of a conversation, from the forms that files and OpenAI's clients write to the one that templates expect.
+"""Messages of a conversation, normalised from files and OpenAI's clients to the form that templates expect.
 
 Chat templates expect content as text. OpenAI's clients also write content as a list of parts, or null beside a call.
-Demonstrations and `/v1/chat/completions` read messages here, so both give a template the same values. The arguments of
-a call stay as they are given, an object or JSON text of one: see `templates` for which of the two a template gets.
+Demonstrations and `/v1/chat/completions` both read messages here, so templates get the same values. The arguments of a
+call stay as given, an object or its JSON text; `templates` converts them to the form that a template expects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.text import without_halves
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of an assistant's message that hold its reasoning; which of them is written depends on the template."""
+"""Keys of an assistant's message that may hold its reasoning. Each template writes some of them."""
 _PARTS = ("text", "input_text", "output_text", "refusal")
 _CALL = 'a call is {"function": {"name": "…", "arguments": {…}}}'
 
@@ -29,9 +29,7 @@ def read_messages(value: Any, key: str = "messages") -> list[dict[str, Any]]:
 
 
 def read_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
-    """JSON schemas of tools, also from JSON text, as Parquet files hold them; `key` names them in errors. Raises
-    InputError.
-    """
+    """Read the JSON schemas of tools, also from JSON text, as in Parquet files. Raises InputError naming `key`."""
     tools = parsed(value) if isinstance(value, str) else value
     if tools is None or tools == []:
         return []
@@ -41,12 +39,12 @@ def read_tools(value: Any, key: str = "tools") -> list[dict[str, Any]]:
 
 
 def call_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Name and arguments of a call; older formats have them in the call itself."""
+    """Object with a call's name and arguments; in older formats the call itself."""
     return call.get("function") or call
 
 
 def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call from `read_messages` as an object, also where they are given as text."""
+    """Arguments of a call from `read_messages`, as an object."""
     given = call_of(call).get("arguments")
     return (parsed(given) if isinstance(given, str) else given) or {}
 
@@ -91,7 +89,7 @@ def _message(value: Any, at: str) -> dict[str, Any]:
 
 
 def _spoken(value: Mapping[str, Any], at: str) -> Any:
-    """Content of an assistant's message, or OpenAI's `refusal`, which stands in its place."""
+    """Content of an assistant's message, or OpenAI's `refusal` instead."""
     content, refusal = value.get("content"), value.get("refusal")
     if value.get("audio"):
         raise InputError(f"{at} has audio, and chat templates write text alone", "send what it says as content")
@@ -105,7 +103,7 @@ def _spoken(value: Mapping[str, Any], at: str) -> Any:
 
 
 def _text(content: Any, at: str) -> str:
-    """Text of a content, or the joined texts of its parts."""
+    """Content as text; texts of its parts are joined."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):

@@ -1,6 +1,7 @@
-"""What Tunix and Hugging Face call the parameters of the families, and how each turns them. The one home of these
-names: the trainer loads and saves by them, the rollout service reads checkpoints of either kind, the command line
-exports.
+"""Parameter names and orientations of Tunix and of Hugging Face, and the conversion between them.
+
+The trainer loads and saves with these names, the rollout service reads checkpoints of either kind, and
+`volley export` writes Hugging Face's.
 
 | Tunix                               | Hugging Face                                |
 |-------------------------------------|---------------------------------------------|
@@ -15,8 +16,9 @@ exports.
 | layers.N.mlp.….proj [E, in, out]    | model.layers.N.mlp.experts.….weight [E, out, in] |
 | layers.N.….w, of norms              | model.layers.N.….weight                     |
 
-Experts lie in one array here, and in files one by one: what `hf_name` calls model.layers.N.mlp.experts.up_proj.weight
-is in them model.layers.N.mlp.experts.0.up_proj.weight and so on (`in_files`).
+Tunix stacks the experts in one array, files hold them one by one: model.layers.N.mlp.experts.up_proj.weight from
+`hf_name` is model.layers.N.mlp.experts.0.up_proj.weight and so on in files (`in_files`). Names that only one family has
+are in its record.
 """
 
 from __future__ import annotations
@@ -55,13 +57,14 @@ _TOP = {
 
 
 def is_leaf(name: str) -> bool:
-    """Whether this is one of Tunix's names."""
+    """True for a parameter name of Tunix."""
     match = re.fullmatch(r"layers\.\d+\.(.+)", name)
     return name in _TOP or (match is not None and match[1] in _block())
 
 
 def hf_name(leaf: str) -> str:
-    """The Hugging Face tensor of a parameter leaf: layers.0.attn.q_proj.w -> model.layers.0.self_attn.q_proj.weight.
+    """Hugging Face name of a leaf: layers.0.attn.q_proj.w -> model.layers.0.self_attn.q_proj.weight.
+
     Raises KeyError.
     """
     if leaf in _TOP:
@@ -73,28 +76,28 @@ def hf_name(leaf: str) -> str:
 
 
 def _block() -> dict[str, str]:
-    """Names in a layer, with those that a single family has."""
+    """Names in a layer, with those of single families."""
     return BLOCK | {leaf: name for family in families().values() for leaf, name in family.names.items()}
 
 
 def is_experts(leaf: str) -> bool:
-    """Whether the leaf [E, in, out] holds a matrix of every expert."""
+    """True for a leaf [E, in, out] that stacks a matrix of every expert."""
     return re.fullmatch(r"layers\.\d+\.mlp\.(gate|up|down)_proj", leaf) is not None
 
 
 def in_files(name: str, n_experts: int) -> list[str]:
-    """The tensors of Hugging Face's files that make `hf_name`'s array of all experts, in their order."""
+    """Tensors in Hugging Face's files that make up `hf_name`'s array of all experts, in order."""
     return [name.replace(".mlp.experts.", f".mlp.experts.{i}.") for i in range(n_experts)]
 
 
 def of_expert(name: str) -> tuple[str, int] | None:
-    """The other way round: the array's name, and the number of the expert; None for any other tensor."""
+    """Inverse of `in_files`: name of the array and number of the expert; None for any other tensor."""
     match = re.fullmatch(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj\.weight)", name)
     return None if match is None else (f"{match[1]}.{match[3]}", int(match[2]))
 
 
 def to_hf(leaf: str, value: np.ndarray) -> np.ndarray:
-    """A parameter leaf in the orientation of Hugging Face's tensor; a view of it."""
+    """View of a leaf in the orientation of Hugging Face's tensor."""
     if leaf == "embedder.input_embedding" or value.ndim == 1:
         return value
     if is_experts(leaf):
@@ -106,14 +109,14 @@ def to_hf(leaf: str, value: np.ndarray) -> np.ndarray:
 
 
 def from_hf(leaf: str, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """A Hugging Face tensor ([out, in] for linear layers) in the orientation and shape of the leaf.
+    """Hugging Face tensor ([out, in] for linear layers) in the orientation and shape of the leaf.
 
-    Raises ValueError if the tensor has another shape than Hugging Face's of this leaf.
+    Raises ValueError if the tensor's shape is not that of this leaf.
     """
     expected = to_hf(leaf, np.broadcast_to(np.zeros((), np.int8), shape)).shape
     if tensor.shape != expected:
         raise ValueError(
-            f"{hf_name(leaf)} has shape {list(tensor.shape)}, which does not make {list(shape)}: expected"
+            f"{hf_name(leaf)} has shape {list(tensor.shape)}, which does not fit the leaf {list(shape)}: expected"
             f" {list(expected)}"
         )
     out = tensor if leaf == "embedder.input_embedding" or tensor.ndim == 1 else tensor.swapaxes(-1, -2)

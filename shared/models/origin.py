@@ -1,9 +1,7 @@
-"""Another run's weights to start from: `model.path: RUN@VERSION`, where RUN is a run's folder and VERSION one of its
-checkpoints.
+"""Start from another run's weights: `model.path: RUN@VERSION`, a run's folder and one of its checkpoints.
 
-What the run then needs of the other one's model, config.json and tokenizer, is kept in its own folder, and the weights
-are in its own first checkpoint: from then on the other run may be deleted. `latest` is resolved once, and the version
-is what counts.
+The new run copies config.json and tokenizer to its own folder, and the weights to its first checkpoint. After that the
+other run may be deleted. `latest` is resolved once, to a version.
 """
 
 from __future__ import annotations
@@ -26,8 +24,11 @@ ORIGIN = "origin.json"
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """`folder` is the other run's, absolute; `manifest` is the digest (blake3, hex) of the manifest of its
-    `version`.
+    """Version of another run.
+
+    Attributes:
+        folder: absolute path of the other run's folder.
+        manifest: digest (blake3, hex) of the version's manifest.
     """
 
     run: str
@@ -37,7 +38,7 @@ class Origin:
 
     @property
     def path(self) -> str:
-        """As `model.path`."""
+        """Write as `model.path`."""
         return f"{self.folder}@{self.version}"
 
     @property
@@ -46,10 +47,10 @@ class Origin:
 
 
 def find(path: str, kept: Path | None) -> Origin | None:
-    """What `model.path` names, as `kept` (a folder with an origin.json) tells, else the other run; None if it names no
-    run.
+    """Find the version that `model.path` names; None if it names no run.
 
-    Raises ConfigError: no such run, no such version, a version that is not retained or cannot be read.
+    `kept` is a folder with an origin.json, which is asked before the other run. Raises ConfigError if the run or the
+    version does not exist, is not retained or cannot be read.
     """
     if "@" not in path or Path(path).is_dir():
         return None
@@ -66,7 +67,7 @@ def find(path: str, kept: Path | None) -> Origin | None:
 
 
 def read(kept: Path) -> Origin | None:
-    """The origin that is kept there; None if there is none, or it cannot be read."""
+    """Read the origin in that folder; None if it is missing or unreadable."""
     with suppress(OSError, ValueError, TypeError):
         found = Origin(**orjson.loads((kept / ORIGIN).read_bytes()))
         return found if all(isinstance(getattr(found, name), str) for name in Origin.__slots__) else None

@@ -1,4 +1,4 @@
-"""Rotary positions: θ and scaling, from every spelling of a config.json, and the frequencies that they mean."""
+"""Rotary positions: θ and scaling from every spelling of a config.json, and their frequencies."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _HINT = "supported are plain rotary positions, and Llama 3's scaling for Llama m
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling of frequencies: those of wavelengths above `original_max_position_embeddings /
-    low_freq_factor` tokens are divided by `factor`, those below `… / high_freq_factor` stay, between them is a blend.
+    """Llama 3.1's scaling of frequencies.
+
+    Frequencies with wavelengths above `original_max_position_embeddings / low_freq_factor` tokens are divided by
+    `factor`; those below `… / high_freq_factor` stay; between the two is a blend.
     """
 
     factor: float
@@ -31,13 +33,14 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
     def to_hf(self) -> dict[str, Any]:
-        """As `rope_scaling`."""
+        """Write `rope_scaling`."""
         return {"rope_type": "llama3", **asdict(self)}
 
 
 def frequencies(theta: float, head_dim: int, scaling: Llama3Scaling | None) -> np.ndarray:
-    """float64 [head_dim / 2]: radians a position for each pair of a head's numbers, as transformers'
-    `_compute_llama3_parameters` has them.
+    """Frequencies of each pair of a head's numbers: float64 [head_dim / 2], radians per position.
+
+    Scaled as in transformers' `_compute_llama3_parameters`.
     """
     plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if scaling is None:
@@ -49,8 +52,9 @@ def frequencies(theta: float, head_dim: int, scaling: Llama3Scaling | None) -> n
 
 
 def parse(raw: Mapping[str, Any], where: str, *, llama3: bool) -> tuple[float, Llama3Scaling | None]:
-    """θ and scaling from wherever they stand: at the top and in `rope_scaling`, as transformers 4 writes them, or in
-    `rope_parameters`, as 5 does. Raises ConfigError naming the key; with `llama3` that scaling is accepted.
+    """Read θ and scaling; with `llama3` Llama 3's scaling is accepted. Raises ConfigError naming the key.
+
+    transformers 4 writes them at the top and in `rope_scaling`, transformers 5 in `rope_parameters`.
     """
     thetas: dict[str, float] = {}
     scalings: set[Llama3Scaling | None] = set()
@@ -68,7 +72,7 @@ def parse(raw: Mapping[str, Any], where: str, *, llama3: bool) -> tuple[float, L
         scalings.add(_scaling(entries, name, where, llama3=llama3))
     if len(scalings) > 1:
         raise ConfigError(
-            f"{where}: rope_scaling and rope_parameters say different things",
+            f"{where}: rope_scaling and rope_parameters differ",
             "keep the one that the weights were trained with",
         )
     if len(set(thetas.values())) > 1:

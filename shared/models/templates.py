@@ -1,8 +1,8 @@
 """Chat templates of a model folder, rendered as transformers renders them.
 
-`apply_chat_template` of transformers is the reference for which template is chosen, which filters and names it finds,
-and which variables it gets. One thing differs: `strftime_now` writes the date of the run, so the same conversation has
-the same tokens in every service and on every day.
+`apply_chat_template` of transformers is the reference for the choice of the template, its filters, names and variables.
+One thing differs: `strftime_now` writes the date of the run, so a conversation has the same tokens in every service and
+on every day.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ type Tools = Sequence[Mapping[str, Any]]
 type Variables = Mapping[str, Any]
 """Values of a template's own variables, such as `enable_thinking`."""
 type Spans = tuple[tuple[int, int], ...]
-"""Parts of a text, in characters, from the first to before the last."""
+"""Parts of a text as pairs of character positions, the end exclusive."""
 _NOT_MEANT = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
-"""Errors of a template given values that it was not written for: bytes, a decimal, text in place of a list."""
+"""Errors of a template for values of an unexpected type: bytes, a decimal, text instead of a list."""
 _PROBE = {"name": "probe_name", "arguments": {"probe_key": "1"}}
 _REPR = repr(_PROBE["arguments"])
-"""Arguments that a template writes as they are: it expects JSON text."""
+"""Arguments as written by a template that expects JSON text."""
 _TEXT = '{"probe_key":"1"}'
-"""Arguments as text, spaced as no template spaces an object."""
+"""Arguments as text, spaced unlike any template's output for an object."""
 _NONE: Variables = {}
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
-"""Names that a template reads and that are no variables of its own."""
+"""Names that are given to every template, and are no variables of its own."""
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks the end of words to continue; a template that trims them also trims its space."""
 _NO_TEMPLATE = "add chat_template.jinja or chat_template in tokenizer_config.json"
 
 
 class ChatTemplates:
-    """The templates of a folder: `tool_use`, if there is one, renders conversations with tools, `default` all others.
+    """Templates of a folder: `tool_use`, if present, renders conversations with tools, `default` all others.
 
     Attributes:
         names: variables that the templates read.
@@ -68,7 +68,7 @@ class ChatTemplates:
         self._form = cache(self._form_of_calls)
 
     def with_variables(self, variables: Variables) -> ChatTemplates:
-        """The same templates with more variables; those that they do not read have no effect, as in transformers."""
+        """Copy the templates with more variables. Unread variables have no effect, as in transformers."""
         made = copy(self)
         made._given = {**self._given, **variables}
         made._form = cache(made._form_of_calls)
@@ -77,13 +77,13 @@ class ChatTemplates:
     def render(
         self, messages: Messages, tools: Tools = (), variables: Variables = _NONE, *, prompt: bool = True
     ) -> str:
-        """Text of a conversation; with `prompt` up to the header of the assistant's next turn. Raises InputError."""
+        """Render a conversation, with `prompt` also the header of the next assistant turn. Raises InputError."""
         return self._render(messages, tools, prompt, variables)
 
     def render_unfinished(self, messages: Messages, tools: Tools = (), variables: Variables = _NONE) -> str:
-        """Text of a conversation up to the last word of its last message, as `continue_final_message` asks for.
+        """Render a conversation up to the last word of its last message, as transformers' `continue_final_message`.
 
-        Raises InputError if the template does not write the content of that message as it is.
+        Raises InputError if the template changes the content of that message.
         """
         *before, last = messages
         content = last["content"]
@@ -99,8 +99,10 @@ class ChatTemplates:
         return text if after.startswith(" ") else text.rstrip()
 
     def render_marked(self, messages: Messages, tools: Tools) -> tuple[str, Spans | None]:
-        """Text of a finished conversation, and the places that transformers gives its `{% generation %}` blocks; None
-        if the template has no such blocks. Raises InputError, also for a block whose text stands at another place.
+        """Render a finished conversation, and locate its `{% generation %}` blocks where transformers does.
+
+        The spans are None if the template has no such blocks. Raises InputError, also if the text of a block is not at
+        its span.
         """
         if self._name(tools) not in self._marked:
             return self.render(messages, tools, prompt=False), None
@@ -141,9 +143,7 @@ class ChatTemplates:
             raise InputError(f"the chat template refuses the conversation: {error}") from error
 
     def _form_of_calls(self, name: str) -> _Form:
-        """Form in which a template writes calls. One that writes an object as Python's repr is taken if there is no
-        other.
-        """
+        """Find the form of calls that a template writes. A form that it writes as Python's repr is the last choice."""
         found, texts = list[tuple[bool, bool, bool]](), list[bool]()
         for as_text, null in ((False, False), (False, True), (True, False), (True, True)):
             written = self._probe(name, json.dumps(_PROBE["arguments"]) if as_text else _PROBE["arguments"], null)
@@ -157,7 +157,7 @@ class ChatTemplates:
         return _Form(null, as_text, next(iter(texts), None))
 
     def _probe(self, name: str, arguments: Any, null: bool) -> str:
-        """Text of a conversation with a call; empty if the template refuses it."""
+        """Render a conversation with a call; empty if the template refuses it."""
         call = {"id": "call00000", "type": "function", "function": {**_PROBE, "arguments": arguments}}
         said = {"role": "assistant", "content": None if null else "", "tool_calls": [call]}
         variables = {"messages": [{"role": "user", "content": "?"}, said], "tools": None, "documents": None}
@@ -169,8 +169,12 @@ class ChatTemplates:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Form of the calls that a template writes: whether content beside them has to be null, and objects of arguments
-    JSON text. `text_null` is `null` for arguments given as text, None if the template does not write them as given.
+    """Form of calls that a template expects.
+
+    Attributes:
+        null: content beside calls must be null.
+        as_text: arguments must be JSON text.
+        text_null: `null` where arguments are given as text; None if the template does not write that text as given.
     """
 
     null: bool
@@ -178,7 +182,7 @@ class _Form:
     text_null: bool | None
 
     def apply(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A message with its calls in this form: text stays text where the template writes it as it is."""
+        """Put the calls of a message into this form. Text stays text if the template writes it as given."""
         calls = message.get("tool_calls")
         if not calls:
             return message
@@ -198,8 +202,9 @@ class _Form:
 
 
 class _Blocks:
-    """Places of `{% generation %}` blocks in a text, as transformers' `AssistantTracker` counts them: a block begins
-    where the text ends that the template has given out before it. Those within another block are not counted.
+    """Positions of `{% generation %}` blocks in a text, counted as transformers' `AssistantTracker` does.
+
+    A block begins after the text that the template has yielded before it. Blocks inside another block do not count.
 
     Attributes:
         found: (beginning, text) of each.
@@ -210,7 +215,7 @@ class _Blocks:
         self._length, self._depth = 0, 0
 
     def write(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
-        """Text of the template."""
+        """Render the template."""
         chunks, token = list[str](), _blocks.set(self)
         try:
             for chunk in template.generate(variables):
@@ -221,7 +226,7 @@ class _Blocks:
         return "".join(chunks)
 
     def block(self, write: Callable[[], str]) -> str:
-        """Text of a block."""
+        """Render a block and note its position."""
         self._depth += 1
         text = write()
         self._depth -= 1
@@ -234,7 +239,7 @@ _blocks: ContextVar[_Blocks | None] = ContextVar("_blocks", default=None)
 
 
 def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of a folder's templates by name: files win over tokenizer_config.json. Raises ConfigError."""
+    """Read a folder's templates by name. Files win over tokenizer_config.json. Raises ConfigError."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {
         path.name.removesuffix(".jinja"): path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))
@@ -276,7 +281,7 @@ def compile_template(text: str, date: datetime.date | None = None) -> jinja2.Tem
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`, which marks what the assistant writes."""
+    """Tag `{% generation %}`, which marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -301,7 +306,7 @@ def _parsed(text: str) -> jinja2.nodes.Template:
 
 
 def _has_blocks(parsed: jinja2.nodes.Template) -> bool:
-    """Whether there are `{% generation %}` blocks, written or not."""
+    """True if the template has `{% generation %}` blocks, rendered or not."""
     return any(node.identifier == _Generation.identifier for node in parsed.find_all(jinja2.nodes.ExtensionAttribute))
 
 

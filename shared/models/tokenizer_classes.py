@@ -1,7 +1,7 @@
-"""Classes of transformers 5 that take only vocabulary and merges from a tokenizer.json, and make the rest anew.
+"""Classes of transformers 5 that take only vocabulary and merges from a tokenizer.json, and rebuild the rest.
 
-Volley reads tokenizer.json as it is, as transformers 4 does and as the authors of models published for it did. Where
-`AutoTokenizer` of transformers 5 picks one of these classes, its token ids can be others: `replaced` names the parts.
+Volley reads tokenizer.json as it is, as transformers 4 does. If `AutoTokenizer` of transformers 5 picks one of these
+classes, its token ids may differ: `replaced` names the parts.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ _QWEN2_WORDS = (
 )
 _STEPS = ("normalizers", "pretokenizers", "decoders")
 _OFF = ("ignore_merges", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
-"""Settings of BPE that no class takes over."""
+"""Settings of BPE that no class keeps."""
 _END = "<|endoftext|>"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerClass:
-    """A class under its name without "Fast".
+    """One class.
 
     Attributes:
-        special: its special tokens where the files name none; None for a class that is not known.
-        parts: normalizer, pre_tokenizer and decoder that it makes, from tokenizer_config.json; None: it keeps all.
-        pieces: its tokens are of SentencePiece, and unknown letters are bytes.
-        plain: its special tokens take no spaces beside them, whatever the files say.
+        name: without "Fast".
+        special: special tokens if the files name none; None for an unknown class.
+        parts: function from tokenizer_config.json to normalizer, pre_tokenizer and decoder; None: all are kept.
+        pieces: tokens are SentencePiece's, and unknown letters become bytes.
+        plain: special tokens never absorb neighbouring spaces, whatever the files say.
     """
 
     name: str
@@ -96,7 +97,7 @@ _CLASSES = {
 
 
 def class_of(settings: Mapping[str, Any], config: Mapping[str, Any] | None) -> TokenizerClass:
-    """The class that AutoTokenizer picks, from tokenizer_config.json and config.json (None: there is none)."""
+    """Find the class that AutoTokenizer picks, from tokenizer_config.json and config.json (None: no such file)."""
     described = config or {}
     family = families().get(str(described.get("model_type")))
     own = family.tokenizer if family else "" if described.get("model_type") else GENERIC
@@ -109,7 +110,7 @@ def class_of(settings: Mapping[str, Any], config: Mapping[str, Any] | None) -> T
 
 
 def replaced(tokenizer: Tokenizer, picked: TokenizerClass, settings: Mapping[str, Any]) -> list[str]:
-    """Parts of a tokenizer.json that the class makes anew, and otherwise."""
+    """Name the parts of a tokenizer.json that the class rebuilds differently."""
     if picked.parts is None:
         return []
     names = ("normalizer", "pre_tokenizer", "decoder")
@@ -129,13 +130,13 @@ def _normalized(tokenizer: Tokenizer) -> set[tuple[Any, Any]]:
 
 
 def _given(tokens: Mapping[str, Any]) -> set[tuple[Any, Any]]:
-    """The same of added_tokens_decoder, with the default of an AddedToken."""
+    """Same pairs from added_tokens_decoder, with the default of an AddedToken."""
     known = [one for one in tokens.values() if isinstance(one, dict)]
     return {(str(one.get("content")), one.get("normalized", not one.get("special"))) for one in known}
 
 
 def prefix_space(tokenizer: Tokenizer) -> bool | None:
-    """Whether a tokenizer.json puts a space before a text; None if it has no step that can."""
+    """True if a tokenizer.json puts a space before a text; None if it has no step that can."""
     steps = [*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)]
     found = [
         step.get("add_prefix_space", step.get("prepend_scheme") != "never")
@@ -146,13 +147,13 @@ def prefix_space(tokenizer: Tokenizer) -> bool | None:
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """Steps of a part of a tokenizer, without settings that change neither ids nor text."""
+    """List the steps of a tokenizer's part, without settings that change neither ids nor text."""
     steps = [] if part is None else _flat(json.loads(part.__getstate__()))
     return [{"type": one["type"]} if _is_level(one, part) else one for one in steps]
 
 
 def _is_level(step: Mapping[str, Any], part: Any) -> bool:
-    """Whether it is the decoder of bytes, which has the settings of the pre-tokenizer, but uses none."""
+    """True for the byte-level decoder, which has the settings of the pre-tokenizer but uses none."""
     return step["type"] == "ByteLevel" and isinstance(part, decoders.Decoder)
 
 

@@ -1,8 +1,7 @@
 """Tokenizer of a Hugging Face folder, with the settings that transformers applies to it.
 
 tokenizer.json holds the tokenizer; tokenizer_config.json and special_tokens_map.json name special tokens and may change
-flags of added tokens. Truncation and padding saved in tokenizer.json belong to the calls of who saved it, and
-transformers resets both, so both are off here.
+flags of added tokens. Truncation and padding saved in tokenizer.json are off, because transformers resets both.
 """
 
 from __future__ import annotations
@@ -25,10 +24,14 @@ _FOLDER = "model.path must name a Hugging Face folder with a tokenizer"
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """`special`: texts of the named special tokens; `end_ids`: tokens that the model's files say end a text.
+    """Tokenizer and settings of a folder.
 
-    `unnamed`: special tokens that the files do not name, and for which the tokenizer's class may have a default that is
-    not known, or not in the vocabulary. `note`: how transformers 5 reads the folder otherwise, if it does.
+    Attributes:
+        special: texts of the special tokens by name.
+        end_ids: tokens that end a text, from config.json and generation_config.json.
+        unnamed: special tokens that no file names, and whose default in the tokenizer's class is unknown or not in the
+            vocabulary.
+        note: a sentence if transformers 5 reads the folder differently.
     """
 
     tokenizer: Tokenizer
@@ -40,7 +43,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
-    """Raises ConfigError naming the file, and the token that it lacks."""
+    """Read the tokenizer of a folder. Raises ConfigError naming the file, and the token that it lacks."""
     settings = _object(folder / "tokenizer_config.json")
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -48,7 +51,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises no other class
-        raise ConfigError(f"{file} is no tokenizer that can be read: {error}", _FOLDER) from error
+        raise ConfigError(f"{file} cannot be read as a tokenizer: {error}", _FOLDER) from error
     if settings.get("clean_up_tokenization_spaces") and type(tokenizer.model).__name__ != "BPE":
         raise ConfigError(
             f"{folder}/tokenizer_config.json: clean_up_tokenization_spaces removes spaces from the text of tokens",
@@ -79,7 +82,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
 
 
 def _take_defaults(settings: dict[str, Any], picked: TokenizerClass, tokenizer: Tokenizer) -> frozenset[str]:
-    """Add the special tokens of the class that no file names; returns those that are not in the vocabulary."""
+    """Add the class's special tokens that no file names; return those that are not in the vocabulary."""
     missing = {name: text for name, text in (picked.special or {}).items() if name not in settings}
     absent = {name for name, text in missing.items() if text and tokenizer.token_to_id(text) is None}
     settings |= {name: text for name, text in missing.items() if name not in absent}
@@ -87,18 +90,18 @@ def _take_defaults(settings: dict[str, Any], picked: TokenizerClass, tokenizer: 
 
 
 def _check_space(tokenizer: Tokenizer, picked: TokenizerClass, settings: Mapping[str, Any], folder: Path) -> None:
-    """Raise ConfigError if a setting says otherwise than tokenizer.json whether a text begins with a space."""
+    """Check that `add_prefix_space` agrees with tokenizer.json. Raises ConfigError."""
     asked, found = settings.get("add_prefix_space"), prefix_space(tokenizer)
     if picked.parts is not None and isinstance(asked, bool) and found is not None and asked != found:
         raise ConfigError(
             f"{folder}/tokenizer_config.json: add_prefix_space={str(asked).lower()}, but tokenizer.json"
             f" {'puts a' if found else 'puts no'} space before a text",
-            "correct the one that the model was not trained with",
+            "correct the one with which the model was not trained",
         )
 
 
 def _legacy(folder: Path, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of older versions: special tokens, and tokens that tokenizer.json does not have as added ones."""
+    """Read the files of older versions: special tokens, and added tokens that tokenizer.json lacks."""
     names, added = (folder / name for name in ("special_tokens_map.json", "added_tokens.json"))
     found = _object(names) if names.is_file() else {}
     if added.is_file():
@@ -114,7 +117,7 @@ def _legacy(folder: Path, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> 
 
 
 def _note(folder: Path, picked: TokenizerClass, parts: Sequence[str]) -> str | None:
-    """A sentence if the class makes anew what Volley takes from tokenizer.json."""
+    """Write a sentence if the class rebuilds parts that Volley takes from tokenizer.json."""
     if picked.special is not None and not parts:
         return None
     what = f"with another {' and '.join(dict.fromkeys(parts))}" if parts else "which Volley does not know"
@@ -126,7 +129,7 @@ def _note(folder: Path, picked: TokenizerClass, parts: Sequence[str]) -> str | N
 
 
 def _special(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens, also those of one model only, such as image_token."""
+    """Collect the named special tokens, also those of single models, such as image_token."""
     named = {key: value for key, value in settings.items() if _is_named(key, value)}
     for key in ("extra_special_tokens", "model_specific_special_tokens"):
         if isinstance(more := settings.get(key), dict):
@@ -140,7 +143,7 @@ def _is_named(key: str, value: Any) -> bool:
 
 
 def _add(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str], folder: Path) -> None:
-    """Apply flags of added tokens, and make the special tokens added ones. Raises ConfigError for a new token."""
+    """Apply flags of added tokens, and add the special tokens. Raises ConfigError for one outside the vocabulary."""
     known = tokenizer.get_added_tokens_decoder().values()
     flags = {repr(token) for token in known}
     given: Mapping[str, Any] = settings.get("added_tokens_decoder") or {}
@@ -168,7 +171,7 @@ def _add(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str
 
 
 def _flagged(tokenizer: Tokenizer) -> set[str]:
-    """Added tokens with one of the flags."""
+    """Added tokens that have one of the flags."""
     known = tokenizer.get_added_tokens_decoder().values()
     return {token.content for token in known if any(getattr(token, name) for name in _FLAGS)}
 
@@ -188,7 +191,7 @@ def _text(value: Any) -> str | None:
 
 
 def _end_ids(file: Path) -> frozenset[int]:
-    """`eos_token_id` of a file, which may be one id or several."""
+    """Read `eos_token_id` of a file: one id or a list."""
     value = _object(file).get("eos_token_id") if file.is_file() else None
     ids = value if isinstance(value, list) else [value]
     return frozenset(i for i in ids if type(i) is int and i >= 0)

@@ -1,9 +1,9 @@
-"""An assistant's turn as the chat template writes it: what a prompt ends with, and what the assistant then says.
+"""Assistant's turns as the chat template writes them: end of the prompt, and text of the turn.
 
-The text of a turn is what the template adds to the prompt when the message follows it. Templates differ in two ways
-from that. The generation prompt may open something that the template does not repeat (`<think>`, DeepSeek-R1), and the
-template may drop the reasoning that stands in the content of a message. Content with its reasoning is then taken as
-it is given, after what the prompt has opened.
+The text of a turn is the text that the template adds to the prompt for the message. Templates deviate in two ways: the
+generation prompt may open a block that the template does not repeat (`<think>`, DeepSeek-R1), and the template may drop
+the reasoning in the content of a message. Then the content, with its reasoning, is used as given, after the opened
+block.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ _CONTEXT = 64  # characters
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """`prompt` is the text before the turn, `said` that of the turn, which the template may go on after its end.
+    """One turn of the assistant.
 
-    `opened` is the end of the generation prompt that `prompt` lacks, because the template does not write it before
-    this answer; `whole` what the template writes of both; `spans` the parts of `said` in `{% generation %}` blocks.
+    Attributes:
+        prompt: text before the turn.
+        said: text of the turn; may continue after the turn's end token.
+        whole: text that the template writes for both.
+        opened: end of the generation prompt that `prompt` lacks, because the template leaves it out before this answer.
+        spans: parts of `said` in `{% generation %}` blocks.
     """
 
     prompt: str
@@ -40,16 +44,16 @@ class Turn:
 
 
 class TurnRenderer:
-    """Renders turns of the assistant with one set of chat templates."""
+    """Renderer of assistant's turns with one set of chat templates."""
 
     def __init__(self, templates: ChatTemplates) -> None:
         self._templates = templates
 
     def check_written(self, before: Messages, messages: Messages, tools: Tools = (), after: str = "") -> None:
-        """Raises InputError naming the role of a message that the template does not write.
+        """Check that the template writes the messages. Raises InputError naming the role of one that it leaves out.
 
         Args:
-            after: end of the text of `before`, after which messages have to stand.
+            after: end of the text of `before`; messages must stand after it.
         """
         probed = [_probed(message, i) for i, message in enumerate(messages)]
         try:
@@ -61,7 +65,7 @@ class TurnRenderer:
 
     @property
     def writes_text(self) -> bool:
-        """Whether the template writes what a user says; also true where it refuses a single message."""
+        """True if the template writes the text of a user's message, or refuses a single message."""
         try:
             return MARKER in self._templates.render([{"role": "user", "content": MARKER}])
         except InputError:
@@ -69,7 +73,7 @@ class TurnRenderer:
 
     @cached_property
     def closing(self) -> str:
-        """Text that the template writes after an assistant's words at the end of a conversation."""
+        """Text after an assistant's words at the end of a conversation."""
         said = {"role": "assistant", "content": MARKER}
         return self._templates.render([_QUESTION, said], prompt=False).partition(MARKER)[2]
 
@@ -79,9 +83,10 @@ class TurnRenderer:
         return MARKER in self._templates.render([_QUESTION, said], prompt=False)
 
     def before_next(self, messages: Messages) -> str | None:
-        """Text after an assistant's words: its end, `messages`, and the next header. None if no words are written.
+        """Render the text after an assistant's words: the turn's end, `messages`, and the next header.
 
-        Raises InputError naming the role of a message that the template does not write there.
+        None if the template does not write the words. Raises InputError naming the role of a message that it leaves
+        out.
         """
         before = [_QUESTION, {"role": "assistant", "content": MARKER}]
         _, found, text = self._templates.render([*before, *messages]).partition(MARKER)
@@ -91,7 +96,7 @@ class TurnRenderer:
         return text
 
     def turn(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> Turn:
-        """Turn of `message` after `before`. Raises InputError naming what the template does not write."""
+        """Render the turn of `message` after `before`. Raises InputError naming a part that is left out."""
         turn = self._added(before, message, tools)
         context = before if turn else [_QUESTION]
         turn = turn or self._alone(before, message, tools)
@@ -125,7 +130,7 @@ class TurnRenderer:
         return self._verbatim(turn, content)
 
     def _check_calls(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> None:
-        """Raises InputError naming a call or an argument that the template does not write."""
+        """Check that the template writes calls and arguments. Raises InputError naming one that it leaves out."""
         calls = message.get("tool_calls") or []
         if not calls:
             return
@@ -147,7 +152,7 @@ class TurnRenderer:
                     raise InputError(f"the chat template leaves out the argument {key} of the call of {inner['name']}")
 
     def _drops(self, before: Messages, message: Mapping[str, Any], tools: Tools, keys: Sequence[str]) -> bool:
-        """Whether the template writes the same without these keys of a message."""
+        """True if the template writes the same text without these keys of a message."""
         without = {key: one for key, one in message.items() if key not in keys}
         try:
             texts = [
@@ -159,7 +164,7 @@ class TurnRenderer:
         return texts[0] == texts[1]
 
     def _verbatim(self, turn: Turn, content: str) -> Turn:
-        """The turn with its content as given: the template drops the reasoning in it."""
+        """Make the turn with its content as given, because the template drops the reasoning in it."""
         said = content
         if _opens(content, turn.opened):
             said = content.lstrip().removeprefix(turn.opened.strip())
@@ -167,7 +172,7 @@ class TurnRenderer:
         return Turn(turn.prompt + turn.opened, said + self.closing, turn.whole)
 
     def _alone(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> Turn:
-        """The turn as it is after a question: the template edits the conversation before it. Raises InputError."""
+        """Render the turn after a question, because the template edits the real conversation. Raises InputError."""
         turn = self._added([_QUESTION], message, tools)
         if turn is None:
             raise InputError(
@@ -177,7 +182,7 @@ class TurnRenderer:
         return replace(turn, prompt=self._templates.render(before, tools).removesuffix(turn.opened))
 
     def _added(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> Turn | None:
-        """Text that `message` adds to the prompt; None if the text before it changes."""
+        """Render the text that `message` adds to the prompt; None if the text before it changes."""
         prompt = self._templates.render(before, tools)
         whole, spans = self._templates.render_marked([*before, message], tools)
         if whole.startswith(prompt):
@@ -191,7 +196,7 @@ class TurnRenderer:
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with in common."""
+    """Length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -207,25 +212,25 @@ def _from(spans: Spans | None, start: int) -> Spans | None:
 
 
 def _opens(content: str, opened: str) -> bool:
-    """Whether the content is to stand after what the prompt has opened."""
+    """True if the content continues the block that the prompt has opened."""
     if not opened.strip():
         return False
     return content.lstrip().startswith(opened.strip()) or (opened.strip() == "<think>" and _THOUGHT in content)
 
 
 def _squeezed(text: str) -> str:
-    """Text without whitespace, which templates trim and add."""
+    """Remove whitespace, which templates trim and add."""
     return "".join(text.split())
 
 
 def _repeats(legacy: Any, calls: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a `function_call` names one of the calls."""
+    """True if a `function_call` names one of the calls."""
     name = legacy.get("name") if isinstance(legacy, Mapping) else legacy
     return any(call_of(call)["name"] == name for call in calls)
 
 
 def _probe(*place: object) -> str:
-    """A word that stands in no conversation."""
+    """Word that occurs in no conversation."""
     return "x".join(("probe", *map(str, place), "end"))
 
 
@@ -244,7 +249,7 @@ def _check_probes(probed: Messages, text: str) -> None:
 
 
 def _probed_call(call: Mapping[str, Any], i: int) -> Mapping[str, Any]:
-    """A call with another name, other keys, and other texts as values."""
+    """Replace name, keys and text values of a call by probe words."""
     inner = call_of(call)
     arguments = {
         _probe(i, n, "key"): _probe(i, n, "value") if value and isinstance(value, str) else value

@@ -1,7 +1,7 @@
 """Weight files of a model folder: exactly those that transformers' `from_pretrained` reads.
 
-That is `model.safetensors`, else the shards that `model.safetensors.index.json` names. Other files beside them are
-ignored. A folder that transformers would read another way, or not at all, is refused.
+These are `model.safetensors`, or else the shards that `model.safetensors.index.json` names. Other files are ignored. A
+folder that transformers would read differently, or not at all, is refused.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _SUFFIXES = {
     **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".onnx"), _CONVERT),
 }
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "optimizer.bin")
-"""Files that trainers write beside weights."""
+"""Files that trainers write next to weights."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Files to read all tensors of, sorted. Raises ConfigError naming the file and what to do."""
+    """List the files with the model's tensors, sorted. Raises ConfigError naming the file and what to do."""
     if (folder / ADAPTER).is_file():
         raise ConfigError(f"model folder {folder} holds {ADAPTER}: these are adapters of another model", _MERGE)
     if (folder / WEIGHTS).is_file():
@@ -63,7 +63,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_random(folder: Path) -> None:
-    """Raise ConfigError if the folder holds weights: the model is not meant to start from random ones then."""
+    """Check that a model with random weights has no weights in its folder. Raises ConfigError."""
     if (found := next(_candidates(folder), None)) is not None:
         raise ConfigError(
             f"{KEY}=random, but model folder {folder} holds {found[0]}",
@@ -73,7 +73,7 @@ def check_random(folder: Path) -> None:
 
 
 def shard_names(folder: Path) -> list[str]:
-    """Shards that the folder's index names, there or not, sorted. Raises ConfigError."""
+    """List the shards that the folder's index names, present or not, sorted. Raises ConfigError."""
     index = folder / INDEX
     _check_pointer(index)
     try:
@@ -100,7 +100,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _plain(name: object) -> str:
-    """Raises ValueError for a path that leads out of the folder, TypeError for what is no name."""
+    """Check that a shard's name stays in the folder. Raises ValueError, or TypeError if it is no text."""
     if not isinstance(name, str):
         raise TypeError(f"{name!r} is not the name of a file")
     path = PurePosixPath(name)
@@ -133,7 +133,7 @@ def _none(folder: Path) -> ConfigError:
 
 
 def _candidates(folder: Path) -> Iterator[tuple[str, str]]:
-    """Files in the folder or one folder below that look like weights, with what to do about each."""
+    """Find files that look like weights, here or one folder below, each with a hint."""
     try:
         entries = sorted(islice(folder.iterdir(), _MOST_ENTRIES))
     except OSError as error:

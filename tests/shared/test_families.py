@@ -51,6 +51,7 @@ def test_a_new_family_is_one_file(tmp_path: Path) -> None:
         assert [model.attention.window(layer) for layer in range(2)] == [None, 7]
         assert model.logit_softcap == 5.0
         assert model.to_hf()["imaginary"] is True
+        assert "query_pre_attn_scalar" not in model.to_hf()
         assert ModelConfig.parse(model.to_hf()) == model
         assert "Imaginary (imaginary)" in supported()
         weights = models.random_weights(model.to_hf(), 0)

@@ -201,7 +201,7 @@ def test_llamas_scaling_is_read_from_every_spelling() -> None:
         (LLAMA, {"rope_parameters": SCALED | {"mscale": 1.0}}, "rope_parameters.mscale=1.0"),
         (LLAMA, {"rope_parameters": SCALED | {"original_max_position_embeddings": 1.5}}, "original_max_position"),
         (LLAMA, {"rope_parameters": {"rope_type": "llama3"}}, "lacks factor, low_freq_factor"),
-        (LLAMA, {"rope_scaling": {"rope_type": "default"}}, "rope_scaling and rope_parameters say different"),
+        (LLAMA, {"rope_scaling": {"rope_type": "default"}}, "rope_scaling and rope_parameters differ"),
         (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
         (QWEN2, {"rope_parameters": SCALED}, "rope_parameters.rope_type='llama3'"),
         (QWEN2, {"use_sliding_window": True}, "use_sliding_window=True"),

@@ -1,1 +1,1 @@
-"""Models of Tunix, one module a family, built from a Hugging Face folder and sharded over a mesh."""
+"""Models assembled from Tunix's layers, loaded from a Hugging Face folder and sharded over a mesh."""

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in memory and as it was restored, and the seam to how arrays become files."""
+"""Contents of a checkpoint, in memory and restored, and the Protocol that writes and reads its arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.run.state import TrainerState
 
 
 class Array(Protocol):
-    """Of numpy, or of JAX on its devices."""
+    """Array of numpy, or of JAX on its devices."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -24,11 +24,11 @@ class Array(Protocol):
 
 type Arrays = Mapping[str, Array]
 type HostArray = Any
-"""Of numpy, or an array with `shape` and `dtype` that lies in a file: `[index]` reads that part, numpy.asarray all."""
+"""Array of numpy, or an array in a file with `shape` and `dtype`: `[index]` reads that part, numpy.asarray all."""
 
 
 class ArrayFiles(Protocol):
-    """Writes named arrays below a folder that does not exist yet, and reads them back."""
+    """Writer and reader of named arrays in a folder; `write` makes the folder."""
 
     def write(self, folder: Path, arrays: Arrays) -> None: ...
 
@@ -37,14 +37,18 @@ class ArrayFiles(Protocol):
         ...
 
     def checksums(self, folder: Path) -> Checksums:
-        """Of a whole checkpoint, as the log tells them; empty where they are of another kind. Raises as `read`."""
+        """Checksums of a whole checkpoint, for the log; empty for files of another kind. Raises as `read`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
-    """`params` as published; `optimizer` by name; `master` are the float32 parameters if `params` are not,
-    else None. With an `adapter`, `params` are those of adapters.
+    """Checkpoint to write.
+
+    Attributes:
+        params: as published; with an `adapter` those of adapters.
+        optimizer: state by name.
+        master: float32 parameters if `params` have another dtype, else None.
     """
 
     params: Arrays
@@ -57,7 +61,7 @@ class CheckpointContents:
 
 @dataclass(frozen=True, slots=True)
 class RestoredCheckpoint:
-    """A checkpoint; `params` are float32, with an `adapter` those of adapters."""
+    """Checkpoint as read; `params` are float32, with an `adapter` those of adapters."""
 
     folder: Path
     state: TrainerState

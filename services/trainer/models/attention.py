@@ -1,15 +1,14 @@
-"""Which tokens a token sees, in rows that hold a sequence each and in rows that several share; and what it takes from
-them.
+"""Attention and its masks, for rows with one sequence each and for packed rows.
 
-In a packed row the sequences lie one after the other, and what several of them begin with lies there once: they are a
-trie in depth-first order, so those that hold a token are neighbours, and one number a token tells who sees it:
+A packed row holds several sequences one after the other, and their common prefixes once. The sequences form a trie in
+depth-first order, so the sequences that share a token are neighbours, and one number per token defines the mask:
 
     position i sees position j where j <= i < visible_until[j]
 
-With a sliding window it sees of these the last ones of its own sequence, by the positions that tokens have there.
+A sliding window further limits this by the positions of tokens in their own sequence.
 
-Long rows are attended to in blocks of queries, each of which looks at no key after it and keeps no weights for the
-backward pass: the memory is that of one block, not of length squared (Rabe and Staats, "Self-attention Does Not Need
+Long rows are computed in blocks of queries. A block reads no keys after it and keeps no attention weights for the
+backward pass, so the memory is that of one block, not of length squared (Rabe and Staats, "Self-attention Does Not Need
 O(n^2) Memory", 2021, without the blocks of keys).
 """
 
@@ -23,14 +22,16 @@ import jax
 import jax.numpy as jnp
 
 _BLOCK, _MOST_BLOCKS = 256, 8
-"""Queries of a block at least, and blocks at most: each is a program of its own to compile."""
+"""Fewest queries of a block, and most blocks: each block is compiled separately."""
 
 
 class Packing(NamedTuple):
-    """Where sequences lie in rows that several share: int32 [B, T] each.
+    """Layout of packed rows: int32 [B, T] each.
 
-    positions: of a token in its own sequence. visible_until: the end of the last sequence that holds the token.
-    sequences: the number of the token's sequence in its row, which means nothing for a token that several hold.
+    Attributes:
+        positions: position of a token in its own sequence.
+        visible_until: end of the last sequence that contains the token.
+        sequences: number of the token's sequence in its row; arbitrary for a token that several sequences share.
     """
 
     positions: jax.Array
@@ -40,12 +41,12 @@ class Packing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScoreOptions:
-    """What becomes of a query's products with keys.
+    """Computation of attention scores from a query's products with keys.
 
     Attributes:
-        scale: what they are multiplied by; None is 1 / √H.
-        softcap: c of c · tanh(x / c), which is then taken of them; None: they stay.
-        window: how many tokens of its sequence a token sees, itself among them; None: all before it.
+        scale: factor of the products; None is 1 / √H.
+        softcap: cap c of the scores c · tanh(x / c), applied after the scale; None: no cap.
+        window: number of tokens of its sequence that a token sees, itself included; None: all before it.
     """
 
     scale: float | None = None
@@ -54,7 +55,7 @@ class ScoreOptions:
 
 
 def positions(ids: jax.Array, packing: Packing | None) -> jax.Array:
-    """int32 [1, T], or [B, T] where rows are packed, of ids [B, T]."""
+    """Positions of ids [B, T] in their sequences: int32 [1, T], or [B, T] for packed rows."""
     return jnp.arange(ids.shape[1])[None] if packing is None else packing.positions
 
 
@@ -66,9 +67,10 @@ def seen(
     positions: jax.Array,
     window: int | None,
 ) -> jax.Array:
-    """bool [1, T, S], or [B, T, S] of packed rows, with visible_until and positions int32 [B, S]: which of the first
-    S = `n_keys` positions (last axis) each of T = `n_queries` positions from `first` on sees. Without packing all that
-    are not after it: what fills rows up is on the right.
+    """Mask of T = `n_queries` queries from position `first` over the first S = `n_keys` positions.
+
+    bool [1, T, S], or [B, T, S] for packed rows, with visible_until and positions int32 [B, S]. Without packing the
+    mask is causal; padding is on the right.
     """
     query, key = first + jnp.arange(n_queries)[:, None], jnp.arange(n_keys)[None, :]
     found = (key <= query)[None]
@@ -88,13 +90,13 @@ def attend(
     options: ScoreOptions = ScoreOptions(),
     positions: jax.Array | None = None,
 ) -> jax.Array:
-    """[B, T, N, H]: of every query the mean of the values that it sees, by softmax of its scores.
+    """Attention [B, T, N, H]: the values that each query sees, weighted by the softmax of its scores.
 
     Args:
         q: [B, T, N, H]; every N / K neighbouring heads share a head of keys.
         k, v: [B, T, K, H].
-        visible_until: see above, of packed rows.
-        positions: int32 [B or 1, T], of tokens in their sequences; None are those of rows that hold one each.
+        visible_until: of packed rows, see above.
+        positions: int32 [B or 1, T], of tokens in their sequences; None: each row is one sequence.
     """
     length, n_kv = q.shape[1], k.shape[2]
     grouped = q.reshape(*q.shape[:2], n_kv, -1, q.shape[3])
@@ -126,7 +128,7 @@ def _block(
     first: int,
     options: ScoreOptions,
 ) -> jax.Array:
-    """`attend`, of queries [B, T, K, G, H] that begin at position `first`, over keys and values [B, S, K, H]."""
+    """Attend with queries [B, T, K, G, H] from position `first` on to keys and values [B, S, K, H]."""
     scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, k, preferred_element_type=jnp.float32) * scale
     if options.softcap is not None:

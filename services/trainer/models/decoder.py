@@ -1,11 +1,11 @@
-"""The forward pass of every family, from token ids to the last hidden state: projections, norms and feed-forward layers
-are Tunix's, rotary embedding and attention ours.
+"""Forward pass of every family, from token ids to the last hidden state.
 
-google-tunix 0.1.7 turns Qwen3 always by θ = 1e6, rounds sine and cosine to the activations' dtype, and builds the
-attention of all positions to all at once.
+Projections, norms and feed-forward layers are Tunix's; rotary embedding and attention are ours. google-tunix 0.1.7
+always uses θ = 1e6 for Qwen3, rounds sine and cosine to the activations' dtype, and computes the attention of all
+positions to all at once.
 
-Invariants: logits of a whole sequence are never built here; no token sees one of another sequence, nor what fills rows
-up (see `attention`).
+Invariants: logits of a whole sequence are never computed here. No token sees a token of another sequence, or padding
+(see `attention`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _BIASES = {"q_proj": "q_bias", "k_proj": "k_bias", "v_proj": "v_bias"}
 
 
 class _Places(NamedTuple):
-    """Where tokens are: int32 [B or 1, T] in their sequences, with sine and cosine float32 [B or 1, T, 1, H/2], and who
-    sees them (see `attention`).
+    """Positions of tokens in their sequences, int32 [B or 1, T], with sine and cosine, float32 [B or 1, T, 1, H/2].
+
+    `visible_until` is described in `attention`.
     """
 
     positions: jax.Array
@@ -38,18 +39,22 @@ class _Places(NamedTuple):
 def hidden_states(
     model: Any, ids: jax.Array, packing: Packing | None = None, routed: jax.Array | None = None
 ) -> jax.Array:
-    """Normalized last hidden states [B, T, D] of ids int32 [B, T], right-padded or packed; `routed` as below."""
+    """Compute normalized last hidden states [B, T, D] of ids int32 [B, T], right-padded or packed.
+
+    `routed` as in `routed_states`.
+    """
     return routed_states(model, ids, packing, routed)[0]
 
 
 def routed_states(
     model: Any, ids: jax.Array, packing: Packing | None, routed: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Hidden states, and float32 [B, T]: in which share of the layers a token's experts are others than the trainer's
-    own choice, 0 without `routed`.
+    """Compute hidden states, and for each token the share of layers in which `routed` differs from the router's choice.
+
+    The share is float32 [B, T], 0 without `routed`.
 
     Args:
-        routed: int [B, T, L, k], the experts in each layer that tokens are sent to, -1 where the router chooses.
+        routed: int [B, T, L, k], the experts of each token in each layer; -1: the router chooses.
     """
     positions = attention.positions(ids, packing)
     angles = positions[..., None].astype(jnp.float32) * np.float32(model.described.rope_frequencies())
@@ -70,10 +75,10 @@ def _remat(part: Any) -> str:
 
 
 def _layer(layer: Any, x: jax.Array, places: _Places, given: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """And which tokens `given` sends to other experts than the router would."""
+    """Output of a layer, and the tokens for which `given` differs from the router's choice."""
     attend = nnx.remat(_attend) if _remat(layer) == "block" else _attend
     attended = attend(layer.attn, layer.input_layernorm(x), places)
-    if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma: what goes onto the residual stream is normalized as well
+    if hasattr(layer, "pre_feedforward_layernorm"):  # output norms, as in Gemma
         x = x + layer.post_attention_layernorm(attended)
         return x + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x))), None
     x = x + attended
@@ -104,7 +109,7 @@ def _projected(attn: Any, name: str, x: jax.Array) -> jax.Array:
 
 
 def _turned(x: jax.Array, places: _Places) -> jax.Array:
-    """Rotary embedding of [B, T, heads, H]; the halves of a head are turned together, in float32."""
+    """Rotary embedding of [B, T, heads, H] in float32; the two halves of a head are rotated together."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = first * places.cos - second * places.sin, second * places.cos + first * places.sin
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)

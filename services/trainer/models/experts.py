@@ -1,7 +1,7 @@
-"""The feed-forward part of a layer as a mixture of experts, of which each token is sent to a few.
+"""Mixture of experts: a feed-forward part where each token is routed to a few experts.
 
-Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer", 2017, as Qwen3-MoE
-has it: softmax over all experts in float32, then the best of them.
+Source: Shazeer et al., "Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer", 2017, in the
+variant of Qwen3-MoE: softmax over all experts in float32, then the best of them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import jax.numpy as jnp
 
 
 def mixed(mlp: Any, x: jax.Array, given: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """[B, T, D] of x [B, T, D]: the sum of what a token's experts make of it, by their weights; and bool [B, T], which
-    tokens' experts are others than the router's own choice.
+    """Compute the weighted sum [B, T, D] of the experts' outputs for x [B, T, D].
+
+    Also returns bool [B, T]: tokens whose experts differ from the router's choice.
 
     Args:
         mlp: Tunix's MoELayer, with `norm_topk_prob`: its router [D, E], and gate, up [E, D, F] and down [E, F, D].
-        given: int [B, T, k], the experts that a token is sent to, in any order, and -1 where the router chooses.
-            Their weights are its probabilities of them all the same, with their gradient (see shared.routing).
+        given: int [B, T, k], the experts of each token, in any order; -1: the router chooses. Their weights are the
+            router's probabilities of them, with gradient (see shared.routing).
 
-    Every expert is computed for every token, one after the other, and keeps nothing for the backward pass: the memory
-    is that of one dense layer, whatever the tokens choose, and the program one expert's. The work is E / k times what
-    is needed.
+    Every expert is computed for every token, one expert after the other, and keeps nothing for the backward pass. So
+    memory and program size are those of one dense layer, whatever the tokens choose; the work is E / k times the
+    minimum.
     """
     weights, differs = _of_experts(mlp, x, given)
 
@@ -38,9 +39,7 @@ def mixed(mlp: Any, x: jax.Array, given: jax.Array | None = None) -> tuple[jax.A
 
 
 def _of_experts(mlp: Any, x: jax.Array, given: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """float32 [B, T, E]: the weight of every expert for every token, 0 for those that were not chosen; and bool [B, T]:
-    see `mixed`.
-    """
+    """Weights of experts for every token, float32 [B, T, E], 0 if not chosen; and bool [B, T] as in `mixed`."""
     kernel = mlp.router.kernel.get_value().astype(x.dtype)
     scores = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
     probabilities = jax.nn.softmax(scores, axis=-1)

@@ -26,7 +26,7 @@ type Model = Any
 
 
 def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
-    """A mesh over the first prod(shape) devices; an axis of Tunix's that is not named has size 1.
+    """Make a mesh over the first prod(shape) devices; an axis of Tunix that is not named has size 1.
 
     Raises ConfigError if there are too few devices.
     """
@@ -51,9 +51,12 @@ def build(
     lora: LoraOptions | None = None,
     splash: bool = False,
 ) -> Model:
-    """A model whose parameters are float32 and sharded over `mesh`; `dtype` is that of activations. With `lora` the
-    float32 parameters are those of adapters, and those of the base have `dtype`. With `splash` rows whose shape allows
-    it are attended to by splash attention.
+    """Build a model with float32 parameters, sharded over `mesh`.
+
+    Args:
+        dtype: of activations.
+        lora: add adapters in float32; parameters of the base have `dtype`.
+        splash: use splash attention in rows whose shape allows it.
 
     Raises ConfigError if a dimension does not divide over its mesh axis, or a tensor is missing.
     """
@@ -62,9 +65,7 @@ def build(
 
 
 def float32_graph(model: Model) -> Any:
-    """The graph of the same model with float32 activations, without adapters and without splash attention, to be merged
-    with such a state.
-    """
+    """Make the graph of the model with float32 activations, without adapters and without splash attention."""
     mesh = model.embedder.input_embedding.get_value().sharding.mesh
     return abstract(model.described, "float32", model.config.remat_config.name.lower(), mesh)[0]
 
@@ -78,7 +79,7 @@ def abstract(
     *,
     splash: bool = False,
 ) -> tuple[Any, Any]:
-    """Graph and state, of shapes only."""
+    """Make graph and state of a model, with shapes only."""
     from services.trainer.models.construction import create  # Tunix's model takes a second to import
 
     def make() -> Model:
@@ -95,7 +96,7 @@ def abstract(
 
 
 def fill(state: Any, leaves: Leaves, mesh: jax.sharding.Mesh) -> Any:
-    """The same nnx state with every leaf taken from `leaves`, cast to the leaf's dtype and placed on the mesh."""
+    """Fill an nnx state with `leaves`, cast to their dtypes and placed on the mesh."""
     filled = []
     for path, variable in nnx.to_flat_state(state):
         name = leaf_name(path)
@@ -122,7 +123,7 @@ def _sharding(name: str, size: tuple[int, ...], variable: Any, mesh: jax.shardin
 
 
 def head(model: Model) -> jax.Array:
-    """The output projection as [V, D] (tied embeddings) or the transpose of [D, V]; in the activations' dtype."""
+    """Output projection [V, D] in the activations' dtype: tied embeddings, or the transpose of lm_head [D, V]."""
     tied = model.described.tie_word_embeddings
     weight = model.embedder.input_embedding.get_value() if tied else model.lm_head.w.get_value().T
     return weight.astype(model.config.dtype)

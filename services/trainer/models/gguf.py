@@ -1,5 +1,7 @@
-"""A GGUF file of a Llama model as a Hugging Face folder: `python -m services.trainer.models.gguf FILE.gguf FOLDER`, run
-by `volley model get` with the package gguf on its path. Needs a tokenizer of the kind `gpt2` (byte-level BPE).
+"""Convert a GGUF file of a Llama model to a Hugging Face folder.
+
+`volley model get` runs `python -m services.trainer.models.gguf FILE.gguf FOLDER` with the package gguf on its path. The
+tokenizer must be of the kind `gpt2` (byte-level BPE).
 
 The folder holds config.json, model.safetensors (bfloat16, dequantized), tokenizer.json, tokenizer_config.json,
 chat_template.jinja and generation_config.json.
@@ -38,12 +40,12 @@ _TOP = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-# By `tokenizer.ggml.pre`: how text is cut before pairs of bytes are merged. SmolLM2 keeps digits apart.
+# Pre-tokenizers by `tokenizer.ggml.pre`. SmolLM2 splits digits.
 _CUTS = {"smollm": [pre_tokenizers.Digits(individual_digits=True)]}
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Writes the folder. Raises ConfigError for a file that is not of a kind that is read here."""
+    """Write the folder. Raises ConfigError for an unsupported file."""
     import gguf
 
     try:
@@ -68,7 +70,7 @@ def convert(file: Path, folder: Path) -> None:
 
 
 def config_of(fields: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
-    """config.json of the file's metadata. Padding is by a token of its own: ends of turns are trained on."""
+    """Make config.json from the file's metadata. Padding is not the end token, because ends of turns are learned."""
     eos, unknown = (fields[f"tokenizer.ggml.{name}_token_id"] for name in ("eos", "unknown"))
     padding = fields.get("tokenizer.ggml.padding_token_id", eos)
     return {
@@ -96,7 +98,7 @@ def config_of(fields: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
 
 
 def weights_of(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Hugging Face's tensors, bfloat16. Raises ConfigError for a tensor without a place there."""
+    """Convert to Hugging Face's tensors, bfloat16. Raises ConfigError for an unknown tensor."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     found: dict[str, np.ndarray] = {}
     for name, value in tensors.items():
@@ -113,13 +115,13 @@ def weights_of(tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> 
 
 
 def _unpermuted(value: np.ndarray, heads: int) -> np.ndarray:
-    """[out, in] with the two halves of every head one after the other, which llama.cpp's converter interleaves."""
+    """Put the two halves of every head one after the other; llama.cpp's converter interleaves them. [out, in]."""
     pairs = value.reshape(heads, value.shape[0] // heads // 2, 2, value.shape[1])
     return pairs.swapaxes(1, 2).reshape(value.shape)
 
 
 def tokenizer_of(fields: Mapping[str, Any]) -> Tokenizer:
-    """Byte-level BPE. Raises ConfigError for a tokenizer of another kind."""
+    """Make the byte-level BPE tokenizer. Raises ConfigError for a tokenizer of another kind."""
     kind, pre = fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre")
     if kind != "gpt2" or pre not in _CUTS:
         raise ConfigError(f"the tokenizer of the GGUF file is of the kind {kind!r}, {pre!r}", "it cannot be converted")
@@ -143,17 +145,17 @@ def _write(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code; prints a JSON object: the result, or an error as a problem body."""
+    """Print the result or a problem as a JSON object; return the exit code."""
     try:
         convert(Path(arguments[0]), Path(arguments[1]))
     except VolleyError as error:
-        _tell(problem(error))
+        _print_json(problem(error))
         return 2
-    _tell({"ok": True})
+    _print_json({"ok": True})
     return 0
 
 
-def _tell(line: Mapping[str, Any]) -> None:
+def _print_json(line: Mapping[str, Any]) -> None:
     sys.stdout.write(orjson.dumps(line).decode() + "\n")
 
 

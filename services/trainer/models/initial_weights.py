@@ -1,7 +1,7 @@
-"""Initial weights: those of the model's folder, or random ones where the configuration asks for them. No JAX here.
+"""Initial weights: those of the model's folder, or random ones if the configuration asks for them. Without JAX.
 
-Invariant: one leaf at a time is in host memory, and of files only the part of it that is asked for, so a model larger
-than half the host's memory still loads.
+Invariant: host memory holds one leaf at a time, and of a file's leaf only the requested part, so a model larger than
+half the host's memory still loads.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _ROWS = 4096
 _PREFIX = "model."
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
-"""Constants that older versions of transformers saved beside the parameters."""
+"""Constants that older versions of transformers saved with the parameters."""
 _DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _RESIDUAL = (".attn.o_proj.w", ".mlp.down_proj.kernel", ".mlp.down_proj")
 
 
 def leaves_of(folder: Path, model: ModelConfig, seed: int, *, random: bool = False) -> Leaves:
-    """Weights of the folder's files, as transformers loads them; or random ones of `seed`, if the folder holds none.
+    """Load the weights of the folder as transformers does, or make `random` ones from `seed`.
 
     Raises ConfigError.
     """
@@ -51,10 +51,10 @@ def leaves_of(folder: Path, model: ModelConfig, seed: int, *, random: bool = Fal
 
 
 def random_leaves(model: ModelConfig, seed: int) -> Leaves:
-    """Normal weights with the config's initializer_range; projections onto the residual stream are scaled by 1/sqrt(2
-    L), biases are 0 and norms those that change nothing: 1, or 0 where they multiply by 1 + weight.
+    """Make normal weights with the config's initializer_range.
 
-    Every leaf has a generator of its own, seeded by its name, so values depend on neither order nor sharding.
+    Projections onto the residual stream are scaled by 1/sqrt(2 L), biases are 0, and norms multiply by 1. Every leaf
+    has its own generator, seeded by its name, so values depend on neither order nor sharding.
     """
 
     def leaf(name: str, size: tuple[int, ...]) -> np.ndarray:
@@ -72,9 +72,9 @@ def random_leaves(model: ModelConfig, seed: int) -> Leaves:
 
 
 def safetensors_leaves(folder: Path, files: Sequence[Path], *, tied: bool = False) -> FileLeaves:
-    """Leaves read from one or several safetensors files. With `tied` embeddings a stored lm_head must equal them.
+    """Open leaves in safetensors files. With `tied` embeddings a stored lm_head must equal them.
 
-    Raises ConfigError naming a file that cannot be read; the leaves raise it for a missing or misshapen tensor.
+    Raises ConfigError naming a file that cannot be read; the leaves raise it for a missing tensor or a wrong shape.
     """
     where = _places_of(files)
     if tied:
@@ -83,7 +83,7 @@ def safetensors_leaves(folder: Path, files: Sequence[Path], *, tied: bool = Fals
 
 
 class FileLeaves:
-    """Leaves by name and shape, read from `where` their tensors lie."""
+    """Leaves by name and shape, read from the places of their tensors."""
 
     def __init__(self, folder: Path, where: dict[str, _Place]) -> None:
         self._folder, self._where, self._alike = folder, where, _alike(where)
@@ -91,7 +91,7 @@ class FileLeaves:
 
     @property
     def unread(self) -> list[str]:
-        """Tensors of the files that nobody has asked for."""
+        """Tensors of the files that were never requested."""
         return sorted(self._unread)
 
     def __call__(self, name: str, size: tuple[int, ...]) -> HostArray:
@@ -113,7 +113,7 @@ class FileLeaves:
             raise ConfigError(
                 f"model file {source.file} holds {called}, and the folder also {others[0]}, which transformers reads as"
                 " the same parameter",
-                "write the model anew without the one that does not belong to it",
+                "rewrite the model without the one that does not belong to it",
             )
         self._unread.discard(called)
         try:
@@ -125,7 +125,7 @@ class FileLeaves:
 
 
 class FileTensor:
-    """A tensor of a file, as a leaf: `[index]` reads that part, numpy.asarray all."""
+    """Leaf that is a tensor of a file: `[index]` reads that part, numpy.asarray all."""
 
     def __init__(self, mapped: np.ndarray) -> None:
         self._mapped, self.shape, self.dtype = mapped, mapped.shape, mapped.dtype
@@ -138,9 +138,7 @@ class FileTensor:
 
 
 class StackedTensors:
-    """Tensors of one shape and dtype as a leaf with an axis more in front: of those that are asked for, that part is
-    read.
-    """
+    """Leaf that stacks tensors of one shape and dtype along a new first axis; an index reads only the part it names."""
 
     def __init__(self, parts: list[FileTensor]) -> None:
         self._parts, self.shape, self.dtype = parts, (len(parts), *parts[0].shape), parts[0].dtype
@@ -155,7 +153,7 @@ class StackedTensors:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor lies: `offset` in bytes."""
+    """Place of a tensor in a file; `offset` is in bytes."""
 
     file: Path
     dtype: str
@@ -163,42 +161,43 @@ class _Place:
     offset: int
 
     def mapped(self) -> np.ndarray:
-        """Raises ValueError for numbers of another kind, OSError."""
+        """Map the tensor. Raises ValueError for an unsupported dtype, OSError."""
         if self.dtype not in _DTYPES:
-            raise ValueError(f"numbers of type {self.dtype}, none of {', '.join(_DTYPES)}")
+            raise ValueError(f"dtype {self.dtype} is none of {', '.join(_DTYPES)}")
         return np.memmap(self.file, _DTYPES[self.dtype], "r", self.offset, self.shape)
 
 
 def _places_of(files: Sequence[Path]) -> dict[str, _Place]:
-    """Tensor name -> where it lies. Raises ConfigError."""
+    """Find the place of every tensor by name. Raises ConfigError."""
     where: dict[str, _Place] = {}
     for file in files:
         try:
-            with safe_open(file, framework="np") as tensors:  # which looks at offsets and sizes
+            with safe_open(file, framework="np") as tensors:  # checks offsets and sizes
                 names = set(tensors.keys())
             found = {name: place for name, place in _places(file) if name in names}
         except (SafetensorError, OSError) as error:
             raise ConfigError(
-                f"model file {file} cannot be read: {error}", "it is damaged, or its download was cut off: get it again"
+                f"model file {file} cannot be read: {error}",
+                "it is damaged, or its download was interrupted: download it again",
             ) from error
         if twice := sorted(found.keys() & where.keys()):
             raise ConfigError(
                 f"model files {where[twice[0]].file} and {file} both hold the tensor {twice[0]}",
-                "take the folder as its authors published it, or write it anew with transformers' save_pretrained",
+                "take the folder as its authors published it, or rewrite it with transformers' save_pretrained",
             )
         where |= found
     return where
 
 
 def _bare(name: str) -> str:
-    """Name of a parameter without the prefix of the base model, which transformers adds and removes as it fits."""
+    """Parameter's name without the base model's prefix, which transformers adds and removes as needed."""
     while name.startswith(_PREFIX):
         name = name.removeprefix(_PREFIX)
     return name
 
 
 def _alike(where: Iterable[str]) -> dict[str, list[str]]:
-    """Names in files that transformers reads as the same parameter, by their bare name."""
+    """Group the names in files that transformers reads as the same parameter, by bare name."""
     found: dict[str, list[str]] = {}
     for name in sorted(where):
         found.setdefault(_bare(name), []).append(name)
@@ -206,8 +205,9 @@ def _alike(where: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _check_tied(where: dict[str, _Place]) -> None:
-    """Raises ConfigError if the files hold another lm_head than the embeddings, which transformers 4 would ignore and
-    transformers 5 would use.
+    """Check that a stored lm_head equals the embeddings. Raises ConfigError.
+
+    transformers 4 would ignore a different one, transformers 5 would use it.
     """
     alike = _alike(where)
     heads, embeddings = ([where[name] for name in alike.get(_bare(name), ())] for name in _TIED)
@@ -216,7 +216,7 @@ def _check_tied(where: dict[str, _Place]) -> None:
 
 
 def _check_head(head: _Place, embeddings: _Place) -> None:
-    """Raises ConfigError if the two tensors differ."""
+    """Check that the two tensors are equal. Raises ConfigError."""
     try:
         one, other = head.mapped(), embeddings.mapped()
     except (ValueError, OSError) as error:
@@ -231,7 +231,7 @@ def _check_head(head: _Place, embeddings: _Place) -> None:
 
 
 def _places(file: Path) -> Iterator[tuple[str, _Place]]:
-    """As its header says: eight bytes of length, then JSON."""
+    """Read the places from a file's header: eight bytes of length, then JSON."""
     with file.open("rb") as data:
         n = int.from_bytes(data.read(_LENGTH), "little")
         header = json.loads(data.read(n))

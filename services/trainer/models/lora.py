@@ -1,7 +1,7 @@
-"""Low-rank adapters beside the projections of a model of Tunix: y = x W + (alpha / rank) · (x A) B.
+"""Low-rank adapters of the projections of a model: y = x W + (alpha / rank) · (x A) B.
 
-The adapted weight is never built while training. Names, shapes and sharding: A [in…, rank] and B [rank, out…] lie
-beside their weight and are sharded as its sides are. B is 0 at first, so the model is its base.
+Training never computes the adapted weight. A [in…, rank] and B [rank, out…] lie beside their weight and are sharded as
+its input and output axes. B starts at 0, so the model starts as its base.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LINEAR = "BTI,IO->BTO"
 
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
-    """`target_modules` are the projections that get adapters, by their names in Hugging Face's models."""
+    """Options of adapters; `target_modules` are the adapted projections, by Hugging Face's names."""
 
     rank: int
     alpha: float
@@ -37,12 +37,12 @@ class LoraOptions:
 
 
 class AdaptedProjection(nnx.Module):
-    """A projection of Tunix's with an adapter; it has the same parameter under the same name.
+    """Projection of Tunix with an adapter; its weight keeps its name.
 
     Args:
         einsum_str: inputs, weight -> outputs.
         name: of the weight in its module.
-        sharding: of the weight, an axis of the mesh or None for each dimension.
+        sharding: mesh axis or None for each dimension of the weight.
     """
 
     def __init__(
@@ -77,10 +77,11 @@ class AdaptedProjection(nnx.Module):
 
 
 def adapt(model: Any, options: LoraOptions) -> None:
-    """Puts adapters beside the projections of every layer, in place; the parameters of the base become those of the
-    activations' dtype, because they are published in it and do not change any more. Experts get none.
+    """Add adapters to the projections of every layer, in place. Experts get none.
 
-    Raises ConfigError if no projection of the model would get one.
+    Parameters of the base are cast to the activations' dtype, because they are published in it and stay fixed.
+
+    Raises ConfigError if no projection of the model would get an adapter.
     """
     dtype, adapted = model.config.dtype, 0
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -107,8 +108,9 @@ def _adapted(projection: Any, options: LoraOptions, dtype: Any) -> AdaptedProjec
 
 
 def initial_adapter(leaves: Leaves, seed: int) -> Leaves:
-    """Leaves of the base, and of adapters that change nothing: A uniform within ±1/√(inputs), as PEFT has it, each of a
-    generator of its own, and B 0.
+    """Leaves of the base, and initial leaves of adapters.
+
+    A is uniform within ±1/√(inputs), as in PEFT, with a generator per leaf; B is 0, so the adapters change nothing.
     """
 
     def leaf(name: str, size: tuple[int, ...]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The plain values that a model is made from."""
+"""Plain values that a model is made from."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ type Remat = Literal["none", "block", "decoder"]
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """`folder` holds config.json and the weights, if they are not to be random; `dtype` is that of activations and
-    published parameters.
+    """Options of the trained model.
 
-    `origin` is a version of another run whose weights a new run begins with. With `lora`, RL trains adapters of the
-    weights that it begins with; the warm start trains all parameters. With `routing_replay` the tokens of RL are sent
-    to the experts of the engine's choice.
+    Attributes:
+        folder: holds config.json, and the weights unless they are random.
+        dtype: of activations and of published parameters.
+        origin: version of another run that a new run takes its weights from.
+        lora: RL trains adapters of its first weights; the warm start always trains all parameters.
+        routing_replay: RL routes tokens to the experts that the engine chose.
     """
 
     folder: Path

@@ -1,6 +1,6 @@
 """Arrays between the host and a mesh whose devices may belong to several processes.
 
-Invariant: no process ever needs more of a value than its own devices hold, but for what `to_host` gathers.
+Invariant: no process needs more of a value than its own devices hold, except in `to_host`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """The whole value on every device: what a process may read although others have devices of the mesh."""
+    """Sharding with the whole value on every device, so that every process can read it."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def place(value: Any, sharding: jax.sharding.Sharding, dtype: Any = None) -> jax.Array:
-    """The value on its devices. What can be sliced (an array of numpy, one that lies in a file) is read slice by slice,
-    only those that are held here; every process gives the same value.
+    """Place a value on its devices; every process passes the same value.
+
+    Of an array of numpy or in a file, only the slices of this process's devices are read.
     """
     if isinstance(value, jax.Array):
         return jax.device_put(value if dtype is None else value.astype(dtype), sharding)
@@ -30,14 +31,14 @@ def place(value: Any, sharding: jax.sharding.Sharding, dtype: Any = None) -> jax
 
 
 def placed_tree(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    """A tree of numpy's arrays on the devices, all divided alike."""
+    """Place a tree of numpy arrays with one sharding."""
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
     return jax.tree.map(lambda x: place(x, sharding), tree)
 
 
 def to_host(x: jax.Array) -> np.ndarray:
-    """The whole array in host memory, of every process: all of them have to call it, in the same order."""
+    """Copy the whole array to host memory. All processes must call this, in the same order."""
     if not x.is_fully_addressable and not x.is_fully_replicated:
         x = jax.jit(lambda y: y, out_shardings=replicated(x.sharding.mesh))(x)
     return np.asarray(x)

@@ -1,12 +1,12 @@
-"""Attention on TPUs by JAX's splash attention, whose kernels keep no scores in the memory of the device: the same masks
-as `attention`'s, from which it is told apart by rounding alone.
+"""Attention on TPUs by JAX's splash attention, whose kernels keep no scores in device memory.
 
-A row of one sequence has a mask that the kernel computes by itself, causal or of a window. That of a packed row depends
-on its sequences: segment ids cannot express it, because a token of a shared prefix is seen from several sequences, so
-it is given as an array, from which blocks that nobody sees are told and left out. In the kernel's memory it takes four
-bytes for a query and a key. It is made for `_QUERIES` queries at once, and again in the backward pass, where the
-kernel's results are kept and the mask is not: of a row of 8,192 tokens it has 32 MiB, of one of 32,768 128 MiB, instead
-of 256 MiB and 4 GiB.
+Masks are those of `attention`, and results differ by rounding only.
+
+The kernel computes the mask of a row with one sequence itself, causal or with a window. The mask of a packed row
+depends on its sequences. Segment ids cannot express it, because several sequences see the tokens of a shared prefix. So
+it is an array of four bytes per query and key, and the kernel skips its empty blocks. The array is made for `_QUERIES`
+queries at a time, and made again in the backward pass, which keeps the kernel's results but not the mask. It has 32 MiB
+for a row of 8,192 tokens and 128 MiB for 32,768, instead of 256 MiB and 4 GiB.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ _KEPT = "splash"
 
 
 def chosen(attention: Attention, platform: str) -> bool:
-    """Whether a model there takes splash attention, in rows that `fits` allows. Raises ConfigError if it has to and
-    cannot.
+    """True if a model on this platform uses splash attention, in rows that `fits` allows.
+
+    Raises ConfigError if splash attention is required and the platform has none.
     """
     if attention == "splash" and platform != "tpu":
         raise ConfigError(
             f"trainer.attention=splash has kernels for TPUs, and the trainer's devices are of the platform {platform}",
-            "trainer.attention=auto takes it where it can be",
+            "trainer.attention=auto uses it on TPUs only",
         )
     return attention != "blocks" and platform == "tpu"
 
 
 def fits(shape: tuple[int, ...], mesh: Mesh) -> bool:
-    """Whether queries of this shape [B, T, N, H] can be attended to: what does not is for `attention.attend`."""
+    """True if queries of this shape [B, T, N, H] suit the kernel; others need `attention.attend`."""
     return shape[1] % SPLASH_UNIT == 0 and shape[0] % mesh.shape["fsdp"] == 0
 
 
@@ -57,10 +58,10 @@ def attend(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """[B, T, N, H]: see `attention.attend`. Every device of the mesh has rows and heads of its own.
+    """Attention [B, T, N, H], as `attention.attend`. Every device of the mesh computes its own rows and heads.
 
     Args:
-        interpret: without a TPU, by JAX's interpreter of kernels.
+        interpret: run JAX's interpreter of kernels, without a TPU.
     """
     scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
     scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
@@ -74,7 +75,7 @@ def attend(
 
 
 def _unpacked(q: jax.Array, k: jax.Array, v: jax.Array, *, options: ScoreOptions, interpret: bool) -> jax.Array:
-    """[B, N, T, H] of q, and of k and v [B, K, T, H]."""
+    """Attention [B, N, T, H] of q [B, N, T, H], k and v [B, K, T, H]."""
     n_heads, length = q.shape[1:3]
     shape = (length, length)
     mask = (
@@ -94,8 +95,9 @@ def _packed(
     options: ScoreOptions,
     interpret: bool,
 ) -> jax.Array:
-    """[B, N, T, H] of q, of k and v [B, K, T, H], and of visible_until and positions int32 [B, T]: a row, and in it a
-    part of the queries, after the other.
+    """Attention [B, N, T, H] of q, of k and v [B, K, T, H], and of visible_until and positions int32 [B, T].
+
+    Rows, and parts of a row's queries, are computed one after the other.
     """
     _, n_heads, length, size = q.shape
     n_queries = _largest(_QUERIES, length)
@@ -121,7 +123,7 @@ def _packed(
 def _kernel(
     mask: jax.Array | masks.MultiHeadMask, options: ScoreOptions, *, interpret: bool
 ) -> kernels.SplashAttentionKernel:
-    """Of one row; a mask bool [1, T, S] is that of every head."""
+    """Kernel for one row; a mask bool [1, T, S] holds for every head."""
     bq, bkv = (_largest(_BLOCKS, length) for length in mask.shape[1:])
     made = kernels.make_splash_mha(
         mask,
@@ -140,5 +142,5 @@ def _kernel(
 
 
 def _largest(sizes: tuple[int, ...], length: int) -> int:
-    """The first that divides the length."""
+    """First size that divides the length."""
     return next(size for size in sizes if length % size == 0)
