@@ -63,7 +63,7 @@ def check(recorded: Mapping[str, str], now: Mapping[str, str], folder: str | Pat
     ]
     if differing:
         raise ConfigError(
-            f"model folder {folder} differs from the one that the run began with: {', '.join(differing)}",
+            f"model folder {folder} differs from the one that the run began with: {', '.join(differing)} changed",
             "put the files back as they were, or start another run from the trained weights: run.name=…"
             " model.path=RUN@VERSION",
         )

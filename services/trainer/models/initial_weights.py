@@ -163,7 +163,7 @@ class _Place:
     def mapped(self) -> np.ndarray:
         """Map the tensor. Raises ValueError for an unsupported dtype, OSError."""
         if self.dtype not in _DTYPES:
-            raise ValueError(f"dtype {self.dtype} is none of {', '.join(_DTYPES)}")
+            raise ValueError(f"numbers of type {self.dtype}, expected one of {', '.join(_DTYPES)}")
         return np.memmap(self.file, _DTYPES[self.dtype], "r", self.offset, self.shape)
 
 
@@ -178,7 +178,7 @@ def _places_of(files: Sequence[Path]) -> dict[str, _Place]:
         except (SafetensorError, OSError) as error:
             raise ConfigError(
                 f"model file {file} cannot be read: {error}",
-                "it is damaged, or its download was interrupted: download it again",
+                "it is damaged, or its download was cut off: download it again",
             ) from error
         if twice := sorted(found.keys() & where.keys()):
             raise ConfigError(
