@@ -17,7 +17,7 @@ from pathlib import Path
 from tokenizers import Encoding
 
 from shared.errors import ConfigError, InputError
-from shared.models.masks import in_spans, of_whole
+from shared.models.masks import mark_spans, transfer_marks
 from shared.models.templates import ChatTemplates, Messages, Tools, Variables, read_templates
 from shared.models.tokenizer_files import read_tokenizer
 from shared.models.turns import Turn, TurnRenderer
@@ -217,7 +217,7 @@ class ChatTokenizer:
         text, spans = self._template.render_marked(messages, tools)
         if spans is not None:
             whole = self._encoded(text)
-            marks = of_whole(ids, marks, [turn for _, turn in turns], whole.ids, in_spans(whole, spans))
+            marks = transfer_marks(ids, marks, [turn for _, turn in turns], whole.ids, mark_spans(whole, spans))
         mask = [0] * len(ids)
         for i, turn in turns:
             mask[turn.start : turn.stop] = [mark * bool(counts[i]) for mark in marks[turn.start : turn.stop]]
@@ -238,7 +238,7 @@ class ChatTokenizer:
             )
         marks = [1] * len(ids)
         if turn.spans is not None:
-            marks = in_spans(encoding, [(begin + start, end + start) for begin, end in turn.spans])[n:]
+            marks = mark_spans(encoding, [(begin + start, end + start) for begin, end in turn.spans])[n:]
         if not ends:
             return _Said([*ids, self.eos_id], [*marks, 1], None, turn.whole)
         return _Said(ids[: ends[0] + 1], marks[: ends[0] + 1], turn.said[after:], turn.whole)

@@ -22,7 +22,7 @@ from shared.models.families import families, supported
 from shared.models.family import FULL, Family
 from shared.models.family_parts import AttentionConfig, Experts
 from shared.models.rope import Llama3Scaling
-from shared.models.values import boolean, number, shown, size, unsupported
+from shared.models.values import boolean, number, shorten, size, unsupported
 from shared.routing import RoutingShape
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
@@ -195,7 +195,7 @@ def _model_type(raw: Mapping[str, Any], where: str) -> str:
     architectures = raw.get("architectures")
     if architectures not in (None, [families()[named].architecture]):
         raise ConfigError(
-            f"{where}: architectures={shown(architectures)} is not that of model_type={named!r}", supported()
+            f"{where}: architectures={shorten(architectures)} is not that of model_type={named!r}", supported()
         )
     return named
 
@@ -262,7 +262,7 @@ def _eos_of(raw: object, where: str) -> tuple[int, ...]:
     ids: list[Any] = [] if value is None else cast(list[Any], value) if isinstance(value, list) else [value]
     if any(type(token) is not int or token < 0 for token in ids):
         raise ConfigError(
-            f"{where}: eos_token_id is {shown(value)}, expected a token id or a list of them",
+            f"{where}: eos_token_id is {shorten(value)}, expected a token id or a list of them",
             "see the tokenizer's files",
         )
     return tuple(ids)

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from shared.errors import ConfigError
 from shared.models.family import SLIDING, Family
-from shared.models.values import boolean, number, shown, size
+from shared.models.values import boolean, number, shorten, size
 
 _MOST_EXPERTS, _MOST_SIZE, _MOST_CAP = 1 << 16, 1 << 30, 1e6
 
@@ -30,7 +30,7 @@ class Experts:
         if family.experts is None:
             return None
         spelled = {key: given[key] for key in ("num_experts", "num_local_experts") if key in given}
-        if len({shown(value) for value in spelled.values()}) > 1:
+        if len({shorten(value) for value in spelled.values()}) > 1:
             raise ConfigError(f"{where}: num_experts and num_local_experts differ", "keep the one of the weights")
         known = {**family.experts, **given} | ({"num_experts": next(iter(spelled.values()))} if spelled else {})
         n, per_token = (size(known[key], key, where, _MOST_EXPERTS) for key in ("num_experts", "num_experts_per_tok"))

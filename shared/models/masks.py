@@ -13,7 +13,7 @@ from itertools import takewhile
 from tokenizers import Encoding
 
 
-def in_spans(encoding: Encoding, spans: Iterable[tuple[int, int]]) -> list[int]:
+def mark_spans(encoding: Encoding, spans: Iterable[tuple[int, int]]) -> list[int]:
     """Mark each token that has a character in a span with 1, all others with 0.
 
     If the last character of a span is several tokens, transformers marks the first of them; this marks all.
@@ -25,7 +25,7 @@ def in_spans(encoding: Encoding, spans: Iterable[tuple[int, int]]) -> list[int]:
     return [int(1 in inside[first:after]) for first, after in encoding.offsets]
 
 
-def of_whole(
+def transfer_marks(
     ids: Sequence[int], marks: Sequence[int], turns: Sequence[range], whole: Sequence[int], mask: Sequence[int]
 ) -> list[int]:
     """Transfer the `mask` of the `whole` conversation to the same tokens in `ids`.

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from shared.errors import ConfigError
-from shared.models.values import number, shown, unsupported
+from shared.models.values import number, shorten, unsupported
 
 MAX_THETA = 1e30
 _DEFAULT_THETA = 10_000.0
@@ -89,7 +89,7 @@ def parse(raw: Mapping[str, Any], where: str, *, llama3: bool) -> tuple[float, L
     length = raw.get(_LLAMA3[-1])
     if length is not None and any(one and one.original_max_position_embeddings != length for one in scalings):
         raise ConfigError(
-            f"{where}: {_LLAMA3[-1]}={shown(length)} is not that of the scaling",
+            f"{where}: {_LLAMA3[-1]}={shorten(length)} is not that of the scaling",
             "keep the one that the weights were trained with",
         )
     return next(iter(thetas.values()), _DEFAULT_THETA), next(iter(scalings), None)

@@ -12,7 +12,7 @@ from shared.models.families import supported
 def size(value: object, key: str, where: str, most: int) -> int:
     """Check a whole number from 1 to `most`."""
     if type(value) is not int or not 1 <= value <= most:
-        raise ConfigError(f"{where}: {key} is {shown(value)}, expected a whole number from 1 to {most}", supported())
+        raise ConfigError(f"{where}: {key} is {shorten(value)}, expected a whole number from 1 to {most}", supported())
     return value
 
 
@@ -24,7 +24,7 @@ def number(value: object, key: str, where: str, most: float) -> float:
         or not math.isfinite(given)
     ):
         raise ConfigError(
-            f"{where}: {key} is {shown(value)}, expected a number above 0 and at most {most:g}", supported()
+            f"{where}: {key} is {shorten(value)}, expected a number above 0 and at most {most:g}", supported()
         )
     return given
 
@@ -32,15 +32,15 @@ def number(value: object, key: str, where: str, most: float) -> float:
 def boolean(value: object, key: str, where: str) -> bool:
     """Check true or false."""
     if type(value) is not bool:
-        raise ConfigError(f"{where}: {key} is {shown(value)}, expected true or false", supported())
+        raise ConfigError(f"{where}: {key} is {shorten(value)}, expected true or false", supported())
     return value
 
 
 def unsupported(key: str, value: object, where: str, hint: str | None = None) -> ConfigError:
     """Error for a value that asks for a computation we do not have."""
-    return ConfigError(f"{where}: {key}={shown(value)} is not supported", hint or supported())
+    return ConfigError(f"{where}: {key}={shorten(value)} is not supported", hint or supported())
 
 
-def shown(value: object) -> str:
+def shorten(value: object) -> str:
     """Shorten any value of a file for a sentence."""
     return repr(value)[:80]

@@ -148,12 +148,12 @@ def test_a_model_is_trained_alike_by_both(is_packed: bool, monkeypatch: pytest.M
 
 
 def test_it_is_taken_on_tpus_where_it_can_be_and_refused_where_it_cannot():
-    assert splash.chosen("auto", "tpu")
-    assert splash.chosen("splash", "tpu")
-    assert not splash.chosen("blocks", "tpu")
-    assert not splash.chosen("auto", "cpu")
+    assert splash.uses_splash("auto", "tpu")
+    assert splash.uses_splash("splash", "tpu")
+    assert not splash.uses_splash("blocks", "tpu")
+    assert not splash.uses_splash("auto", "cpu")
     with pytest.raises(ConfigError, match="kernels for TPUs, and the trainer's devices are of the platform cpu"):
-        splash.chosen("splash", "cpu")
+        splash.uses_splash("splash", "cpu")
     mesh = make_mesh((2, 1), AXES)
     assert splash.fits((4, 384, 2, 64), mesh)
     assert not splash.fits((4, 400, 2, 64), mesh)

@@ -31,7 +31,7 @@ from services.trainer.models.family import Model, build, make_mesh
 from services.trainer.models.initial_weights import FileLeaves, Leaves, leaves_of
 from services.trainer.models.lora import initial_adapter
 from services.trainer.models.options import ModelOptions
-from services.trainer.models.splash import chosen
+from services.trainer.models.splash import uses_splash
 from services.trainer.planning import memory
 from services.trainer.planning.plan import plan
 from services.trainer.publishing.publications import Arrays as Takes
@@ -325,7 +325,7 @@ def assembled(described: ModelConfig, options: ModelOptions, leaves: Leaves, *, 
     """
     mesh = make_mesh(options.mesh_shape, options.mesh_axes)
     lora = options.lora if adapted else None
-    splash = chosen(options.attention, mesh.devices.flat[0].platform)
+    splash = uses_splash(options.attention, mesh.devices.flat[0].platform)
     return build(described, leaves, mesh, dtype=options.dtype, remat=options.remat, lora=lora, splash=splash)
 
 

@@ -94,7 +94,7 @@ def _attend(attn: Any, x: jax.Array, places: _Places) -> jax.Array:
     if hasattr(attn, "q_norm"):
         q, k = attn.q_norm(q), attn.k_norm(k)
     scores = getattr(attn, "scores", ScoreOptions())
-    parts = _turned(q, places), _turned(k, places), v, places.visible_until, scores, places.positions
+    parts = _rotated(q, places), _rotated(k, places), v, places.visible_until, scores, places.positions
     mesh = getattr(attn, "splash", None)
     by_splash = mesh is not None and splash.fits(q.shape, mesh)
     mixed = splash.attend(*parts, mesh) if by_splash else attention.attend(*parts)
@@ -108,7 +108,7 @@ def _projected(attn: Any, name: str, x: jax.Array) -> jax.Array:
     return made if bias is None else made + bias.get_value().astype(made.dtype).reshape(made.shape[2:])
 
 
-def _turned(x: jax.Array, places: _Places) -> jax.Array:
+def _rotated(x: jax.Array, places: _Places) -> jax.Array:
     """Rotary embedding of [B, T, heads, H] in float32; the two halves of a head are rotated together."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = first * places.cos - second * places.sin, second * places.cos + first * places.sin

@@ -29,7 +29,7 @@ _BLOCKS, _QUERIES = (512, 256, SPLASH_UNIT), (1024, 512, 256, SPLASH_UNIT)
 _KEPT = "splash"
 
 
-def chosen(attention: Attention, platform: str) -> bool:
+def uses_splash(attention: Attention, platform: str) -> bool:
     """True if a model on this platform uses splash attention, in rows that `fits` allows.
 
     Raises ConfigError if splash attention is required and the platform has none.

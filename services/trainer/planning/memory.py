@@ -25,7 +25,7 @@ from services.trainer.learner.train_step import gradient
 from services.trainer.models.family import Model, abstract, leaf_name, make_mesh
 from services.trainer.models.lora import LoraOptions
 from services.trainer.models.options import ModelOptions, Remat
-from services.trainer.models.splash import chosen
+from services.trainer.models.splash import uses_splash
 from shared.errors import ConfigError
 from shared.models import adapter
 from shared.models.config import ModelConfig
@@ -249,7 +249,7 @@ def _traced(described: ModelConfig, model: ModelOptions, policy: PolicyOptions) 
 def of_micro_batch(described: ModelConfig, model: ModelOptions, policy: PolicyOptions) -> tuple[Any, tuple[Any, ...]]:
     """The gradient function as one device of the mesh computes it, and what it is called with, of shapes only."""
     mesh = make_mesh((1, 1), ("fsdp", "tp"))
-    splash = chosen(model.attention, mesh.devices.flat[0].platform)
+    splash = uses_splash(model.attention, mesh.devices.flat[0].platform)
     shapes: Model = nnx.merge(*abstract(described, model.dtype, model.remat, mesh, model.lora, splash=splash))
     entropy = "gradient" if policy.algorithm.needs.entropy else "value"
     of_batch = gradient(objective(shapes, policy.algorithm.loss, policy.temperature, entropy))
