@@ -20,7 +20,7 @@ from shared.types import WeightVersion
 from tests.cli.test_lies import begun_again
 from tests.support import lies
 from tests.support.small_run import RUN, Incarnation
-from volley.runs.record import claimed, finished
+from volley.runs.record import claimed, mark_finished
 from volley.verify import command
 
 LINES = [b'{"step":0,"what":"%d"}\n' % n for n in range(3)]
@@ -121,7 +121,7 @@ def continued(run: RunFolder) -> None:
     with claimed(loaded) as claim, ThreadPoolExecutor(1) as executor:
         trainer = Incarnation(run.path, executor, max_to_keep=2, config=loaded.config)
         asyncio.run(trainer.run(two_more_steps))
-        finished(claim.folder, claim.record)
+        mark_finished(claim.folder, claim.record)
 
 
 def without_first_line(path: Path) -> None:
