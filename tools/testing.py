@@ -1,8 +1,9 @@
-"""`make test` and `make test-long`: run pytest in each virtual environment, and sum up the results in the last line.
+"""`make test` and `make test-long`: run pytest in each virtual environment.
 
-A suite is one pytest. Enough suites run at once to keep two cores busy, for most of them often wait for processes. The
-longest starts first, so that all end at about the same time. Each suite's output is shown at its end; a failure does
-not stop the others. Arguments go to pytest; `--part 0/2` (tests/conftest.py) runs half of the tests.
+The last line sums up the results. A suite is one pytest. Enough suites run at once to keep two cores busy, for most of
+them often wait for processes. The longest starts first, so that all end at about the same time. Each suite's output is
+shown at its end; a failure does not stop the others. Arguments go to pytest; `--part 0/2` (tests/conftest.py) runs half
+of the tests.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class SessionFiles:
-    """Files as they were at the start of the session, and folders that must exist, each with its mode.
+    """Files at the start of a session, and folders that must exist, with their modes.
 
     All are below `root`, which is never recreated: a run whose whole folder is gone must not start over.
     """

@@ -1,9 +1,10 @@
-"""Compare the env service with OpenEnv's own server: same environment (a counting echo), sessions and load generator.
+"""Compare the env service with OpenEnv's own server.
 
-Our service is measured twice: with OpenEnv's frames, and with our own requests (msgpack over keep-alive connections).
-OpenEnv's package runs in its own virtual environment, started with `create_app` and `uvicorn.run`. Each session sends
-its next request as soon as the last is answered, so latencies are those of a fully loaded server. The figure that
-compares servers is steps per CPU second of the server's process. `--rounds` alternate between servers.
+Both serve the same environment (a counting echo) to the same number of sessions of the same load generator. Our service
+is measured twice: with OpenEnv's frames, and with our own requests (msgpack over keep-alive connections). OpenEnv's
+package runs in its own virtual environment, started with `create_app` and `uvicorn.run`. Each session sends its next
+request as soon as the last is answered, so latencies are those of a fully loaded server. The figure that compares
+servers is steps per CPU second of the server's process. `--rounds` alternate between servers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Time from the end of the optimizer step until the last server serves the weights, in a run of the quickstart's stack.
+"""Time of a weight hand-over in a run of the quickstart's stack.
+
+It spans from the end of the optimizer step until the last server serves the weights:
 
 - `record`: the trainer makes its commit record and ledger durable.
 - `commit_queue`: the trainer acknowledges the groups.

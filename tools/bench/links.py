@@ -1,7 +1,8 @@
-"""Simulate hosts on one machine: network namespaces joined by a bridge, with links of one rate in both directions.
+"""Simulate hosts with network links of a given rate on one machine.
 
-The benchmark first moves into its own namespaces, so this machine's network does not change, and everything disappears
-with the process. Needs root, `ip` and `tc` (Debian's iproute2).
+Each host is a network namespace; a bridge joins them with links of one rate in both directions. The benchmark first
+moves into its own namespaces, so this machine's network does not change, and everything disappears with the process.
+Needs root, `ip` and `tc` (Debian's iproute2).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Generate load on an environment server: concurrent sessions that send a step as soon as the last is answered.
+"""Generate load on an environment server.
 
-The client is cheap, so that it measures the server: frames and requests are built in advance, and of answers only the
-end is parsed. Speaks WebSocket (RFC 6455) and HTTP/1.1 with keep-alive connections.
+Concurrent sessions send a step as soon as the last is answered. The client is cheap, so that it measures the server:
+frames and requests are built in advance, and of answers only the end is parsed. Speaks WebSocket (RFC 6455) and
+HTTP/1.1 with keep-alive connections.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Time from the optimizer step until the last of several real servers serves the weights, full and as deltas.
+"""Time to publish weights to real servers, full and as deltas.
 
-The reference is a plain write and read of the same bytes on the same disk.
+It spans from the optimizer step until the last server serves the weights. The reference is a plain write and read of
+the same bytes on the same disk.
 
     python -m tools.bench.publishing --layers 28 --hidden 1024 --servers 1 2    # Qwen3-0.6B's shape, in bfloat16
 

@@ -1,4 +1,4 @@
-"""Compare the ticket queue with a raw Redis client that moves the same payloads through the same server.
+"""Compare the ticket queue with a raw Redis client, with the same payloads and server.
 
 Both sides use the same client library: a few connections publish groups one by one while one reader takes them in
 batches and commits each batch. The raw side is XADD, XREADGROUP, XACK with XDEL: no tickets, fence or deduplication.

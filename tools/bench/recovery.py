@@ -1,4 +1,4 @@
-"""Recovery time of a trainer, by the number of steps since the newest checkpoint, with the quickstart's model.
+"""Recovery time of a trainer by steps since the newest checkpoint. Uses the quickstart's model.
 
 The trainer restores the checkpoint, then trains the steps since again, checking each against its checksum. The
 reference is the first training of these steps with everything compiled, which a replay cannot beat.

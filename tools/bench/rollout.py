@@ -1,7 +1,8 @@
-"""Compare tokens per second through HTTP `/generate` with the engine called directly: same prompts and concurrency.
+"""Compare tokens per second through HTTP `/generate` with the engine called directly.
 
-Two engines with the quickstart's model take turns, one behind the service in its own process, one driven from here. The
-best of several rounds counts, because noise only slows down. `python -m tools.bench.rollout` prints one JSON object.
+Both get the same prompts and concurrency. Two engines with the quickstart's model take turns, one behind the service in
+its own process, one driven from here. The best of several rounds counts, because noise only slows down. `python -m
+tools.bench.rollout` prints one JSON object.
 """
 
 from __future__ import annotations

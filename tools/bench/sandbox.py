@@ -1,6 +1,7 @@
-"""Cold start of a sandbox against a bare interpreter's, and latency of a call, idle and next to looping sandboxes.
+"""Cold start of a sandbox, and latency of its calls.
 
-A start is measured from the fork to the first answer. The aim is 20 ms (median) at this machine's tier. The environment
+The cold start is compared with a bare interpreter's, calls on an idle machine with calls next to looping sandboxes. A
+start is measured from the fork to the first answer. The aim is 20 ms (median) at this machine's tier. The environment
 answers one addition per turn.
 """
 

@@ -1,7 +1,8 @@
-"""Compare the learner's step with a bare jitted function, and packed groups with one sequence per row.
+"""Compare the learner's step with a bare jitted function.
 
-The first comparison uses the same loss, optimizer, model and data in the same process. The two sides alternate, and the
-fastest step of each counts, because noise only slows down. Prints one JSON line.
+Also compares packed groups with one sequence per row. The first comparison uses the same loss, optimizer, model and
+data in the same process. The two sides alternate, and the fastest step of each counts, because noise only slows down.
+Prints one JSON line.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`make chaos`: inject faults into a run, and check that nothing is lost, trained twice or different.
+"""`make chaos`: inject faults into a run, and check its results.
 
     make chaos ARGS="--seed 1 --kills 300 --wipes 10 --zombies 20"
 
-By default, real processes run a simulated engine and a small learner; the final weights must be bit-identical to those
-of the same run without faults. With `--real`, the real engine and trainer run for some minutes; the last steps must
-replay bit by bit.
+No ticket may be lost or trained twice. By default, real processes run a simulated engine and a small learner; the final
+weights must be bit-identical to those of the same run without faults. With `--real`, the real engine and trainer run
+for some minutes; the last steps must replay bit by bit.
 """
 
 from __future__ import annotations

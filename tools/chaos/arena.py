@@ -1,4 +1,4 @@
-"""A stack of real processes with a proxy on every link, for injecting faults and watching recovery."""
+"""Stack of real processes with a proxy on every link, for fault injection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Run a whole stack under faults, and compare it with a run without faults (simulated) or with its replay (real).
+"""Run a whole stack under faults, and check the result.
+
+A simulated run is compared with a run without faults, a real one with its replay.
 
 Invariant: however a run ends, no process started here is left.
 """

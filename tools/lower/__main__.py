@@ -1,9 +1,9 @@
-"""`make lower`: compile a configuration's steps for TPUs without having any, and print the memory each needs.
+"""`make lower`: compile a configuration's steps for TPUs without having any.
 
     make lower ARGS="configs/gsm8k_qwen3_4b_tpu.yaml --tpu v5e trainer.mesh.shape=[4,2]"
 
-libtpu compiles without a TPU. If a virtual environment has no libtpu, the one that its JAX requires is installed into
-.cache. Exit code 0 if everything compiles and training fits into memory.
+Prints the memory that each program needs. libtpu compiles without a TPU. If a virtual environment has no libtpu, the
+one that its JAX requires is installed into .cache. Exit code 0 if everything compiles and training fits into memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`python -m tools.simulated.trainer`: the trainer with a learner of a few kB, for fault injection without a model.
+"""`python -m tools.simulated.trainer`: the trainer with a tiny learner, for fault injection.
 
-Everything around the learner is the trainer's own: loop, group buffer, ledger, archive, checkpoints, publishing. The
-weights are noise drawn from a digest of everything trained so far, in order. If a token, log-probability, reward or the
-learning rate differs, or a group is lost, trained twice or swapped, every later bit differs. Needs neither JAX nor a
-model's weights.
+The learner has a few kB. Everything around the learner is the trainer's own: loop, group buffer, ledger, archive,
+checkpoints, publishing. The weights are noise drawn from a digest of everything trained so far, in order. If a token,
+log-probability, reward or the learning rate differs, or a group is lost, trained twice or swapped, every later bit
+differs. Needs neither JAX nor a model's weights.
 """
 
 from __future__ import annotations

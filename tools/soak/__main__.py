@@ -1,4 +1,4 @@
-"""`make soak`: run the whole stack for some minutes, and check that memory, files and Redis do not grow.
+"""`make soak`: run the whole stack for some minutes, and check that nothing grows.
 
 make soak ARGS="--minutes 10 run.dir=/tmp/runs"
 """

@@ -1,4 +1,4 @@
-"""`volley access RUN`: print the addresses and token files that a shell needs to call a run's services.
+"""`volley access RUN`: print a run's addresses and token files as shell variables.
 
 Prints lines for `eval "$(volley access RUN)"`, or JSON. Never prints a token: the shell reads it from its file.
 """

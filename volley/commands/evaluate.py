@@ -80,9 +80,10 @@ def main(
     output: Path | None,
     seams: stack.StackSeams = stack.REAL,
 ) -> int:
-    """Evaluate a run's newest version (RUN), one of its versions (RUN@VERSION), a model's folder or a hub id.
+    """Evaluate a run or a model.
 
-    Prints the result and writes it to `output` if given. Returns the exit code. Raises VolleyError.
+    `target`: RUN (its newest version), RUN@VERSION, a model's folder or a hub id. Prints the result and writes it to
+    `output` if given. Returns the exit code. Raises VolleyError.
     """
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(

@@ -1,5 +1,6 @@
-"""`volley follow`: watch a run whose services run elsewhere (compose, several hosts), and report at its end.
+"""`volley follow`: watch a run whose services run elsewhere, and report at its end.
 
+The services may run in containers or on several hosts.
 It starts and stops no service. Stopping it does not stop the run; the same command follows the run again.
 """
 

@@ -58,7 +58,9 @@ def _started_here(info: ServiceInfo) -> ConfigError:
 
 
 async def check(config: RunConfig) -> None:
-    """Check that external services and a teacher answer, accept our tokens and offer the run's environments.
+    """Check the run's external services and its teacher.
+
+    Services must answer, accept our tokens and offer the run's environments; a teacher must answer.
 
     Raises ServiceUnreachable or Unavailable (it does not answer, it is not ready), ConfigError (tokens, environment,
     settings).

@@ -1,4 +1,6 @@
-"""Child processes that do not outlive this one: each leads its own session, and a reaper ends them if we are killed.
+"""Child processes that do not outlive this one.
+
+Each leads its own session. A separate process, the reaper, ends them if this one is killed.
 
 Invariant: after `stop`, and after the context of `Reaper`, no process of a started group is left.
 """

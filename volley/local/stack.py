@@ -175,7 +175,7 @@ class _Builder:
             try:
                 await _ping(self._services)
             except QueueUnavailable as error:
-                hint = "start it, or leave services.redis_url out to use an embedded one"
+                hint = "start it, or leave services.redis_url out to use the embedded server"
                 raise QueueUnavailable(f"services.redis_url: {error.detail}", hint) from error
 
     def redis_member(self, spec: redis_server.ServerSpec, locks: tuple[int, ...]) -> SupervisedProcess:

@@ -1,4 +1,4 @@
-"""Keep processes running: wait until they answer, restart those that crash or hang, stop all at the end.
+"""Keep processes running: restart those that crash or hang, stop all at the end.
 
 - A process that ends before its first answer, or with exit code 2 (a wrong configuration), ends the run.
 - A process that ends later is restarted after a growing pause, within the bounds of `RestartPolicy`.

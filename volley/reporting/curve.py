@@ -1,4 +1,4 @@
-"""Held-out success over the steps as text: one line per evaluation, with its 95 % interval as a band."""
+"""Text plot of held-out success: one line per evaluation, with its 95 % interval."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Live display on a terminal: permanent lines, and below them rows of current activity, redrawn four times a second.
+"""Live display on a terminal.
 
-The only module that imports rich. However the display closes, it removes the rows and restores the cursor. If the
-terminal is gone, it shows nothing and raises nothing.
+Permanent lines, and below them rows of current activity, redrawn four times a second. The only module that imports
+rich. However the display closes, it removes the rows and restores the cursor. If the terminal is gone, it shows nothing
+and raises nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Phases of a run for the live display: rows for current phases, and a line for each phase that has ended.
+"""Phases of a run for the live display.
 
-Values in, text out; needs no terminal. Durations come from the watcher's clock, the time left from the records' times.
+Rows for current phases, and a line for each phase that has ended. Values in, text out; needs no terminal. Durations
+come from the watcher's clock, the time left from the records' times.
 """
 
 from __future__ import annotations

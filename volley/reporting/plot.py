@@ -65,7 +65,10 @@ def _plain(text: str) -> str:
 
 
 def draw_beside(path: Path, runs: Mapping[str, Sequence[SuccessRate]]) -> None:
-    """Write a PNG of about 1200 × 750 pixels: held-out success of several runs, by label, with 95 % intervals."""
+    """Write a PNG with the held-out success of several runs, by label, with 95 % intervals.
+
+    About 1200 × 750 pixels.
+    """
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
     axes: Any = figure.subplots()
     for i, (label, rates) in enumerate(runs.items()):

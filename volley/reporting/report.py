@@ -62,7 +62,10 @@ def main(run_dir: Path) -> int:
 
 
 def check(folder: RunFolder) -> None:
-    """Raises ConfigError if the folder is not that of a run, holds files that no run writes, or has no record yet."""
+    """Check that a folder can be reported.
+
+    Raises ConfigError if it is not that of a run, holds files that no run writes, or has no record yet.
+    """
     if not folder.path.is_dir():
         raise ConfigError(f"{folder.path} is no folder", "give a run's folder, such as runs/quickstart")
     survey.check(folder)

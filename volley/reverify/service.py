@@ -1,4 +1,4 @@
-"""Environment service in which archived episodes are replayed: the run's own, or one started for it."""
+"""Environment service for replayed episodes: the run's own, or a temporary one."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class ElapsedTime:
 
 @contextmanager
 def counting(folder: RunFolder, record: RunRecord) -> Iterator[ElapsedTime]:
-    """Keep run.json up to date: at most a few seconds old inside the context, exact at its end.
+    """Keep run.json's time a few seconds old at most, and exact at the end of the context.
 
     Raises StorageUnavailable at the end, unless the body raises.
     """

@@ -1,4 +1,7 @@
-"""Check that the services at a run's addresses belong to it: after its end another run may use its ports."""
+"""Check that the services at a run's addresses belong to it.
+
+After the run has ended, another run may use its ports.
+"""
 
 from __future__ import annotations
 

@@ -198,9 +198,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def secret(folder: RunFolder, name: str, word: str | None = None) -> Path:
-    """Write a file that only this user can read, with `word` or a random secret; keep a whole random one.
+    """Write a secret to a file that only this user can read. Raises ConfigError.
 
-    Raises ConfigError.
+    The secret is `word`, or random; a complete random one is kept between starts.
     """
     path = folder.secrets / name
     try:

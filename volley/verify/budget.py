@@ -26,7 +26,7 @@ class OutOfTime(BaseException):
 
 
 class NotFinished(BaseException):
-    """The proof exceeded its wall time, but not its CPU time: the machine is busy, or its disk slow."""
+    """The proof exceeded its wall time but not its CPU time, on a busy machine or slow disk."""
 
 
 class UnpackingBudget:

@@ -1,4 +1,7 @@
-"""Verify the commit records: whole, matching their names, one per step since the first, each with its groups."""
+"""Verify the commit records.
+
+Each is whole, matches its name and has its groups; there is one per step since the first.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def check(folder: RunFolder, config: RunConfig, head: TrainerState, saved: Weigh
 
 
 def _announced(change: pinned.Change, record: RunRecord, head: TrainerState) -> bool:
-    """Tell if run.json announces the change from the newest step on, and it is permitted; never for a finished run."""
+    """Tell if run.json announces a permitted change from the newest step on; never for a finished run."""
     if record.finished or not pinned.rule_of(change.key).may:
         return False
     return any(

@@ -1,6 +1,7 @@
-"""Verify the environments' data: all evaluations and the environment service's record must name the same digests.
+"""Verify the environments' data.
 
-Data files are read only if this user's supervisor wrote the configuration: an untrusted folder must not choose files.
+All evaluations and the environment service's record must name the same digests. Data files are read only if this user's
+supervisor wrote the configuration: an untrusted folder must not choose files.
 """
 
 from __future__ import annotations

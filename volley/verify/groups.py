@@ -1,4 +1,7 @@
-"""Compare the archive with the ledger: each step has its recorded groups, fresh enough and of this lineage."""
+"""Compare the archive with the ledger.
+
+Each step has its recorded groups, fresh enough and of this lineage.
+"""
 
 from __future__ import annotations
 

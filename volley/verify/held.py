@@ -1,4 +1,7 @@
-"""Verify the first bytes of files by the digests that states hold (see shared.run.held), and each checkpoint's line."""
+"""Verify files by the digests of their first bytes that states hold.
+
+See shared.run.held. Also checks that checkpoints.jsonl names each checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compare Redis with ledger and checkpoint: nothing finished that is not durable, and no ticket missing."""
+"""Compare Redis with ledger and checkpoint.
+
+Redis has finished nothing that is not durable, and no ticket is missing.
+"""
 
 from __future__ import annotations
 

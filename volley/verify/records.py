@@ -1,4 +1,7 @@
-"""Verify metrics.jsonl and the chain: no step's record is missing or changed since the checkpoints were made."""
+"""Verify metrics.jsonl and the chain.
+
+No step's record is missing or changed since the checkpoints were made.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +80,9 @@ def check(fates: TicketFates, metrics: Metrics, ancestors: Sequence[TrainerState
 
 
 def _steps(chain: Chain, fates: TicketFates, metrics: Metrics, states: Sequence[TrainerState]) -> Iterator[Violation]:
-    """Recompute the chain up to the newest state; the fault lies between the last state that agrees and the first that
-    differs.
+    """Recompute the chain up to the newest state.
+
+    A fault lies between the last state that agrees and the first that differs.
     """
     now, agreed, holes, differs = Chain(chain.since), chain.since, list[int](), False
     expected = {state.step: state for state in states}

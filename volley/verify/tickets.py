@@ -1,4 +1,7 @@
-"""Compare the ledger with the newest checkpoint: each finished ticket has one disposition, each step its groups."""
+"""Compare the ledger with the newest checkpoint.
+
+Each finished ticket has one disposition, each step its groups.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Report lines of versions that no trainer made, among those that do not count (see shared.run.counted).
+"""Report lines of versions that no trainer made.
 
-A step that was undone is in the archive: its groups were archived before any line named it. The first version of an
-epoch has no groups, but the epoch's folder exists. A run filled from a bucket may lack both. A replaced trainer may
-write a metrics line late. No line names a version before its commit record is durable, so none is newer than the
-newest record.
+They are among the lines that do not count (see shared.run.counted). A step that was undone is in the archive: its
+groups were archived before any line named it. The first version of an epoch has no groups, but the epoch's folder
+exists. A run filled from a bucket may lack both. A replaced trainer may write a metrics line late. No line names a
+version before its commit record is durable, so none is newer than the newest record.
 """
 
 from __future__ import annotations
