@@ -72,4 +72,4 @@ def test_a_signal_ends_follow_and_the_cursor_is_back(tmp_path: Path, number: sig
     screen = program.screen()
     assert program.process.returncode == 128 + number, screen.text()
     assert not screen.cursor_hidden
-    assert f"stopped by {number.name}; run chaos goes on" in screen.text()
+    assert f"stopped by {number.name}; run chaos continues" in screen.text()
