@@ -349,7 +349,8 @@ async def test_servers_that_pull_together_get_most_of_it_from_each_other(tmp_pat
         await asyncio.gather(*(pull(one, seed) for seed, one in enumerate(servers)))
         assert all(one.folder.read(name) == data for one in servers for name, data in zip(names, MANY, strict=True))
         assert len(MANY) <= len(trainer.sent) < 2 * len(MANY)
-        assert sum(len(one.sent) for one in (trainer, *servers)) == 4 * len(MANY)
+        # On a busy machine a source may be given up and a chunk asked for again.
+        assert 4 * len(MANY) <= sum(len(one.sent) for one in (trainer, *servers)) < 5 * len(MANY)
 
 
 @contextlib.asynccontextmanager

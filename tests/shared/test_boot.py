@@ -21,7 +21,8 @@ PROGRAM = """
     from contextlib import asynccontextmanager
     from pathlib import Path
     from shared import errors
-    from shared.process import boot, telemetry
+    from shared import boot
+    from shared.process import telemetry
     from shared.web.http import create_app
     from shared.schema import DataSection, ModelSection, RunConfig
     from shared.services_schema import EnvEndpoint, Limits, ServicesSection

@@ -24,7 +24,7 @@ PROGRAM = """
     import asyncio, sys
     from contextlib import asynccontextmanager
     from fastapi.responses import Response
-    from shared.process import boot
+    from shared import boot
     from shared.web.http import create_app
     from shared.schema import DataSection, ModelSection, RunConfig
     from shared.services_schema import EnvEndpoint, Limits, ServicesSection, Tls
