@@ -1,5 +1,6 @@
-"""Which algorithm a run is trained with: one section, told apart by its `name`; each holds only what means something to
-it. Names and defaults are those of Tunix, and of verl where Tunix has none.
+"""The algorithm that a run is trained with: one section per algorithm, chosen by `name`.
+
+A section holds only keys that its algorithm uses. Names and defaults are Tunix's, and verl's where Tunix has none.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class OptimizerConfig(Section):
 
 
 class GrpoConfig(Section):
-    """How the data of a step comes about: `num_generations` episodes of a task, `num_iterations` updates on them.
+    """The data of a step: `num_generations` episodes per task, `num_iterations` updates on them.
 
-    `off_policy_steps` is the staleness bound in steps: 0 trains synchronously. `max_response_length` bounds one turn,
-    in tokens. What is made of the data is said in `algorithm`.
+    `off_policy_steps` is the staleness bound in steps (0: synchronous). `max_response_length` bounds one turn, in
+    tokens. `algorithm` decides what is computed from the data.
     """
 
     num_generations: PositiveInt = 8
@@ -47,8 +48,10 @@ class GrpoConfig(Section):
 
 
 class RewardNormalization(Section):
-    """Of the episodes' rewards before advantages are made of them: over the episodes of one task (`state`), of one
-    environment (`inductive`) or of the step (`batch`).
+    """Normalize the episodes' rewards before computing advantages.
+
+    The statistics are over the episodes of one task (`state`), of one environment (`inductive`) or of the step
+    (`batch`).
     """
 
     grouping: Literal["state", "inductive", "batch"] = "state"
@@ -56,14 +59,14 @@ class RewardNormalization(Section):
 
 
 class PolicyGradientSection(Section):
-    """What all algorithms have. A ratio of probabilities is bounded to [1 - `epsilon`, 1 + `epsilon_high`]
-    (`epsilon_high` null: as `epsilon`; `epsilon` null: not at all); `epsilon_c` is dual clip's bound.
+    """Keys of all algorithms.
 
-    `beta` weighs the KL to the reference, in the loss or in the reward. `sampler_is` weighs a token by the ratio of the
-    trainer's policy to the engine's, cut off at `sampler_is_threshold`; `sampler_rs` takes what is outside
-    `sampler_rs_bounds` out of the surrogate. `credit` by turn gives each turn the rewards from it on.
-    `teacher_kl_coef` weighs the reverse KL to a teacher, token by token, in the advantages.
-    `max_response_length` of `sequence-mean-token-scale` is grpo_config's.
+    Probability ratios are clipped to [1 - `epsilon`, 1 + `epsilon_high`] (`epsilon_high` null: as `epsilon`; `epsilon`
+    null: no clipping); `epsilon_c` is the bound of dual clip. `beta` weighs the KL to the reference, in the loss or in
+    the reward (`kl_in`). `sampler_is` weighs a token by the ratio of the trainer's policy to the engine's, capped at
+    `sampler_is_threshold`; `sampler_rs` removes tokens outside `sampler_rs_bounds` from the surrogate. With `credit:
+    turn`, each turn gets the rewards from that turn on. `teacher_kl_coef` weighs the reverse KL to a teacher, token by
+    token, in the advantages. `sequence-mean-token-scale` divides by `grpo_config.max_response_length`.
     """
 
     name: str
@@ -88,12 +91,12 @@ class PolicyGradientSection(Section):
     def _meant(self) -> Self:
         low, high = self.sampler_rs_bounds
         if not low < 1 < high:
-            raise ValueError(f"sampler_rs_bounds={[low, high]} leave out tokens whose ratio is 1: they go around it")
+            raise ValueError(f"sampler_rs_bounds={[low, high]} must include 1: low < 1 < high")
         given = [key for key in ("epsilon_high", "epsilon_c") if key in self.model_fields_set and getattr(self, key)]
         if self.epsilon is None and given:
-            raise ValueError(f"{given[0]}={getattr(self, given[0])} bounds nothing where epsilon is null")
+            raise ValueError(f"{given[0]}={getattr(self, given[0])} has no effect: epsilon is null")
         if self.credit == "turn" and self.reward_normalization.method != "identity":
-            raise ValueError("reward_normalization is of episodes: it cannot be divided over turns (credit=turn)")
+            raise ValueError("reward_normalization works on whole episodes, so it cannot be combined with credit=turn")
         return self
 
 
@@ -115,8 +118,9 @@ class _GroupRelativeSection(PolicyGradientSection):
 
 
 class DapoSection(_GroupRelativeSection):
-    """An episode of more than `overlong_length` - `overlong_buffer` sampled tokens loses up to `overlong_penalty`;
-    `overlong_length` null, where episodes have one turn: as long as `grpo_config.max_response_length`.
+    """DAPO. Episodes of more than `overlong_length` - `overlong_buffer` sampled tokens lose up to `overlong_penalty`.
+
+    `overlong_length` null means `grpo_config.max_response_length`, for episodes of one turn.
     """
 
     name: Literal["dapo"]
@@ -129,7 +133,7 @@ class DapoSection(_GroupRelativeSection):
     def _some_are_short(self) -> Self:
         if self.overlong_length and self.overlong_buffer and self.overlong_buffer >= self.overlong_length:
             raise ValueError(
-                f"overlong_buffer={self.overlong_buffer} of overlong_length={self.overlong_length} punishes every "
+                f"overlong_buffer={self.overlong_buffer} of overlong_length={self.overlong_length} penalizes every "
                 "episode: it has to be less"
             )
         return self
@@ -143,7 +147,7 @@ class GspoSection(_GroupRelativeSection):
 
 
 class CispoSection(_GroupRelativeSection):
-    """The lower bound is 1 - `epsilon`: 1 is none."""
+    """CISPO. The lower bound is 1 - `epsilon`, so the default of 1 means none."""
 
     name: Literal["cispo"]
     epsilon: PositiveFloat | None = 1.0
@@ -152,12 +156,12 @@ class CispoSection(_GroupRelativeSection):
     @model_validator(mode="after")
     def _no_dual_clip(self) -> Self:
         if self.epsilon_c is not None:
-            raise ValueError("epsilon_c is of a clipped loss: CISPO bounds a weight, whose loss has no bound")
+            raise ValueError("epsilon_c belongs to a clipped loss; CISPO clips the weight, not the loss")
         return self
 
 
 class ReinforcePlusPlusSection(PolicyGradientSection):
-    """`gamma` discounts by sampled token."""
+    """REINFORCE++. `gamma` discounts per sampled token."""
 
     name: Literal["reinforce_plus_plus"]
     gamma: Fraction = 1.0
@@ -166,13 +170,14 @@ class ReinforcePlusPlusSection(PolicyGradientSection):
     @model_validator(mode="after")
     def _of_episodes(self) -> Self:
         if self.baseline == "group" and (self.gamma != 1 or self.credit == "turn"):
-            raise ValueError("baseline=group compares whole episodes: gamma and credit=turn mean nothing to it")
+            raise ValueError("baseline=group compares whole episodes: it cannot be combined with gamma or credit=turn")
         return self
 
 
 class OnPolicyDistillationSection(PolicyGradientSection):
-    """What the environment rewards counts for nothing: the reverse KL to the teacher, of a token and of later ones
-    discounted by `gamma`, is all there is.
+    """On-policy distillation: train on the reverse KL to the teacher alone; rewards are ignored.
+
+    A token's advantage is its own KL and that of later tokens, discounted by `gamma`.
     """
 
     name: Literal["on_policy_distillation"]
@@ -187,13 +192,14 @@ class OnPolicyDistillationSection(PolicyGradientSection):
             "kl_in": bool(self.beta) and self.kl_in == "reward",
         }
         if meant := [key for key, is_meant in of_rewards.items() if is_meant]:
-            raise ValueError(f"{meant[0]} is of rewards, which on_policy_distillation does not look at")
+            raise ValueError(f"{meant[0]} applies to rewards, which on_policy_distillation ignores")
         return self
 
 
 class PpoSection(PolicyGradientSection):
-    """`gamma` and `gae_lambda` are by sampled token. The policy is not trained in the first `critic_warmup_steps`
-    steps; `clip_range_value` null does not bound how far a value moves.
+    """PPO. `gamma` and `gae_lambda` apply per sampled token.
+
+    The first `critic_warmup_steps` steps train the critic alone. `clip_range_value` null does not clip values.
     """
 
     name: Literal["ppo"]
@@ -220,13 +226,14 @@ AlgorithmSection = Annotated[
 
 
 def keys_of(name: str | None) -> Collection[str]:
-    """The keys of the section of the algorithm of this name; none where there is no such algorithm."""
+    """Return the keys of the section of algorithm `name`; empty for an unknown name."""
     sections: tuple[type[PolicyGradientSection], ...] = get_args(get_args(AlgorithmSection)[0])
     return next((one.model_fields for one in sections if name in get_args(one.model_fields["name"].annotation)), ())
 
 
 def contradiction(algorithm: PolicyGradientSection, data: GrpoConfig, max_turns: int) -> str | None:
-    """Why the algorithm cannot be meant with such data, of episodes with so many turns at most; None if it can."""
+    """Explain why the algorithm cannot train on such data, with at most `max_turns` turns per episode; None if it can.
+    """
     return _of_groups(algorithm, data) or _of_ratios(algorithm, data) or _of_lengths(algorithm, data, max_turns)
 
 
@@ -237,7 +244,7 @@ def _of_groups(algorithm: PolicyGradientSection, data: GrpoConfig) -> str | None
     if compares or getattr(algorithm, "baseline", "none") == "group":
         return (
             f"grpo_config.num_generations=1: {algorithm.name} compares the episodes of a task with each other, "
-            "so there have to be two at least"
+            "so it needs at least two"
         )
     how = algorithm.reward_normalization
     if how.method != "identity" and how.grouping == "state":
@@ -277,6 +284,6 @@ def _of_lengths(algorithm: PolicyGradientSection, data: GrpoConfig, max_turns: i
     if algorithm.overlong_buffer >= data.max_response_length:
         return (
             f"algorithm.overlong_buffer={algorithm.overlong_buffer} of "
-            f"grpo_config.max_response_length={data.max_response_length} punishes every episode: it has to be less"
+            f"grpo_config.max_response_length={data.max_response_length} penalizes every episode: it has to be less"
         )
     return None

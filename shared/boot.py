@@ -1,13 +1,14 @@
-"""The boot path of every service: parse the configuration, bind, open resources, serve, clean up.
+"""Boot path of every service: parse the configuration, bind, open resources, serve, clean up.
 
-Four ends, each with all resources released:
-- SIGTERM or SIGINT: stop accepting, cancel workers, finish requests within the grace, exit code 0;
-- a worker raises: the same, exit code 1 (a crashed worker never leaves a zombie that still answers 200), or 2 if what
-  it found wrong is the configuration: to start it again would change nothing;
-- connections that never finish: cut off when the grace is over; a cleanup or a thread that hangs: `CLEANUP_S` later;
+A service ends in one of four ways, each of which releases all resources:
+- SIGTERM or SIGINT: stop accepting, cancel workers, finish requests within the grace period, exit code 0;
+- a worker raises: the same, with exit code 2 for a ConfigError (a restart would not help), else 1; a service never
+  keeps answering without its workers;
+- a connection that never finishes is cut off after the grace period; a hanging cleanup or thread is killed `CLEANUP_S`
+  later;
 - start-up fails (configuration, taken port, unreachable Redis): the event `CANNOT_START`, exit code 2 or 1.
 
-The socket is bound before resources are opened, so a taken port costs nothing; heavy imports happen after both.
+The socket is bound before resources are opened, so that a taken port fails early; heavy imports come after both.
 """
 
 from __future__ import annotations
@@ -45,15 +46,14 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 CLEANUP_S = 10.0
-"""How long a process may live on after its grace, in seconds: for its resources, and for threads that Python waits for.
-"""
+"""Time after the grace period, in seconds, for cleanup and for threads that Python waits for."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _log = telemetry.Log("boot")
 
 
 @dataclass(frozen=True)
 class RunningService:
-    """What `open_service` yields: the HTTP application and the workers that live as long as it does."""
+    """Result of `open_service`: the HTTP application, and the workers that run alongside it."""
 
     app: FastAPI
     workers: Sequence[Callable[[], Awaitable[None]]] = field(default=())
@@ -63,11 +63,11 @@ type OpenService = Callable[[RunConfig], AbstractAsyncContextManager[RunningServ
 
 
 def main(name: str, *, requires: str | None = None, open_service: OpenService | None = None) -> None:
-    """Entry point of `python -m services.NAME`; the section `services.NAME` of the configuration says where to listen.
+    """Entry point of `python -m services.NAME`; the section `services.NAME` holds its address.
 
     Args:
-        requires: a library the service's child processes import; its absence is found here.
-        open_service: what to serve instead of `services.NAME.app`, whose import waits until the configuration is read.
+        requires: a library that the service's child processes import; its absence is reported here.
+        open_service: replaces `services.NAME.app`, whose import waits until the configuration is parsed.
     """
     restart_in_utf8()
     parser = argparse.ArgumentParser(prog=f"python -m services.{name}")
@@ -79,7 +79,7 @@ def main(name: str, *, requires: str | None = None, open_service: OpenService | 
         check_certificate(loaded.config.services.tls)
         endpoint: Endpoint = getattr(loaded.config.services, name)
         if loaded.config.services.token_files == TokenFiles() and endpoint.host not in _LOOPBACK:
-            _log.warning("no tokens are configured: whoever reaches this address may do everything", host=endpoint.host)
+            _log.warning("no tokens are configured: every caller has full access", host=endpoint.host)
         with bind(endpoint) as listener:
             code = run(loaded.config, open_service or _load(name, requires), listener)
     except VolleyError as error:
@@ -89,7 +89,7 @@ def main(name: str, *, requires: str | None = None, open_service: OpenService | 
 
 
 def _load(name: str, requires: str | None) -> OpenService:
-    """Raises ConfigError where the service's libraries are not installed."""
+    """Import the service. Raises ConfigError if its libraries are not installed."""
     try:
         if requires is not None and importlib.util.find_spec(requires) is None:
             raise ModuleNotFoundError(name=requires)
@@ -103,7 +103,7 @@ def _load(name: str, requires: str | None) -> OpenService:
 
 
 def bind(endpoint: Endpoint) -> socket.socket:
-    """Raises ConfigError when the address is taken or not ours."""
+    """Bind the endpoint's socket. Raises ConfigError if the address is taken or not one of this machine."""
     family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -124,14 +124,12 @@ def bind(endpoint: Endpoint) -> socket.socket:
 
 
 def run(run_config: RunConfig, open_service: OpenService, listener: socket.socket) -> int:
-    """`serve` on an event loop of its own, in a process that has nothing else to do: after a signal it ends, by force
-    if it must.
-    """
+    """Run `serve` on its own event loop; after a signal the process ends, by force if necessary."""
     return asyncio.run(serve(run_config, open_service, listener), loop_factory=uvloop.new_event_loop)
 
 
 async def serve(run_config: RunConfig, open_service: OpenService, listener: socket.socket) -> int:
-    """Runs one service until a signal or a crash; returns the exit code. Raises VolleyError if it cannot start."""
+    """Run one service until a signal or a crash; return the exit code. Raises VolleyError if it cannot start."""
     async with contextlib.AsyncExitStack() as stack:
         grace_s = run_config.services.limits.grace_s
         with _cancelled_by_signal(grace_s) as stopped:
@@ -146,7 +144,7 @@ async def serve(run_config: RunConfig, open_service: OpenService, listener: sock
 
 @contextlib.contextmanager
 def _cancelled_by_signal(grace_s: float) -> Iterator[asyncio.Event]:
-    """Inside, a signal cancels the current task; the cancellation ends here and sets the event."""
+    """Cancel the current task on a signal, absorb that cancellation and set the yielded event."""
     stopped, task = asyncio.Event(), asyncio.current_task()
     assert task is not None
 
@@ -175,7 +173,7 @@ async def _run(server: HttpServer, service: RunningService, listener: socket.soc
         cancel()
 
     def cancel() -> None:
-        """Once: what a worker does to end in order is not cut short by a second cancellation."""
+        """Cancel each worker once: a second cancellation would interrupt its cleanup."""
         for task in tasks:
             if not task.cancelling():
                 task.cancel()
@@ -197,7 +195,7 @@ async def _run(server: HttpServer, service: RunningService, listener: socket.soc
 
 
 def _end_within(seconds: float) -> None:
-    """The last resort, armed once the process is to end: a thread that hangs cannot keep it."""
+    """Force the process to exit after `seconds`, even if a thread hangs."""
     timer = threading.Timer(seconds, _end_by_force, [seconds])
     timer.daemon = True
     timer.start()

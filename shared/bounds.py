@@ -1,8 +1,8 @@
-"""How many values a body may hold and how deep they may lie, found before any of them is made; how long a text may be.
+"""Limits on the number and nesting of values in a body, and on the length of text.
 
-A byte of msgpack can become an empty dict of 64 bytes, a byte of JSON a list: a bound on bytes alone bounds neither
-memory nor time. Both checks walk over the bytes without making values, hop over text and arrays, and stop at the bound.
-What they let through need not be valid: that is the decoder's to say.
+A byte of msgpack can become an empty dict of 64 bytes, a byte of JSON a list, so a limit on bytes limits neither memory
+nor time. Both checks scan the bytes without creating values, skip text and arrays, and stop at the limit. They do not
+validate; the decoder does.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from shared.errors import DecodeError
 from shared.text import well_formed
 
 MAX_OBJECTS = 2**17
-"""Values of one body, unless its reader says otherwise: some ten megabytes, and ten milliseconds, at most."""
+"""Default limit on the values of one body: at most about ten megabytes and ten milliseconds."""
 MAX_LINE_VALUES = 10_000
-"""Values of a line of a record: one of metrics has some hundred."""
+"""Limit on the values of one line of a record; a line of metrics has about a hundred."""
 MAX_DEPTH = 64
 
 _SCALARS = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
@@ -37,7 +37,7 @@ _CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
 def _fixed_size(tag: int) -> int:
-    """Bytes of a value that begins with `tag`; 0 where they depend on more than it."""
+    """Size in bytes of a value that starts with `tag`; 0 if the tag does not determine it."""
     if 0xA0 <= tag < 0xC0:
         return 1 + (tag & 0x1F)
     if tag < 0x80 or tag >= 0xE0 or 0xC0 <= tag < 0xC4:
@@ -53,11 +53,11 @@ _JSON_TEXT = re.compile(rb'(?:[^"\\]++|\\.){0,4096}+', re.DOTALL)  # in pieces, 
 
 
 def check_msgpack(data: bytes, what: str, max_objects: int = MAX_OBJECTS) -> None:
-    """Raises DecodeError if the first value of `data` holds more than `max_objects` values, or lies deeper than
+    """Raise DecodeError if the first value of `data` holds more than `max_objects` values or nests deeper than
     MAX_DEPTH.
     """
     at, end, n, left = 0, len(data), 1, 1
-    outer: list[int] = []  # values still to come in the containers around
+    outer: list[int] = []  # remaining values of each enclosing container
     while at < end:
         tag = data[at]
         if size := _FIXED[tag]:
@@ -83,7 +83,7 @@ def check_msgpack(data: bytes, what: str, max_objects: int = MAX_OBJECTS) -> Non
 
 
 def _container(data: bytes, at: int, tag: int) -> tuple[int, int]:
-    """(where its first value begins, how many it says it holds)"""
+    """Return the offset of a container's first value and the number of values it declares."""
     if tag < 0xA0:
         return at + 1, (tag & 0x0F) * (1 if tag >= 0x90 else 2)
     width, each = _CONTAINERS[tag]
@@ -91,10 +91,10 @@ def _container(data: bytes, at: int, tag: int) -> tuple[int, int]:
 
 
 def check_json(data: bytes, what: str, max_objects: int = MAX_OBJECTS) -> None:
-    """Raises DecodeError if `data` holds more than `max_objects` values and commas, or lies deeper than MAX_DEPTH."""
+    """Raise DecodeError if `data` holds more than `max_objects` values and commas, or nests deeper than MAX_DEPTH."""
     marks = {mark: data.count(mark) for mark in _JSON_MARKS}
     if sum(marks.values()) <= max_objects and marks[b"["] + marks[b"{"] <= MAX_DEPTH:
-        return  # even if none of them stands inside a text
+        return  # true even if none of the marks is inside a string
     at, n, depth = 0, 0, 0
     while found := _JSON_TOKEN.search(data, at):
         at, token = found.end(), found[0]
@@ -113,7 +113,7 @@ def check_json(data: bytes, what: str, max_objects: int = MAX_OBJECTS) -> None:
 
 
 def _end_of_text(data: bytes, at: int) -> int:
-    """The place after the quote that ends the text that begins at `at`, or the end of `data`."""
+    """Return the offset after the closing quote of the string that starts at `at`, or the end of `data`."""
     while (found := _JSON_TEXT.match(data, at)) and found.end() > at:
         at = found.end()
     return at + 1 if data[at : at + 1] == b'"' else len(data)
@@ -121,16 +121,16 @@ def _end_of_text(data: bytes, at: int) -> int:
 
 def _too_many(what: str, max_objects: int) -> DecodeError:
     return DecodeError(
-        f"{what} holds more than {max_objects} values", "send numbers as arrays (msgpack), or less at once"
+        f"{what} holds more than {max_objects} values", "send numbers as arrays (msgpack), or send less at once"
     )
 
 
 def _too_deep(what: str) -> DecodeError:
-    return DecodeError(f"{what} is nested more than {MAX_DEPTH} deep", "send a flatter one")
+    return DecodeError(f"{what} is nested more than {MAX_DEPTH} deep", "send a flatter structure")
 
 
 def shortened(text: str, most: int) -> str:
-    """The beginning and the end of a text that is longer than `most` characters, and how much lies between."""
+    """Shorten a text to about `most` characters: its start, how much was left out, and its end."""
     text = well_formed(text)
     if len(text) <= most:
         return text

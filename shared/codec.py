@@ -1,13 +1,13 @@
-"""msgpack with arrays as raw little-endian bytes: 9 bytes a token for (int32 id, float32 log-probability, uint8 mask).
-And JSON.
+"""msgpack with arrays as raw little-endian bytes, and JSON.
 
-Requests, and answers of programs that are not ours, are read with `errors`: "halves" puts U+FFFD in the place of halves
-of surrogate pairs, "replace" in that of all other bytes that are not UTF-8 too (shared.text). What Volley has written
-itself is read with "strict".
+A one-dimensional numpy array travels as a msgpack extension type: the code is the dtype, the data the raw buffer. A
+token takes 9 bytes: int32 id, float32 log-probability, uint8 mask.
 
-A one-dimensional numpy array travels as a msgpack extension type: its code is the dtype, its data the raw buffer.
-Nothing is ever unpickled, no input, however hostile, raises anything but `DecodeError`, and none becomes more values
-than its reader allows (shared.bounds).
+`errors` says how to treat invalid text: "halves" replaces halves of surrogate pairs by U+FFFD, "replace" also other
+bytes that are not UTF-8 (shared.text), for requests and foreign answers; "strict" is for records that Volley wrote.
+
+Nothing is ever unpickled. Every malformed input raises `DecodeError`, and none decodes to more values than its reader
+allows (shared.bounds).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _encode(value: Any) -> Any:
         code = _CODES.get(value.dtype.newbyteorder("<"))
         if value.ndim != 1 or code is None:
             raise TypeError(
-                f"only 1-D arrays of {[str(d) for d in _CODES]} travel, not {value.dtype}{list(value.shape)}"
+                f"only 1-D arrays of {[str(d) for d in _CODES]} can be encoded, not {value.dtype}{list(value.shape)}"
             )
         return msgpack.ExtType(code, np.ascontiguousarray(value, _DTYPES[code]).tobytes())
     if isinstance(value, np.generic):
@@ -62,18 +62,17 @@ def _decode(code: int, data: bytes) -> np.ndarray:
 
 
 def pack(value: Any) -> bytes:
-    """Encodes dicts, lists, scalars, strings, bytes and 1-D arrays (int32, float32, uint8, int64, float64,
-    uint16)."""
+    """Encode dicts, lists, scalars, strings, bytes and 1-D arrays (int32, float32, uint8, int64, float64, uint16)."""
     packed: Any = msgpack.Packer(default=_encode, use_bin_type=True).pack(value)  # None only without autoreset
     return packed
 
 
 def unpack(data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS, errors: Errors = "strict") -> Any:
-    """Decodes what `pack` made; arrays come back read-only, without a copy of their own.
+    """Decode what `pack` made. Arrays are read-only views of `data`.
 
     Raises:
-        DecodeError: the bytes are not one whole msgpack value, hold an unknown array type, more than `max_objects`
-            values (an array is one), or nest too deep.
+        DecodeError: the bytes are not one whole msgpack value, hold an unknown array type or more than `max_objects`
+    values (an array is one), or nest too deeply.
     """
     check_msgpack(data, what, max_objects)
     try:
@@ -90,10 +89,10 @@ def unpack(data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS, erro
 
 
 def from_json(data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS, errors: Errors = "strict") -> Any:
-    """Decodes JSON.
+    """Decode JSON.
 
     Raises:
-        DecodeError: the bytes are not one JSON value, hold more than `max_objects` values, or nest too deep.
+        DecodeError: the bytes are not one JSON value, hold more than `max_objects` values, or nest too deeply.
     """
     check_json(data, what, max_objects)
     try:
@@ -112,13 +111,13 @@ def _invalid(what: str, error: ValueError) -> DecodeError:
 
 
 def from_record(data: bytes, what: str = "record", max_objects: int = MAX_OBJECTS) -> Any:
-    """`from_json`, of a record in a run's folder, where an object that has a key twice would mean two things.
+    """Decode a JSON record of a run's folder; reject duplicate keys, which are ambiguous.
 
     Raises:
-        DecodeError: as `from_json`, and for a key that an object has twice.
+        DecodeError: as `from_json`, and for an object with a duplicate key.
     """
     value = from_json(data, what, max_objects)
-    if data.count(b":") != _n_keys(value):  # else every colon is that of a key which is there
+    if data.count(b":") != _n_keys(value):  # otherwise no key is duplicated
         try:
             json.loads(data, object_pairs_hook=_once, parse_int=str, parse_float=str)
         except (ValueError, RecursionError) as error:
@@ -151,6 +150,6 @@ def by_type(
     max_objects: int = MAX_OBJECTS,
     errors: Errors = "halves",
 ) -> Any:
-    """msgpack where the Content-Type says so, else JSON. Raises DecodeError."""
+    """Decode msgpack or JSON, by Content-Type. Raises DecodeError."""
     decode = unpack if content_type.startswith(MEDIA_TYPE) else from_json
     return decode(data, what, max_objects, errors)

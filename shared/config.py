@@ -1,7 +1,7 @@
-"""The one config loader: layered YAML, `key.path=value` overrides, merged by OmegaConf, validated by pydantic.
+"""Load the configuration: layered YAML and `key.path=value` overrides, merged by OmegaConf, validated by pydantic.
 
 Every error is one line that names the key, or the file and the line. OmegaConf is imported when a configuration is
-loaded, so that `--help` does not wait for it.
+loaded, so that `--help` stays instant.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_NAMED = 10  # mistakes in one message
 _MAX_BYTES = 2**18
 _MAX_VALUES = 20_000
 _MAX_LEVELS = 64
-"""Of the configuration in a run's folder."""
+"""Limits of a configuration in a run's folder: bytes, values and nesting."""
 _MODEL = "model.path"
 _PATHS = (
     _MODEL,
@@ -50,12 +50,12 @@ _PATHS = (
     *(f"services.tls.{file}" for file in Tls.model_fields),
 )
 _LISTS = ("sft.train", "sft.eval")
-"""Of paths."""
+"""Keys whose values are lists of paths."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A validated run configuration with the plain tree it came from and that tree's hash."""
+    """A validated run configuration, its plain tree and the tree's hash."""
 
     config: RunConfig
     tree: dict[str, Any]
@@ -69,7 +69,7 @@ class LoadedConfig:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The two arguments every command with a configuration takes."""
+    """Add the two arguments of every command that takes a configuration."""
     parser.add_argument(
         "--config",
         action="append",
@@ -77,14 +77,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.yaml",
         help="run configuration; given again, the later file wins",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the files")
 
 
 def load(
     paths: Sequence[str | Path], overrides: Sequence[str] = (), *, given: Mapping[str, Any] | None = None
 ) -> LoadedConfig:
-    """The files merged in their order, then the tree `given`, then the overrides. Raises ConfigError naming the file,
-    key or value that is wrong.
+    """Merge the files in order, then the tree `given`, then the overrides.
+
+    Raises ConfigError naming the wrong file, key or value.
     """
     trees: list[dict[str, Any]] = []
     for path in paths:
@@ -103,7 +104,7 @@ def load(
 
 @contextmanager
 def _in_file(paths: Sequence[str | Path], overrides: Sequence[str]) -> Iterator[None]:
-    """What is wrong with the whole is told of the file, where all of it is from one."""
+    """Name the file in a ConfigError if the whole configuration comes from that file."""
     try:
         yield
     except ConfigError as error:
@@ -113,7 +114,7 @@ def _in_file(paths: Sequence[str | Path], overrides: Sequence[str]) -> Iterator[
 
 
 def _sourced(loaded: LoadedConfig, base: Path) -> LoadedConfig:
-    """With names in place of files and import paths of environments. Raises ConfigError."""
+    """Replace environments' files and import paths by names. Raises ConfigError."""
     if not any(map(is_source, loaded.config.data.environments)):
         return loaded
     tree = resolved(loaded.tree, base)
@@ -121,7 +122,7 @@ def _sourced(loaded: LoadedConfig, base: Path) -> LoadedConfig:
 
 
 def _merged(under: Any, over: Any) -> Any:
-    """Tree of OmegaConf. Raises TypeError naming the key where a list and a mapping meet."""
+    """Merge two OmegaConf trees. Raises TypeError naming the key where a list meets a mapping."""
     from omegaconf import OmegaConf
 
     try:
@@ -132,7 +133,7 @@ def _merged(under: Any, over: Any) -> Any:
 
 
 def _conflict(under: Any, over: Any, at: str = "") -> str | None:
-    """Sentence on the first key that holds a list in one tree and a mapping in the other."""
+    """Describe the first key that holds a list in one tree and a mapping in the other."""
     if {type(under), type(over)} == {list, dict}:
         return f"{at}: a list and a mapping cannot be merged"
     if not (isinstance(under, dict) and isinstance(over, dict)):
@@ -142,7 +143,7 @@ def _conflict(under: Any, over: Any, at: str = "") -> str | None:
 
 
 def _is_plain(tree: Any, levels: int = _MAX_LEVELS) -> bool:
-    """Whether a tree holds only what JSON has, in so many levels at most, and nothing that OmegaConf would replace."""
+    """True if a tree holds only JSON values, at most `levels` deep, and nothing that OmegaConf would interpolate."""
     if levels == 0:
         return False
     if isinstance(tree, dict):
@@ -153,7 +154,7 @@ def _is_plain(tree: Any, levels: int = _MAX_LEVELS) -> bool:
 
 
 def _overridden(tree: Any, overrides: Sequence[str]) -> Any:
-    """Raises ConfigError naming the one that cannot be used."""
+    """Apply overrides. Raises ConfigError naming the one that cannot be used."""
     from omegaconf import OmegaConf
 
     for override in overrides:
@@ -167,9 +168,9 @@ def _overridden(tree: Any, overrides: Sequence[str]) -> Any:
 
 
 def recorded(path: Path) -> LoadedConfig:
-    """The configuration in the folder of a run that anybody may have made. Raises ConfigError.
+    """Load the configuration in an untrusted run folder. Raises ConfigError.
 
-    Nothing that it names is opened, and no variable of the environment is put into it.
+    It opens no path that the configuration names, and inserts no environment variable.
     """
     with _translated(f"config file {path}"):
         tree = _read(path)
@@ -180,10 +181,10 @@ def recorded(path: Path) -> LoadedConfig:
 
 
 def stored(folder: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """The configuration in a run's folder, with absolute paths: older runs hold some relative to where they were
-    started.
+    """Load the configuration in a run's folder, with absolute paths.
 
-    Paths of `overrides` count from the present directory. Raises ConfigError.
+    Older runs hold paths relative to the folder where they were started. Relative paths in `overrides` are resolved
+    against the present directory. Raises ConfigError.
     """
     was = rooted(load([RunFolder(folder).config]), _started_in(RunFolder(folder).record))
     if not overrides:
@@ -192,9 +193,7 @@ def stored(folder: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
 
 
 def rooted(loaded: LoadedConfig, base: Path) -> LoadedConfig:
-    """The configuration with the paths in it absolute, where they count from `base`. A hub id, which is no folder
-    there, stays one.
-    """
+    """Make all relative paths absolute, resolved against `base`. A hub id that is not a folder there is kept."""
     values: dict[str, Any] = {}
     for key in _PATHS:
         value: Any = loaded.config
@@ -210,19 +209,21 @@ def rooted(loaded: LoadedConfig, base: Path) -> LoadedConfig:
 
 
 def is_folder(model: str, base: Path) -> bool:
-    """Whether `model.path` is a folder, or a run's version, counted from `base`, there or not, and no hub id."""
+    """True if `model.path` is a folder (existing or not, resolved against `base`) or a run's version; False for a hub
+    id.
+    """
     return "@" in model or model.startswith((".", "/")) or model.count("/") != 1 or (base / model).is_dir()
 
 
 def _started_in(record: Path) -> Path:
-    """Where a run was started, as its run.json tells; the present directory if it does not."""
+    """Return the folder where a run was started, from its run.json; the present directory if that does not say."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         return Path(orjson.loads(record.read_bytes())["cwd"])
     return Path.cwd()
 
 
 def changed(loaded: LoadedConfig, values: Mapping[str, Any]) -> LoadedConfig:
-    """The configuration with other values by dotted key. Raises ConfigError."""
+    """Return the configuration with other values, by dotted key. Raises ConfigError."""
     tree = copy.deepcopy(loaded.tree)
     for key, value in values.items():
         check_text(key, value)
@@ -236,19 +237,20 @@ def changed(loaded: LoadedConfig, values: Mapping[str, Any]) -> LoadedConfig:
 
 
 def check_text(key: str, value: Any) -> None:
-    """Raises ConfigError for text that no file of the run can hold: a path whose bytes are not UTF-8."""
+    """Raise ConfigError for text that cannot be recorded: a path whose bytes are not UTF-8."""
     try:
         str(value).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{key} {str(value)!r} is not UTF-8, as all that a run records",
+            f"{key} {str(value)!r} is not UTF-8, so the run cannot record it",
             "rename the folder or file, or work in another folder",
         ) from error
 
 
 def under(config: RunConfig, settings: Flat) -> RunConfig:
-    """The configuration with those of these settings that may change in a run's life: its algorithm as a whole, because
-    another one has other keys. Raises ConfigError.
+    """Apply the settings that may change during a run.
+
+    The algorithm is replaced as a whole, because another algorithm has other keys. Raises ConfigError.
     """
     emptied: dict[str, Any] = {"algorithm": {}} if "algorithm.name" in settings else {}
     may = {key: value for key, value in settings.items() if pinned.rule_of(key).may}
@@ -256,7 +258,7 @@ def under(config: RunConfig, settings: Flat) -> RunConfig:
 
 
 def validate(tree: Any) -> LoadedConfig:
-    """Validates a plain or OmegaConf tree. Raises ConfigError."""
+    """Validate a plain or OmegaConf tree. Raises ConfigError."""
     with _translated("the configuration"):
         plain: Any = moved_keys.in_tree(tree if isinstance(tree, dict) else _resolved(tree))
     try:
@@ -273,31 +275,31 @@ def _resolved(tree: Any) -> Any:
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """The errors of OmegaConf and YAML as ConfigError."""
+    """Translate errors of OmegaConf and YAML to ConfigError."""
     try:
         yield
     except yaml.YAMLError as error:
         raise ConfigError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
-        raise ConfigError(f"{what} is nested too deep, or a part of it holds itself") from error
+        raise ConfigError(f"{what} is nested too deeply, or contains itself") from error
     except (ValueError, TypeError, *_errors_of_omegaconf()) as error:
         raise ConfigError(f"{what} cannot be used: {_first_line(error)}") from error
 
 
 def _errors_of_omegaconf() -> tuple[type[Exception], ...]:
-    """None where it is not imported: then it has not raised any."""
+    """Return OmegaConf's error classes; empty if it is not imported, since then it cannot have raised."""
     errors = sys.modules.get("omegaconf.errors")
     return () if errors is None else (errors.OmegaConfBaseException,)
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML or JSON file holds. Raises ConfigError."""
+    """Read a YAML or JSON file that holds a mapping. Raises ConfigError."""
     with _translated(str(path)):
         return _read(path)
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads dates as text."""
+    """YAML loader that reads dates as text."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -315,7 +317,7 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     if _values(yaml.compose(text, yaml.SafeLoader), {}) > _MAX_VALUES:
         raise ConfigError(
-            f"config file {path} holds more than {_MAX_VALUES} values, those that aliases repeat counted each time"
+            f"config file {path} holds more than {_MAX_VALUES} values (aliases count each time)"
         )
     tree = _Loader(text).get_single_data()
     if not isinstance(tree, dict):
@@ -324,8 +326,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _values(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """Values below a node with its aliases written out, without writing them out. Raises RecursionError for one that
-    holds itself, and YAMLError for a mapping with a key twice, of which its reader would take the last.
+    """Count the values below a node as if aliases were expanded, without expanding them.
+
+    Raises RecursionError for a node that contains itself, and YAMLError for a duplicate key.
     """
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
@@ -342,7 +345,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
     for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
         if key.value in seen:
             raise yaml.MarkedYAMLError(
-                problem=f"the key {key.value[:100]!r} is there twice", problem_mark=key.start_mark
+                problem=f"the key {key.value[:100]!r} is given twice", problem_mark=key.start_mark
             )
         seen.add(key.value)
 
@@ -364,12 +367,12 @@ def _explain(error: Any) -> str:
 
 
 def _without_tag(loc: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The place without the name of the algorithm, which pydantic puts into it."""
+    """Remove the algorithm's name, which pydantic adds to the location."""
     return (loc[0], *loc[2:]) if loc[:1] == ("algorithm",) else loc
 
 
 def _suggestion(loc: tuple[Any, ...]) -> str:
-    """The valid keys at that place, so that a typing error is mended at a glance."""
+    """List the valid keys at that location, so that a typing error is easy to correct."""
     model: Any = RunConfig
     for part in loc[:-1]:
         named = [one for one in get_args(model) if _is_named(one, part)]
@@ -381,7 +384,7 @@ def _suggestion(loc: tuple[Any, ...]) -> str:
 
 
 def _is_named(section: Any, name: Any) -> bool:
-    """Whether this is the section of a union that the name chooses."""
+    """True if `name` selects this section of a union."""
     field = getattr(section, "model_fields", {}).get("name")
     return field is not None and name in get_args(field.annotation)
 

@@ -1,49 +1,49 @@
-"""The one error tree of the project.
+"""The project's error tree.
 
-    VolleyError                 anything a user may have to read; has a title, a detail and a hint
+    VolleyError                 base class; has a title, a detail and a hint for the user
     ├── ConfigError             a config key, value or file is wrong (commands exit with code 2)
     ├── InputError              a request is wrong                                         422
-    │   ├── DecodeError         bytes that are not the record they claim to be             400
-    │   │   ├── MalformedAnswer     what a service answered cannot be read
-    │   │   └── Untrainable         a group that can be read, and that nothing can be learned from
-    │   ├── TooLarge            a body, prompt or episode is over its limit                413
-    │   ├── NotFound            no such path, environment, episode, run, version           404
+    │   ├── DecodeError         bytes are not a valid record of the expected type          400
+    │   │   ├── MalformedAnswer     a service's answer cannot be read
+    │   │   └── Untrainable         a valid group that cannot be trained on
+    │   ├── TooLarge            a body, prompt or episode exceeds its limit                413
+    │   ├── NotFound            no such path, environment, episode, run or version         404
     │   ├── WrongMethod         the path takes other methods                               405
     │   ├── Forbidden           a path outside the configured root, a missing token        403
-    │   │   └── Unauthorized    no or a wrong bearer token                                 401
-    │   ├── RewardRefused       a judge or reward service would refuse every time
-    │   ├── UnknownFrame        a WebSocket message that is none of the protocol's
-    │   └── Conflict            legal elsewhere, not in the present state                  409
+    │   │   └── Unauthorized    the bearer token is missing or wrong                       401
+    │   ├── RewardRefused       a judge or reward service would refuse every attempt
+    │   ├── UnknownFrame        a WebSocket message that the protocol does not define
+    │   └── Conflict            not allowed in the present state                           409
     ├── Unavailable             try again later (also: a deadline passed)                  503
     │   ├── WeightsUnpublished  a rollout server has found no checkpoint yet
+    │   ├── AnotherBeginning    the orchestrator holds records of another start of the run
     │   ├── ServiceUnreachable  another service did not answer
-    │   │   └── TlsFailed       its certificate is not accepted, or it does not speak TLS
+    │   │   └── TlsFailed       its certificate was rejected, or it does not speak TLS
     │   ├── QueueUnavailable    Redis did not answer
-    │   ├── ProcessesMissing    not all processes of the trainer are there
-    │   ├── RateLimited         the service has enough to do now                           429
-    │   │   └── Busy                an environment has enough to do now; the call has not begun
+    │   ├── ProcessesMissing    not all processes of the trainer have joined
+    │   ├── RateLimited         the service is at its limit                                429
+    │   │   └── Busy                an environment is at its limit; the call has not started
     │   ├── GivenUp             an environment's call took too long
-    │   ├── GradingBusy         no process was free to grade
+    │   ├── GradingBusy         no grading process became free in time
     │   ├── RewardFailed        a judge or reward service did not answer
     │   │   └── JudgementUnusable   its answer is empty or cut off
     │   ├── OutOfMemory         weights or an episode do not fit                           507
     │   └── StorageUnavailable  files cannot be written now                                507
     │       ├── StorageFull     a disk, a quota or a file size limit is used up
-    │       └── StorageDenied   no permission, a read-only file system, a folder that is gone
-    ├── ProcessLost             a process of the trainer is gone: the others have to end   503
+    │       └── StorageDenied   no permission, a read-only file system, a missing folder
+    ├── ProcessLost             a process of the trainer is gone; the others have to exit  503
     ├── Fenced                  a newer trainer has taken over; this one has to stop       409
-    ├── WeightsError            digest, tree or fingerprint of a checkpoint differs        422
+    ├── WeightsError            a checkpoint has another digest, tree or fingerprint       422
     ├── SandboxFailed           code in a sandbox raised, crashed or met a limit           500
     ├── OpenEnvRefused          a remote OpenEnv server answered with an error             500
     ├── NemoGymRefused          a remote NeMo-Gym server answered with an error            500
     ├── GradingEnded            grading an answer met a limit                              500
-    ├── NonFinite               training gave numbers that are not finite                  500
-    └── EngineDied              the inference engine is gone; the process has to end       500
+    ├── NonFinite               training produced non-finite numbers                       500
+    └── EngineDied              the inference engine is gone; the process has to exit      500
 
-Foreign exceptions are translated to this tree in one function per client, and nowhere else. An HTTP answer carries an
-error as a problem body (RFC 9457), made by `problem` and read back by `from_problem`. Classes that a service sends to
-another one are defined here, so that the reader knows them by name; classes that never leave their process may be
-defined elsewhere.
+Each client translates foreign exceptions to this tree in one function. An HTTP answer carries an error as a problem
+body (RFC 9457): `problem` writes it, `from_problem` reads it. Errors that services send to each other are defined here,
+so that the reader knows their names; errors that never leave their process may be defined elsewhere.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ from shared.outcomes import FilterRule
 from shared.services import ServiceName
 
 MAX_DETAIL = 2000
-"""Characters: an error names what is wrong, and does not send it back whole."""
+"""Largest detail in an answer, in characters."""
 MAX_RETRY_AFTER_S = 60.0
-"""Whatever a service says, nobody waits longer before asking again."""
+"""Longest `retry_after_s`, in seconds, that a client accepts from a service."""
 
 
 type Cause = Literal["infrastructure", "request", "defect"]
 type Action = Literal["again", "fail", "stop"]
 type Party = ServiceName | Literal["redis", "teacher", "disk", "peer"]
-"""Whom somebody waits for."""
+"""Party that an error or a service waits for."""
 type Why = Literal["exception", "crash", "memory", "cpu", "time", "output", "protocol", "refused"]
-"""Why a sandbox failed."""
+"""Reason why a sandbox failed."""
 
 
 def _sendable(text: str) -> str:
-    """Names of files may hold bytes that are no text: they would not go into an answer, nor into a log."""
+    """Escape surrogates: file names may hold bytes that are not UTF-8, which answers and logs cannot carry."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -80,13 +80,13 @@ class VolleyError(Exception):
     """Base of all errors of the project.
 
     Args:
-        detail: what happened, naming the thing (key, path, address, id).
+        detail: what happened, naming the key, path, address or id.
         hint: what the reader can do about it; may be empty.
 
-    A class says who causes it, and what is done about it: `again` (transient: the attempt is made again, elsewhere if
-    possible, while attempts are left, then its group fails), `fail` (no attempt can succeed: the group fails at once),
-    `stop` (the process that meets it ends, and starts again from what is durable). `waits_on` is who has to come back
-    before it can succeed, where the class tells. A subclass that says nothing is judged like its parent.
+    A class declares its `cause` and the `action` to take: `again` (transient: retry the attempt, on another server if
+    possible; when attempts run out, the group fails), `fail` (no attempt can succeed: the group fails at once) or
+    `stop` (the process exits, and restarts from durable state). `waits_on` is the party that has to come back before a
+    retry can succeed, if the class determines it. Subclasses inherit these values.
     """
 
     status: ClassVar[int] = 500
@@ -105,7 +105,7 @@ class VolleyError(Exception):
 
     @property
     def transient(self) -> bool:
-        """Whether another attempt, perhaps on another server, can succeed."""
+        """True if another attempt, perhaps on another server, can succeed."""
         return self.action == "again"
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ class MalformedAnswer(DecodeError):
 
 
 class Untrainable(DecodeError):
-    """`rule` is the filter that such a group ends by."""
+    """`rule` is the filter that drops such a group."""
 
     title = "Nothing to train on"
 
@@ -150,7 +150,7 @@ class NotFound(InputError):
 
 
 class WrongMethod(InputError):
-    """`allow` names the methods the path takes."""
+    """`allow` names the methods that the path takes."""
 
     status, title = 405, "Method not allowed"
 
@@ -172,7 +172,7 @@ class Conflict(InputError):
 
 
 class RewardRefused(InputError):
-    """Asking again gives nothing else: a wrong key or model, or a budget that is used up."""
+    """A retry cannot succeed: the key or model is wrong, or the budget is used up."""
 
     title = "Reward refused"
 
@@ -182,7 +182,7 @@ class UnknownFrame(InputError):
 
 
 class Unavailable(VolleyError):
-    """The request may succeed later; `retry_after_s` says when to try, in seconds."""
+    """The request may succeed later; `retry_after_s` is the delay to wait, in seconds."""
 
     status, title = 503, "Unavailable"
     cause = "infrastructure"
@@ -221,31 +221,31 @@ class RateLimited(Unavailable):
 
 
 class Busy(RateLimited):
-    """The call has not begun, so it may be repeated."""
+    """The call has not started, so it may be repeated."""
 
     title = "Environment busy"
 
 
 class GivenUp(Unavailable):
-    """The call has begun, and nobody waits for its end."""
+    """The call has started, and its caller no longer waits for it."""
 
     title = "Environment too slow"
 
 
 class GradingBusy(Unavailable):
-    """No process was free in time; nothing has begun."""
+    """No process was free in time; grading has not started."""
 
     title = "Grading busy"
 
 
 class RewardFailed(Unavailable):
-    """The episode fails, and is played again."""
+    """The attempt fails, and the episode is played again."""
 
     title = "No reward"
 
 
 class JudgementUnusable(RewardFailed):
-    """There is nothing to read in the answer, and it is not kept."""
+    """The answer has no readable content; it is not stored."""
 
 
 class OutOfMemory(Unavailable):
@@ -280,12 +280,12 @@ class WeightsError(VolleyError):
 
 
 class SandboxFailed(VolleyError):
-    """Code in a sandbox did not do what it was asked.
+    """Code in a sandbox failed.
 
-    `why`: `exception` (it raised one; the detail ends with where), `crash` (its process ended by itself or by a fault
-    of its own), `memory`, `cpu`, `time` (the call's deadline) and `output` (its answer, log or files) for limits,
-    `protocol` (what it said is no answer), `refused` (what it returned is not what an environment returns, or it could
-    not be started). `alive`: whether the sandbox answers further calls; one that does not is gone.
+    `why` is the reason: `exception` (the code raised; the detail ends with the place), `crash` (its process exited or
+    crashed), `memory`, `cpu`, `time` (the call's deadline) or `output` (its answer, log or files) for a limit,
+    `protocol` (its output is not an answer), `refused` (its return value is not one of an environment, or it could not
+    be started). `alive` is true if the sandbox still answers calls; otherwise it is gone.
     """
 
     title = "Sandboxed code failed"
@@ -297,29 +297,29 @@ class SandboxFailed(VolleyError):
 
 
 class OpenEnvRefused(VolleyError):
-    """The server answered with an error frame, of that `code`. `told` is its message alone."""
+    """The server answered with an error frame: `code` is the frame's code, `server_message` its message."""
 
     title = "Refused by the OpenEnv server"
 
-    def __init__(self, detail: str, hint: str = "", code: str = "", told: str = "") -> None:
+    def __init__(self, detail: str, hint: str = "", code: str = "", server_message: str = "") -> None:
         super().__init__(detail, hint or "a defect of the server, or an action that it does not take")
-        self.code, self.told = code, told
+        self.code, self.server_message = code, server_message
 
 
 class NemoGymRefused(VolleyError):
-    """The server answered a request of ours with an error."""
+    """The server answered a request with an error."""
 
     title = "Refused by the NeMo-Gym server"
 
 
 class GradingEnded(VolleyError):
-    """The limits of a confined call ended it: what was graded asks for more than any right answer does."""
+    """A confined grading call exceeded its limits; no correct answer needs that much."""
 
     title = "Grading ended by its limits"
 
 
 class NonFinite(VolleyError):
-    """`what` names them: metrics, parameters by leaf name, parts of the optimizer's state."""
+    """`what` names the non-finite values: metrics, parameters by leaf name, parts of the optimizer's state."""
 
     status, title = 500, "Not finite"
     action = "stop"
@@ -335,7 +335,7 @@ class EngineDied(VolleyError):
 
 
 def first_error[E: BaseException](group: BaseExceptionGroup[E]) -> E:
-    """The one error of a group to report: the first of the project's own, if there is any."""
+    """Return the error of a group to report: the first VolleyError, else the first error."""
     leaves = list(_leaves(group))
     return next((error for error in leaves if isinstance(error, VolleyError)), leaves[0])
 
@@ -349,7 +349,7 @@ def _leaves[E: BaseException](group: BaseExceptionGroup[E]) -> Iterator[E]:
 
 
 def problem(error: VolleyError) -> dict[str, Any]:
-    """The RFC 9457 body of an error."""
+    """Return the RFC 9457 body of an error."""
     body: dict[str, Any] = {
         "type": f"urn:volley:{type(error).__name__}",
         "title": error.title,
@@ -364,7 +364,7 @@ def problem(error: VolleyError) -> dict[str, Any]:
 
 
 def from_problem(status: int, body: dict[str, Any]) -> VolleyError:
-    """The error a problem body stands for; an unknown type becomes the nearest class by HTTP status."""
+    """Return the error of a problem body; an unknown type becomes the nearest class by HTTP status."""
     name = str(body.get("type", "")).rpartition(":")[2]
     detail = str(body.get("detail") or body.get("title") or _of_openai(status, body) or f"HTTP {status}")
     kind = _BY_NAME.get(name) or _by_status(status)
@@ -376,7 +376,7 @@ def from_problem(status: int, body: dict[str, Any]) -> VolleyError:
 
 
 def _of_openai(status: int, body: dict[str, Any]) -> str | None:
-    """What OpenAI's API says is wrong: {"error": {"message": …}}."""
+    """Return the message of an OpenAI API error, {"error": {"message": …}}, if the body is one."""
     error = body.get("error")
     message = error.get("message") if isinstance(error, dict) else error
     return f"HTTP {status}: {message[:MAX_DETAIL]}" if isinstance(message, str) else None

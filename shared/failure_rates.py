@@ -1,8 +1,8 @@
-"""Failed attempts at episodes by turn, counted against the attempts that reached that turn.
+"""Failed attempts at episodes by turn, relative to the attempts that reached that turn.
 
 An attempt that ended before a turn says nothing about that turn: a version that raises at turn 3 may fail in 2 of 50
-episodes and yet in all that came so far. Where failures depend on what the model says, the episodes that remain are
-not a fair sample of its answers, so training on them is biased.
+episodes and yet in all that got that far. If failures depend on what the model says, the remaining episodes are a
+biased sample of its answers, and so is the training.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 TOLERATED = 0.05
-"""Share of the attempts that reach a turn which may fail there."""
+"""Share of the attempts reaching a turn that may fail there."""
 CERTAIN = 0.001
-"""Probability of so many failures, were the tolerated share true, below which the share is taken to be higher."""
+"""Significance level: the share counts as exceeded if this many failures were less probable at the tolerated share."""
 _ENOUGH, _MOST_TOLERATED = 20, 0.5
 _WINDOW = 500
 _MOST_TURNS = 32
-_MAX_TOLD = 200
+_MAX_FAILURE_TEXT = 200
 
 
 @dataclass(slots=True)
 class TurnCount:
-    """Attempts that reached a turn and those that failed there, with the sums of their rewards so far."""
+    """Attempts that reached a turn and attempts that failed there, with the sums of their rewards so far."""
 
     reached: int = 0
     failed: int = 0
@@ -36,11 +36,11 @@ class TurnCount:
 
     @property
     def tolerated(self) -> float:
-        """The share that another version may have: this one's, where enough attempts show it."""
+        """The share that another version may have: this version's, if enough attempts show it."""
         return max(TOLERATED, min(self.share, _MOST_TOLERATED)) if self.reached >= _ENOUGH else TOLERATED
 
     def exceeds(self, tolerated: float, certain: float) -> bool:
-        """Whether more fail than the tolerated share; two failures are the least that can show it."""
+        """True if significantly more than the tolerated share fail; at least two failures are required."""
         return self.failed >= 2 and tail(self.reached, self.failed, tolerated) < certain
 
     def halve(self) -> None:
@@ -50,8 +50,10 @@ class TurnCount:
 
 @dataclass(slots=True)
 class FailureRates:
-    """Counts of one version of an environment; turn 0 is the reset. Older attempts fade out, so that the shares are
-    those of the last 500 to 1,000. `n_failed` of `n_begun` attempts failed in all.
+    """Failure counts of one version of an environment; turn 0 is the reset.
+
+    Counts are halved after 1,000 attempts, so shares describe the last 500 to 1,000. `n_failed` of `n_begun` attempts
+    failed in all.
     """
 
     turns: dict[int, TurnCount] = field(default_factory=dict[int, TurnCount])
@@ -59,7 +61,7 @@ class FailureRates:
     n_failed: int = 0
 
     def called(self, turn: int, failure: str | None = None, reward: float = 0.0) -> None:
-        """A turn was answered, or failed. Args: reward: of the attempt so far."""
+        """Count a turn that was answered or failed. Args: reward: of the attempt so far."""
         self.n_begun += turn == 0
         if turn == 0 and 0 in self.turns and self.turns[0].reached >= 2 * _WINDOW:
             for count in self.turns.values():
@@ -70,13 +72,15 @@ class FailureRates:
         if failure is not None:
             count.failed += 1
             count.reward_failed += reward
-            count.last = "".join(c if c.isprintable() else " " for c in failure[: 2 * _MAX_TOLD]).strip()[:_MAX_TOLD]
+            count.last = "".join(c if c.isprintable() else " " for c in failure[: 2 * _MAX_FAILURE_TEXT]).strip()[:_MAX_FAILURE_TEXT]
             self.n_failed += 1
 
     def suspect(self, certain: float = CERTAIN, than: FailureRates | None = None) -> int | None:
-        """The first turn that fails too often, or where all turns together do, the one that fails most; None if none.
+        """Return the first turn that fails too often, or None.
 
-        Args: than: of another version, whose shares, up to a half, are tolerated where 20 attempts or more show them.
+        If only all turns together fail too often, return the turn with the most failures.
+
+        Args: than: another version, whose shares, up to a half, are tolerated if at least 20 attempts show them.
         """
         for turn, count in sorted(self.turns.items()):
             usual = than.turns.get(turn, TurnCount()) if than is not None else TurnCount()
@@ -89,13 +93,13 @@ class FailureRates:
 
     @property
     def whole(self) -> TurnCount:
-        """The attempts that began, and those that failed at any turn."""
+        """Attempts that started, and attempts that failed at any turn."""
         began = self.turns[0].reached if 0 in self.turns else 0
         failed = sum(count.failed for count in self.turns.values())
         return TurnCount(max(began, failed), failed)
 
-    def told(self, turn: int) -> str:
-        """A sentence on the failures at a turn."""
+    def format_turn(self, turn: int) -> str:
+        """Describe the failures at a turn in one sentence."""
         count = self.turns[turn]
         where = "in reset" if turn == 0 else f"at turn {turn}" + (" or later" if turn == _MOST_TURNS else "")
         text = f"{where}, {count.failed} of the {count.reached} attempts that reached it failed"
@@ -110,7 +114,7 @@ class FailureRates:
         return f"{text}, the last: {count.last}" if count.last else text
 
     def describe(self) -> list[Mapping[str, float | int]]:
-        """A row for each turn at which attempts failed."""
+        """Return a row for each turn at which attempts failed."""
         return [
             {"turn": turn, "reached": count.reached, "failed": count.failed}
             for turn, count in sorted(self.turns.items())
@@ -119,7 +123,7 @@ class FailureRates:
 
 
 def tail(n: int, least: int, share: float) -> float:
-    """P(X >= least) of a binomial X of n trials."""
+    """Return P(X >= least) for a binomial X of n trials with probability `share`."""
     term = (1.0 - share) ** n
     below = 0.0
     for k in range(least):

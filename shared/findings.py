@@ -1,6 +1,6 @@
-"""What a configuration says that cannot come about: told at the start of a run, refused where it cannot be meant.
+"""Ineffective and contradictory settings, reported at the start of a run.
 
-A pure function of the configuration. Each finding is one sentence that begins with the key.
+A pure function of the configuration. Each finding is one sentence that starts with the key.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from shared.run.group_size import check_group
 from shared.schema import RunConfig
 
 _MOST_SEQUENCE_EPSILON = 0.01
-"""GSPO's paper clips at 3e-4 and 4e-4 (arXiv:2507.18071, 5.1): the ratio is a geometric mean over a sequence."""
+"""Largest sensible `epsilon` for GSPO: the paper clips at 3e-4 and 4e-4 (arXiv:2507.18071, 5.1), because its ratio is a
+geometric mean over a sequence.
+"""
 _MOST_LOGPROB = 10.0
-"""Nats a token: what even random weights of a vocabulary of 22,000 tokens are no further away than in the mean."""
+"""Largest useful `trainer.filters.logprob`, in nats per token: random weights with a vocabulary of 22,000 differ by
+less.
+"""
 
 
 def findings(config: RunConfig) -> list[str]:
-    """What means less than it says; nothing of RL in a run without it. Raises ConfigError for what cannot be meant, and
-    for groups that may become larger than a trainer takes in.
+    """Return a sentence for each ineffective setting of an RL run; none for a supervised run.
+
+    Raises ConfigError for contradictory settings, and for groups that may exceed the trainer's size limit.
     """
     if config.is_supervised:
         return []
@@ -30,7 +35,7 @@ def findings(config: RunConfig) -> list[str]:
 
 
 def beyond_positions(config: RunConfig, model: ModelConfig) -> str | None:
-    """A sentence if sequences may be longer than the model was trained for."""
+    """Return a sentence if sequences may be longer than the model was trained for."""
     most = model.max_position_embeddings
     if config.is_supervised:
         key, longest = "trainer.length_buckets", max(config.trainer.length_buckets)
@@ -52,15 +57,15 @@ def _clipping(config: RunConfig) -> Iterator[str]:
     if is_corrected and n_updates == 1 and loss.name != "cispo":
         how = f"sampler_is={loss.sampler_is}" if loss.sampler_is != "none" else f"sampler_rs={loss.sampler_rs}"
         yield (
-            f"algorithm.epsilon={loss.epsilon:g} clips nothing: with {how} the ratio is to the policy at the step's"
+            f"algorithm.epsilon={loss.epsilon:g} has no effect: with {how} the ratio is to the policy at the step's"
             " start, and with grpo_config.num_iterations=1 that is the policy itself"
         )
     if loss.name != "cispo" and loss.epsilon >= 1:
-        yield f"algorithm.epsilon={loss.epsilon:g} does not bound a ratio from below: none is less than 0"
+        yield f"algorithm.epsilon={loss.epsilon:g} sets no lower bound on ratios: they are never below 0"
     if loss.name == "gspo-token" and loss.epsilon > _MOST_SEQUENCE_EPSILON:
         yield (
-            f"algorithm.epsilon={loss.epsilon:g} clips next to nothing: with name=gspo-token the ratio is a"
-            " geometric mean over a whole sequence, for which its authors take 0.0003 (epsilon_high 0.0004)"
+            f"algorithm.epsilon={loss.epsilon:g} clips almost nothing: with name=gspo-token the ratio is a"
+            " geometric mean over a whole sequence; the paper uses 0.0003 (epsilon_high 0.0004)"
         )
 
 
@@ -81,11 +86,11 @@ def _unused(config: RunConfig) -> Iterator[str]:
         yield f"algorithm.reward_normalization.grouping={how.grouping} has no effect: method is identity"
     if loss.beta and loss.kl_in == "loss" and loss.kl_loss_mode == "kl":
         yield (
-            f"algorithm.beta={loss.beta:g} draws nowhere: in a loss, the gradient of kl_loss_mode=kl (k1) has the"
-            " expectation 0; take low_var_kl or mse_kl, or kl_in=reward"
+            f"algorithm.beta={loss.beta:g} has no effect: as a loss, the gradient of kl_loss_mode=kl (k1) has"
+            " expectation 0; use low_var_kl or mse_kl, or kl_in=reward"
         )
     if loss.beta and loss.kl_in == "reward" and "kl_loss_mode" in loss.model_fields_set:
-        yield f"algorithm.kl_loss_mode={loss.kl_loss_mode} has no effect: a penalty in the reward is of k1"
+        yield f"algorithm.kl_loss_mode={loss.kl_loss_mode} has no effect: a penalty in the reward always uses k1"
 
 
 def _shown(value: object) -> str:
@@ -104,9 +109,9 @@ def _sampling(config: RunConfig) -> Iterator[str]:
     ]
     if cut:
         yield (
-            f"rollout.sampling.{' and '.join(cut)}: training samples from a part of the vocabulary, but the"
-            " log-probabilities of its tokens are of the whole of it (they are not renormalised), so ratios and"
-            " importance weights are of another policy than the one that sampled"
+            f"rollout.sampling.{' and '.join(cut)}: the engine samples from a part of the vocabulary, but its"
+            " log-probabilities are normalized over the whole vocabulary, so ratios and importance weights compare the"
+            " trainer with another policy than the one that sampled"
         )
 
 
@@ -114,7 +119,7 @@ def _filters(config: RunConfig) -> Iterator[str]:
     filters, size = config.trainer.filters, config.grpo_config.num_generations
     if filters.zero_variance and size < 2:
         raise ConfigError(
-            f"trainer.filters.zero_variance with grpo_config.num_generations={size} filters every group: one reward has"
+            f"trainer.filters.zero_variance with grpo_config.num_generations={size} drops every group: one reward has"
             " no variance",
             "turn the filter off, or sample at least 2 episodes a task",
         )
@@ -123,30 +128,30 @@ def _filters(config: RunConfig) -> Iterator[str]:
     if filters.zero_variance and (is_absolute or loss.credit == "turn"):
         why = f"algorithm.name={loss.name}" if is_absolute else "algorithm.credit=turn"
         yield (
-            f"trainer.filters.zero_variance=true takes away groups that teach something: with {why} equal rewards of"
-            " whole episodes do not make all advantages 0"
+            f"trainer.filters.zero_variance=true drops groups with a training signal: with {why}, equal rewards of"
+            " whole episodes still give advantages other than 0"
         )
     elif filters.zero_variance and loss.teacher_kl_coef:
         yield (
-            "trainer.filters.zero_variance=true takes away groups that teach something: with"
-            f" algorithm.teacher_kl_coef={loss.teacher_kl_coef:g} the teacher tells their tokens apart"
+            "trainer.filters.zero_variance=true drops groups with a training signal: with"
+            f" algorithm.teacher_kl_coef={loss.teacher_kl_coef:g} the teacher still tells their tokens apart"
         )
     if filters.logprob is not None and filters.logprob > _MOST_LOGPROB:
         yield (
-            f"trainer.filters.logprob={filters.logprob:g} filters nothing: not even random weights differ by so many"
-            " nats a token"
+            f"trainer.filters.logprob={filters.logprob:g} drops nothing: not even random weights differ by that many"
+            " nats per token"
         )
 
 
 def _teacher(config: RunConfig) -> Iterator[str]:
     loss, server, sampling = config.algorithm, config.services.orchestrator.teacher, config.rollout.sampling
     if server is not None and not loss.teacher_kl_coef:
-        yield f"services.orchestrator.teacher.url={server.url} is asked nothing: algorithm.teacher_kl_coef is 0"
+        yield f"services.orchestrator.teacher.url={server.url} has no effect: algorithm.teacher_kl_coef is 0"
     if loss.teacher_kl_coef and sampling.temperature != 1:
         yield (
             f"rollout.sampling.temperature={sampling.temperature:g} with algorithm.teacher_kl_coef"
-            f"={loss.teacher_kl_coef:g}: the teacher tells log-probabilities at temperature 1, so it is the policy at"
-            f" {sampling.temperature:g} that becomes like the teacher at 1"
+            f"={loss.teacher_kl_coef:g}: the teacher returns log-probabilities at temperature 1, so the policy at"
+            f" {sampling.temperature:g} is trained towards the teacher at 1"
         )
 
 
@@ -154,13 +159,13 @@ def _periods(config: RunConfig) -> Iterator[str]:
     steps, every = config.trainer.max_steps, config.orchestrator.eval_every_n_steps
     if every is not None and every >= steps > 1:
         yield (
-            f"orchestrator.eval_every_n_steps={every} evaluates nothing on the way: the run has {steps} steps, and the"
-            " first and the last weights are evaluated anyway"
+            f"orchestrator.eval_every_n_steps={every} has no effect: the run has {steps} steps, and the"
+            " first and last weights are always evaluated"
         )
     critic = config.algorithm if isinstance(config.algorithm, PpoSection) else None
     if critic is not None and critic.critic_warmup_steps >= steps:
         yield (
-            f"algorithm.critic_warmup_steps={critic.critic_warmup_steps} trains the critic alone: the run has {steps}"
+            f"algorithm.critic_warmup_steps={critic.critic_warmup_steps} never trains the policy: the run has {steps}"
             " steps"
         )
     n_of_run = steps * config.grpo_config.num_iterations
@@ -171,7 +176,7 @@ def _periods(config: RunConfig) -> Iterator[str]:
     ):
         if optimizer.warmup_steps >= n_updates > 0 and optimizer.warmup_steps:
             yield (
-                f"{section}.learning_rate={optimizer.learning_rate:g} is not reached:"
+                f"{section}.learning_rate={optimizer.learning_rate:g} is never reached:"
                 f" warmup_steps={optimizer.warmup_steps} of {n_updates} updates"
             )
 

@@ -1,6 +1,6 @@
-"""Keys of the configuration that have moved: files, runs and checkpoints that hold the old ones mean what they meant.
+"""Translate moved configuration keys, so that older files, runs and checkpoints keep their meaning.
 
-What decides the loss was in `grpo_config`, where GRPO was the only algorithm; it is in `algorithm`.
+The keys of the loss were in `grpo_config` when GRPO was the only algorithm; they are now in `algorithm`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ _KEPT = ("epsilon", "epsilon_high", "loss_agg_mode", "beta", "kl_loss_mode", "sa
 _LOSS, _ESTIMATOR = "loss_algo", "advantage_estimator"
 _SEQUENCE = "gspo-token"
 _DEFAULTS = {"epsilon": 0.2, "epsilon_high": None, "loss_agg_mode": "token-mean"}
-"""What the old keys meant where they were absent, and those of some algorithm do not."""
+"""Defaults of the old keys that differ from the present defaults of some algorithm."""
 
 
 def in_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as its file holds it, under the present keys. Raises ValueError for a value that is given under
-    both, or that the old key did not have.
+    """Translate a configuration tree to the present keys.
+
+    Raises ValueError for a value that is given under both keys, or that the old key did not accept.
     """
     old, given = tree.get(_OLD), tree.get(_NEW)
     if not isinstance(old, Mapping) or not any(key in old for key in (*_KEPT, _LOSS, _ESTIMATOR)):
@@ -26,13 +27,13 @@ def in_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     if given is not None:
         key = next(key for key in (*_KEPT, _LOSS, _ESTIMATOR) if key in old)
         now = "name" if key in (_LOSS, _ESTIMATOR) else key
-        raise ValueError(f"{_OLD}.{key} is now {_NEW}.{now}, and there is a section {_NEW}: give it there alone")
+        raise ValueError(f"{_OLD}.{key} is now {_NEW}.{now}, and the section {_NEW} is given too: move it there")
     rest = {key: value for key, value in old.items() if key not in (*_KEPT, _LOSS, _ESTIMATOR)}
     return {**tree, _OLD: rest, _NEW: _section(old)}
 
 
 def in_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings of a run by dotted key, under the present keys; what stands under one already is the later."""
+    """Translate a run's settings by dotted key; values already under the present keys take precedence."""
     old = {key.removeprefix(f"{_OLD}."): value for key, value in flat.items() if key.startswith(f"{_OLD}.")}
     if _LOSS not in old:
         return dict(flat)
@@ -48,6 +49,6 @@ def _section(old: Mapping[str, Any]) -> dict[str, Any]:
         return {"name": loss, _ESTIMATOR: estimator, **_DEFAULTS, **kept}
     if loss != "grpo":
         raise ValueError(
-            f"{_OLD}.{_LOSS}={loss!r} is none of the losses it had; it is now {_NEW}.name, see docs/algorithms.md"
+            f"{_OLD}.{_LOSS}={loss!r} is none of the losses; the key is now {_NEW}.name, see docs/algorithms.md"
         )
     return {"name": estimator, **({} if estimator == "grpo" else _DEFAULTS), **kept}

@@ -1,10 +1,10 @@
-"""How episodes end: the one list of ways, of what a turn can have wrong, and of why a group is not trained on.
+"""Ways in which episodes end, mistakes of a turn, and reasons to drop a group.
 
 Invariants
-- What the model does is data: an episode that the model or a bound of its length ended has a reward, whatever it did.
-- What anything else does is never a reward: an attempt that failed is made again, and if that is of no use its whole
-  group ends as `failed` with the name of the error's class. What is done about each class is said by the class itself
-  (shared.errors); wire, ledger and metrics carry its name.
+- The model's actions are data: an episode that the model or a length limit ended has a reward, whatever the model did.
+- Other failures are never a reward: a failed attempt is repeated; if that does not help, the whole group ends as
+  `failed` with the name of the error's class. The class says how it is handled (shared.errors); wire, ledger and
+  metrics carry its name.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ FilterRule = Literal["no_tokens", "nonfinite_reward", "nonfinite_logprob", "zero
 
 ENDS: Mapping[End, str] = {
     "answered": "the environment ended it after a turn without fault",
-    "format": "the environment ended it after a turn it found nothing to read in",
+    "format": "the environment ended it after a turn without a readable answer",
     "invalid_action": "the environment ended it after a turn with an unknown action",
     "tool": "the environment ended it after a tool call that failed",
     "length": "the environment ended it after a turn that was cut at max_response_length",
     "context": "the context is full",
     "turns": "the turns or actions it may take are used up",
 }
-"""How an episode ended, all of them caused by the model. Where several hold, the cut counts before the environment's
-fault.
-"""
+"""Endings caused by the model. If several apply, a cut takes precedence over a fault that the environment reports."""
 
 FAULTS: Mapping[Fault, str] = {
-    "format": "nothing to read in the answer",
+    "format": "the answer cannot be read",
     "invalid_action": "an action that does not exist",
     "tool": "a tool call that names no tool, has wrong arguments, or fails",
     "length": "cut at max_response_length",
 }
-"""What a turn can have wrong without ending the episode; counted by turn."""
+"""Mistakes of a turn that do not end the episode; counted by turn."""
 
 FILTERS: Mapping[FilterRule, str] = {
     "no_tokens": "an episode has no token that the model sampled",
@@ -44,10 +42,9 @@ FILTERS: Mapping[FilterRule, str] = {
     "zero_variance": "the rewards of its episodes are equal (trainer.filters.zero_variance)",
     "logprob": "engine and trainer disagree on the log-probabilities of its tokens (trainer.filters.logprob)",
 }
-"""Why a group that can be read is not trained on. The first three always hold, the others where the run asks for them.
-"""
+"""Reasons to drop a valid group. The first three always apply, the others if the run enables them."""
 
 
 def end_of_turn(fault: Fault | None, *, cut: Literal["length", "context"] | None) -> End:
-    """How an episode ended that the environment ended. Args: cut: what bound cut the last turn, if one did."""
+    """Return how an episode ended that the environment ended. Args: cut: the limit that cut the last turn, if any."""
     return cut or fault or "answered"

@@ -1,5 +1,6 @@
-"""The one retry helper: bounded, jittered, for clients only. Never nest it, and never retry what the
-caller got wrong.
+"""The one retry helper: bounded and jittered, for clients only.
+
+Never nest it, and never retry errors of the caller.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from shared.errors import Unavailable
 
 
 async def retry[T](call: Callable[[], Awaitable[T]], *, attempts: int, base_s: float = 0.1, cap_s: float = 5.0) -> T:
-    """Awaits `call()` up to `attempts` times, sleeping base_s, 2·base_s, … (full jitter, at most cap_s) after an
-    `Unavailable`.
+    """Await `call()` up to `attempts` times, sleeping after each `Unavailable`.
 
-    A server's `retry_after_s` is a lower bound of the sleep. Raises the last error; any other error at once.
+    The sleeps are base_s, 2·base_s, … with jitter, at most cap_s, and at least the server's `retry_after_s`. Raises the
+    last error; other errors at once.
     """
     for attempt in range(attempts):
         try:

@@ -1,7 +1,7 @@
-"""How episodes are rewarded beyond what their environment gives: a part of the run's configuration (shared/schema.py).
+"""Rewards beyond the environment's own: part of the run's configuration (shared/schema.py).
 
-What decides the rewards stands in `data.rewards`, and is pinned with the run; where they are asked for, and what that
-may cost, stands in `services.env.reward_servers`, and may change at any time.
+`data.rewards` decides the rewards and is pinned with the run. `services.env.reward_servers` says where to ask for them
+and what they may cost; it may change at any time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEFAULT_PATTERN = (
     r"(?im)^[ \t>#*_`-]{0,8}score[*_`]{0,4}[ \t]{0,4}[:=][ \t*_`]{0,8}(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)"
     r"(?:[ \t]{0,4}/[ \t]{0,4}(?P<of>[0-9]{1,9}))?[*_`]{0,4}\.?[\s*_`]*\Z"
 )
-"""The last line, which says Score: N or Score: N/HIGHEST and nothing else, bold or not."""
+"""Matches a last line of the form Score: N or Score: N/HIGHEST, bold or not."""
 
 type Name = Annotated[str, Field(pattern=COMPONENT)]
 type ScaleEnd = Annotated[float, Field(ge=-1e9, le=1e9)]
@@ -47,21 +47,22 @@ type ComponentWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
 class RewardServer(ForeignServer):
-    """Where rewards are asked for. `url` is the base of an OpenAI-compatible API (…/v1) for judges, the whole address
-    for reward services.
+    """Server that is asked for rewards.
 
-    A request that fails in passing is made up to `attempts` times.
+    `url` is the base of an OpenAI-compatible API (…/v1) for judges, the full address for reward services. A request
+    that fails with a transient error is tried up to `attempts` times.
     """
 
     attempts: Annotated[int, Field(ge=1, le=20)] = 3
 
 
 class JudgeReward(Section):
-    """A language model's grade. `prompt` has the places {task}, {answer}, {conversation} and {expected}; the score is
-    the last number that `pattern` finds in what the judge says (its first group), or what stands at `field` of the last
-    JSON object there, and is brought from `scale` to 0 … 1. An answer without one fails the episode, or counts as
-    `unreadable`. `request` adds fields to the request, and takes those away that it sets to null. A new `version` asks
-    anew.
+    """Grade by a language model.
+
+    `prompt` has the placeholders {task}, {answer}, {conversation} and {expected}. The score is the last number that
+    `pattern` finds in the judge's answer (its first group), or the value at `field` of the last JSON object there; it
+    is scaled from `scale` to 0 … 1. An answer without a score fails the episode, or scores `unreadable`. `request` adds
+    fields to the request, and removes those that it sets to null. A new `version` discards cached scores.
     """
 
     type: Literal["judge"]
@@ -108,7 +109,7 @@ class JudgeReward(Section):
 
 
 class ServiceReward(Section):
-    """A score, or scores by name, that a service of one's own gives. A new `version` asks anew."""
+    """Score, or scores by name, from a reward service. A new `version` discards cached scores."""
 
     type: Literal["service"]
     server: Name
@@ -117,8 +118,10 @@ class ServiceReward(Section):
 
 
 class EnvironmentRewards(Section):
-    """The reward of one environment's episodes: `environment` times its own, and at the end of the episode `weight`
-    times the score of each component.
+    """Reward of one environment's episodes.
+
+    It is `environment` times the environment's own reward and, at the end of the episode, `weight` times each
+    component's score.
     """
 
     environment: ComponentWeight = 1.0
@@ -129,7 +132,7 @@ class EnvironmentRewards(Section):
 
 
 def missing_servers(rewards: dict[str, EnvironmentRewards], servers: dict[str, RewardServer]) -> list[str]:
-    """The components whose server there is not, as sentences."""
+    """Return a message for each component whose server is not configured."""
     return [
         f"data.rewards.{env}.components.{name}.server={component.server} is none of services.env.reward_servers"
         for env, rewarded in rewards.items()
@@ -139,5 +142,5 @@ def missing_servers(rewards: dict[str, EnvironmentRewards], servers: dict[str, R
 
 
 def filled(prompt: str, values: dict[str, str]) -> str:
-    """The prompt with its places filled in, all at once: what is filled in may hold braces of its own."""
+    """Fill in all placeholders at once: the values may contain braces themselves."""
     return _PLACEHOLDER.sub(lambda found: values[found[1]], prompt)

@@ -1,6 +1,6 @@
-"""The run's configuration: one YAML, these models, unknown keys refused. Algorithm keys keep Tunix's names.
+"""The run's configuration: one YAML file. Unknown keys are errors; algorithm keys keep Tunix's names.
 
-The core of a service never sees these models: its `settings.py` turns the sections it needs into plain values.
+Each service's `settings.py` turns the sections it needs into plain values; its core never sees these models.
 """
 
 from __future__ import annotations
@@ -32,26 +32,28 @@ Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 MAX_WEIGHT = 1_000_000
 Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
 MOST_ENVIRONMENTS = 256
-"""In a run at once."""
+"""Largest number of environments in a run at once."""
 _MOST_LINES = 100_000
-"""Ledger lines that one checkpoint carries: some 40 MB, of the 64 that are read of its state."""
+"""Largest number of ledger lines in a checkpoint: about 40 MB, of the 64 MB that are read of its state."""
 
 
 def _bucket(value: Any) -> Any:
-    """Without slashes at its end. Raises ValueError."""
+    """Strip trailing slashes. Raises ValueError for anything but an s3:// or gs:// address."""
     if not isinstance(value, str):
         return value
     address = value.rstrip("/")
     if not re.fullmatch(buckets.ADDRESS, address):
-        raise ValueError(f"{value[:200]!r} is no address as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
+        raise ValueError(f"{value[:200]!r} is not an address of the form s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
     return address
 
 
 class RunSection(Section):
-    """Identity of the run; its folder `dir/name` holds config, checkpoints, ledger, metrics and plots. `bucket`,
-    `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`, is this run's alone: the trainer keeps checkpoints and log there as
-    well, and rollout servers may take checkpoints from there. `date` is the one that chat templates write; the first
-    start of a run sets it to today's, in UTC.
+    """Name, folder and seed of the run.
+
+    The folder `dir/name` holds configuration, checkpoints, ledger, metrics and plots. `bucket` is `s3://BUCKET/PREFIX`
+    or `gs://BUCKET/PREFIX`, used by this run alone: the trainer also keeps checkpoints and log there, and rollout
+    servers may load checkpoints from there. `date` is the date that chat templates write; the first start of a run sets
+    it to today's date in UTC.
     """
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
@@ -66,11 +68,13 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """`path` is a Hugging Face folder or hub id: config.json, tokenizer and the weights that transformers would load.
-    With `initial_weights: random` a folder without weights starts from random ones; RUN@VERSION has its own in any
-    case. With `routing_replay` the trainer sends the tokens of a model with experts to those that the
-    engine has sent them to (shared.routing), which costs a group layers times experts a token, in bytes a token.
-    `content` holds digests of the folder's files (shared.models.content): the first start of a run sets it.
+    """The model to train: `path` is a Hugging Face folder, a hub id, or RUN@VERSION.
+
+    A folder has config.json, tokenizer and the weights that transformers would load; with `initial_weights: random`, a
+    folder without weights starts from random ones. RUN@VERSION always starts from its own weights. With
+    `routing_replay` the trainer sends each token of a model with experts to the experts that the engine chose
+    (shared.routing); that costs a group layers times experts per token bytes for each token. `content` holds digests of
+    the folder's files (shared.models.content); the first start of a run sets it.
     """
 
     path: str
@@ -82,9 +86,11 @@ class ModelSection(Section):
 
 
 class MixtureEntry(Section):
-    """One environment of several: `weight` in proportion to the others' (0 only evaluates), never less than `min_share`
-    of the groups, and settings of a built-in: of the one with this name, or of `base`, of which it is then a variant. A
-    plain number is its weight.
+    """One environment of a mixture.
+
+    Its `weight` is relative to the others' (0: evaluate only), and it gets at least the share `min_share` of the
+    groups. `env_config` are settings of a built-in environment: of the one with this name or, for a variant, of `base`.
+    A plain number is short for `weight`.
     """
 
     weight: Weight = 1.0
@@ -98,8 +104,9 @@ def _entry(value: Any) -> Any:
 
 
 class CurriculumConfig(Section):
-    """Weights follow what there is to learn: every so many groups, an environment's weight is multiplied by its
-    learnability, from `floor` (all samples succeed, or none) to 1 (half of them do).
+    """Curriculum: every `every_groups` groups, multiply each environment's weight by its learnability.
+
+    Learnability goes from `floor` (all samples succeed, or none) to 1 (half of them do).
     """
 
     every_groups: PositiveInt = 32
@@ -107,8 +114,9 @@ class CurriculumConfig(Section):
 
 
 class EnvironmentSource(Section):
-    """What a name stands for that was made of a file or an import path: the file or the package's folder, the class,
-    and the SHA-256 of what is played.
+    """Source of an environment that was given as a file or import path.
+
+    `path` is the file or the package's folder, `entry` the class, `sha256` the digest of the submitted code.
     """
 
     path: Path
@@ -117,12 +125,14 @@ class EnvironmentSource(Section):
 
 
 class DataSection(Section):
-    """Which environment makes the tasks: its name, or a file or import path, which a name takes the place of when the
-    configuration is read (`sources`, see shared.run.sources). `train` and `eval` are the files of a dataset
+    """Environments, tasks and rewards.
+
+    `env` is an environment's name, a file or an import path; loading the configuration replaces a file or import path
+    by a name and records it in `sources` (see shared.run.sources). `train` and `eval` are the files of a dataset
     environment.
 
-    `mixture` names the environments that the run plays beside `env`, its main one, whose weight is 1 unless it is named
-    there too. `rewards` says by environment what else than its own reward its episodes get.
+    `mixture` names further environments to play beside `env`, the main one, whose weight is 1 unless it is listed too.
+    `rewards` adds rewards to an environment's own, by environment.
     """
 
     env: str = ""
@@ -137,7 +147,7 @@ class DataSection(Section):
 
     @property
     def environments(self) -> dict[str, MixtureEntry]:
-        """All environments that the run begins with; the main one first."""
+        """All environments that the run starts with, the main one first."""
         main = self.mixture.get(self.env, MixtureEntry())
         return {self.env: main.model_copy(update={"env_config": self.env_config}), **self._others}
 
@@ -151,12 +161,12 @@ class DataSection(Section):
             raise ValueError(f"data.mixture names more than {MOST_ENVIRONMENTS - 1} environments")
         main = self.mixture.get(self.env)
         if main is not None and (main.env_config or main.base):
-            raise ValueError(f"data.mixture.{self.env}: settings of data.env belong into data.env_config")
+            raise ValueError(f"data.mixture.{self.env}: put settings of data.env into data.env_config")
         rows = self.environments.values()
         if not any(row.weight for row in rows):
-            raise ValueError("data.mixture leaves no environment a weight above 0, so there is nothing to train on")
+            raise ValueError("data.mixture gives no environment a weight above 0, so there is nothing to train on")
         if (least := sum(row.min_share for row in rows)) > 1:
-            raise ValueError(f"data.mixture: the min_share of all environments is {least:g} together, more than 1")
+            raise ValueError(f"data.mixture: the min_share of all environments add up to {least:g}, more than 1")
         if wrong := [name for name, row in self.mixture.items() if row.min_share and not row.weight]:
             raise ValueError(f"data.mixture.{wrong[0]}.min_share needs a weight above 0")
         return self
@@ -178,9 +188,10 @@ class MeshSection(Section):
 
 
 class CheckpointingOptions(Section):
-    """A checkpoint is made every `save_interval_steps` steps and of every version that is evaluated: after a crash the
-    steps since then are trained again from the log. The newest `max_to_keep` stay, and beside them the one that solved
-    the most held-out tasks.
+    """Save a checkpoint every `save_interval_steps` steps and for every evaluated version.
+
+    After a crash, steps since the newest checkpoint are trained again from the log. The newest `max_to_keep` are kept,
+    and the one that solved the most held-out tasks.
     """
 
     save_interval_steps: PositiveInt = 1
@@ -188,11 +199,11 @@ class CheckpointingOptions(Section):
 
 
 class FiltersConfig(Section):
-    """Groups that are not trained on; another one takes the place of each, so a step has always `groups_per_step`.
+    """Filters that drop groups from training. Each dropped group is replaced, so a step always has `groups_per_step`.
 
-    `zero_variance` drops those whose rewards are equal (DAPO's dynamic sampling); `logprob` those on whose tokens of
-    the present weights trainer and engine differ by more than so many nats in the mean. Where more than
-    `max_num_gen_batches` times `groups_per_step` are dropped for one step, the run stops and says so.
+    `zero_variance` drops groups whose rewards are equal (DAPO's dynamic sampling). `logprob` drops groups where trainer
+    and engine disagree, on tokens sampled by the present weights, by more than this many nats on average. If more than
+    `max_num_gen_batches` times `groups_per_step` groups are dropped for one step, the run stops with an error.
     """
 
     zero_variance: bool = False
@@ -201,8 +212,9 @@ class FiltersConfig(Section):
 
 
 class LoraSection(Section):
-    """Adapters (A B · `alpha` / `rank`) of the projections `target_modules`, which are trained in the place of the
-    weights. Names and meaning are those of PEFT and qwix.
+    """LoRA: train adapters (A B · `alpha` / `rank`) of the projections `target_modules` instead of the weights.
+
+    Names and meaning are those of PEFT and qwix.
     """
 
     rank: PositiveInt = 16
@@ -211,20 +223,21 @@ class LoraSection(Section):
 
 
 SPLASH_UNIT = 128
-"""The lengths of rows that splash attention takes are multiples of it."""
+"""Splash attention takes row lengths that are multiples of this."""
 
 
 class TrainerSection(Section):
-    """`groups_per_step` groups of `num_generations` episodes make one optimizer step.
+    """One optimizer step trains on `groups_per_step` groups of `num_generations` episodes.
 
-    `length_buckets` are the lengths of rows compiled for, in tokens. A row is one sequence, and a micro-batch has
-    `train_micro_batch_size` of them (null: all of the step); with `micro_batch_tokens` sequences are packed into rows,
-    what they begin with in common once, and a micro-batch has at most so many positions. `on_nonfinite` says what
-    follows when a step gives numbers that are not finite, which is never saved: the run stops, or goes on without its
-    groups. With `lora` adapters alone are trained, of the weights that the run begins with (RL: after its warm start).
-    With `offload_reference` the reference of a KL term or of DPO lies in the host's memory, and on the devices for its
-    passes alone; with `lora` there is nothing to bring. `attention` is computed in blocks of queries, or by splash
-    attention, whose kernels are for TPUs and lengths that are multiples of 128: auto takes it where it can be.
+    `length_buckets` are the compiled row lengths, in tokens. By default a row is one sequence, and a micro-batch has
+    `train_micro_batch_size` rows (null: all rows of the step). With `micro_batch_tokens`, sequences are packed into
+    rows, shared prefixes are stored once, and a micro-batch has at most that many positions.
+
+    A step with non-finite numbers is never saved; `on_nonfinite` stops the run or skips the step's groups. With `lora`
+    only adapters are trained, on top of the weights that the run starts with (RL: those after the warm start).
+    `offload_reference` keeps the reference of a KL term or of DPO in host memory and moves it to the devices for its
+    passes; with `lora` it has no effect. `attention` is computed in blocks of queries, or by splash attention, whose
+    kernels need a TPU and lengths that are multiples of 128; `auto` uses splash attention where possible.
     """
 
     max_steps: PositiveInt = 10
@@ -246,7 +259,7 @@ class TrainerSection(Section):
     def _one_size(self) -> TrainerSection:
         if self.micro_batch_tokens and self.train_micro_batch_size:
             raise ValueError(
-                "a micro-batch is train_micro_batch_size sequences or micro_batch_tokens: give one of them"
+                "train_micro_batch_size and micro_batch_tokens both set the size of a micro-batch: give one of them"
             )
         return self
 
@@ -255,15 +268,17 @@ class TrainerSection(Section):
         odd = [length for length in self.length_buckets if length % SPLASH_UNIT]
         if self.attention == "splash" and odd:
             raise ValueError(
-                f"attention=splash: length_buckets has {odd[0]}, which is no multiple of {SPLASH_UNIT};"
-                " attention=auto takes it for the others"
+                f"attention=splash: length_buckets has {odd[0]}, which is not a multiple of {SPLASH_UNIT};"
+                " attention=auto uses splash attention for the others"
             )
         return self
 
 
 class EngineSection(Section):
-    """Engine of the rollout servers, one of the `kind` that services/rollout/engines/kinds.py names. Sizes are tokens,
-    except `max_running_requests`. Paddings list the shapes compiled at start; null compiles on demand.
+    """Engine of the rollout servers, of one `kind` in services/rollout/engines/kinds.py.
+
+    Sizes are in tokens, except `max_running_requests`. Paddings list the shapes to compile at start; null compiles on
+    demand.
     """
 
     kind: Literal["sglang_jax"] = "sglang_jax"
@@ -278,7 +293,8 @@ class EngineSection(Section):
 
 
 class SamplingSection(Section):
-    """The bounds are those of the rollout server. Below the least temperature it would sample greedily."""
+    """Sampling parameters, within the rollout server's limits; below the lowest temperature it would sample greedily.
+    """
 
     temperature: Annotated[float, Field(ge=1e-4, le=1e3)] = 1.0
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
@@ -292,7 +308,7 @@ class SamplingSection(Section):
 
 
 class RolloutSection(Section):
-    """`update_mode` says what happens to requests that are running when new weights arrive."""
+    """`update_mode` chooses what new weights do to running requests."""
 
     engine: EngineSection = EngineSection()
     sampling: SamplingSection = SamplingSection()
@@ -312,8 +328,10 @@ Mode = Literal["rl", "sft+rl", "sft", "dpo"]
 
 
 class RunConfig(Section):
-    """The whole file. `mode` is what the run does: RL, after a warm start where `sft` asks for one, which sft+rl
-    requires; or supervised training alone (sft, dpo), for which the trainer needs no other service.
+    """The whole file.
+
+    `mode` is what the run does: rl (RL, after a warm start if `sft` has one), sft+rl (RL after a required warm start),
+    or supervised training alone (sft, dpo), for which the trainer needs no other service.
     """
 
     mode: Mode = "rl"
@@ -332,18 +350,18 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _named(cls, tree: Any) -> Any:
-        """GRPO, where no algorithm is named."""
+        """Default the algorithm's name to GRPO."""
         given = tree.get("algorithm") if isinstance(tree, dict) else None
         return {**tree, "algorithm": {"name": "grpo", **given}} if isinstance(given, dict) else tree
 
     @property
     def is_supervised(self) -> bool:
-        """Whether it is a run without RL."""
+        """True for supervised training without RL."""
         return self.mode in ("sft", "dpo")
 
     @property
     def needs_environment(self) -> bool:
-        """Whether anybody asks the environment service for anything."""
+        """True if the run needs the environment service."""
         return not (self.is_supervised and self.sft.train)
 
     @model_validator(mode="after")
@@ -363,8 +381,8 @@ class RunConfig(Section):
             return self
         if self.trainer.groups_per_step > _MOST_LINES:
             raise ValueError(
-                f"trainer.groups_per_step={self.trainer.groups_per_step} is more than {_MOST_LINES}: a commit record"
-                " carries a line of each group"
+                f"trainer.groups_per_step={self.trainer.groups_per_step} is more than {_MOST_LINES}: a checkpoint"
+                " holds a ledger line of each group"
             )
         if self.rollout.engine.context_length > max(self.trainer.length_buckets):
             raise ValueError("trainer.length_buckets must reach rollout.engine.context_length")
@@ -372,7 +390,7 @@ class RunConfig(Section):
             raise ValueError(problem)
         if self.algorithm.teacher_kl_coef and self.services.orchestrator.teacher is None:
             raise ValueError(
-                f"algorithm.teacher_kl_coef={self.algorithm.teacher_kl_coef:g} needs a teacher: its address is "
+                f"algorithm.teacher_kl_coef={self.algorithm.teacher_kl_coef:g} needs a teacher: set "
                 "services.orchestrator.teacher.url"
             )
         if missing := missing_servers(self.data.rewards, self.services.env.reward_servers):

@@ -1,9 +1,9 @@
-"""What every section of the configuration has in common."""
+"""Base of all configuration sections."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """Unknown keys are refused; what is read stays as it is."""
+    """Reject unknown keys and non-finite numbers; instances are frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""Servers of others that a run asks: what their sections of the configuration have in common."""
+"""Configuration that all external servers share."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ def _http(url: str) -> str:
 
 
 class ForeignServer(Section):
-    """`token_file` is a secret file with its API key. `timeout_s` bounds one request, of which `max_concurrent` run at
-    once. `max_requests` and `max_tokens` are the budget of the whole run: when it is used up, episodes that need
+    """An external server.
+
+    `token_file` is a secret file with its API key. `timeout_s` bounds one request; at most `max_concurrent` run at
+    once. `max_requests` and `max_tokens` are the budget of the whole run: once it is used up, episodes that need
     another answer fail.
     """
 
@@ -34,10 +36,11 @@ class ForeignServer(Section):
 
 
 class TeacherServer(ForeignServer):
-    """Who tells log-probabilities of given tokens. With a `model`, an OpenAI-compatible API (`url` …/v1) that it is
-    asked for; without, the root of a server with SGLang's /generate, as Volley's own rollout servers have it.
+    """Server that returns log-probabilities of given tokens.
 
-    `request` adds fields to the request, and takes those away that it sets to null.
+    With a `model`, `url` is the base of an OpenAI-compatible API (…/v1) that serves it; without, the root of a server
+    with SGLang's /generate, such as a rollout server. `request` adds fields to the request, and removes those that it
+    sets to null.
     """
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None

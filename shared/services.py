@@ -1,4 +1,4 @@
-"""The table of the services: the supervisor, the commands, the errors and the proofs know them from here.
+"""Table of the services, used by the supervisor, the commands, the errors and the proofs.
 
 A new service is a row here, an `Endpoint` in `services_schema.py` and a folder `services/NAME/`.
 """
@@ -16,14 +16,14 @@ type ServiceName = Literal["env", "rollout", "orchestrator", "trainer"]
 class ServiceInfo:
     """One kind of service.
 
-    `port` is where it listens by default, `environment` the virtual environment it runs in, `start_s` how long it may
-    take to answer for the first time, in seconds (model loading and compiling included). `needs` are the services that
-    have to answer before it is started, `describes` the paths at which it tells a viewer of itself. A service of one
-    run alone has a `run_key`: the key of the run's name in the answer of the first of these paths.
+    `port` is its default port, `environment` its virtual environment, `start_s` the longest time until its first
+    answer, in seconds (model loading and compiling included). `needs` are the services that have to answer before it is
+    started. `describes` are the paths at which a viewer reads its state. `run_key` is set for a service of a single
+    run: the key of the run's name in the answer of the first of these paths.
 
-    Of a `replicated` one there may be several: `services.NAME_replicas` are started here, `services.NAME_urls` are
-    those that others started. A `shared` one may serve several runs: `services.NAME.url` names one that others started.
-    `supervised`: supervised runs have it, too.
+    A `replicated` service may have several processes: `services.NAME_replicas` are started here, `services.NAME_urls`
+    were started elsewhere. A `shared` service may serve several runs: `services.NAME.url` names one that was started
+    elsewhere. `supervised` services also take part in supervised runs.
     """
 
     name: str
@@ -43,11 +43,11 @@ class ServiceInfo:
 
     @property
     def guarded(self) -> str:
-        """A path that only callers with a viewer's token may read."""
+        """Return a path that requires a viewer's token."""
         return (*self.describes, "/metrics")[0]
 
     def process(self, i: int) -> str:
-        """Name of process number `i`: env, rollout-0, …, orchestrator, trainer, trainer-1, …"""
+        """Return the name of process number `i`: env, rollout-0, …, orchestrator, trainer, trainer-1, …"""
         return f"{self.name}-{i}" if i or self.replicated else self.name
 
 
@@ -58,9 +58,9 @@ _TABLE = (
     ServiceInfo("trainer", 8104, "trainer", 900.0, ("env",), ("/status",), "run", supervised=True),
 )
 SERVICES: Mapping[str, ServiceInfo] = {service.name: service for service in _TABLE}
-"""By name, in the order of the flow: a service waits for those after it more often than for those before it."""
+"""Services by name, in the order of the data flow: a service mostly waits for those after it."""
 
 
 def kind_of(process: str) -> str:
-    """Name of the service that a process belongs to."""
+    """Return the name of the service that a process belongs to."""
     return process.partition("-")[0]

@@ -1,4 +1,4 @@
-"""What the run's configuration says of services: addresses, limits, tokens, TLS."""
+"""Services in the run's configuration: addresses, limits, tokens, TLS."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shared.services import SERVICES
 
 
 def _without_password(url: str) -> str:
-    """Addresses are written to logs, to the run's folder and to other services; secrets are not."""
+    """Reject passwords: addresses are written to logs, to the run's folder and to other services."""
     user, at, _ = url.partition("://")[2].rpartition("@")
     if (at and ":" in user) or "password=" in url:
-        raise ValueError("holds a password; put that into a file of its own (for Redis: services.redis_password_file)")
+        raise ValueError("holds a password; put it into a file of its own (for Redis: services.redis_password_file)")
     return url
 
 
@@ -28,10 +28,11 @@ type Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Endpoint(Section):
-    """Where a service listens; `url` is how others reach it (default: from host and port, see
-    `ServicesSection.base_url`).
+    """Address of a service.
 
-    Each service has a class of its own, so that naming one key of an endpoint leaves the others at their defaults.
+    The service listens on `host` and `port`; others reach it at `url` (default: derived from host and port, see
+    `ServicesSection.base_url`). Each service has its own class, so that setting one key keeps the defaults of the
+    others.
     """
 
     host: str = "127.0.0.1"
@@ -40,19 +41,21 @@ class Endpoint(Section):
 
     @property
     def n_local(self) -> int:
-        """Processes that one host runs of the service."""
+        """Processes of the service that one host runs."""
         return 1
 
 
 class EnvEndpoint(Endpoint):
-    """`folder` keeps submitted environments (default: in the run's folder). `unsandboxed` names those that may be
-    submitted where this machine cannot confine their code; `python` there allows that tool. `sandbox_memory_mb` is what
-    one episode's process may use. `processes` run the episodes of built-in environments, each with threads of its own
-    (0: threads of the service). `allow_changed_code` plays submitted environments whose files have changed since the
-    run began: `volley reverify` sets it, a run that trains refuses them.
-    `package_index` is the only place that their dependencies come from. `remote_tokens_file` is a secret file with a
-    line `URL TOKEN` for each server of remote environments that asks for a token. `reward_servers` are the judges and
-    reward services that `data.rewards` names.
+    """The environment service.
+
+    `folder` keeps submitted environments (default: in the run's folder). `unsandboxed` names the environments that may
+    be submitted on a machine that cannot confine their code; `python` there allows the tool of that name.
+    `sandbox_memory_mb` is the memory limit of one episode's process. `processes` run the episodes of built-in
+    environments, each with its own threads (0: threads of the service). `allow_changed_code` plays submitted
+    environments whose files have changed since the run started: `volley reverify` sets it, a training run refuses them.
+    `package_index` is the only source of their dependencies. `remote_tokens_file` is a secret file with a line `URL
+    TOKEN` for each server of remote environments that needs a token. `reward_servers` are the judges and reward
+    services that `data.rewards` names.
     """
 
     port: Port = SERVICES["env"].port
@@ -71,16 +74,18 @@ class RolloutEndpoint(Endpoint):
 
 
 class OrchestratorEndpoint(Endpoint):
-    """`teacher` is who is asked where `algorithm.teacher_kl_coef` is above 0."""
+    """`teacher` is the server to ask if `algorithm.teacher_kl_coef` is above 0."""
 
     port: Port = SERVICES["orchestrator"].port
     teacher: TeacherServer | None = None
 
 
 class TrainerEndpoint(Endpoint):
-    """A trainer of `num_processes`, usually one for each host, of which this one is number `process_id`: 0 is the
-    service, the others compute with it, and reach it at `coordinator_address`, HOST:PORT on the host of process 0.
-    `volley train` starts all of them on this machine; with a `coordinator_address` process 0 alone.
+    """A trainer of `num_processes` processes, usually one per host.
+
+    `process_id` is the number of this process: 0 is the service; the others compute with it and reach it at
+    `coordinator_address`, HOST:PORT on the host of process 0. `volley train` starts all processes on this machine; with
+    a `coordinator_address` only process 0.
     """
 
     port: Port = SERVICES["trainer"].port
@@ -95,7 +100,7 @@ class TrainerEndpoint(Endpoint):
     @model_validator(mode="after")
     def _one_of_them(self) -> TrainerEndpoint:
         if self.process_id >= self.num_processes:
-            raise ValueError(f"process_id={self.process_id} is none of num_processes={self.num_processes}")
+            raise ValueError(f"process_id={self.process_id} must be less than num_processes={self.num_processes}")
         host, _, port = (self.coordinator_address or "127.0.0.1:1").rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 2**16):
             raise ValueError(f"coordinator_address={self.coordinator_address} is not HOST:PORT")
@@ -103,11 +108,11 @@ class TrainerEndpoint(Endpoint):
 
 
 class Limits(Section):
-    """What one client may cost a service. `body_timeout_s` bounds how long a body may take to arrive, and an answer to
-    be read.
+    """Limits that each client of a service is held to.
 
-    `admin_per_s` is how many requests that change something for others (role admin) one address may make, with bursts
-    of ten times as many. `grace_s` is what running requests have after SIGTERM.
+    `body_timeout_s` is the longest time for a request body to arrive, and for an answer to be read. `admin_per_s` is
+    how many requests of role admin one address may make per second, with bursts of ten times as many. `grace_s` is how
+    long running requests may take after SIGTERM.
     """
 
     max_body_bytes: PositiveInt = 8 * 2**20
@@ -119,9 +124,9 @@ class Limits(Section):
 
 
 class TokenFiles(Section):
-    """Files with the bearer token of each role: viewer reads state, service works, admin changes what others rely on.
+    """Files with the bearer token of each role: viewer reads state, service does work, admin changes shared state.
 
-    admin includes service includes viewer. None given: no token is asked for.
+    admin includes service, which includes viewer. Without files, no token is required.
     """
 
     viewer: Path | None = None
@@ -132,15 +137,16 @@ class TokenFiles(Section):
     def _whole(self) -> TokenFiles:
         if any((self.viewer, self.service, self.admin)) and not (self.service and self.admin):
             raise ValueError(
-                "token_files needs service and admin: services call each other with the one, the "
-                "trainer sets weights with the other"
+                "token_files needs service and admin: services call each other with the service token, the "
+                "trainer sets weights with the admin token"
             )
         return self
 
 
 class Tls(Section):
-    """PEM files: services show `cert_file` (with its chain), clients trust `ca_file` (default: the system's), also for
-    rediss://.
+    """TLS files in PEM format.
+
+    Services present `cert_file` (with its chain); clients trust `ca_file` (default: the system's), also for rediss://.
     """
 
     cert_file: Path | None = None
@@ -158,7 +164,8 @@ class ServicesSection(Section):
     """`redis_url: null` starts the embedded server. Rollout servers register themselves; `rollout_urls` adds fixed
     ones.
 
-    `volley train` starts what is not named here: no env service with `env.url`, no rollout server with `rollout_urls`.
+    `volley train` starts the other services: no env service if `env.url` is set, no rollout server if `rollout_urls`
+    is.
     """
 
     redis_url: Url | None = None
@@ -174,7 +181,7 @@ class ServicesSection(Section):
     limits: Limits = Limits()
 
     def urls_of(self, name: str) -> dict[str, str]:
-        """Return the services `name` that others started: base addresses by name of the process."""
+        """Return base addresses of the processes of service `name` that were started elsewhere, by process name."""
         info, endpoint = SERVICES[name], getattr(self, name)
         if info.replicated:
             urls: tuple[str, ...] = getattr(self, f"{name}_urls")
@@ -188,12 +195,12 @@ class ServicesSection(Section):
         return getattr(self, f"{name}_replicas") if SERVICES[name].replicated else getattr(self, name).n_local
 
     def base_url(self, name: str) -> str:
-        """How others reach the service `name`."""
+        """Return the address at which others reach the service `name`."""
         endpoint: Endpoint = getattr(self, name)
         return (endpoint.url or self.local_url(name, endpoint.port)).rstrip("/")
 
     def local_url(self, name: str, port: int) -> str:
-        """How the service `name` is reached on this host when it listens on `port`."""
+        """Return the address of the service `name` on this host when it listens on `port`."""
         host: str = getattr(self, name).host
         host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104 - compared, not bound
         return f"{'https' if self.tls.cert_file else 'http'}://{host}:{port}"

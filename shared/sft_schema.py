@@ -1,4 +1,4 @@
-"""Supervised training: which conversations, for how long, and how often it is measured and saved."""
+"""Supervised training: data, length, evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Files = Annotated[tuple[Path, ...], BeforeValidator(_several)]
 
 
 class SftSection(Section):
-    """Supervised training: before step 0 of RL (the warm start; none where neither `max_steps` nor `epochs` is given),
-    or of a run of its own (`mode`), which then passes once over its data.
+    """Supervised training: the warm start before RL, or a run of its own (`mode`).
 
-    `train` are files of conversations, of preference pairs in mode dpo; without any, the environment makes
-    `n_demonstrations`. A run of its own measures its loss on `eval`, and on the share `eval_fraction` that is held out
-    of `train`: before the first step, every `eval_every_n_steps` and after the last; and makes a checkpoint every
-    `save_interval_steps`. `too_long` says what becomes of a conversation longer than the longest of
+    The warm start runs if `max_steps` or `epochs` is given; a run of its own defaults to one pass over its data.
+    `train` are files of conversations, in mode dpo of preference pairs; without files, the environment makes
+    `n_demonstrations`. A run of its own measures its loss on `eval` and on the share `eval_fraction` held out of
+    `train`, before the first step, every `eval_every_n_steps` and after the last; it saves a checkpoint every
+    `save_interval_steps`. `too_long` decides what happens to conversations longer than the longest of
     `trainer.length_buckets`.
     """
 
@@ -44,17 +44,17 @@ class SftSection(Section):
 
     @property
     def trains(self) -> bool:
-        """Whether a run of RL begins with it."""
+        """True if an RL run starts with a warm start."""
         return bool(self.max_steps or self.epochs)
 
     @model_validator(mode="after")
     def _one_length(self) -> SftSection:
         if self.max_steps and self.epochs:
-            raise ValueError("sft.max_steps and sft.epochs both say how long to train: give one of them")
+            raise ValueError("sft.max_steps and sft.epochs both set the length of training: give one of them")
         return self
 
 
 class DpoSection(Section):
-    """Direct preference optimization; `beta` weighs the distance from the policy at the start."""
+    """Direct preference optimization; `beta` weighs the distance from the initial policy."""
 
     beta: PositiveFloat = 0.1

@@ -1,7 +1,7 @@
-"""Text that is not valid Unicode: U+FFFD takes the place of what no encoding can hold.
+"""Replace text that is not valid Unicode by U+FFFD.
 
-JSON may write half of a surrogate pair ("\\ud83d"), as JavaScript and Java do when they cut text inside an emoji, and
-Python's names of files may hold one. No UTF-8 encoder takes it, nor do tokenizers. Text is mended here, where it
+JSON may contain half of a surrogate pair ("\\ud83d"), as JavaScript and Java write it when they cut text inside an
+emoji; Python's file names may contain one, too. UTF-8 encoders and tokenizers reject it. Text is repaired where it
 enters: in requests, answers of environments, and outputs of tools.
 """
 
@@ -23,7 +23,7 @@ _N_HALF = len(rb"\ud83d")
 
 
 def well_formed(text: str) -> str:
-    """`text` with U+FFFD for each half of a surrogate pair; two halves that belong together become their character."""
+    """Replace each half of a surrogate pair by U+FFFD; join two halves that belong together."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -32,7 +32,7 @@ def well_formed(text: str) -> str:
 
 
 def without_halves(json: bytes) -> bytes:
-    """JSON in which each escape of half a surrogate pair is that of U+FFFD. Other bytes are left as they are."""
+    """Replace each JSON escape of half a surrogate pair by that of U+FFFD; keep other bytes."""
     if _HALF.search(json) is None:
         return json
     return _ESCAPE.sub(_mended_escape, json)

@@ -1,12 +1,13 @@
-"""The vocabulary of the wire: weight versions, trajectories, groups.
+"""Types that services exchange: weight versions, trajectories, groups.
 
-Invariants of a trajectory, checked by `Trajectory.validate`:
-- token-in-token-out: `token_ids` are the engine's own ids and the environment's appended ones, never re-tokenized text;
-- `loss_mask` is 1 exactly on sampled tokens, `logprobs` is finite there and 0 elsewhere;
-- `teacher_logprobs`, where there are any, are finite on sampled tokens and 0 elsewhere;
+`Trajectory.validate` checks the invariants of a trajectory:
+- token-in-token-out: `token_ids` are the ids that the engine sampled and the environment appended, never re-tokenized
+  text;
+- `loss_mask` is 1 exactly on sampled tokens; `logprobs` is finite there and 0 elsewhere;
+- `teacher_logprobs`, if present, is finite on sampled tokens and 0 elsewhere;
 - `versions` covers exactly the sampled positions, in order and without overlap;
-- the three arrays have one length T, and the prompt is never sampled;
-- `routed_experts`, where there are any, are those of the first positions, at most T.
+- the three arrays have one length T, and no token of the prompt is sampled;
+- `routed_experts`, if present, covers the first n positions, n <= T.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ SCHEMA = 1
 Status = Literal["completed", "truncated"]
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"
-"""Role of the turns that the model sampled."""
+"""Role of the turns that the model samples."""
 MAX_MESSAGE = 2**20
-"""Characters of one message that the environment service takes."""
+"""Largest message, in characters, that the environment service accepts."""
 MAX_GROUP_OBJECTS = 2**21
-"""Values of one group: 64 episodes of a thousand messages of the model are below it."""
+"""Largest number of values in a group; 64 episodes of a thousand assistant messages each stay below it."""
 _MAX_DETAIL = 300
 _VERSION = re.compile(r"e([0-9]{6,18})-s([0-9]{6,18})\Z")
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class WeightVersion:
-    """Identity of a set of weights: the trainer's `epoch` (incarnation), then its optimizer `step`. A higher epoch
-    wins.
+    """Identity of a set of weights: trainer `epoch` (incarnation), then optimizer `step`.
+
+    Versions are ordered by epoch first.
     """
 
     epoch: int
@@ -51,7 +53,7 @@ class WeightVersion:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises DecodeError if `text` is not of the form e000001-s000042."""
+        """Parse e000001-s000042. Raises DecodeError for any other form."""
         match = _VERSION.match(text)
         if match is None:
             raise DecodeError(f"{text[:50]!r} is not a weight version", "expected the form e000001-s000042")
@@ -59,17 +61,17 @@ class WeightVersion:
 
     @classmethod
     def of_name(cls, name: str) -> Self | None:
-        """None for weights with a name of their own."""
+        """Parse the name of a version; return None for weights with any other name."""
         return cls.parse(name) if _VERSION.match(name) else None
 
 
 type Lineage = tuple[tuple[int, int], ...]
-"""(epoch, step it began at) of a trainer's incarnations, oldest first; see `shared.run.state.in_lineage`."""
+"""(epoch, first step) of each incarnation of the trainer, oldest first; see `shared.run.state.in_lineage`."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Positions [start, end) were sampled by `version`."""
+    """Sampled positions [start, end) and the weights that sampled them."""
 
     version: str
     start: int
@@ -78,7 +80,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Positions [start, end) belong to one message; `reward` is what the environment gave for it."""
+    """Positions [start, end) of one message, and the environment's reward for it."""
 
     start: int
     end: int
@@ -90,15 +92,15 @@ class Turn:
 class Trajectory:
     """One episode, token by token.
 
-    Shapes: `token_ids` int32 [T], `loss_mask` uint8 [T], `logprobs` float32 [T] (behaviour, natural log),
-    `teacher_logprobs` float32 [T] (a teacher's, natural log; None where nobody was asked, and then not on the wire).
-    `routed_experts` are [n, L, k], of the first n positions, the experts that the engine sent them to (shared.routing;
-    None where nobody asked, and then not on the wire).
-    `timings` are seconds. `status` is `completed` if the environment ended the episode after a whole turn. It is
-    `truncated` if a bound cut the last turn, or the episode before the environment ended it; older records say
-    `completed` of a cut last turn, and are trained on and replayed as they say. `end` says how it ended (None in
-    records that are older than it). `faults` counts turns by what the model did wrong in them, `failures` the
-    failed attempts that this episode took, by class of error (see shared.outcomes).
+    Shapes: `token_ids` int32 [T]; `loss_mask` uint8 [T]; `logprobs` float32 [T], behaviour log-probabilities (natural
+    log); `teacher_logprobs` float32 [T], the teacher's (None without a teacher; then absent on the wire);
+    `routed_experts` [n, L, k], the experts that the engine chose for the first n positions (see shared.routing; None if
+    not recorded; then absent on the wire). `timings` are in seconds.
+
+    `status` is `completed` if the environment ended the episode after a whole turn, and `truncated` if a limit cut the
+    last turn or ended the episode. Older records say `completed` after a cut last turn; they are trained on and
+    replayed as recorded. `end` says how the episode ended (None in records older than the field). `faults` counts turns
+    by the model's mistake, `failures` counts failed attempts of the episode by error class (see shared.outcomes).
     """
 
     ticket: int
@@ -128,11 +130,15 @@ class Trajectory:
         return int(self.loss_mask.sum())
 
     def oldest(self) -> WeightVersion:
-        """The oldest version that sampled a token of this trajectory."""
+        """Return the oldest version that sampled a token of this trajectory."""
         return min(WeightVersion.parse(span.version) for span in self.versions)
 
     def validate(self) -> None:
-        """Raises DecodeError naming the broken invariant; Untrainable where it can be read, but not be trained on."""
+        """Check the invariants.
+
+        Raises DecodeError naming the broken invariant, and Untrainable for a readable trajectory that cannot be trained
+        on.
+        """
         n = len(self.token_ids)
         _require(n == len(self.loss_mask) == len(self.logprobs), "token_ids, loss_mask and logprobs differ in length")
         _require(0 < self.prompt_len <= n, "prompt_len is outside the sequence")
@@ -167,8 +173,9 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All G episodes of one ticket: what travels through the queue. A failed group carries its error class and no
-    trajectories.
+    """All G episodes of one ticket, as they travel through the queue.
+
+    A failed group has an error class and no trajectories.
     """
 
     ticket: int
@@ -181,14 +188,14 @@ class Group:
         return min(trajectory.oldest() for trajectory in self.trajectories)
 
     def validate(self) -> None:
-        """Raises DecodeError naming the broken invariant."""
+        """Check the group and its trajectories. Raises DecodeError naming the broken invariant."""
         _require(bool(self.trajectories) != (self.failure is not None), "a group has either trajectories or a failure")
         for trajectory in self.trajectories:
             _require(trajectory.ticket == self.ticket, "a trajectory carries another ticket than its group")
             trajectory.validate()
 
     def encode(self) -> bytes:
-        """The flat, versioned wire record (see shared.codec)."""
+        """Encode the flat, versioned wire record (see shared.codec)."""
         record = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         record["schema"] = SCHEMA
         record["trajectories"] = [_trajectory_record(t) for t in self.trajectories]
@@ -196,7 +203,7 @@ class Group:
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """Raises DecodeError if the bytes are not a valid group of this schema."""
+        """Decode and validate a group. Raises DecodeError for bytes that are not a valid group of this schema."""
         record = codec.unpack(data, "group", MAX_GROUP_OBJECTS)
         _require(
             isinstance(record, dict) and repr(record.get("schema")) == str(SCHEMA), f"not a group of schema {SCHEMA}"
@@ -216,7 +223,7 @@ class Group:
 
 
 _ON_WIRE = {"sample_index": "sibling"}
-"""Fields whose name on the wire, and in every archive, is another one."""
+"""Fields with another name on the wire and in archives."""
 
 
 def _trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
@@ -302,7 +309,7 @@ def _status(value: Any) -> Status:
 
 
 def spans(versions: Sequence[str], positions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Run-length spans of per-token versions at ascending positions; a gap in the positions ends a span."""
+    """Merge per-token versions at ascending positions into spans; a gap between positions ends a span."""
     out: list[VersionSpan] = []
     for version, position in zip(versions, positions, strict=True):
         if out and out[-1].version == version and out[-1].end == position:

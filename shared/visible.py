@@ -1,7 +1,7 @@
-"""Text of others that goes to a terminal: control characters are shown, not obeyed.
+"""Escape control characters in untrusted text that goes to a terminal.
 
-A terminal obeys escape sequences, and a reader believes what is on its own line: a name that holds either could move
-the cursor, recolour, hide or forge what a command says.
+A terminal interprets escape sequences, and a reader trusts separate lines: a name with either could move the cursor,
+recolour, hide or forge a command's output.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _SHORT = {"\n": "\\n", "\r": "\\r"}
 
 
 def visible(text: object) -> str:
-    """The text as one line, with `\\x1b`, `\\n` or `\\u202e` in place of each control character. Idempotent."""
+    """Return the text as one line, each control character escaped as `\\x1b`, `\\n` or `\\u202e`. Idempotent."""
     return _CONTROLS.sub(_escaped, str(text))
 
 
 def visible_json(text: str) -> str:
-    """JSON with the same value, in which no control character is left but the ends of its own lines."""
+    """Escape control characters in JSON, except line ends; the value stays the same."""
     return "\n".join(_CONTROLS.sub(_escaped_json, line) for line in text.split("\n"))
 
 

@@ -51,7 +51,7 @@ class EnvironmentTally:
     def failing(self) -> str | None:
         """A sentence on the turn at which too many attempts fail; None if there is none."""
         turn = self.attempts.suspect()
-        return None if turn is None else self.attempts.told(turn)
+        return None if turn is None else self.attempts.format_turn(turn)
 
     @property
     def learnability(self) -> float:

@@ -46,8 +46,8 @@ def test_later_files_and_overrides_win(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("run: {name: a}\nrun: {name: b}\n", r"not valid YAML: the key 'run' is there twice.* line 2, column 1"),
-        ("run:\n  name: a\n  seed: 1\n  name: b\n", r"the key 'name' is there twice.* line 4, column 3"),
+        ("run: {name: a}\nrun: {name: b}\n", r"not valid YAML: the key 'run' is given twice.* line 2, column 1"),
+        ("run:\n  name: a\n  seed: 1\n  name: b\n", r"the key 'name' is given twice.* line 4, column 3"),
         ("run: &run\n  name: {x: *run}\n", "is nested too deep, or a part of it holds itself"),
     ],
 )
@@ -94,12 +94,12 @@ def test_the_written_config_is_the_same_config(tmp_path):
             ["algorithm.epsilon=null", "algorithm.sampler_is=token", "grpo_config.num_iterations=2"],
             "how far the policy",
         ),
-        (["algorithm.epsilon=null", "algorithm.epsilon_c=3"], "epsilon_c=3.0 bounds nothing"),
+        (["algorithm.epsilon=null", "algorithm.epsilon_c=3"], "epsilon_c=3.0 has no effect"),
         (["algorithm.sampler_is_threshold=0.01"], r"algorithm\.sampler_is_threshold=0\.01"),
         (["trainer.optimizer_config.b2=1"], r"trainer\.optimizer_config\.b2=1"),
         (
             ["algorithm.name=dapo", "algorithm.overlong_buffer=9", "algorithm.overlong_length=9"],
-            "punishes every episode",
+            "penalizes every episode",
         ),
         (
             ["algorithm.name=dapo", "algorithm.overlong_buffer=2", "orchestrator.max_turns=3"],
@@ -107,7 +107,7 @@ def test_the_written_config_is_the_same_config(tmp_path):
         ),
         (
             ["algorithm.name=reinforce_plus_plus", "algorithm.baseline=group", "algorithm.gamma=0.5"],
-            "mean nothing to it",
+            "cannot be combined",
         ),
         (
             ["algorithm.name=ppo", "grpo_config.num_generations=1", "algorithm.reward_normalization.method=mean_std"],
@@ -129,10 +129,10 @@ def test_the_written_config_is_the_same_config(tmp_path):
         (["data.mixture.sokoban.wieght=3"], r"unknown key data\.mixture\.sokoban\.wieght"),
         (["data.mixture.sokoban=-1"], r"data\.mixture\.sokoban\.weight"),
         (["data.mixture.sokoban=lots"], r"data\.mixture\.sokoban"),
-        (["data.mixture.frozen_lake=0"], "leaves no environment a weight above 0"),
+        (["data.mixture.frozen_lake=0"], "gives no environment a weight above 0"),
         (["data.mixture.sokoban.min_share=0.6", "data.mixture.frozen_lake.min_share=0.5"], "1.1 together, more than 1"),
         (["data.mixture.sokoban={weight: 0, min_share: 0.5}"], r"data\.mixture\.sokoban\.min_share needs a weight"),
-        (["data.mixture.frozen_lake.env_config.size=3"], r"data\.mixture\.frozen_lake: .*belong into data\.env_config"),
+        (["data.mixture.frozen_lake.env_config.size=3"], r"data\.mixture\.frozen_lake: .* into data\.env_config"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key(tmp_path, overrides, message):

@@ -332,7 +332,7 @@ def test_which_process_this_is(tmp_path: Path):
         (TWO, "needs services.trainer.coordinator_address"),
         ((*TWO, AT, "trainer.mesh.shape=[3,1]"), "3 devices do not divide"),
         ((*TWO, AT, "mode=sft", "sft.max_steps=3"), "trained by one process"),
-        ((*TWO, AT, "services.trainer.process_id=2"), "process_id=2 is none of"),
+        ((*TWO, AT, "services.trainer.process_id=2"), "process_id=2 must be less than"),
         ((*TWO, "services.trainer.coordinator_address=here"), "is not HOST:PORT"),
         ((*TWO, "services.trainer.coordinator_address=here:0"), "is not HOST:PORT"),
     ],

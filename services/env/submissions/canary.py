@@ -57,7 +57,7 @@ class LiveRecord:
     def verdict(self) -> tuple[bool, str] | None:
         """Verdict on a canary, with the reason; None while too little was seen."""
         if (turn := self.rates.suspect(_CERTAIN)) is not None:
-            return False, f"{self.n_ended} live episodes: {self.rates.told(turn)}"
+            return False, f"{self.n_ended} live episodes: {self.rates.format_turn(turn)}"
         if self.n_ended < MIN_EPISODES:
             return None
         p95_s = quantiles(self.calls_s, n=20, method="inclusive")[-1] if len(self.calls_s) > 1 else 0.0
@@ -68,7 +68,7 @@ class LiveRecord:
         if self.n_ended < MAX_EPISODES and (thin or unclear):
             return None
         if unclear:
-            return False, f"{self.n_ended} live episodes: {self.rates.told(unclear[0])}; too few to clear it"
+            return False, f"{self.n_ended} live episodes: {self.rates.format_turn(unclear[0])}; too few to clear it"
         told = f"{self.n_ended} live episodes, {self.rates.n_failed} failed, 19 of 20 calls below {p95_s:.3f} s"
         return True, told + (f"; fewer than {MIN_EPISODES} reached turn {thin[0]}" if thin else "")
 
@@ -80,13 +80,13 @@ class LiveRecord:
         if self.n_ended > WATCHED_EPISODES:
             return None
         turn = self.rates.suspect(than=before.rates if before is not None else None)
-        return self.rates.told(turn) if turn is not None else None
+        return self.rates.format_turn(turn) if turn is not None else None
 
     @property
     def trouble(self) -> str | None:
         """Why its episodes fail too often; None if they do not."""
         turn = self.rates.suspect()
-        return self.rates.told(turn) if turn is not None else None
+        return self.rates.format_turn(turn) if turn is not None else None
 
     def _turns(self) -> Sequence[tuple[int, TurnCount]]:
         return sorted(self.rates.turns.items())

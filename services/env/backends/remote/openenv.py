@@ -198,7 +198,7 @@ class OpenEnvBackend(KnownSplits):
             if code == "CAPACITY_REACHED":
                 raise Busy(f"{self.site.address}: {told}", "config.max_sessions says how many sessions it has")
             said = f"{self.site.address} answered {frame['type']} with {code}: {told}"
-            raise OpenEnvRefused(said, code=code, told=told)
+            raise OpenEnvRefused(said, code=code, server_message=told)
         return data
 
     def text(self, observation: Any) -> str:
@@ -237,7 +237,7 @@ class OpenEnvEpisode:
             data = await self._backend.call(self._websocket, "step", {"type": "step", "data": action})
         except OpenEnvRefused as error:
             if error.code in _REFUSED or config.execution_errors == "invalid_action":
-                return _told(error.told or error.code, "invalid_action")
+                return _told(error.server_message or error.code, "invalid_action")
             self._backend.log.append(f"step: {error.detail}")
             raise
         seen = _observation(data)
