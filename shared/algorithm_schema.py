@@ -232,8 +232,7 @@ def keys_of(name: str | None) -> Collection[str]:
 
 
 def contradiction(algorithm: PolicyGradientSection, data: GrpoConfig, max_turns: int) -> str | None:
-    """Explain why the algorithm cannot train on such data, with at most `max_turns` turns per episode; None if it can.
-    """
+    """Explain why the algorithm cannot train on such data, with at most `max_turns` turns; None if it can."""
     return _of_groups(algorithm, data) or _of_ratios(algorithm, data) or _of_lengths(algorithm, data, max_turns)
 
 

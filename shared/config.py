@@ -121,24 +121,24 @@ def _sourced(loaded: LoadedConfig, base: Path) -> LoadedConfig:
     return loaded if tree is None else validate(tree)
 
 
-def _merged(under: Any, over: Any) -> Any:
+def _merged(base: Any, over: Any) -> Any:
     """Merge two OmegaConf trees. Raises TypeError naming the key where a list meets a mapping."""
     from omegaconf import OmegaConf
 
     try:
-        return OmegaConf.merge(under, over)
+        return OmegaConf.merge(base, over)
     except TypeError as error:
-        under, over = (OmegaConf.to_container(OmegaConf.create(tree)) for tree in (under, over))
-        raise TypeError(_conflict(under, over) or str(error)) from error
+        base, over = (OmegaConf.to_container(OmegaConf.create(tree)) for tree in (base, over))
+        raise TypeError(_conflict(base, over) or str(error)) from error
 
 
-def _conflict(under: Any, over: Any, at: str = "") -> str | None:
+def _conflict(base: Any, over: Any, at: str = "") -> str | None:
     """Describe the first key that holds a list in one tree and a mapping in the other."""
-    if {type(under), type(over)} == {list, dict}:
+    if {type(base), type(over)} == {list, dict}:
         return f"{at}: a list and a mapping cannot be merged"
-    if not (isinstance(under, dict) and isinstance(over, dict)):
+    if not (isinstance(base, dict) and isinstance(over, dict)):
         return None
-    found = (_conflict(under[key], over[key], f"{at}.{key}" if at else str(key)) for key in under.keys() & over.keys())
+    found = (_conflict(base[key], over[key], f"{at}.{key}" if at else str(key)) for key in base.keys() & over.keys())
     return next(filter(None, found), None)
 
 
@@ -247,7 +247,7 @@ def check_text(key: str, value: Any) -> None:
         ) from error
 
 
-def under(config: RunConfig, settings: Flat) -> RunConfig:
+def apply_settings(config: RunConfig, settings: Flat) -> RunConfig:
     """Apply the settings that may change during a run.
 
     The algorithm is replaced as a whole, because another algorithm has other keys. Raises ConfigError.
@@ -316,9 +316,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"config file {path}: {error.strerror}", "give an existing YAML file with --config"
         ) from error
     if _values(yaml.compose(text, yaml.SafeLoader), {}) > _MAX_VALUES:
-        raise ConfigError(
-            f"config file {path} holds more than {_MAX_VALUES} values (aliases count each time)"
-        )
+        raise ConfigError(f"config file {path} holds more than {_MAX_VALUES} values (aliases count each time)")
     tree = _Loader(text).get_single_data()
     if not isinstance(tree, dict):
         raise ConfigError(f"config file {path} does not hold a mapping of sections")

@@ -17,7 +17,7 @@ CERTAIN = 0.001
 _ENOUGH, _MOST_TOLERATED = 20, 0.5
 _WINDOW = 500
 _MOST_TURNS = 32
-_MAX_FAILURE_TEXT = 200
+_MAX_TEXT = 200
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class FailureRates:
         if failure is not None:
             count.failed += 1
             count.reward_failed += reward
-            count.last = "".join(c if c.isprintable() else " " for c in failure[: 2 * _MAX_FAILURE_TEXT]).strip()[:_MAX_FAILURE_TEXT]
+            count.last = "".join(c if c.isprintable() else " " for c in failure[: 2 * _MAX_TEXT]).strip()[:_MAX_TEXT]
             self.n_failed += 1
 
     def suspect(self, certain: float = CERTAIN, than: FailureRates | None = None) -> int | None:

@@ -293,8 +293,7 @@ class EngineSection(Section):
 
 
 class SamplingSection(Section):
-    """Sampling parameters, within the rollout server's limits; below the lowest temperature it would sample greedily.
-    """
+    """Sampling parameters, within the server's limits; below the lowest temperature it would sample greedily."""
 
     temperature: Annotated[float, Field(ge=1e-4, le=1e3)] = 1.0
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0

@@ -1,14 +1,16 @@
-"""The archive of trained groups: `archive/e000001/s000042.zst` holds the wire bytes of the groups that made
+"""Archive of trained groups: `archive/e000001/s000042.zst` holds the wire bytes of the groups that made
 e000001-s000042.
 
-A file is a stream of zstd frames, each of them one msgpack value: a header {schema, run, version, n, digests}, then `n`
-groups as binary, in the order they were trained in; `zstd -d` opens it. Writer and reader hold one group at a time.
+A file is a stream of zstd frames, each one msgpack value: a header {schema, run, version, n, digests}, then `n` groups
+as binary, in training order; `zstd -d` opens it. Writer and reader hold one group at a time.
 
-Invariants: a file is whole or absent (written beside its place, fsynced, renamed, parent fsynced); a file alone claims
-nothing, because a crash may undo its step: what counts is the ledger's lines of the surviving lineage, and their
-digests. An undone step lies under the epoch that made it, so it never mixes with the step that replaced it. An epoch's
-folder is made by the one trainer that holds the epoch, before it writes anything: this is what keeps epochs apart when
-Redis has forgotten them.
+Invariants:
+- A file is whole or absent (written to a temporary name, fsynced, renamed, parent fsynced).
+- A file alone proves nothing, because a crash may undo its step: the ledger's lines of the surviving lineage, and their
+  digests, decide what counts.
+- An undone step lies under the epoch that made it, so it never mixes with the step that replaced it.
+- The one trainer that holds an epoch makes the epoch's folder before it writes anything; this keeps epochs apart even
+  if Redis has lost them.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _SIP = 2**6  # bytes of a frame decompressed at once: 4 may become 128 kB
 _MAX_WINDOW = 2**23
 _MOST_GROUPS = 2**20
 MAX_GROUP_BYTES = 2**28
-"""A reader refuses more, so that a damaged or hostile file costs little memory; the trainer takes no larger group in.
+"""Largest group that a reader accepts, so that a damaged or hostile file costs little memory; the trainer accepts no
+larger ones.
 """
 
 type Spend = Callable[[int], None]
@@ -53,20 +56,20 @@ _EPOCH = re.compile(r"e(\d{6,})\Z")
 
 
 class Archive:
-    """Writes the archive of one run.
+    """Write the archive of one run.
 
     Args:
-        root: the archive's folder, made with its first epoch.
-        run: name of the run, kept in every file.
+        root: the archive's folder; `claim` creates it.
+        run: name of the run, stored in every file.
     """
 
     def __init__(self, root: Path, run: str) -> None:
         self.root, self._run = root, run
 
     def claim(self, epoch: int) -> bool:
-        """Makes the epoch's folder; False if it is there, so another trainer has the epoch. Raises StorageFull.
+        """Create the epoch's folder; return False if it exists, because another trainer then has the epoch.
 
-        What a crash left half-written in older epochs is removed.
+        Partial files that a crash left in older epochs are removed. Raises StorageFull.
         """
         with storage(self.root.parent):
             self.root.mkdir(parents=True, exist_ok=True)
@@ -82,19 +85,18 @@ class Archive:
         return True
 
     def last_epoch(self) -> int:
-        """The highest that was ever claimed; 0 if none was."""
+        """Return the highest epoch ever claimed; 0 if there is none."""
         return max(epochs(self.root), default=0)
 
     def check_newest(self, epoch: int) -> None:
-        """Raises Fenced if a later epoch was claimed."""
+        """Raise Fenced if a later epoch was claimed."""
         if self.last_epoch() > epoch:
-            raise Fenced("another trainer of the run has begun")
+            raise Fenced("another trainer of the run has started")
 
     def write(self, version: WeightVersion, payloads: Sequence[bytes]) -> list[str]:
-        """Makes the groups that are trained to `version` durable, in this order; returns their digests. The epoch is
-        claimed.
+        """Make the groups of `version` durable, in training order; return their digests.
 
-        Raises StorageFull; then there is no file, as if it had not been called.
+        The epoch has to be claimed. Raises StorageFull; then no file is left.
         """
         path = path_of(self.root, version)
         temporary, digests = path.with_name(f".{path.name}.tmp"), [digest(payload) for payload in payloads]
@@ -123,7 +125,7 @@ class Archive:
 
 
 def digest(payload: bytes) -> str:
-    """blake3 of a group's wire bytes, in hex."""
+    """Return the blake3 of a group's wire bytes, in hex."""
     return blake3.blake3(payload).hexdigest()
 
 
@@ -132,19 +134,20 @@ def path_of(root: Path, version: WeightVersion) -> Path:
 
 
 def epochs(root: Path) -> set[int]:
-    """Those that were ever claimed."""
+    """Return the epochs that were ever claimed."""
     return set(map(_epoch, root.glob("e*"))) - {0}
 
 
 def versions(root: Path) -> list[WeightVersion]:
-    """Versions that have a file, oldest first; a missing root has none."""
+    """Return the versions that have a file, oldest first; none if `root` is missing."""
     matches = map(_NAME.match, names(root))
     return sorted(WeightVersion(int(m[1]), int(m[2])) for m in matches if m)
 
 
 def names(root: Path) -> Iterator[str]:
-    """Files below the folders of epochs, as `e000001/s000042.zst`; none where `root` is missing. A folder may hold a
-    hundred thousand, so no path is made of each.
+    """Yield the files in the epochs' folders, as `e000001/s000042.zst`; none if `root` is missing.
+
+    A folder may hold a hundred thousand files, so it creates no path objects.
     """
     for folder in _entries(root):
         if _EPOCH.match(folder):
@@ -159,7 +162,7 @@ def _entries(folder: Path) -> list[str]:
 
 
 def refused(root: Path) -> list[tuple[WeightVersion, Path]]:
-    """Files of groups that gave numbers that are not finite, below `root`, with the version they would have made;
+    """Return the files of groups below `root` that gave non-finite numbers, with the version they would have made;
     oldest first.
     """
     matches = map(_REFUSED.match, names(root))
@@ -168,24 +171,22 @@ def refused(root: Path) -> list[tuple[WeightVersion, Path]]:
 
 
 def refused_path(root: Path, version: WeightVersion, n: int) -> Path:
-    """Of the n-th time (1 is the first) that the version was refused."""
+    """Return the path for the n-th refusal (1 is the first) of a version."""
     return _folder(root, version.epoch) / f"s{version.step:06d}-{n}.zst"
 
 
 def read(root: Path, run: str, version: WeightVersion, spend: Spend = _freely) -> Iterator[bytes]:
-    """Wire bytes of the groups that made `version`, one at a time, in the order they were trained in. Raises
-    DecodeError.
-    """
+    """Yield the wire bytes of the groups that made `version`, in training order. Raises DecodeError."""
     return read_file(path_of(root, version), run, version, spend)
 
 
 def read_file(path: Path, run: str, version: WeightVersion, spend: Spend = _freely) -> Iterator[bytes]:
-    """Wire bytes of the groups in a file, one at a time, in the order they were trained in.
+    """Yield the wire bytes of the groups in a file, in training order.
 
-    Raises DecodeError if the file is missing, damaged, or of another run or version.
+    Raises DecodeError if the file is missing, damaged, or belongs to another run or version.
 
     Args:
-        spend: told how many bytes are unpacked, before the next ones are; may raise DecodeError.
+        spend: called with the number of bytes just unpacked, before unpacking more; may raise DecodeError.
     """
     try:
         with open_file(path) as file:
@@ -201,22 +202,20 @@ def _folder(root: Path, epoch: int) -> Path:
 
 
 def _epoch(folder: Path) -> int:
-    """0 for a folder of another kind."""
+    """Return 0 for a folder that is not an epoch's."""
     name = _EPOCH.match(folder.name)
     return int(name[1]) if name else 0
 
 
 def _values(file: IO[bytes], spend: Spend) -> Iterator[bytes]:
-    """The contents of the frames, one at a time. Raises ValueError if the last one has no end, or one
-    holds too much.
-    """
+    """Yield the contents of the frames. Raises ValueError if the last one is cut off, or one is too large."""
     read = memoryview(b"")
     while read or (read := memoryview(file.read(_PORTION))):
         frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
         parts, size = list[bytes](), 0
         while not frame.eof:
             if not read and not (read := memoryview(file.read(_PORTION))):
-                raise ValueError("the last frame has no end")
+                raise ValueError("the last frame is cut off")
             part = frame.decompress(read[:_SIP])
             used, read = read[:_SIP], read[_SIP:]
             size += len(part)
@@ -235,22 +234,22 @@ def _payloads(path: Path, values: Iterator[bytes], run: str, version: WeightVers
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         raise DecodeError(f"archive {path} is not of schema {SCHEMA}")
     if (header.get("run"), header.get("version")) != (run, str(version)):
-        said = f"run {str(header.get('run'))[:100]}, version {str(header.get('version'))[:100]}"
-        raise DecodeError(f"archive {path} is of {said}, not of {run}, {version}")
+        found = f"run {str(header.get('run'))[:100]}, version {str(header.get('version'))[:100]}"
+        raise DecodeError(f"archive {path} belongs to {found}, not to {run}, {version}")
     expected, n = header.get("n"), 0
     digests = header.get("digests")
     if type(expected) is not int or not isinstance(digests, list | None):
-        raise DecodeError(f"archive {path} does not say what groups it holds")
+        raise DecodeError(f"archive {path} has no valid header")
     for value in values:
         group = _unpacked(path, value, 1)
         if not isinstance(group, bytes):
-            raise DecodeError(f"archive {path} holds something else than groups")
+            raise DecodeError(f"archive {path} holds something other than groups")
         del value
         n += 1
         if n > expected:
             break
         if digests is not None and digest(group) not in digests[n - 1 : n]:
-            raise DecodeError(f"archive {path}: group {n} is not the one that was written")
+            raise DecodeError(f"archive {path}: group {n} does not have its recorded digest")
         yield group
     if n != expected:
         raise DecodeError(

@@ -1,8 +1,8 @@
-"""Arrays of an Orbax folder (Zarr 2 in an OCDBT database), opened only if a trainer can have written them.
+"""Open the arrays of an Orbax folder (Zarr 2 in an OCDBT database) if a trainer can have written them.
 
-TensorStore believes the metadata of an array: a chunk may be far larger than its array, and a few packed bytes of it
-may unpack to gigabytes. A trainer packs nothing and makes no chunk larger than its array, so the files hold every byte
-of the arrays; anything else is refused before a chunk is read.
+TensorStore trusts the metadata of an array: a chunk may be far larger than its array, and a few compressed bytes may
+decompress to gigabytes. A trainer compresses nothing and makes no chunk larger than its array, so the files hold every
+byte of the arrays; anything else is refused before a chunk is read.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _OS_ERROR = re.compile(r"\[os_error_code='(\d+)'")
 
 
 def open_arrays(folder: Path, what: str | None = None, **options: Any) -> dict[str, ts.TensorStore]:
-    """All arrays of a folder, by flat name, whatever sharding and JAX wrote them.
+    """Open all arrays of a folder, by flat name, for any sharding and JAX version.
 
-    Raises WeightsError if the folder holds none, or others than a trainer writes, and Unavailable if they cannot be
-    read now.
+    Raises WeightsError if the folder holds no arrays, or arrays that no trainer writes, and Unavailable if they cannot
+    be read now.
 
     Args:
-        what: the name of the folder in errors.
+        what: the folder's name in errors.
         options: of TensorStore's file driver.
     """
     what = what or str(folder)
@@ -53,50 +53,50 @@ def open_arrays(folder: Path, what: str | None = None, **options: Any) -> dict[s
     except (ValueError, NotImplementedError, OverflowError) as error:
         raise translated(what, error) from error
     if not found:
-        raise WeightsError(f"{what} holds no arrays", "its files are not those of an Orbax checkpoint")
+        raise WeightsError(f"{what} holds no arrays", "the folder is not an Orbax checkpoint")
     if (n := sum(math.prod(one.shape) * one.dtype.numpy_dtype.itemsize for one in found.values())) > n_bytes:
-        raise WeightsError(f"the arrays of {what} would have {n} bytes, its files have {n_bytes}")
+        raise WeightsError(f"{what}: its arrays need {n} bytes, but its files have {n_bytes}")
     return found
 
 
 def _check(name: str, metadata: bytes, n_bytes: int) -> None:
-    """Raises WeightsError, or ValueError, unless an array is stored as it is, in chunks that are no larger."""
+    """Raise WeightsError or ValueError unless an array is uncompressed, in chunks no larger than itself."""
     if len(metadata) > _MAX_METADATA_BYTES:
         raise ValueError(f"the metadata of {name[:100]} has {len(metadata)} bytes")
     raw = orjson.loads(metadata)
     if not isinstance(raw, dict):
-        raise ValueError(f"the metadata of {name[:100]} is no object")
+        raise ValueError(f"the metadata of {name[:100]} is not an object")
     shape, chunks = _sizes(raw, "shape"), _sizes(raw, "chunks")
     if not len(shape) == len(chunks) <= _MAX_RANK:
         raise WeightsError(f"{name[:100]} has {len(shape)} axes, and chunks of {len(chunks)}")
     if any(not 0 < chunk <= max(1, size) for chunk, size in zip(chunks, shape, strict=True)):
         raise WeightsError(f"{name[:100]} has chunks of {str(chunks)[:60]}, larger than its shape {str(shape)[:60]}")
     if math.prod(chunks) > n_bytes:
-        raise WeightsError(f"{name[:100]} has chunks of {str(chunks)[:60]}, and the files have {n_bytes} bytes")
+        raise WeightsError(f"{name[:100]} has chunks of {str(chunks)[:60]}, more than the {n_bytes} bytes of the files")
     for key in ("compressor", "filters"):
         if raw.get(key) is not None:
-            raise WeightsError(f"{name[:100]} has the {key} {str(raw[key])[:60]}; no trainer packs its arrays")
+            raise WeightsError(f"{name[:100]} has the {key} {str(raw[key])[:60]}; trainers never compress arrays")
 
 
 def _sizes(raw: Mapping[str, Any], key: str) -> list[int]:
-    """Raises ValueError."""
+    """Return a list of sizes. Raises ValueError."""
     value = raw.get(key)
     if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
-        raise ValueError(f"{key} is {str(value)[:60]}, no list of sizes")
+        raise ValueError(f"{key} is {str(value)[:60]}, not a list of sizes")
     return value
 
 
 def translated(what: str, error: Exception) -> VolleyError:
-    """The error of a library that could not read `what`."""
+    """Translate the error of a library that could not read `what`."""
     if (cause := os_error(error)) is not None:
         return unreadable(what, cause)
-    said = (str(error).splitlines() or [type(error).__name__])[0]
-    return WeightsError(f"{what} cannot be read as an Orbax checkpoint: {said[:300]}")
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return WeightsError(f"{what} cannot be read as an Orbax checkpoint: {reason[:300]}")
 
 
 def os_error(error: Exception) -> OSError | None:
-    """Error of the system, which TensorStore tells in its text alone: `RESOURCE_EXHAUSTED: … No space left on device
-    [os_error_code='28']`.
+    """Return the OSError in a TensorStore error's text: `… No space left on device [os_error_code='28']`; None without
+    one.
     """
     code = _OS_ERROR.search(str(error))
     return OSError(int(code[1]), os.strerror(int(code[1]))) if code else None

@@ -1,10 +1,10 @@
-"""The version of a run that solved the most held-out tasks, by evals.jsonl.
+"""Find the version of a run that solved the most held-out tasks, by evals.jsonl.
 
-A task whose episode failed (infrastructure) counts as not solved: nothing is known of it, so this is the least that the
-version can have solved. An evaluation with more than MOST_FAILED of its tasks failed comes after every other one.
+A task whose episode failed (infrastructure) counts as not solved, which gives a lower bound of what the version solves.
+An evaluation with more than MOST_FAILED of its tasks failed ranks below all others.
 
-Every evaluation measures exactly one version. Records of several, as older runs have, and of weights that were undone,
-do not count. Of several records of one version the last counts.
+Every evaluation measures exactly one version. Records of several versions, as older runs have them, and of undone
+weights do not count. The last record of a version counts.
 """
 
 from __future__ import annotations
@@ -22,17 +22,15 @@ from shared.run.state import in_lineage
 from shared.types import WeightVersion
 
 MOST_FAILED = 0.05
-"""Share of the tasks of an evaluation that may have failed without it counting as incomplete."""
+"""Share of an evaluation's tasks that may fail before the evaluation counts as incomplete."""
 
 type Standing = tuple[bool, float, int]
-"""Orders evaluations: complete, share of all tasks that is solved at least, tasks played if it is incomplete."""
+"""Rank of an evaluation: complete, lower bound of the share of solved tasks, tasks played if incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredVersion:
-    """`success` and `reward_mean` are means over the `n_tasks` - `failed` held-out tasks of the main environment that
-    were played.
-    """
+    """Means of an evaluation, over the `n_tasks` - `failed` held-out tasks of the main environment that were played."""
 
     version: WeightVersion
     success: float
@@ -42,22 +40,22 @@ class MeasuredVersion:
 
     @property
     def rank(self) -> tuple[Standing, float, WeightVersion]:
-        """By standing, then `reward_mean`, then the newest."""
+        """Order by standing, then `reward_mean`, then version."""
         return standing(self.success, self.n_tasks - self.failed, self.failed), self.reward_mean, self.version
 
 
 def standing(success: float, played: int, failed: int) -> Standing:
-    """Args: success: share of the `played` tasks, of which there is one at least; failed: tasks beside them."""
+    """Return the standing. Args: success: share of the `played` tasks (at least one); failed: further tasks."""
     is_complete = failed <= MOST_FAILED * (played + failed)
     return is_complete, success * played / (played + failed), 0 if is_complete else played
 
 
 def best_version(evals: Path, lineage: Sequence[tuple[int, int]], step: int | None = None) -> MeasuredVersion | None:
-    """None if none was measured, or the file cannot be read.
+    """Return the best version; None if none was measured or the file cannot be read.
 
     Args:
         evals: evals.jsonl.
-        lineage, step: of the newest state. No later version counts.
+        lineage, step: of the newest state. Later versions do not count.
     """
     try:
         found = [one for text in whole_lines(evals) if (one := _measured(text)) is not None]

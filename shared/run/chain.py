@@ -1,10 +1,12 @@
-"""The chain of a run: what its checkpoint says all steps and dispositions before it were, in two digests.
+"""Hash chain of a run: two digests in a checkpoint, over all steps and dispositions before it.
 
-`steps` runs over the steps of the lineage: chain_s = blake3(chain_{s-1} ‖ the step's ledger lines in their order ‖ its
-line of metrics). `voids` is over the tickets that ended without training, whose lines have no order among themselves:
-the sum of their blake3 digests modulo 2^256 (Bellare and Micciancio, "A New Paradigm for Collision-free Hashing:
-Incrementality at Reduced Cost", 1997). Invariant: the trainer that extends a chain and the proof that recomputes it
-from the files call the same functions, on values as they are read back from JSON.
+`steps` covers the steps of the lineage: chain_s = blake3(chain_{s-1} ‖ the step's ledger lines in order ‖ its line of
+metrics). `voids` covers the tickets that ended without training, whose lines have no order: the sum of their blake3
+digests modulo 2^256 (Bellare and Micciancio, "A New Paradigm for Collision-free Hashing: Incrementality at Reduced
+Cost", 1997).
+
+Invariant: the trainer that extends a chain and the proof that recomputes it call the same functions, on values as read
+back from JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _ZERO = "0" * _DIGITS
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """`since`: the step after which it began (0, or where an older trainer had left the run). `steps`, `voids`: digests
+    """`since`: step after which the chain starts (0, or where an older trainer left the run). `steps`, `voids`: digests
     in hex.
     """
 
@@ -34,14 +36,14 @@ class Chain:
     voids: str = _ZERO
 
     def trained(self, lines: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> Self:
-        """One step further: its ledger lines in the order of training, and its line of metrics.jsonl."""
+        """Extend the chain by one step: its ledger lines in training order, and its line of metrics.jsonl."""
         link = blake3.blake3(bytes.fromhex(self.steps))
         for record in (*lines, metrics):
             link.update(_canonical(record))
         return replace(self, steps=link.hexdigest())
 
     def ended(self, lines: Iterable[Mapping[str, Any]]) -> Self:
-        """With tickets that ended without training: their ledger lines, in any order."""
+        """Add the ledger lines, in any order, of tickets that ended without training."""
         total = sum(
             (int.from_bytes(blake3.blake3(_canonical(line)).digest()) for line in lines), start=int(self.voids, 16)
         )
@@ -49,23 +51,23 @@ class Chain:
 
     @classmethod
     def from_mapping(cls, raw: Any) -> Self:
-        """Raises DecodeError."""
+        """Parse a chain. Raises DecodeError."""
         if not isinstance(raw, dict) or type(since := raw.get("since")) is not int or since < 0:
-            raise DecodeError("the chain does not say since which step it is")
+            raise DecodeError("the chain has no valid `since`")
         return cls(since, _hex(raw.get("steps")), _hex(raw.get("voids")))
 
 
 def as_read(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line as it comes back from its file, without numpy's numbers."""
+    """Return a line as it is read back from its file, without numpy's numbers."""
     return orjson.loads(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def _canonical(record: Mapping[str, Any]) -> bytes:
-    """One text for one meaning, whatever the order of keys and the blanks in the file."""
+    """Serialize with sorted keys, so that key order and blanks in the file do not matter."""
     return orjson.dumps(record, option=orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE)
 
 
 def _hex(value: Any) -> str:
     if not isinstance(value, str) or len(value) != _DIGITS or set(value) - set("0123456789abcdef"):
-        raise DecodeError(f"the chain holds no digest, but {str(value)[:_DIGITS]!r}")
+        raise DecodeError(f"{str(value)[:_DIGITS]!r} in the chain is not a digest")
     return value

@@ -1,9 +1,9 @@
-"""Checkpoint folders and their manifests: how weights are named, proven whole, and found.
+"""Checkpoint folders and their manifests: name, verify and find weights.
 
 A folder `{root}/{version}/` is valid if and only if it holds `manifest.json`, which is written last: every file it
-names has been fsynced before, and the folder's own entry after. A reader that sees a manifest sees all of the weights.
-Weights of the kind `adapter` are those of adapters alone; the base that they belong to lies once in the run, in
-`{root}/base/{digest}/`, and is made durable before the first manifest that names it.
+names is fsynced before, and the folder's own entry after. A reader that sees a manifest sees all of the weights.
+Weights of kind `adapter` are adapters alone; their base lies once per run in `{root}/base/{digest}/`, and is durable
+before the first manifest that names it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from shared.types import WeightVersion
 
 SCHEMA = 1
 MANIFEST, PARAMS = "manifest.json", "params"
-BASE = "base"  # below the root: what adapters are of, in a folder with the name of its digest
-BAD = "bad"  # below the root: where damaged checkpoints are set aside, each in a folder with its name
+BASE = "base"  # below the root: base weights of adapters, in a folder named by their digest
+BAD = "bad"  # below the root: damaged checkpoints, each in a folder of its name
 MAX_MANIFEST_BYTES = 16 * 2**20
 _BLOCK_BYTES = 16 * 2**20
 _MAX_DETAIL = 300
@@ -56,7 +56,7 @@ class ManifestFile:
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> Self:
-        """Raises KeyError or TypeError."""
+        """Parse a file's entry. Raises KeyError or TypeError."""
         return cls(text_of(raw, "name"), count_of(raw, "size"), text_of(raw, "blake3"))
 
 
@@ -69,7 +69,7 @@ class ManifestLeaf:
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """Full weights that adapters are of: `digest` is that of the files, in hex."""
+    """Full weights that adapters belong to; `digest` covers the files, in hex."""
 
     digest: str
     files: tuple[ManifestFile, ...]
@@ -80,13 +80,13 @@ class BaseWeights:
         return cls(_digest_of(files), files, tree)
 
     def folder(self, root: Path) -> Path:
-        """Where it lies; `root` holds the checkpoints."""
+        """Return the folder of the base; `root` holds the checkpoints."""
         return root / BASE / self.digest
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What the manifest of adapters says beside them; see `shared.models.adapter`."""
+    """Adapter part of a manifest; see `shared.models.adapter`."""
 
     rank: int
     alpha: float
@@ -98,11 +98,11 @@ class Adapter:
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> Self:
-        """Raises KeyError or TypeError."""
+        """Parse the adapter part. Raises KeyError or TypeError."""
         rank, alpha, base = count_of(raw, "rank"), float(raw["alpha"]), raw["base"]
         files = tuple(map(ManifestFile.from_mapping, base["files"]))
         if not rank or not math.isfinite(alpha) or base["digest"] != _digest_of(files):
-            raise TypeError("rank, alpha or the digest of the base is none")
+            raise TypeError("rank, alpha or the digest of the base is invalid")
         return cls(rank, alpha, BaseWeights(base["digest"], files, tuple(map(leaf_of, base["tree"]))))
 
 
@@ -110,8 +110,8 @@ class Adapter:
 class Probe:
     """A fixed prompt and the trainer's log-probabilities of its tokens 1…n-1 given their prefix (natural log).
 
-    They are those of the published parameters in float32; `noise` is how far the trainer's own arithmetic, in the dtype
-    it trains in, is from them: mean |difference| in nats. Manifests of earlier versions do not tell it.
+    They are those of the published parameters in float32. `noise` is the mean |difference| in nats between them and the
+    trainer's own arithmetic in its training dtype; older manifests lack it.
     """
 
     input_ids: tuple[int, ...]
@@ -121,10 +121,11 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`path` is the Orbax folder, relative to the manifest's; `model` is the Hugging Face config.json of the
-    architecture. `kind` is "full", or "adapter" with an `adapter`.
+    """Description of a checkpoint.
 
-    `state` is the digest of a trainer's `state.json` beside it (see shared.run.state); None where there is none.
+    `path` is the Orbax folder, relative to the manifest's; `model` is the Hugging Face config.json of the architecture.
+    `kind` is "full", or "adapter" with an `adapter`. `state` is the digest of the trainer's `state.json` beside it (see
+    shared.run.state); None without one.
     """
 
     run: str
@@ -148,7 +149,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Raises WeightsError naming what is wrong."""
+        """Parse a manifest. Raises WeightsError naming what is wrong."""
         try:
             raw = codec.from_record(data, "manifest")
             if raw["schema"] != SCHEMA:
@@ -174,12 +175,12 @@ class Manifest:
 
 
 def _digest_of(files: Sequence[ManifestFile]) -> str:
-    """blake3 of what the files are called and hold, in hex."""
+    """Return the blake3 of the files' names, sizes and digests, in hex."""
     return blake3.blake3(orjson.dumps([asdict(file) for file in files], option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def text_of(raw: Mapping[str, Any], key: str) -> str:
-    """Raises KeyError or TypeError, as the other three."""
+    """Return a text value. Raises KeyError or TypeError, as the next three functions do."""
     value = raw[key]
     if not isinstance(value, str) or "\0" in value:
         raise TypeError(f"{key} is not text")
@@ -187,7 +188,7 @@ def text_of(raw: Mapping[str, Any], key: str) -> str:
 
 
 def count_of(raw: Mapping[str, Any], key: str) -> int:
-    """At least 0."""
+    """Return an integer of at least 0."""
     value = raw[key]
     if type(value) is not int or value < 0:
         raise TypeError(f"{key} is not a count")
@@ -195,7 +196,7 @@ def count_of(raw: Mapping[str, Any], key: str) -> int:
 
 
 def leaf_of(raw: Mapping[str, Any]) -> ManifestLeaf:
-    """An array's key, shape and dtype."""
+    """Return an array's key, shape and dtype."""
     shape = tuple(raw["shape"])
     if any(type(n) is not int or n < 0 for n in shape):
         raise TypeError("a shape does not consist of sizes")
@@ -203,7 +204,7 @@ def leaf_of(raw: Mapping[str, Any]) -> ManifestLeaf:
 
 
 def probe_of(raw: Mapping[str, Any]) -> Probe:
-    """A log-probability that is no number is null in JSON: those weights compute nothing."""
+    """Return a probe. A non-finite log-probability is null in JSON, and is rejected."""
     ids, logprobs = tuple(raw["input_ids"]), tuple(raw["logprobs"])
     if any(type(token) is not int or not 0 <= token < 1 << 31 for token in ids):
         raise TypeError("the probe's input_ids are not token ids")
@@ -211,33 +212,33 @@ def probe_of(raw: Mapping[str, Any]) -> Probe:
         raise TypeError("the probe's logprobs are not one number for each id but the first")
     noise = raw.get("noise")
     if noise is not None and (type(noise) is not float or not noise >= 0):
-        raise TypeError("the probe's noise is no number of nats")
+        raise TypeError("the probe's noise is not a number of nats")
     return Probe(ids, logprobs, noise)
 
 
 def digest_files(folder: Path, subfolder: str) -> tuple[ManifestFile, ...]:
-    """Size and digest of every file below `folder/subfolder`, by name; each is fsynced on the way."""
+    """Return size and digest of every file below `folder/subfolder`, by name, and fsync each."""
     files = sorted(p for p in (folder / subfolder).rglob("*") if p.is_file())
     return tuple(ManifestFile(str(p.relative_to(folder)), p.stat().st_size, digest(p, sync=True)) for p in files)
 
 
 def seal(manifest: Manifest) -> str:
-    """blake3 of all that a manifest says but its `state`, which holds this: so neither file changes without the other,
-    in hex.
+    """Return the blake3 of a manifest without its `state`, in hex.
+
+    `state.json` holds this seal and the manifest holds the digest of `state.json`, so neither file changes without the
+    other.
     """
     return blake3.blake3(orjson.dumps(_plain(replace(manifest, state=None)), option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def _plain(manifest: Manifest) -> dict[str, Any]:
-    """Of full weights without a word on adapters, as it was before there were any."""
+    """Return the manifest as a dict; full weights have no key `adapter`, as in manifests older than adapters."""
     plain = asdict(manifest)
     return plain if manifest.adapter else {name: value for name, value in plain.items() if name != "adapter"}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Path:
-    """Makes the folder valid: writes the manifest beside its place, fsyncs, renames, fsyncs the folder and
-    its parent.
-    """
+    """Make the folder valid: write the manifest to a temporary name, fsync, rename, fsync the folder and its parent."""
     path, temporary = folder / MANIFEST, folder / f".{MANIFEST}.tmp"
     with temporary.open("wb") as file:
         file.write(orjson.dumps(_plain(manifest), option=orjson.OPT_INDENT_2))
@@ -250,7 +251,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """`path` is a manifest or its folder. Raises WeightsError, and Unavailable if it cannot be read now."""
+    """Read a manifest; `path` is the manifest or its folder. Raises WeightsError, and Unavailable if it cannot be read
+    now.
+    """
     path = path / MANIFEST if path.is_dir() else path
     try:
         return Manifest.from_json(read_file(path, MAX_MANIFEST_BYTES))
@@ -259,9 +262,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Raises WeightsError naming the first file that is missing, extra, of another size, or of another digest.
+    """Check all files of the weights.
 
-    Raises Unavailable if the files cannot be read now.
+    Raises WeightsError naming the first file that is missing, extra, or has another size or digest, and Unavailable if
+    the files cannot be read now.
     """
     try:
         _verify_files(folder, manifest)
@@ -270,7 +274,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
 
 def verify_base(root: Path, base: BaseWeights) -> None:
-    """`verify_files`, of the base that adapters below `root` are of."""
+    """Check the files of a base below `root`, as `verify_files` does."""
     try:
         for file, path in _present(base.folder(root), PARAMS, base.files, f"base {base.digest}"):
             _agree(file, digest(path, most=file.size), f"base {base.digest}")
@@ -281,13 +285,12 @@ def verify_base(root: Path, base: BaseWeights) -> None:
 def copy_files(
     folder: Path, below: str, files: Sequence[ManifestFile], version: str, copy: Callable[[str], IO[bytes]]
 ) -> None:
-    """Writes the checkpoint's files into what `copy` opens for their names, if they are as `verify_files` would have
-    them.
+    """Verify the checkpoint's files as `verify_files` does, while copying them to what `copy` opens for their names.
 
-    Each file is read once, and its digest is that of the bytes that are written: whatever becomes of the file meanwhile
-    or later, what was verified is what the copies hold. 16 MiB are in memory beside them.
+    Each file is read once, and its digest is that of the bytes written: the copies hold what was verified, even if the
+    file changes meanwhile. Memory use is 16 MiB.
 
-    Raises as `verify_files`; then the copies are of no use. What `copy` raises is raised as it is, but OSError.
+    Raises as `verify_files`; then the copies are unusable. Exceptions of `copy` pass through, except OSError.
     """
     try:
         for file, path in _present(folder, below, files, version):
@@ -297,10 +300,10 @@ def copy_files(
 
 
 def unreadable(what: str, error: OSError) -> VolleyError:
-    """What it means that a checkpoint's file cannot be read: WeightsError if it is not there, or no file; else
+    """Return the error for a checkpoint's file that cannot be read: WeightsError if it is missing or not a file, else
     Unavailable.
 
-    Too many open files, or a file server that is away, say nothing of the file: a later read may succeed.
+    Too many open files, or a file server that is away, say nothing about the file: a later read may succeed.
     """
     if error.errno in _DAMAGE:
         return WeightsError(f"{what}: {error.strerror}", "the checkpoint may just have been removed")
@@ -315,7 +318,7 @@ def _verify_files(folder: Path, manifest: Manifest) -> None:
 def _present(
     folder: Path, below: str, files: Sequence[ManifestFile], version: str
 ) -> Iterator[tuple[ManifestFile, Path]]:
-    """Every file and where it lies, once no other is there and none is missing; each has the size that it must have."""
+    """Yield every file with its path, after checking that none is missing, extra or of another size."""
     expected = {file.name for file in files}
     if len(expected) != len(files):
         raise WeightsError(f"{version}: its manifest names a file twice")
@@ -341,27 +344,27 @@ def _raise(error: OSError) -> None:
 
 
 def versions(root: Path) -> list[WeightVersion]:
-    """Versions with a manifest under `root`, oldest first; a missing root has none."""
+    """Return the versions with a manifest under `root`, oldest first; none if `root` is missing."""
     names = (entry.parent.name for entry in root.glob(f"*/{MANIFEST}"))
     return sorted(version for version in map(WeightVersion.of_name, names) if version is not None)
 
 
 def newest(root: Path) -> Path | None:
-    """Folder of the newest version under `root` that has a manifest."""
+    """Return the folder of the newest version under `root` that has a manifest."""
     found = versions(root)
     return root / str(found[-1]) if found else None
 
 
 def digest(path: Path, sync: bool = False, copy: IO[bytes] | None = None, most: int | None = None) -> str:
-    """blake3 of a file in hex; with `sync` its bytes are durable before, with `copy` they are written there.
+    """Return the blake3 of a file in hex; with `sync`, fsync it first; with `copy`, write its bytes there.
 
-    Raises WeightsError for a file of more than `most` bytes: it has grown since somebody looked at its size.
+    Raises WeightsError if the file has more than `most` bytes: it grew after its size was read.
     """
     if sync:
         fsync(path)
     found = blake3.blake3(max_threads=blake3.blake3.AUTO)
     known = _digests.get() if copy is None else None
-    with open_file(path) as file:  # not mapped into memory: a file cut meanwhile would end the process
+    with open_file(path) as file:  # not mmap: a file truncated meanwhile would kill the process
         status = os.fstat(file.fileno())
         size, key = status.st_size, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
         if known is not None and key in known and (most is None or size <= most):
@@ -385,7 +388,7 @@ _digests: ContextVar[dict[tuple[int, int, int, int], str] | None] = ContextVar("
 
 @contextmanager
 def hashing_once() -> Iterator[None]:
-    """Inside, a file that has several names, or is asked for again, is read once."""
+    """Read each file once inside this context, even if it has several names or is requested again."""
     token = _digests.set({})
     try:
         yield

@@ -1,8 +1,8 @@
-"""What the log tells of the contents of a checkpoint: checksums of its arrays, and a digest of how it describes them.
+"""Checksums of a checkpoint's arrays, and a digest of its description, as the log records them.
 
-A commit record has the checksum of the parameters, a line of metrics all of them (`checksums`), and the chain is over
-that line. Invariant: who made the step computed them from memory, before there was a checkpoint of it. So whoever
-changes a checkpoint and makes the digests in its folder anew contradicts the log.
+A commit record has the checksum of the parameters, a line of metrics all of them (`checksums`), and the chain covers
+that line. Invariant: the process that made the step computed them from memory, before any checkpoint of it existed. So
+a changed checkpoint contradicts the log even if the digests in its folder were recomputed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ DESCRIPTION = "description"
 _ARRAYS = {PARAMS: "parameters", OPTIMIZER: "optimizer"}
 
 type Checksums = Mapping[str, str]
-"""By part: of the parameters under training, of the optimizer's state (a critic's included), and the description."""
+"""Checksums by part: the trained parameters, the optimizer's state (a critic's included), and the description."""
 type Told = tuple[str, Checksums]
-"""Who tells, and what."""
+"""A source and the checksums it records."""
 
 
 def description(
     model: Mapping[str, Any], tree: Iterable[ManifestLeaf], adapter: Adapter | None, probe: Probe | None
 ) -> str:
-    """blake3 of what a manifest says of its weights beside their files, in hex. Logs hold it: it stays as it is."""
+    """Return the blake3 of a manifest's description of its weights, in hex. The log holds it, so its format never
+    changes.
+    """
     of_adapter = None if adapter is None else [adapter.rank, float(adapter.alpha), adapter.base.digest]
     leaves = sorted((asdict(leaf) for leaf in tree), key=lambda leaf: leaf["key"])
     plain = {"model": model, "tree": leaves, "adapter": of_adapter, "probe": None if probe is None else asdict(probe)}
@@ -47,14 +49,14 @@ def description(
 
 
 def made_as(state: TrainerState) -> WeightVersion:
-    """The version whose step made these weights: an epoch begins with those of the step before it."""
+    """Return the version whose step made these weights; an epoch starts with the weights of an earlier step."""
     return WeightVersion(epoch_of(state.step, state.lineage) or state.epoch, state.step)
 
 
 def told(
     state: TrainerState, records: Mapping[WeightVersion, CommitRecord], lines: Sequence[Mapping[str, Any]]
 ) -> list[Told]:
-    """What records, `state.json` and lines of metrics tell of the weights that `state` is of.
+    """Collect the checksums that records, `state.json` and lines of metrics hold of the weights of `state`.
 
     Args:
         lines: of metrics.jsonl, of any versions.
@@ -68,8 +70,9 @@ def told(
 
 
 def told_in(run: RunFolder, state: TrainerState) -> list[Told]:
-    """The same, from the run's folder. Raises Unavailable if it cannot be read now, and WeightsError if metrics.jsonl
-    is no file.
+    """Collect them from the run's folder.
+
+    Raises Unavailable if it cannot be read now, and WeightsError if metrics.jsonl is not a file.
     """
     records, made = dict[WeightVersion, CommitRecord](), made_as(state)
     for version in {state.version, made}:
@@ -82,7 +85,7 @@ def told_in(run: RunFolder, state: TrainerState) -> list[Told]:
 
 
 def lines_of(run: RunFolder, versions: Iterable[WeightVersion]) -> Iterator[Mapping[str, Any]]:
-    """The lines of metrics.jsonl that tell checksums of these versions. Raises OSError."""
+    """Yield the lines of metrics.jsonl that hold checksums of these versions. Raises OSError."""
     names = [str(version).encode() for version in versions]
     for text in whole_lines(run.metrics) if names else ():
         if f'"{CHECKSUMS}"'.encode() in text and any(name in text for name in names):
@@ -93,7 +96,7 @@ def lines_of(run: RunFolder, versions: Iterable[WeightVersion]) -> Iterator[Mapp
 
 
 def contradiction(found: Checksums, log: Iterable[Told]) -> str | None:
-    """How the arrays of a checkpoint differ from what the log tells of them, if they do."""
+    """Describe how the arrays of a checkpoint differ from the log; None if they agree."""
     for source, theirs in log:
         for part, name in _ARRAYS.items():
             if part in found and part in theirs and found[part] != theirs[part]:
@@ -104,11 +107,13 @@ def contradiction(found: Checksums, log: Iterable[Told]) -> str | None:
 def misdescribed(
     manifest: Manifest, state: TrainerState, log: Iterable[Told], of_version: Callable[[str], Manifest | None]
 ) -> str | None:
-    """How a manifest describes its weights otherwise than the log tells, if it does. None where the trainer that made
-    the step did not write it: another one may describe the same weights in other words.
+    """Describe how a manifest's description of its weights differs from the log; None if it agrees.
+
+    Also None if another trainer than the one that made the step wrote the manifest: it may describe the same weights in
+    other words.
 
     Args:
-        of_version: gives the manifest of another version, if that is retained: an epoch begins with a copy.
+        of_version: returns the manifest of another version, if it is retained: an epoch starts with a copy.
     """
     made, at = made_as(state), manifest
     while str(made) not in (at.version, at.base_version):

@@ -1,13 +1,15 @@
-"""The commit records of a run, which with the archived groups are its log: `archive/e000001/s000042.json` says that
-e000001-s000042 was made, and all that a trainer has to know to go on from there but the arrays.
+"""Commit records of a run: `archive/e000001/s000042.json` says that e000001-s000042 was made.
 
-A record holds the `TrainerState` after its step, and a checksum of the parameters under training. An epoch has one
-more, of where it began. From the newest one that is whole, the archived groups before it, and any checkpoint among its
-ancestors, the weights can be made again: the log is the run, and a checkpoint only a shortcut.
+A record holds the `TrainerState` after its step, and a checksum of the trained parameters: all that a trainer needs to
+resume there, except the arrays. Each epoch has one more record, of its start. From the newest whole record, the
+archived groups before it and any checkpoint among its ancestors, the weights can be recomputed: the log is the run, and
+a checkpoint only a shortcut.
 
-Invariants: a record is whole or absent (written beside its place, fsynced, renamed, parent fsynced), and its groups are
-in the archive before; once `fence` has returned, no trainer of an earlier epoch adds one: drafts are made in the folder
-of their epoch, which `fence` makes for its own epoch and takes away from all earlier ones.
+Invariants:
+- A record is whole or absent (written to a temporary name, fsynced, renamed, parent fsynced), and its groups are
+  archived before it.
+- Once `fence` has returned, no trainer of an earlier epoch adds a record: drafts are made in the folder of their epoch,
+  and `fence` creates its epoch's folder and removes all earlier ones.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _MAX_DETAIL = 300
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """`state` after the step, or at the beginning of its epoch; `checksum` of the parameters under training then."""
+    """`state` after the step, or at the start of its epoch; `checksum` of the trained parameters at that point."""
 
     run: str
     checksum: str
@@ -60,19 +62,19 @@ class CommitRecord:
 
     @classmethod
     def from_mapping(cls, raw: Any) -> Self:
-        """Raises WeightsError if it is none, or another than was written."""
+        """Parse a record. Raises WeightsError if it is malformed or was changed."""
         if not isinstance(raw, dict) or raw.keys() != _KEYS or raw["schema"] != SCHEMA:
-            raise WeightsError(f"it is no commit record of schema {SCHEMA}")
+            raise WeightsError(f"not a commit record of schema {SCHEMA}")
         run, checksum = raw["run"], raw["checksum"]
         if not isinstance(run, str) or not isinstance(checksum, str) or len(checksum) > _MOST_CHECKSUM:
-            raise WeightsError("run or checksum are no text")
+            raise WeightsError("run or checksum is not text")
         if raw["seal"] != _seal({key: value for key, value in raw.items() if key != "seal"}):
-            raise WeightsError("it is not as it was written: its seal differs")
+            raise WeightsError("it was changed after it was written: its seal differs")
         return cls(run, checksum, TrainerState.from_mapping(raw["state"]))
 
 
 class CommitLog:
-    """Writes the records of one run, beside its archived groups.
+    """Write the records of one run, beside its archived groups.
 
     Args:
         root: the archive's folder.
@@ -82,8 +84,9 @@ class CommitLog:
         self.root, self._run = root, run
 
     def fence(self, epoch: int) -> None:
-        """Opens the folder that drafts of `epoch`, which is claimed, are made in, and removes those of earlier epochs:
-        whoever still writes a record there ends with Fenced. Raises StorageFull.
+        """Create the drafts' folder of `epoch`, which is claimed, and remove those of earlier epochs.
+
+        A trainer that still writes a record there ends with Fenced. Raises StorageFull.
         """
         with storage(self.root):
             (self.root / _drafts(epoch)).mkdir(exist_ok=True)
@@ -94,15 +97,15 @@ class CommitLog:
                 self._remove(folder)
 
     def append(self, state: TrainerState, checksum: str) -> None:
-        """Makes the record of `state.version` durable, whose groups are archived; may be repeated.
+        """Make the record of `state.version` durable; its groups are archived. May be repeated.
 
-        Raises StorageFull, WeightsError if it is more than a reader takes, and Fenced if a later epoch has called
-        `fence`; then there is no record.
+        Raises StorageFull, WeightsError if the record is larger than a reader accepts, and Fenced if a later epoch has
+        called `fence`; then no record is written.
         """
         version = state.version
         text = CommitRecord(self._run, checksum, state).to_json()
         if len(text) > states.MAX_STATE_BYTES:
-            raise WeightsError(f"the commit record of {version} has {len(text)} bytes, more than a reader takes")
+            raise WeightsError(f"the commit record of {version} has {len(text)} bytes, more than a reader accepts")
         path, draft = path_of(self.root, version), self.root / _drafts(version.epoch) / str(version)
         with storage(self.root):
             try:
@@ -115,14 +118,14 @@ class CommitLog:
                 raise
 
     def forget(self, before: int) -> None:
-        """Removes the records of steps before `before`, from where on checkpoints are retained. Best effort."""
+        """Remove the records of steps before `before`, the oldest retained checkpoint's step. Best effort."""
         for version in versions(self.root):
             if version.step < before:
                 with suppress(OSError):
                     path_of(self.root, version).unlink(missing_ok=True)
 
     def _remove(self, drafts: Path) -> None:
-        """Renamed first: whoever still writes there misses it whole."""
+        """Remove a drafts' folder, renamed first so that a writer there finds nothing of it."""
         away = self.root / f"{_DRAFTS}removed-{drafts.name.removeprefix(_DRAFTS)}-{os.getpid()}"
         with suppress(FileNotFoundError):
             drafts.rename(away)
@@ -134,13 +137,13 @@ def path_of(root: Path, version: WeightVersion) -> Path:
 
 
 def versions(root: Path) -> list[WeightVersion]:
-    """Versions that have a record, oldest first; a missing root has none."""
+    """Return the versions that have a record, oldest first; none if `root` is missing."""
     matches = map(_NAME.match, archive.names(root))
     return sorted(WeightVersion(int(m[1]), int(m[2])) for m in matches if m)
 
 
 def read(root: Path, version: WeightVersion) -> CommitRecord:
-    """Raises WeightsError if there is none, or it is damaged, and Unavailable if it cannot be read now."""
+    """Read a record. Raises WeightsError if it is missing or damaged, and Unavailable if it cannot be read now."""
     path = path_of(root, version)
     try:
         text = read_file(path, states.MAX_STATE_BYTES)
@@ -150,12 +153,12 @@ def read(root: Path, version: WeightVersion) -> CommitRecord:
     except (DecodeError, WeightsError) as error:
         raise WeightsError(f"{path} cannot be used: {error.detail}"[:_MAX_DETAIL]) from error
     if record.version != version:
-        raise WeightsError(f"{path} is of {record.version}")
+        raise WeightsError(f"{path} is the record of {record.version}")
     return record
 
 
 def committed(folder: RunFolder) -> list[WeightVersion]:
-    """The versions that a record or a checkpoint makes durable, and that no later trainer undid; oldest first."""
+    """Return the versions that a record or checkpoint makes durable and that no later trainer undid; oldest first."""
     return states.surviving(_all(folder))
 
 
@@ -164,8 +167,9 @@ def _all(folder: RunFolder) -> list[WeightVersion]:
 
 
 def newest(folder: RunFolder) -> TrainerState | None:
-    """The newest state that a record or a checkpoint holds and that can be read, a checkpoint's digests aside, an
-    undone one only where there is no other; None without one.
+    """Return the newest readable state in a record or a checkpoint; None without one.
+
+    A checkpoint's digests are not checked. An undone state is returned only if there is no other.
     """
     alive = committed(folder)
     undone = [version for version in _all(folder) if version not in alive]
@@ -179,7 +183,7 @@ def newest(folder: RunFolder) -> TrainerState | None:
 
 
 def metrics(root: Path) -> list[Mapping[str, Any]]:
-    """The lines of metrics that any retained record carries, the newest one's first."""
+    """Return the lines of metrics in all retained records, the newest record's first."""
     lines: list[Mapping[str, Any]] = []
     for version in reversed(versions(root)):
         with suppress(WeightsError, Unavailable):

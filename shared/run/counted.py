@@ -1,7 +1,7 @@
-"""Which lines of a run's files count: those of the ancestors of its newest durable state, the head, and no later ones.
+"""Select the lines of a run's files that count: those of the ancestors of its newest durable state, the head.
 
-Every reader asks here: the proof, the report and the comparison of runs, the best version, a resume. What does not
-count was undone, or written by a trainer that another one had replaced; or somebody has added it.
+The proof, the report, the comparison of runs, the best version and a resume all use this definition. Other lines were
+undone, written by a replaced trainer, or added by hand.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ _VERSIONS = ("version", "version_min", "version_max")
 
 
 def is_step(version: WeightVersion, head: TrainerState) -> bool:
-    """Whether the head comes from the step that made `version`."""
+    """True if the step that made `version` is an ancestor of the head."""
     return 1 <= version.step <= head.step and epoch_of(version.step, head.lineage) == version.epoch
 
 
 def is_ancestor(version: WeightVersion, head: TrainerState) -> bool:
-    """Whether the head comes from the weights `version`; also those that an epoch began with."""
+    """True if the weights `version` are an ancestor of the head, those that an epoch started with included."""
     return version.step <= head.step and in_lineage(version, head.lineage)
 
 
 def versions_of(row: Mapping[str, Any]) -> list[WeightVersion]:
-    """The versions that a line names. Raises DecodeError, and TypeError if one is no text, or `step` is another
-    step than theirs.
+    """Return the versions that a line names.
+
+    Raises DecodeError, and TypeError if a version is not text, or `step` is not a step of theirs.
     """
     found = [WeightVersion.parse(row[key]) for key in _VERSIONS if key in row]
     step = row.get("step")
@@ -40,8 +41,8 @@ def versions_of(row: Mapping[str, Any]) -> list[WeightVersion]:
 
 
 def of_steps(rows: Iterable[Mapping[str, Any]], head: TrainerState | None) -> Iterator[Mapping[str, Any]]:
-    """The lines of metrics and of supervised steps that count; all of them where no state tells what does. One of step
-    0 tells of the data.
+    """Yield the lines of metrics and of supervised steps that count; all lines without a head. Lines of step 0 describe
+    the data.
     """
 
     def fits(version: WeightVersion, head: TrainerState) -> bool:
@@ -51,12 +52,12 @@ def of_steps(rows: Iterable[Mapping[str, Any]], head: TrainerState | None) -> It
 
 
 def of_weights(rows: Iterable[Mapping[str, Any]], head: TrainerState | None) -> Iterator[Mapping[str, Any]]:
-    """The lines that tell of weights, as evaluations do, and count."""
+    """Yield the lines about weights, such as evaluations, that count."""
     return (row for row in rows if head is None or _all(row, head, is_ancestor))
 
 
 def of_tickets(lines: Iterable[Line], head: TrainerState | None) -> list[Line]:
-    """The line of each ticket that counts: of its training, else of how it ended without, by the highest epoch."""
+    """Return the line of each ticket that counts: of its training, else of its other end, by the highest epoch."""
     if head is None:
         return list(ledger.settled(lines).values())
     trained, ended = dict[int, Line](), dict[int, Line]()
@@ -70,7 +71,7 @@ def of_tickets(lines: Iterable[Line], head: TrainerState | None) -> list[Line]:
 
 
 def _all(row: Mapping[str, Any], head: TrainerState, fits: Callable[[WeightVersion, TrainerState], bool]) -> bool:
-    """A line without versions counts up to the step of the head."""
+    """True if all versions of a line fit; a line without versions counts up to the step of the head."""
     try:
         if versions := versions_of(row):
             return all(fits(version, head) for version in versions)

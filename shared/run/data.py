@@ -1,7 +1,7 @@
-"""Digests of the data that a run's environments are played with, as evaluations record them.
+"""Digests of the data behind a run's environments, as evaluations record them.
 
-The environment service computes them and compares its files with its own record (`environments/data.json`). A line of
-evals.jsonl repeats them, so that a run whose environment service lost its record still refuses other data.
+The environment service computes them and compares its files with its own record (`environments/data.json`). Lines of
+evals.jsonl repeat them, so that changed data is refused even if the environment service lost its record.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import blake3
 from shared.errors import ConfigError
 
 type Digests = Mapping[str, str]
-"""By part of an environment's data: `train`, `eval`, `databases`, `tools`, `source`, `package`."""
+"""Digests by part of an environment's data: `train`, `eval`, `databases`, `tools`, `source`, `package`."""
 _SHOWN = 16
 
 
 def combined(parts: Mapping[str, str]) -> dict[str, str]:
-    """Digests by part, of which `databases/a` and `databases/b` together are `databases`."""
+    """Merge digests by top-level part: `databases/a` and `databases/b` become `databases`."""
     groups = defaultdict[str, dict[str, str]](dict)
     for part, digest in parts.items():
         groups[part.partition("/")[0]][part] = digest
@@ -37,12 +37,12 @@ def _together(found: Mapping[str, str]) -> str:
 
 
 def differing(was: Digests, now: Digests) -> list[str]:
-    """The parts that both have, with different digests. One without digests has not changed."""
+    """Return the parts that both have with different digests. Parts without a digest count as unchanged."""
     return sorted(part for part in was.keys() & now.keys() if was[part] != now[part])
 
 
 def check(env: str, step: int, was: Digests, now: Digests, sources: Mapping[str, str]) -> None:
-    """Raises ConfigError naming a part that has changed. Args: step: at which `was` was recorded; sources: paths."""
+    """Raise ConfigError naming a changed part. Args: step: at which `was` was recorded; sources: paths by part."""
     for part in differing(was, now):
         raise ConfigError(
             f"{env}: {sources.get(part, part)} has changed since the evaluation of step {step}: its digest is "

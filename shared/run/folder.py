@@ -1,4 +1,4 @@
-"""The one place that knows the names of the files in a run's folder."""
+"""Names of the files in a run's folder, defined only here."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ from typing import Literal
 
 BEGINNING = "beginning"
 type Record = Literal["samples", "evals", "mixture"]
-"""What the orchestrator writes, and hands over to the trainer."""
+"""Records that the orchestrator writes and hands over to the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The files of one run, by what they hold.
+    """Files of one run.
 
-    `metrics` and `handovers` have a line a step, `ledger` one a ticket, `saved` one a checkpoint, `refused` one a
-    refused step, whose groups are below `refused_groups`, `sft` one a supervised step, `demonstrations` one a
-    conversation that a run of SFT had from an environment (all written by the trainer); `evals` a line an evaluation,
-    `samples` some of its episodes, `mixture` a line a change of the mixture, `teacher` what asking one has cost (by
-    the orchestrator);
-    `environments` keeps what was submitted (by the environment service). The rest is the supervisor's.
+    The trainer writes `metrics` and `handovers` (a line per step), `ledger` (per ticket), `saved` (per checkpoint),
+    `refused` (per refused step, whose groups are below `refused_groups`), `sft` (per supervised step) and
+    `demonstrations` (per conversation that a supervised run got from an environment). The orchestrator writes `evals`
+    (a line per evaluation), `samples` (some of its episodes), `mixture` (per change of the mixture) and `teacher` (what
+    the teacher has cost). The environment service keeps submissions in `environments`. The supervisor writes the rest.
     """
 
     path: Path
@@ -72,7 +71,7 @@ class RunFolder:
 
     @property
     def environment_data(self) -> Path:
-        """Digests of what decides the tasks of each environment (by the environment service)."""
+        """Digests of the data that decides each environment's tasks (written by the environment service)."""
         return self.environments / "data.json"
 
     @property
@@ -97,7 +96,7 @@ class RunFolder:
 
     @property
     def bucket(self) -> Path:
-        """Which folder this is to the run's bucket."""
+        """Identity of this folder towards the run's bucket."""
         return self.path / "bucket.json"
 
     @property
@@ -118,12 +117,12 @@ class RunFolder:
 
     @property
     def beginning(self) -> Path:
-        """Copy of the name of the run's beginning, which is in `published` as well."""
+        """Copy of the name of the run's beginning, which is in `published` too."""
         return self.path / ".beginning"
 
     @property
     def recorded_beginning(self) -> Path:
-        """Of which beginning of the run those are, where the orchestrator has a folder of its own as well."""
+        """Beginning of the run that an orchestrator's own folder holds records of."""
         return self.path / "evals.beginning"
 
     @property
@@ -148,11 +147,11 @@ class RunFolder:
 
     @property
     def published(self) -> Path:
-        """The newest versions as chunks: the trainer's alone."""
+        """The newest versions as chunks; only the trainer uses it."""
         return self.path / "published"
 
     def pulled(self, server: str) -> Path:
-        """Chunks that a rollout server has pulled: its alone."""
+        """Chunks that a rollout server has pulled; only that server uses it."""
         return self.path / "pulled" / server
 
     @property

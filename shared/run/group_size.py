@@ -1,5 +1,6 @@
-"""How large a group may become by the configuration: what could not be taken in is refused before anything is sampled,
-not as poison when its longest episodes arrive.
+"""Check the largest group that a configuration allows.
+
+A group that the trainer could not accept is refused at the start, not when its longest episodes arrive.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from shared.schema import RunConfig
 from shared.types import MAX_GROUP_OBJECTS
 
 _TOKEN_BYTES, _TEACHER_BYTES = 9, 4
-"""Of a token its id, its log-probability and its place in the loss mask; and its log-probability by a teacher."""
+"""Bytes per token: id, log-probability and loss mask; and the teacher's log-probability."""
 _EPISODE_BYTES = 2**16
-"""For what else an episode has: texts, spans, turns, rewards."""
+"""Bytes per episode for texts, spans, turns and rewards."""
 _TURN_VALUES, _EPISODE_VALUES = 20, 128
-"""Of a message of the model its span, itself, and two messages that answer it; and of what else an episode has."""
+"""Values per turn of the model (its span, its message, two messages that answer it), and further values per episode."""
 
 
 def check_group(config: RunConfig, routing: RoutingShape | None) -> None:
-    """Raises ConfigError if a group whose episodes are all as long as rollout.engine.context_length, and have
-    orchestrator.max_turns turns, is larger than the trainer takes in.
+    """Raise ConfigError if a group may be larger than the trainer accepts.
+
+    The largest group has episodes as long as rollout.engine.context_length, with orchestrator.max_turns turns.
 
     Args:
         routing: of the model's experts, if it has any.
@@ -37,10 +39,10 @@ def check_group(config: RunConfig, routing: RoutingShape | None) -> None:
         "rollout.engine.context_length=": max(0, (MAX_GROUP_BYTES // n - _EPISODE_BYTES) // of_token),
         "grpo_config.num_generations=": MAX_GROUP_BYTES // of_episode,
     }
-    told = f", {of_experts} of them which experts it was sent to" if of_experts else ""
+    experts = f", {of_experts} of them for its experts" if of_experts else ""
     raise ConfigError(
-        f"a group of {n} episodes of {length:,} tokens may have {n * of_episode / 2**20:,.0f} MiB, and"
-        f" {MAX_GROUP_BYTES >> 20} is the most that is taken in: {of_token} bytes a token{told}",
+        f"a group of {n} episodes of {length:,} tokens may have {n * of_episode / 2**20:,.0f} MiB, more than the"
+        f" {MAX_GROUP_BYTES >> 20} MiB that the trainer accepts: {of_token} bytes per token{experts}",
         " or ".join(f"{key}{value}" for key, value in knobs.items() if value),
     )
 
@@ -53,7 +55,7 @@ def _check_values(n: int, turns: int) -> None:
             "grpo_config.num_generations=": MAX_GROUP_OBJECTS // of_episode,
         }
         raise ConfigError(
-            f"a group of {n} episodes of {turns:,} turns may have {n * of_episode:,} values, and {MAX_GROUP_OBJECTS:,}"
-            " is the most that is taken in",
+            f"a group of {n} episodes of {turns:,} turns may have {n * of_episode:,} values, more than"
+            f" the {MAX_GROUP_OBJECTS:,} that the trainer accepts",
             " or ".join(f"{key}{value}" for key, value in knobs.items() if value),
         )

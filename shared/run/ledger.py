@@ -1,9 +1,12 @@
-"""The ledger of a run, `ledger.jsonl`: what became of every ticket. Here is its meaning; the trainer alone writes it.
+"""Meaning of the ledger, `ledger.jsonl`: the disposition of every ticket. Only the trainer writes it.
 
-Invariants: a line is durable before the queue is told of it; a `rollback` line of epoch n undoes the `trained` lines
-before it that are of later steps and of epochs below n, so a replaced trainer that wakes up undoes nothing of its
-successor; of several lines of a ticket the highest epoch's counts, because an older trainer may still write before the
-queue fences it; the same end twice is one end, because its successor may have written what it meant to write.
+Invariants:
+- A line is durable before the queue hears of it.
+- A `rollback` line of epoch n undoes earlier `trained` lines of later steps and of epochs below n, so a replaced
+  trainer that wakes up undoes nothing of its successor.
+- Of several lines of a ticket the highest epoch's counts, because an older trainer may still write before the queue
+  fences it.
+- Two lines with the same end count as one: a successor may have written what its predecessor was about to write.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ _MOST = 2**53
 _MOST_REASON = 1000
 _TEXT_OR_NONE = (str, type(None))
 _MOST_VALUES = 200
-"""Values, and commas, of a line that is looked at; one has 25."""
+"""Largest number of values and commas in a valid line; a ledger line has 25."""
 _KEYS = frozenset(("ticket", "disposition", "step", "epoch", "version", "versions", "reason", "digest"))
 _ROLLBACK_KEYS = frozenset(("rollback", "epoch"))
 
@@ -40,16 +43,16 @@ def line(
     rule: FilterRule | None = None,
     digest: str | None = None,
 ) -> Line:
-    """One disposition.
+    """Return the line of one disposition.
 
     Args:
-        version: of the weights that trained the group made, or that the trainer had when the ticket ended without
-            training.
+        version: the version that training on the group made, or the trainer's version when the ticket ended without
+    training.
         versions: the oldest and the newest that sampled its tokens.
         reason: for people; cut after 1,000 characters, because readers cut long lines.
-        rule: which filter it was, of a `filtered` ticket; written as the beginning of the reason (see `rule_of`).
-        digest: blake3 of the group's wire bytes, which the archive holds if it was trained, and `refused/` if it is
-            `nonfinite`.
+        rule: the filter of a `filtered` ticket, written as a prefix of the reason (see `rule_of`).
+        digest: blake3 of the group's wire bytes, which are in the archive if it was trained, and in `refused/` if it is
+    `nonfinite`.
     """
     reason = reason if rule is None else f"{rule}: {reason}"
     return {
@@ -65,24 +68,24 @@ def line(
 
 
 def end_named(one: Mapping[str, Any]) -> str:
-    """The disposition of a line, with the rule of one that was filtered: `filtered(zero_variance)`."""
+    """Return the disposition of a line, with the filter if there is one: `filtered(zero_variance)`."""
     rule = rule_of(one)
     return str(one["disposition"]) if rule is None else f"{FILTERED}({rule})"
 
 
 def rule_of(one: Mapping[str, Any]) -> FilterRule | None:
-    """Which filter ended the ticket of this line; None if none did, or one that this version does not know."""
+    """Return the filter that ended the ticket; None without one, or if this version does not know it."""
     named = str(one.get("reason") or "").partition(":")[0] if one["disposition"] == FILTERED else ""
     return next((rule for rule in FILTERS if rule == named), None)
 
 
 def rollback(step: int, epoch: int) -> Line:
-    """Undoes what trainers before `epoch` trained after `step`."""
+    """Return a line that undoes what trainers before `epoch` trained after `step`."""
     return {"rollback": step, "epoch": epoch}
 
 
 def parse(text: bytes) -> Line | None:
-    """One line of the file; None if it is not of the ledger."""
+    """Parse one line of the file; None if it is not a ledger line."""
     try:
         return checked(codec.from_record(text, "a line of a ledger", _MOST_VALUES))
     except DecodeError:
@@ -90,9 +93,7 @@ def parse(text: bytes) -> Line | None:
 
 
 def checked(value: Any) -> Line:
-    """The value of a line. Raises DecodeError if it is none of the ledger's, or says more than one: what it holds is
-    bounded.
-    """
+    """Return a ledger line. Raises DecodeError for anything else, and for fields of unexpected type or size."""
     if not isinstance(value, dict):
         raise DecodeError("not a line of a ledger")
     if "rollback" in value:
@@ -118,7 +119,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _versions_fit(value: Mapping[str, Any]) -> bool:
-    """`version` says the same as epoch and step, and `versions` are two of them, the older first."""
+    """True if `version` agrees with epoch and step, and `versions` is a pair, the older one first."""
     sampled = value.get("versions")
     if value.get("version") != f"e{value['epoch']:06d}-s{value['step']:06d}":
         return False
@@ -133,7 +134,7 @@ def _versions_fit(value: Mapping[str, Any]) -> bool:
 
 
 def surviving(lines: Iterable[Line]) -> list[Line]:
-    """The lines that no later `rollback` undoes, in order, each end once, without the rollbacks."""
+    """Return the lines that no later `rollback` undoes, in order, each end once, without the rollbacks."""
     alive, rollbacks = list[Line](), _Rollbacks()
     for one in reversed(list(lines)):
         if "rollback" in one:
@@ -147,9 +148,7 @@ def surviving(lines: Iterable[Line]) -> list[Line]:
 
 
 class _Rollbacks:
-    """Those that matter, by ascending step and ascending epoch: of two, the one to the earlier step by the later epoch
-    undoes all that the other does.
-    """
+    """Effective rollbacks, by ascending step and epoch; one to an earlier step by a later epoch subsumes the others."""
 
     def __init__(self) -> None:
         self._steps, self._epochs = list[int](), list[int]()
@@ -164,19 +163,19 @@ class _Rollbacks:
         self._epochs[start : max(start, end)] = [epoch]
 
     def undo(self, step: int, epoch: int) -> bool:
-        """Whether one goes back to before `step` by an epoch after `epoch`."""
+        """True if a rollback of an epoch after `epoch` goes back to before `step`."""
         at = bisect_left(self._steps, step)
         return at > 0 and self._epochs[at - 1] > epoch
 
 
 def end_of(one: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What makes two lines tell the same end."""
+    """Return the fields that identify an end; two lines that agree on them are one."""
     get = one.get
     return get("ticket"), get("disposition"), get("epoch"), get("step"), get("digest")
 
 
 def settled(lines: Iterable[Line]) -> dict[int, Line]:
-    """The disposition of every ticket that has one."""
+    """Return the disposition of every ticket that has one."""
     last: dict[int, Line] = {}
     for one in surviving(lines):
         if one["epoch"] >= last.get(one["ticket"], one)["epoch"]:
@@ -185,5 +184,5 @@ def settled(lines: Iterable[Line]) -> dict[int, Line]:
 
 
 def same(found: Mapping[str, Any] | None, one: Mapping[str, Any]) -> bool:
-    """Whether two lines tell the same end of a ticket."""
+    """True if two lines record the same end of a ticket."""
     return found is not None and all(found[key] == one[key] for key in ("disposition", "epoch", "step"))

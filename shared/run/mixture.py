@@ -1,12 +1,12 @@
-"""The mixture of a run: which environment each ticket plays, as a pure function of the changes in `mixture.jsonl`.
+"""Mixture of a run: a pure function from `mixture.jsonl` to the environment of each ticket.
 
-A run begins with the mixture of its configuration. Every later change is a line of the file, in force from a ticket
+A run starts with the mixture of its configuration. Every later change is a line of the file, in force from a ticket
 that nobody had reserved when it was written.
 
-Invariants
-- A ticket is always the same task, in any process and after any restart, whatever joined or left since: its
-  environment and its ordinal there (the how-manieth ticket of that environment it is) follow from the lines alone.
-- Between two changes, each environment has its share of every number of tickets, exact to less than one group.
+Invariants:
+- A ticket is the same task in any process and after any restart, whatever has joined or left: its environment and its
+  ordinal (the n-th ticket of that environment) follow from the lines alone.
+- Between two changes, after any number of tickets, each environment has its exact share to within one group.
 - A run with one environment has ordinal = ticket.
 """
 
@@ -28,30 +28,30 @@ from shared.errors import DecodeError
 from shared.schema import MAX_WEIGHT, MOST_ENVIRONMENTS
 
 _PARTS = 10_000
-"""Shares are whole numbers of these parts where their exact weights would be greater: so many tickets are worked out at
-most before a mixture repeats itself.
+"""Shares are rounded to multiples of 1/_PARTS if exact weights would need larger numbers; this bounds the period of a
+mixture.
 """
 _LONGEST_PERIOD = 2 * 10**6
 MOST_CHANGES = 100_000
-"""Lines of a file that are looked at where anybody may have written them."""
+"""Largest number of lines read from an untrusted file."""
 _MOST_WRONG = 100
 _MOST_VALUES = 16 * MOST_ENVIRONMENTS
 _MOST_TICKET = 2**53
 _MAX_TEXT = 500
 
 type Weights = Mapping[str, int]
-"""Whole numbers by environment; what has none is not played."""
+"""Whole numbers by environment; an environment without one is not played."""
 
 
 class Drawn(NamedTuple):
-    """What a ticket plays: the `ordinal`-th group (from 1) of an environment in this run."""
+    """Assignment of a ticket: the `ordinal`-th group (from 1) of an environment in this run."""
 
     env: str
     ordinal: int
 
 
 class SplitSizes(NamedTuple):
-    """How many tasks an environment has to train on, and to be evaluated on."""
+    """Number of training and evaluation tasks of an environment."""
 
     n_train: int
     n_eval: int
@@ -61,10 +61,10 @@ class SplitSizes(NamedTuple):
 class MixtureChange:
     """One line of mixture.jsonl: the whole mixture from `from_ticket` on.
 
-    `first` play the first tickets, one each, before the shares begin: what has just joined, and what is tried again.
-    `sizes` are those of environments that the configuration does not name. `chosen` are the weights that people gave,
-    by name without version, `suspended` why what is on offer is not played, `factors` what the curriculum has
-    multiplied weights by. `at` is Unix time.
+    `first` play the first tickets, one each, before the shares apply: new environments, and ones to retry.
+    `sizes` are those of environments outside the configuration. `chosen` are weights that people set, by name without
+    version, `suspended` reasons why an offered environment is not played, `factors` the curriculum's multipliers of
+    the weights. `at` is Unix time.
     """
 
     from_ticket: int
@@ -78,7 +78,7 @@ class MixtureChange:
     factors: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def encode(self) -> bytes:
-        """The line, with its end."""
+        """Return the line, with its newline."""
         record = {one.name: getattr(self, one.name) for one in fields(self)}
         record["sizes"] = {env: list(sizes) for env, sizes in self.sizes.items()}
         return orjson.dumps(record) + b"\n"
@@ -89,7 +89,9 @@ class MixtureChange:
 
 
 def whole_weights(weights: Mapping[str, Fraction]) -> dict[str, int]:
-    """The smallest whole numbers in the same proportion, without zeros; of more than _PARTS, the nearest ones."""
+    """Return the smallest whole numbers in the same proportion, without zeros; rounded if they would add up to more
+    than _PARTS.
+    """
     positive = {env: weight for env, weight in sorted(weights.items()) if weight > 0}
     if not positive:
         return {}
@@ -103,7 +105,7 @@ def whole_weights(weights: Mapping[str, Fraction]) -> dict[str, int]:
 
 
 class TicketAssignment:
-    """Which environment each ticket plays. Args: weights: of the configuration, in force from ticket 1."""
+    """Environment of each ticket. Args: weights: of the configuration, in force from ticket 1."""
 
     def __init__(self, weights: Weights) -> None:
         self.current = MixtureChange(1, dict(weights))
@@ -112,10 +114,10 @@ class TicketAssignment:
         self._starts = [1]
 
     def add(self, change: MixtureChange) -> None:
-        """A later change. Raises DecodeError if it begins before the last one."""
+        """Add a later change. Raises DecodeError if it starts before the last one."""
         if change.from_ticket < self.current.from_ticket:
             raise DecodeError(f"a mixture from ticket {change.from_ticket} follows one from {self.current.from_ticket}")
-        if change.from_ticket == self.current.from_ticket:  # nobody has met it
+        if change.from_ticket == self.current.from_ticket:  # no ticket of it was drawn
             self._starts.pop()
             played = self._segments.pop().before
         else:
@@ -127,20 +129,20 @@ class TicketAssignment:
         self._starts.append(change.from_ticket)
 
     def of(self, ticket: int) -> Drawn:
-        """Args: ticket: at least 1."""
+        """Return the assignment of a ticket. Args: ticket: at least 1."""
         segment = self._segments[bisect_right(self._starts, ticket) - 1]
         return segment.drawn(ticket - segment.change.from_ticket)
 
 
 class _Segment:
-    """The tickets from one change to the next. Args: before: groups of each environment before it."""
+    """Tickets between two changes. Args: before: groups of each environment before them."""
 
     def __init__(self, change: MixtureChange, before: Mapping[str, int]) -> None:
         self.change, self.before = change, before
         self._period = _Period(change.weights)
 
     def drawn(self, offset: int) -> Drawn:
-        """Args: offset: from 0."""
+        """Return the assignment at an offset. Args: offset: from 0."""
         first = self.change.first
         if offset < len(first):
             env, nth = first[offset], first[: offset + 1].count(first[offset])
@@ -150,7 +152,7 @@ class _Segment:
         return Drawn(env, self.before.get(env, 0) + nth)
 
     def played(self, n: int) -> dict[str, int]:
-        """Groups of each environment up to the n-th ticket of this segment, those before it included."""
+        """Count the groups of each environment up to the n-th ticket of this segment, earlier segments included."""
         first = self.change.first
         found = Counter(self.before)
         found.update(first[:n])
@@ -159,11 +161,11 @@ class _Segment:
 
 
 class _Period:
-    """An endless sequence of environments in which after any k of them each has been drawn k times its share, give or
-    take less than one; it repeats itself after as many as the sum of the weights.
+    """Periodic sequence of environments: after k draws each has been drawn k times its share, to within one.
 
-    R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): of those whose count is behind by at
-    least 1/(2n - 2), the one that would first be behind by more than 1 - 1/(2n - 2). Ties go by name.
+    Its period is the sum of the weights. R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32
+    (1980): of those whose count is behind by at least 1/(2n - 2), draw the one that would first be behind by more than
+    1 - 1/(2n - 2). Ties go by name.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -171,10 +173,10 @@ class _Period:
         self._weights = [weights[name] for name in self._names]
         self._total = sum(self._weights)
         self._counts = [0] * len(self._names)
-        self._which, self._nth = array("H"), array("Q")  # of each position: which name, for the how-manieth time
+        self._which, self._nth = array("H"), array("Q")  # for each position: index of the name, number of its draw
 
     def at(self, position: int) -> tuple[str, int]:
-        """The environment at a position (from 0), and for the how-manieth time it is drawn."""
+        """Return the environment at a position (from 0), and the number of its draw."""
         periods, rest = divmod(position, self._total)
         while len(self._which) <= rest:
             which = self._next()
@@ -185,7 +187,7 @@ class _Period:
         return self._names[which], periods * self._weights[which] + self._nth[rest]
 
     def counts(self, n: int) -> dict[str, int]:
-        """How often each is drawn in the first n."""
+        """Count how often each is drawn in the first n."""
         periods, rest = divmod(n, self._total)
         if rest:
             self.at(rest - 1)
@@ -205,7 +207,7 @@ class _Period:
 
 
 def parse(text: bytes) -> MixtureChange:
-    """One line of mixture.jsonl. Raises DecodeError."""
+    """Parse one line of mixture.jsonl. Raises DecodeError."""
     record = codec.from_record(text, "a line of a mixture", _MOST_VALUES)
     try:
         return MixtureChange(
@@ -224,8 +226,8 @@ def parse(text: bytes) -> MixtureChange:
 
 
 def replayed(assignment: TicketAssignment, lines: Iterable[bytes], until: int = _MOST_TICKET) -> list[str]:
-    """Adds the changes in whole lines of mixture.jsonl; what is none of them is left out. Returns why, of the first
-    hundred.
+    """Add the changes in whole lines of mixture.jsonl, and skip invalid ones; return the first hundred reasons for
+    skipping.
 
     Args:
         until: the last ticket that will be looked up; later changes are not needed.
@@ -246,13 +248,13 @@ def replayed(assignment: TicketAssignment, lines: Iterable[bytes], until: int = 
 
 
 def base_name(env: str) -> str:
-    """`adder` of `adder@2`."""
+    """Return the name without version: `adder` for `adder@2`."""
     return env.partition("@")[0]
 
 
 def _weights(value: Any) -> dict[str, int]:
     if not value or len(value) > MOST_ENVIRONMENTS:
-        raise ValueError("a mixture has at least one environment, and not too many")
+        raise ValueError(f"a mixture has at least one environment, at most {MOST_ENVIRONMENTS}")
     weights = {_name(name): _whole(weight, 1) for name, weight in value.items()}
     if sum(weights.values()) > _LONGEST_PERIOD:
         raise ValueError("the weights are too large")
@@ -261,17 +263,17 @@ def _weights(value: Any) -> dict[str, int]:
 
 def _whole(value: Any, least: int, most: int = 2**62) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{value!r} is no whole number from {least} on")
+        raise ValueError(f"{value!r} is not a whole number of at least {least}")
     return value
 
 
 def _weight(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value <= MAX_WEIGHT:
-        raise ValueError(f"{value!r} is no weight")
+        raise ValueError(f"{value!r} is not a weight")
     return float(value)
 
 
 def _name(value: Any) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= 200:
-        raise ValueError("the name of an environment is text")
+        raise ValueError("the name of an environment must be text of 1 to 200 characters")
     return value

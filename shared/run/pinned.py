@@ -1,10 +1,8 @@
-"""What pins a run: the part of its configuration that decides what is trained, and which of it may change in a run's
-life.
+"""Pinned settings of a run: those that decide what is trained, and which of them may change during the run.
 
-The settings in force are written into every checkpoint, under the digest of its manifest: whole at the first epoch,
-later only what an epoch changed. Each start of a trainer is an epoch, so the lineage of epochs, which says at which
-step each began, is also the record of every change, and what step *s* was trained under is what was in force at the
-epoch that made it.
+Every checkpoint contains the settings in force, covered by its manifest's digest: complete for the first epoch, later
+only what an epoch changed. Each start of a trainer is an epoch, so the lineage, which lists the step at which each
+epoch started, is also the record of every change: step *s* was trained under the settings of the epoch that made it.
 """
 
 from __future__ import annotations
@@ -28,14 +26,13 @@ from shared.schema import RunConfig
 type Flat = Mapping[str, Any]
 """Values of a configuration by dotted key, as JSON holds them."""
 type Settings = tuple[tuple[int, Flat], ...]
-"""(epoch, what it began to have in force), oldest first: the first entry is whole, later ones hold only what changed.
-"""
+"""(epoch, settings in force from then on), oldest first; the first entry is complete, later ones hold only changes."""
 
 MAX_STEPS = "trainer.max_steps"
 _ALGORITHM = "algorithm."
 _BETA, _NAME, _TEACHER = "algorithm.beta", "algorithm.name", "algorithm.teacher_kl_coef"
 _ONE_MODE = (("rl", "sft+rl"), ("sft+rl", "rl"))
-"""One thing under two names: whether there is a warm start is said by `sft`, which is pinned."""
+"""Modes that are interchangeable: the pinned `sft` section decides if there is a warm start."""
 _PATHS = ("model.path", "data.train", "data.eval")
 CONTENT = "model.content."
 _MOST_NAMED = 5
@@ -43,7 +40,7 @@ _MAX_RECORD = 4 * 2**20
 
 
 class Rule(NamedTuple):
-    """What begins with `prefix` may change in a run's life, or may not, because `reason`."""
+    """Keys that start with `prefix` may change during a run (`may`), or may not, because of `reason`."""
 
     prefix: str
     may: bool
@@ -60,14 +57,14 @@ IRRELEVANT = (
     "orchestrator.episode_timeout_s",
     "trainer.offload_reference",
 )
-"""Addresses, limits, and where memory is taken: they decide nothing about what is trained, and are recorded nowhere.
-What a name in data.env stands for is told by the digest in that name.
+"""Addresses, limits and memory placement: they do not affect what is trained, and are not recorded. `data.sources` is
+redundant, since names in data.env contain the digest of their source.
 """
 
 RULES = (
-    Rule("run.", False, "it is what the run is: every draw and every record rests on it"),
+    Rule("run.", False, "it identifies the run: all random draws and records depend on it"),
     Rule("model.initial_weights", True, "only a run without a checkpoint reads it"),
-    Rule("model.routing_replay", True, "a group brings its experts or does not, and is trained by what it brings"),
+    Rule("model.routing_replay", True, "each group is trained with the experts it carries, if it carries any"),
     Rule(
         "model.content",
         False,
@@ -76,83 +73,83 @@ RULES = (
     Rule(
         "model.",
         False,
-        "weights and optimizer belong to this model; start a run from the trained weights with model.path=RUN@VERSION",
+        "weights and optimizer belong to this model; start a new run from its weights with model.path=RUN@VERSION",
     ),
-    Rule("mode", False, "it is what the run is: another one starts from its weights with model.path=RUN@VERSION"),
+    Rule("mode", False, "it defines the run; start a new run from its weights with model.path=RUN@VERSION"),
     Rule(
         "data.mixture",
         False,
-        "tickets before and after would be divided differently; PATCH /runs/{name} changes the weights while the run "
-        "goes on",
+        "tickets before and after the change would be assigned differently; PATCH /runs/{name} changes the weights "
+        "during the run",
     ),
     Rule("data.curriculum", True, "it only decides the next changes of the mixture, each of which is a line on disk"),
     Rule(
         "data.",
         False,
-        "tickets name tasks of this data, and evaluations before and after would measure different things; a file that "
-        "has changed is another environment, and the run's own is kept in its folder",
+        "tickets name tasks of this data, and evaluations before and after would not be comparable; a file that "
+        "has changed is another environment; the run's own copy is in its folder",
     ),
-    Rule("sft.eval_every_n_steps", True, "it only says how often the weights are measured"),
-    Rule("sft.save_interval_steps", True, "it only says how often checkpoints are made"),
+    Rule("sft.eval_every_n_steps", True, "it only sets how often weights are evaluated"),
+    Rule("sft.save_interval_steps", True, "it only sets how often checkpoints are saved"),
     Rule(
         "sft.",
         False,
-        "a warm start is over before the first step; and a run of SFT has its data in the order that this decides",
+        "a warm start is over before the first step, and a supervised run has its data in the order that this decides",
     ),
-    Rule("dpo.", False, "the loss before and after would be of different objectives"),
+    Rule("dpo.", False, "losses before and after would belong to different objectives"),
     Rule("grpo_config.num_generations", False, "groups of the old size are already on their way to the trainer"),
     Rule(
         "grpo_config.num_iterations",
         False,
-        "the optimizer's schedule counts updates, and a step would be another number of them",
+        "the optimizer's schedule counts updates, and a step would have another number of them",
     ),
     Rule(
         "grpo_config.off_policy_steps",
         False,
-        "it bounds which tickets are issued: those of one bound would be stale under another",
+        "it bounds which tickets are issued: tickets of one bound would be stale under another",
     ),
     Rule(
         "grpo_config.max_response_length", False, "it bounds the episodes that are already on their way to the trainer"
     ),
-    Rule("algorithm.", True, "only the trainer's loss reads it, anew at every step"),
-    Rule("trainer.max_steps", True, "it only says when the run ends, and where a linear or cosine schedule does"),
-    Rule("trainer.groups_per_step", False, "tickets, steps and staleness are counted in it"),
+    Rule("algorithm.", True, "only the trainer's loss uses it, and reads it at every step"),
+    Rule("trainer.max_steps", True, "it only sets the end of the run and of a linear or cosine schedule"),
+    Rule("trainer.groups_per_step", False, "it is the unit in which tickets, steps and staleness are counted"),
     Rule(
         "trainer.optimizer_config.",
         True,
-        "the optimizer's moments and its count of steps are kept; only the next updates differ",
+        "the optimizer keeps its moments and step count; only the next updates differ",
     ),
-    Rule("trainer.checkpointing_options.", True, "it only says how often checkpoints are made, and how many are kept"),
-    Rule("trainer.on_nonfinite", True, "it only says what follows when a step is refused"),
+    Rule("trainer.checkpointing_options.", True, "it only sets how often checkpoints are saved, and how many are kept"),
+    Rule("trainer.on_nonfinite", True, "it only decides what happens after a refused step"),
     Rule(
         "trainer.filters.", True, "it only decides which of the next groups are trained on; each end is in the ledger"
     ),
     Rule(
         "trainer.lora",
         False,
-        "it is what checkpoints hold; start a run from the trained weights with model.path=RUN@VERSION",
+        "it decides what checkpoints hold; start a new run from the trained weights with model.path=RUN@VERSION",
     ),
-    Rule("trainer.", False, "the optimizer's state and the order of sums rest on it"),
-    Rule("rollout.engine.max_running_requests", True, "it only decides how fast the engine is"),
-    Rule("rollout.engine.max_prefill_tokens", True, "it only decides how fast the engine is"),
-    Rule("rollout.engine.precompile_", True, "it only decides how fast the engine is"),
+    Rule("trainer.", False, "the optimizer's state and the order of summation depend on it"),
+    Rule("rollout.engine.max_running_requests", True, "it only affects the engine's speed"),
+    Rule("rollout.engine.max_prefill_tokens", True, "it only affects the engine's speed"),
+    Rule("rollout.engine.precompile_", True, "it only affects the engine's speed"),
     Rule(
         "rollout.sampling.",
         False,
-        "groups sampled the old way are already on their way, and the trainer would score them the new way",
+        "groups sampled the old way are already on their way to the trainer, which would score them the new way",
     ),
-    Rule("rollout.", False, "it decides how the episodes come about that are already on their way to the trainer"),
-    Rule("orchestrator.eval_every_n_steps", True, "it only says how often the weights are measured"),
-    Rule("orchestrator.max_attempts", True, "it only says how often an episode that broke is tried again"),
+    Rule("rollout.", False, "it affected the episodes that are already on their way to the trainer"),
+    Rule("orchestrator.eval_every_n_steps", True, "it only sets how often weights are evaluated"),
+    Rule("orchestrator.max_attempts", True, "it only sets how often a failed episode is retried"),
     Rule("orchestrator.", False, "it bounds the episodes that are already on their way to the trainer"),
 )
-"""The first rule whose prefix a key begins with holds; every key has one, and what is in doubt may not change."""
-_UNKNOWN = Rule("", False, "this version knows no such key")
+"""The first rule whose prefix matches a key applies. Every key has a rule; in doubt it may not change."""
+_UNKNOWN = Rule("", False, "this version does not know the key")
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One key with its values."""
+    """A key whose value changed."""
 
     key: str
     was: Any
@@ -163,14 +160,17 @@ class Change:
 
 
 def relevant(config: RunConfig) -> dict[str, Any]:
-    """The configuration with defaults filled in, flat, without what is irrelevant to what is trained."""
+    """Return the settings that affect training, with defaults, by dotted key."""
     flat: dict[str, Any] = {}
     _flatten("", orjson.loads(config.model_dump_json()), flat)
     return {key: value for key, value in flat.items() if not key.startswith(IRRELEVANT)}
 
 
 def in_force(settings: Settings, epoch: int) -> dict[str, Any]:
-    """What was in force in `epoch`; before the first entry nothing had changed yet. Empty if nothing was recorded."""
+    """Return the settings in force in `epoch`; empty if nothing was recorded.
+
+    Before the first entry, its settings apply, since nothing had changed.
+    """
     found: dict[str, Any] = {}
     for began, changed in settings:
         if not found or began <= epoch:
@@ -179,14 +179,14 @@ def in_force(settings: Settings, epoch: int) -> dict[str, Any]:
 
 
 def _of_its_algorithm(flat: Flat) -> dict[str, Any]:
-    """Without the keys of an earlier algorithm, which were recorded as null when another one without them began."""
+    """Drop keys of an earlier algorithm; they were recorded as null when an algorithm without them took over."""
     known = keys_of(flat.get(_NAME))
     gone = {key for key, value in flat.items() if value is None and key.startswith(_ALGORITHM)} if known else set[str]()
     return {key: value for key, value in flat.items() if key not in gone or key.split(".")[1] in known}
 
 
 def amended(settings: Settings, epoch: int, now: Flat) -> Settings:
-    """The settings with what `epoch` changes in them; the same if it changes nothing, or `now` is empty."""
+    """Add the changes of `epoch` to the settings; return them unchanged if there are none, or `now` is empty."""
     if not settings or not now:
         return ((epoch, dict(now)),) if now else settings
     changed = {change.key: change.now for change in changes(in_force(settings, epoch), now)}
@@ -194,7 +194,7 @@ def amended(settings: Settings, epoch: int, now: Flat) -> Settings:
 
 
 def parse(raw: Any) -> Settings:
-    """Settings as JSON holds them. Raises TypeError or ValueError."""
+    """Parse settings from JSON. Raises TypeError or ValueError."""
     settings = tuple((epoch, dict(flat)) for epoch, flat in raw)
     if any(type(epoch) is not int or not all(isinstance(key, str) for key in flat) for epoch, flat in settings):
         raise TypeError("settings are not keys and values by epoch")
@@ -204,9 +204,9 @@ def parse(raw: Any) -> Settings:
 
 
 def original(record: Path) -> dict[str, Any]:
-    """What a run was started with, as its run.json tells; empty if that cannot be read.
+    """Return the settings that a run was started with, from its run.json; empty if that cannot be read.
 
-    For checkpoints that are older than their settings: of everything else, the checkpoint is the witness.
+    It serves only checkpoints older than recorded settings; otherwise the checkpoint is authoritative.
     """
     with suppress(OSError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         raw = orjson.loads(read_file(record, _MAX_RECORD))
@@ -215,7 +215,7 @@ def original(record: Path) -> dict[str, Any]:
 
 
 def undone(config: Flat, amendments: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, Any]:
-    """The configuration before amendments, each {key: (was, now)}, oldest first."""
+    """Return the configuration before amendments, each {key: (was, now)}, oldest first."""
     found = dict(config)
     for changed in reversed(amendments):
         found |= {key: was for key, (was, _) in changed.items()}
@@ -223,15 +223,15 @@ def undone(config: Flat, amendments: Sequence[Mapping[str, Sequence[Any]]]) -> d
 
 
 def changes(was: Flat, now: Flat) -> list[Change]:
-    """The keys whose values differ, in order. A key that one side does not know has its default there."""
+    """Return the keys whose values differ, sorted. A key missing on one side has its default there."""
     was, now = moved_keys.in_flat(was), moved_keys.in_flat(now)
     filled = {key: (_value(was, key), _value(now, key)) for key in sorted({*was, *now})}
     return [Change(key, a, b) for key, (a, b) in filled.items() if a != b and not _means_the_same(key, a, b)]
 
 
 def _means_the_same(key: str, was: Any, now: Any) -> bool:
-    """Whether two values that differ change nothing: a path in two spellings, and what an older run did not record: its
-    date, the content of its model's folder.
+    """True for values that are equivalent: two spellings of a path, or one that an older run did not record (its date,
+    the content of its model's folder).
     """
     if key.startswith(CONTENT):
         return was is None or now is None
@@ -239,7 +239,9 @@ def _means_the_same(key: str, was: Any, now: Any) -> bool:
 
 
 def permitted(was: Flat, now: Flat, *, step: int) -> list[Change]:
-    """What changes from `step` on, the newest durable one. Raises ConfigError naming what may not, with the reason."""
+    """Return the changes that take effect after `step`, the newest durable one. Raises ConfigError naming forbidden
+    changes.
+    """
     found = changes(was, now)
     wrong = [(change, reason) for change in found if (reason := _objection(change, step))]
     if wrong:
@@ -250,21 +252,19 @@ def permitted(was: Flat, now: Flat, *, step: int) -> list[Change]:
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
         back = " ".join(f"{c.key}={_shown(c.was)}" for c, _ in wrong[:_MOST_NAMED])
         raise ConfigError(
-            f"the run was begun with another configuration: {named}{more}",
-            f"go back to {back}, or choose another run.name=…",
+            f"the run was started with another configuration: {named}{more}",
+            f"set {back} again, or choose another run.name=…",
         )
     return found
 
 
 def rule_of(key: str) -> Rule:
-    """The rule for a key of `relevant`; of another one, that it may not change."""
+    """Return the rule of a key of `relevant`; other keys may not change."""
     return next((rule for rule in RULES if key.startswith(rule.prefix)), _UNKNOWN)
 
 
 def same_path(a: Any, b: Any) -> bool:
-    """Whether two texts may name the same path, where one was written relative to a directory that the
-    other one names.
-    """
+    """True if two texts may name the same path: equal, or a relative one that the absolute one ends with."""
     if not isinstance(a, str) or not isinstance(b, str):
         return False
     one, other = (PurePath(os.path.normpath(text)) for text in (a, b))
@@ -276,20 +276,20 @@ def same_path(a: Any, b: Any) -> bool:
 
 
 def _objection(change: Change, step: int) -> str | None:
-    """Why the value may not change like that; None if it may."""
+    """Return the reason why a value may not change like that; None if it may."""
     rule = rule_of(change.key)
     if change.key == "mode" and (change.was, change.now) in _ONE_MODE:
         return None
     if not rule.may:
         return rule.reason
     if change.key == MAX_STEPS and change.now < step:
-        return f"{step} steps are trained already"
+        return f"{step} steps are already trained"
     if change.key == _NAME and "ppo" in (change.was, change.now):
-        return "its critic is trained from the beginning, or not at all"
+        return "PPO's critic has to be trained from the first step"
     if change.key == _BETA and not (change.was and change.now):
-        return "the weights of step 0 are kept for the KL term from the beginning, or not at all"
+        return "the KL term's reference, the weights of step 0, is only kept if beta is set from the start"
     if change.key == _TEACHER and not (change.was and change.now):
-        return "the episodes that are on their way to the trainer were shown to a teacher, or were not"
+        return "episodes on their way to the trainer were sampled with a teacher or without one"
     return None
 
 
@@ -311,7 +311,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """As one would write it on the command line."""
+    """Format a value as on the command line."""
     if isinstance(value, Mapping | Sequence) and not isinstance(value, str):
         return orjson.dumps(value).decode()
     return "null" if value is None else str(value)

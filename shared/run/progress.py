@@ -1,6 +1,6 @@
-"""Which tickets a lineage of checkpoints has finished: the part of a checkpoint that belongs to the queue.
+"""Finished tickets of a lineage of checkpoints: the queue's part of a checkpoint.
 
-Invariants: every ticket up to `low` is finished, `done` holds the finished ones above it, `low + 1` is never in `done`;
+Invariants: every ticket up to `low` is finished; `done` holds the finished ones above it; `low + 1` is never in `done`;
 finished = trained + void.
 """
 
@@ -10,12 +10,12 @@ from collections.abc import Iterable
 
 
 class TicketProgress:
-    """Finished tickets, compactly.
+    """Compact set of finished tickets.
 
     Args:
         low: every ticket from 1 to `low` is finished.
         done: finished tickets above `low`.
-        void: how many of the finished tickets ended without training.
+        void: number of finished tickets that ended without training.
     """
 
     def __init__(self, low: int = 0, done: Iterable[int] = (), void: int = 0) -> None:
@@ -32,7 +32,7 @@ class TicketProgress:
         return ticket <= self.low or ticket in self.done
 
     def finish(self, ticket: int, *, void: bool = False) -> bool:
-        """Marks one ticket finished, `void` if without training; False (and no change) if it was finished before."""
+        """Mark a ticket finished (`void`: without training); return False, unchanged, if it was finished before."""
         if self.is_finished(ticket):
             return False
         self.done.add(ticket)
@@ -41,7 +41,7 @@ class TicketProgress:
         return True
 
     def reopen(self, ticket: int) -> None:
-        """Undoes `finish` of a ticket that has not ended after all. (Not of a void one.)"""
+        """Undo `finish` of a trained ticket."""
         if ticket <= self.low:
             self.done.update(range(ticket + 1, self.low + 1))
             self.low = ticket - 1

@@ -1,10 +1,10 @@
-"""checkpoints.jsonl: a line a checkpoint, with the digest of its manifest, written before the checkpoint has its name.
+"""checkpoints.jsonl: a line per checkpoint with its manifest's digest.
 
-The manifest leads to every file of the checkpoint, so whoever changes one and makes the digests in its folder anew
-contradicts this file. Commit records name a digest of this file in turn (see shared.run.held).
+The manifest covers every file of the checkpoint, so a changed checkpoint contradicts this file even if the digests in
+its folder were recomputed. Commit records in turn hold a digest of this file (see shared.run.held).
 
-Invariant: a checkpoint has its line before it has its name. Of several lines of a version the last counts: the first
-ones were of attempts that failed.
+Invariant: a checkpoint's line is written before the checkpoint gets its name. The last line of a version counts;
+earlier ones belong to failed attempts.
 """
 
 from __future__ import annotations
@@ -27,27 +27,29 @@ _MOST_VALUES = 20
 
 
 def append(root: Path, version: WeightVersion, manifest: str) -> None:
-    """Durable when it returns. Raises StorageUnavailable. Args: root: the folder of checkpoints."""
+    """Append a line; it is durable on return. Raises StorageUnavailable. Args: root: the folder of checkpoints."""
     path = RunFolder(root.parent).saved
     line = {"version": str(version), "step": version.step, "manifest": manifest, "time": time.time()}
     storage.append(path, orjson.dumps(line) + b"\n", durable=True)
 
 
 def named(run: RunFolder) -> dict[WeightVersion, str]:
-    """The digest of each version's manifest; lines that cannot be read are left out. Raises OSError."""
+    """Return the manifest's digest of each version, ignoring unreadable lines. Raises OSError."""
     return {version: manifest for _, found in lines(run) if found is not None for version, manifest in [found]}
 
 
 def lines(run: RunFolder) -> Iterator[tuple[int, tuple[WeightVersion, str] | None]]:
-    """Each line with its number; None for one that cannot be read. Blank lines are left out. Raises OSError."""
+    """Yield each nonblank line with its number; None for an unreadable one. Raises OSError."""
     for number, text in enumerate(whole_lines(run.saved), start=1):
         if text.strip():
             yield number, _parsed(text)
 
 
 def check(folder: Path) -> None:
-    """Raises WeightsError if the manifest of this checkpoint is not the one that checkpoints.jsonl names, and
-    Unavailable if one of them cannot be read now. A version without a line is of an older trainer.
+    """Check that the manifest of this checkpoint is the one that checkpoints.jsonl names.
+
+    Raises WeightsError if it is not, and Unavailable if one of them cannot be read now. Versions without a line are
+    from an older trainer and pass.
     """
     version = WeightVersion.of_name(folder.name)
     if version is None:
@@ -62,7 +64,7 @@ def check(folder: Path) -> None:
     if found != expected:
         raise WeightsError(
             f"{version}: its manifest is not the one that {run.saved.name} names",
-            "somebody has changed the checkpoint: restore it, or go back to an older one",
+            "the checkpoint was changed: restore it, or go back to an older one",
         )
 
 

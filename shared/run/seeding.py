@@ -1,10 +1,9 @@
-"""Everything that is drawn at random, as pure functions of the run's seed: tasks, and seeds of sampling and
-environments.
+"""All randomness of a run, as pure functions of its seed: task order, and seeds of sampling and environments.
 
 Invariants
-- A pass over the split meets every task exactly once, in an order of its own, which the ordinal of a group among those
-  of its environment (see shared.run.mixture) and the size of the split alone decide.
-- The seeds do not depend on the attempt: a sample that is dispatched again repeats itself.
+- A pass over a split visits every task exactly once, in its own order, which depends only on the ordinal of a group
+  among those of its environment (see shared.run.mixture) and the size of the split.
+- Seeds do not depend on the attempt: a retried sample repeats itself.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _ROUNDS = 4
 
 @dataclass(frozen=True, slots=True)
 class TicketTask:
-    """The task of a ticket: an index in the training split of an environment."""
+    """Task of a ticket: an index in the training split of an environment."""
 
     env: str
     index: int
@@ -25,15 +24,16 @@ class TicketTask:
 
 @dataclass(frozen=True, slots=True)
 class TaskOrder:
-    """Sampling without replacement: ordinal of a group of its environment (from 1; where a run has one environment, the
-    ticket) → index in a split of `n_tasks` tasks.
+    """Sampling without replacement: map a group's ordinal to an index in a split of `n_tasks` tasks.
+
+    The ordinal counts the groups of an environment from 1; with one environment it is the ticket.
     """
 
     seed: int
     n_tasks: int
 
     def index(self, ordinal: int) -> int:
-        """0 <= index < n_tasks; a bijection over the ordinals of each pass. O(1) in memory."""
+        """Return the index, 0 <= index < n_tasks; a bijection over the ordinals of each pass. O(1) in memory."""
         turn, position = divmod(ordinal - 1, self.n_tasks)
         half_bits = max(1, ((self.n_tasks - 1).bit_length() + 1) // 2)
         while True:
@@ -42,7 +42,7 @@ class TaskOrder:
                 return position
 
     def _feistel(self, value: int, turn: int, half_bits: int) -> int:
-        """A keyed permutation of [0, 4**half_bits); iterated until it lands below n_tasks, it permutes [0, n_tasks)."""
+        """Keyed permutation of [0, 4**half_bits); repeated until it is below n_tasks, it permutes [0, n_tasks)."""
         mask = (1 << half_bits) - 1
         left, right = value >> half_bits, value & mask
         for number in range(_ROUNDS):
@@ -51,12 +51,12 @@ class TaskOrder:
 
 
 def sampling_seed(run_seed: int, ticket: int, sample_index: int, position: int) -> int:
-    """31 bits for the engine; `position` is where in the trajectory sampling starts."""
+    """Return 31 bits for the engine; `position` is where in the trajectory sampling starts."""
     return _hash(run_seed, "sampling", ticket, sample_index, position) & 0x7FFF_FFFF
 
 
 def env_seed(run_seed: int, ticket: int, sample_index: int) -> int:
-    """31 bits for what is random in an environment after its task is chosen."""
+    """Return 31 bits for an environment's randomness after its task is chosen."""
     return _hash(run_seed, "env", ticket, sample_index) & 0x7FFF_FFFF
 
 

@@ -1,4 +1,4 @@
-"""The share of each environment of a mixture: by weight, with least shares, and a fixed one for those on trial."""
+"""Shares of a mixture's environments: by weight, with minimum shares, and a fixed share for environments on trial."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shared.schema import MAX_WEIGHT, DataSection
 _CANARY = Fraction(1, 20)
 """Share of the groups that an environment on trial plays."""
 _CANARIES = Fraction(1, 5)
-"""Share of all that are on trial."""
+"""Largest share of all environments on trial together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An environment that is played. `weight` is in proportion to the others'; a canary has a fixed share instead."""
+    """An environment of a mixture: `weight` is relative to the others'; a canary has a fixed share instead."""
 
     weight: Fraction
     min_share: Fraction = Fraction(0)
@@ -26,20 +26,22 @@ class Member:
 
 
 def configured(data: DataSection) -> dict[str, Member]:
-    """The environments that a run begins with; the main one first."""
+    """Return the environments that a run starts with, the main one first."""
     return {name: Member(exact(entry.weight), exact(entry.min_share)) for name, entry in data.environments.items()}
 
 
 def exact(weight: Any) -> Fraction:
-    """A weight as it is written. Raises ValueError, TypeError."""
+    """Return the exact decimal value of a weight. Raises ValueError, TypeError."""
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
-        raise ValueError(f"{weight!r} is no weight between 0 and {MAX_WEIGHT}")
+        raise ValueError(f"{weight!r} is not a weight between 0 and {MAX_WEIGHT}")
     return Fraction(str(weight))
 
 
 def weights_of(members: Mapping[str, Member]) -> dict[str, int]:
-    """Whole weights whose shares give each canary one group in twenty (all together one in five at most), everybody
-    its least share, and divide the rest by weight.
+    """Return whole weights of the members.
+
+    Each canary gets one group in twenty (all together at most one in five), every other member at least its minimum
+    share, and the rest is divided by weight.
     """
     canaries = [name for name, member in members.items() if member.canary]
     steady = {name: member for name, member in members.items() if not member.canary}
@@ -50,7 +52,7 @@ def weights_of(members: Mapping[str, Member]) -> dict[str, int]:
 
 
 def _shares(members: Mapping[str, Member], total: Fraction) -> dict[str, Fraction]:
-    """Parts of `total` by weight; whose part would be less than its least share has that, and the others the rest."""
+    """Divide `total` by weight; members below their minimum share get that share, and the others divide the rest."""
     least_of_all = sum((member.min_share for member in members.values()), Fraction(0))
     fit = min(Fraction(1), total / least_of_all) if least_of_all else Fraction(1)
     least = {name: member.min_share * fit for name, member in members.items()}

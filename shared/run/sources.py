@@ -1,11 +1,11 @@
-"""Environments that a run's configuration names by a file or an import path, in place of a name.
+"""Environments that a configuration names by a file or an import path.
 
     data.env: ./my_env.py               a file; with several classes ./my_env.py:MyEnv; also a .zip or .whl
     data.env: my_package.envs:MyEnv     a class of a package in the present directory, or of an installed one
 
-Invariants: such an environment gets the name NAME-DIGEST@1, where the digest is of its bytes, its class and its
-settings: whatever differs is another environment. What a name stands for is written into the configuration
-(`data.sources`) when that is read, once. No code of it is run, or imported, here.
+Invariants: such an environment gets the name NAME-DIGEST@1, with the digest of its bytes, its class and its settings,
+so different code is a different environment. The configuration records the source of each name (`data.sources`) when it
+is loaded, once. No code of a source is run or imported here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import orjson
 from shared.errors import ConfigError
 
 MAX_BYTES, MAX_FILES = 4 * 2**20, 1000
-"""Of a package: as much as an environment service takes of an archive."""
+"""Limits of a package, the same as the environment service's limits of an archive."""
 _FILE = re.compile(r"(?P<path>.+\.(?:py|zip|whl))(?::(?P<entry>[A-Za-z_][\w.:]*))?", re.DOTALL)
 _IMPORT = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _SINCE = (1980, 1, 1, 0, 0, 0)
@@ -33,59 +33,64 @@ _LEFT_OUT = ("__pycache__", ".git", ".venv")
 
 @dataclass(frozen=True, slots=True)
 class FoundSource:
-    """Where an environment is, and its class: of a file CLASS or nothing, of a package package.module:CLASS."""
+    """Path and class of an environment: CLASS or None for a file, package.module:CLASS for a package."""
 
     path: Path
     entry: str | None
 
 
 def is_source(env: str) -> bool:
-    """Whether it names a file or an import path, and no environment."""
+    """True if `env` is a file or an import path rather than an environment's name."""
     return bool(_FILE.fullmatch(env) or _IMPORT.fullmatch(env)) or "/" in env
 
 
 def find(env: str, base: Path | None) -> FoundSource:
-    """Args: base: from which relative paths count, and where packages are looked for first; without it, only installed
-    ones are. Raises ConfigError.
+    """Find a source. Raises ConfigError.
+
+    Args: base: folder for relative paths and the first place to look for packages; None: only installed packages.
     """
     if (match := _FILE.fullmatch(env)) is not None:
         path = ((base or Path()) / Path(match["path"]).expanduser()).absolute()
         if not path.is_file():
-            raise ConfigError(f"there is no file {path}", "name a Python file, a .zip or .whl, or package.module:Class")
+            raise ConfigError(
+                f"{path} does not exist or is not a file", "name a Python file, a .zip or .whl, or package.module:Class"
+            )
         return FoundSource(path, match["entry"])
     if not _IMPORT.fullmatch(env):
         raise ConfigError(
-            f"{env[:200]!r} is neither the name of an environment nor a file of one",
+            f"{env[:200]!r} is neither an environment's name nor an environment's file",
             "name a file that ends in .py, .zip or .whl, or package.module:Class",
         )
     return FoundSource(_located(env.partition(":")[0].partition(".")[0], base), env)
 
 
 def content_of(found: FoundSource) -> tuple[bytes, bool]:
-    """What is submitted: the bytes of the file, or a zip file with the package and what it declares to need; and
-    whether that is an archive. Raises ConfigError.
+    """Return the bytes to submit, and True if they are an archive. Raises ConfigError.
+
+    They are the file, or a zip file of the package and its declared dependencies.
     """
     try:
         if found.entry is not None and ":" in found.entry and found.path.suffix not in (".zip", ".whl"):
             return _packed(found.path), True
         if (size := found.path.stat().st_size) > MAX_BYTES:
-            raise ConfigError(f"{found.path} has {size} bytes", f"at most {MAX_BYTES} are taken")
+            raise ConfigError(f"{found.path} has {size} bytes", f"at most {MAX_BYTES} bytes are accepted")
         return found.path.read_bytes(), found.path.suffix != ".py"
     except OSError as error:
         raise ConfigError(f"{found.path}: {(error.strerror or str(error)).lower()}") from error
 
 
 def name_of(found: FoundSource, content: bytes, settings: Mapping[str, Any]) -> str:
-    """Without its version. At most 64 characters."""
-    said = [hashlib.sha256(content).hexdigest(), found.entry, settings]
-    digest = hashlib.sha256(orjson.dumps(said, option=orjson.OPT_SORT_KEYS, default=str)).hexdigest()[:8]
+    """Return the environment's name without version, at most 64 characters."""
+    identity = [hashlib.sha256(content).hexdigest(), found.entry, settings]
+    digest = hashlib.sha256(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS, default=str)).hexdigest()[:8]
     plain = found.entry.rpartition(":")[2] if found.entry and ":" in found.entry else found.path.stem
     return f"{re.sub(r'[^A-Za-z0-9_-]', '_', plain).lstrip('_-')[:48] or 'environment'}-{digest}"
 
 
 def resolved(tree: dict[str, Any], base: Path) -> dict[str, Any] | None:
-    """A configuration's tree with names in place of files and import paths, and what they stand for in data.sources;
-    None if it names none. Raises ConfigError.
+    """Replace files and import paths in a configuration's tree by names, and record them in data.sources.
+
+    Returns None if there is none. Raises ConfigError.
     """
     data = tree["data"]
     mixture: dict[str, Any] = data.get("mixture") or {}
@@ -114,7 +119,7 @@ def resolved(tree: dict[str, Any], base: Path) -> dict[str, Any] | None:
 
 
 def _located(package: str, base: Path | None) -> Path:
-    """The folder, or the file, of a package or module at the top; nothing of it is imported."""
+    """Locate the folder or file of a top-level package or module, without importing it."""
     from importlib.machinery import PathFinder
     from importlib.util import find_spec
 
@@ -124,29 +129,31 @@ def _located(package: str, base: Path | None) -> Path:
         spec = None
     if spec is None or package in sys.builtin_module_names or package in sys.stdlib_module_names:
         raise ConfigError(
-            f"there is no package {package!r} in {base or 'this Python'}, and none is installed beside this program",
+            f"there is no package {package!r} in {base or 'this Python'}, nor in this program's environment",
             f"install it: uv pip install --python {sys.executable} …",
         )
     folders = list(spec.submodule_search_locations or ())
     if len(folders) > 1:
-        raise ConfigError(f"{package} is spread over {len(folders)} folders", "name a package of one folder")
+        raise ConfigError(
+            f"{package} is a namespace package of {len(folders)} folders", "name a package that lies in one folder"
+        )
     if not folders and not spec.origin:
         raise ConfigError(f"{package} has no files")
     return Path(folders[0] if folders else str(spec.origin)).absolute()
 
 
 def _packed(path: Path) -> bytes:
-    """A package or module with what declares its needs. Raises ConfigError, OSError."""
+    """Pack a package or module with its declared dependencies. Raises ConfigError, OSError."""
     files = {f"{path.name}/{name}": file for name, file in _files(path)} if path.is_dir() else {path.name: path}
     return _zipped(files, path, _declared(path))
 
 
 def _zipped(files: Mapping[str, Path], path: Path, more: Iterable[tuple[str, bytes]] = ()) -> bytes:
-    """A zip file of what `path` holds, always the same for the same files. Raises ConfigError, OSError."""
+    """Zip files reproducibly: equal files give equal bytes. Raises ConfigError, OSError."""
     if len(files) > MAX_FILES or sum(file.stat().st_size for file in files.values()) > MAX_BYTES:
         raise ConfigError(
             f"{path} has more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB",
-            "put what an environment needs into a smaller package, or declare the large one as its dependency",
+            "move what the environment needs into a smaller package, or declare the large one as a dependency",
         )
     import zipfile
 
@@ -158,7 +165,7 @@ def _zipped(files: Mapping[str, Path], path: Path, more: Iterable[tuple[str, byt
 
 
 def packed_folder(folder: Path) -> bytes:
-    """A folder as a zip file: Harbor's task folders, a package, or a project with its modules at its top or in `src`.
+    """Zip a folder: Harbor's task folders, a package, or a project with its modules at its top or in `src`.
 
     Raises ConfigError naming what is missing, OSError.
     """
@@ -166,14 +173,14 @@ def packed_folder(folder: Path) -> bytes:
     if not any(_is_importable(name) or Path(name).name == "task.toml" for name in files):
         raise ConfigError(
             f"{folder} holds no environment: no Python module or package at its top or in src/, and no task.toml",
-            "name a project's or package's folder, or one with task folders of Harbor",
+            "name the folder of a project, of a package, or of Harbor tasks",
         )
     is_nested = {"__init__.py", "task.toml"} & files.keys()
     return _zipped({f"{folder.name}/{name}" if is_nested else name: file for name, file in files.items()}, folder)
 
 
 def _is_importable(name: str) -> bool:
-    """Whether a file makes a module or package that can be imported from the folder, or from its `src`."""
+    """True if a file makes a module or package that can be imported from the folder or its `src`."""
     parts = name.removeprefix("src/").split("/")
     return name.endswith(".py") if len(parts) == 1 else parts[1:] == ["__init__.py"]
 
@@ -186,9 +193,7 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _declared(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The file in which a package says what it needs: pyproject.toml beside it, else the metadata it was installed
-    with.
-    """
+    """Yield the files that declare a package's dependencies: pyproject.toml beside it, else its installed metadata."""
     from importlib.metadata import distribution, packages_distributions
 
     if (project := path.parent / "pyproject.toml").is_file():

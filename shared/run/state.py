@@ -1,7 +1,7 @@
-"""What a checkpoint says beside weights: where the run is, which tickets are finished, and who came before.
+"""State of a run in a checkpoint, beside the weights: position, finished tickets, lineage.
 
-One value, saved atomically with the weights it belongs to: this is what makes the training effect exactly-once along
-the surviving lineage of checkpoints.
+It is saved atomically with its weights. So each ticket is trained on exactly once along the surviving lineage of
+checkpoints.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _MOST = 2**53
 _MAX_DETAIL = 300
 MAX_STATE_BYTES = 64 * 2**20
 MOST_VALUES = MAX_STATE_BYTES // 12
-"""Fewer bytes than 12 a value no trainer writes: a ticket of seven digits has 13 on its line, a ledger line 17 for each
-of its values.
+"""No trainer writes fewer than 12 bytes per value: a ticket of seven digits has 13 on its line, a ledger line 17 per
+value.
 """
 _MOST_EPOCHS = 50_000
-"""Of one lineage: a run that is restarted every minute for a month."""
+"""Largest number of epochs in a lineage: a run that is restarted every minute for a month."""
 STATE, OPTIMIZER = "state.json", "optimizer"
 Phase = Literal["rl", "done"]
 _EPOCH, _STEP = itemgetter(0), itemgetter(1)
@@ -54,19 +54,19 @@ _EPOCH, _STEP = itemgetter(0), itemgetter(1)
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """`step` counts optimizer steps of RL; `low`, `done`, `void` are `TicketProgress`; `issued` is the highest ticket
-    seen.
+    """State of the trainer after `step` optimizer steps.
 
-    `lineage` lists (epoch, step it began at), oldest first: epochs ascend, steps do not fall. `reference` is the
-    version whose weights the KL term compares with. `recent` are the ledger lines of the tickets this checkpoint
-    trained, `metrics` the lines of metrics.jsonl of its steps and of those before them that the file may not durably
-    hold; an epoch's first checkpoint has those of the one it goes on from. `seed` is all the randomness there is.
-    `settings` is the configuration that was in force, by epoch (see shared.run.pinned), `chain` is over everything
-    before; both are missing in checkpoints that are older than they. `origin` is the version of another run that the
-    weights were before step 0 (see shared.models.origin), if they were one. `data` says of a run of supervised training
-    which data it passes over, by digest (also of its `files`), and where it is in it; there `step` counts optimizer
-    steps of that. `files` are the beginnings of other files of the run, `losses` how often each had lost lines (see
-    shared.run.held); None in states that are older than they.
+    `low`, `done`, `void` are `TicketProgress`; `issued` is the highest ticket seen. `lineage` lists (epoch, first
+    step), oldest first: epochs ascend, steps do not fall. `reference` is the version whose weights the KL term compares
+    with. `recent` are the ledger lines of the tickets that this checkpoint trained; `metrics` are the lines of
+    metrics.jsonl of its steps, and earlier ones that the file may not durably hold; an epoch's first checkpoint has
+    those of its predecessor. `seed` determines all randomness.
+
+    `settings` is the configuration in force, by epoch (see shared.run.pinned); `chain` covers everything before; both
+    are missing in older checkpoints. `origin` is the version of another run that the run started from, if any (see
+    shared.models.origin). `data` describes the data of supervised training, by digest (also of its `files`), and the
+    position in it; there `step` counts supervised steps. `files` are prefixes of other files of the run, `losses`
+    counts how often each lost lines (see shared.run.held); None in older states.
     """
 
     epoch: int
@@ -96,12 +96,13 @@ class TrainerState:
     def progress(self) -> TicketProgress:
         return TicketProgress(self.low, self.done, self.void)
 
-    def under(
+    def starting_epoch(
         self, epoch: int, *, keep_reference: bool, settings: Flat | None = None, origin: Mapping[str, Any] | None = None
     ) -> Self:
-        """The same state at the start of a new incarnation, under these settings if some are given.
+        """Return the state at the start of a new incarnation, with new settings if given.
 
-        The first one's weights are the reference, if one is kept; `origin` is where they come from.
+        The first incarnation's weights become the reference, if one is kept; `origin` is the version that they come
+        from.
         """
         reference = self.reference or (
             str(WeightVersion(epoch, self.step)) if keep_reference and not self.lineage else None
@@ -125,7 +126,7 @@ class TrainerState:
         metrics: tuple[Mapping[str, Any], ...] = (),
         files: HeldFiles | None = None,
     ) -> Self:
-        """The state of the same incarnation after `step` steps; `files` as they are now, if they were looked at."""
+        """Return the state of the same incarnation after `step` steps; `files` as they are now, if they were read."""
         finished = sorted(progress.done)
         issued = max([issued, progress.low, *finished])
         return replace(
@@ -142,9 +143,7 @@ class TrainerState:
         ).holding(files)
 
     def holding(self, files: HeldFiles | None, rewritten: Collection[str] = ()) -> Self:
-        """The same state with `files` as they are now, if they were looked at; `rewritten` are those that began
-        otherwise before.
-        """
+        """Return the same state with `files` as they are now, if they were read; `rewritten` have another prefix."""
         if files is None:
             return self
         return replace(self, files=files, losses=held.losses(self.files, files, self.losses, rewritten))
@@ -154,7 +153,7 @@ class TrainerState:
 
     @classmethod
     def from_mapping(cls, raw: Any) -> Self:
-        """Raises WeightsError naming what is wrong."""
+        """Parse a state. Raises WeightsError naming what is wrong."""
         try:
             schema = _count(raw, "schema")
             if schema not in (_OLDER, SCHEMA):
@@ -205,19 +204,19 @@ def _counts(values: list[Any]) -> list[int]:
 
 def _list(raw: Mapping[str, Any], key: str) -> list[Any]:
     if not isinstance(raw[key], list):
-        raise TypeError(f"{key} is no list")
+        raise TypeError(f"{key} is not a list")
     return raw[key]
 
 
 def _began(pair: Any) -> tuple[int, int]:
     if not isinstance(pair, list) or len(pair) != 2:
-        raise TypeError("the lineage is no list of pairs")
+        raise TypeError("the lineage is not a list of pairs")
     epoch, step = _counts(pair)
     return epoch, step
 
 
 def parse_lineage(pairs: list[Any]) -> Lineage:
-    """Raises TypeError or ValueError."""
+    """Parse a lineage. Raises TypeError or ValueError."""
     if len(pairs) > _MOST_EPOCHS:
         raise ValueError(f"the lineage has {len(pairs)} epochs, more than {_MOST_EPOCHS}")
     lineage = tuple(map(_began, pairs))
@@ -240,7 +239,7 @@ def _text(value: Any) -> str:
 
 def _of_metrics(line: Any) -> Mapping[str, Any]:
     if not isinstance(line, dict):
-        raise TypeError("a line of metrics is no object")
+        raise TypeError("a line of metrics is not an object")
     WeightVersion.parse(_text(line["version"]))
     return line
 
@@ -264,7 +263,7 @@ def _data(value: Any) -> dict[str, Any] | None:
 
 
 def initial_state(seed: int) -> TrainerState:
-    """Before any checkpoint: epoch 0, step 0."""
+    """Return the state before any checkpoint: epoch 0, step 0."""
     return TrainerState(
         epoch=0,
         step=0,
@@ -282,7 +281,7 @@ def initial_state(seed: int) -> TrainerState:
 
 
 def read(folder: Path) -> tuple[TrainerState, tuple[ManifestFile, ...]]:
-    """The state of a checkpoint, and the files below its `optimizer/` with their digests.
+    """Read the state of a checkpoint, and the files below its `optimizer/` with their digests.
 
     Raises WeightsError, and Unavailable if it cannot be read now.
     """
@@ -291,20 +290,18 @@ def read(folder: Path) -> tuple[TrainerState, tuple[ManifestFile, ...]]:
 
 
 def check_readable(folder: Path) -> None:
-    """Raises WeightsError if the state that was just written there is none that `read` takes: better now than at the
-    restart.
-    """
+    """Read back a state that was just written. Raises WeightsError if that fails: better now than at the restart."""
     try:
         read(folder)
     except WeightsError as error:
         raise WeightsError(
-            f"the new checkpoint could not be read again, so the older ones stay: {error.detail}",
+            f"the new checkpoint cannot be read back, so the older ones are kept: {error.detail}",
             "it carries a line of each group of its step: lower trainer.groups_per_step",
         ) from error
 
 
 def _read(folder: Path) -> tuple[TrainerState, tuple[ManifestFile, ...], str | None]:
-    """Also the seal of the manifest; older checkpoints have none."""
+    """Also return the seal of the manifest; older checkpoints have none."""
     try:
         raw = codec.from_record(read_file(folder / STATE, MAX_STATE_BYTES), STATE, MOST_VALUES)
         state = TrainerState.from_mapping(raw)
@@ -317,10 +314,9 @@ def _read(folder: Path) -> tuple[TrainerState, tuple[ManifestFile, ...], str | N
 
 
 def verify(folder: Path) -> tuple[Manifest, TrainerState]:
-    """Manifest and state of a checkpoint, if every file of it has the digest they name, and the manifest the one that
-    checkpoints.jsonl names.
+    """Verify a checkpoint: all files against their digests, and the manifest against checkpoints.jsonl.
 
-    Raises WeightsError, and Unavailable if the files cannot be read now.
+    Returns manifest and state. Raises WeightsError, and Unavailable if the files cannot be read now.
     """
     found = verify_digests(folder)
     saved.check(folder)
@@ -328,7 +324,7 @@ def verify(folder: Path) -> tuple[Manifest, TrainerState]:
 
 
 def verify_digests(folder: Path) -> tuple[Manifest, TrainerState]:
-    """`verify` by the folder of the checkpoint alone."""
+    """Verify a checkpoint as `verify` does, from its folder alone."""
     manifest = read_manifest(folder)
     state, optimizer_files, sealed = _read(folder)
     try:
@@ -345,7 +341,7 @@ def verify_digests(folder: Path) -> tuple[Manifest, TrainerState]:
 
 
 def newest_state(root: Path) -> TrainerState | None:
-    """The state of the newest checkpoint under `root` whose state can be read, its digest aside; None without one."""
+    """Return the newest readable state under `root`, without checking its digest; None without one."""
     for version in reversed(versions(root)):
         try:
             return read(root / str(version))[0]
@@ -355,9 +351,9 @@ def newest_state(root: Path) -> TrainerState | None:
 
 
 def surviving(found: Collection[WeightVersion]) -> list[WeightVersion]:
-    """Those that no later trainer undid by going on from an earlier step, in their order.
+    """Return the versions that no later trainer undid by continuing from an earlier step, in order.
 
-    Of an ancestor no later epoch has one with a lower step.
+    An ancestor has no version of a later epoch at a lower step.
     """
     first: dict[int, int] = {}
     for one in found:
@@ -370,13 +366,13 @@ def surviving(found: Collection[WeightVersion]) -> list[WeightVersion]:
 
 
 def epoch_of(step: int, lineage: Sequence[tuple[int, int]]) -> int | None:
-    """The epoch that trained `step` (1 is the first) along the lineage; None if it begins later."""
+    """Return the epoch that trained `step` (1 is the first) along the lineage; None if the lineage starts later."""
     n = bisect_left(lineage, step, key=_STEP)
     return lineage[n - 1][0] if n else None
 
 
 def in_lineage(version: WeightVersion, lineage: Sequence[tuple[int, int]]) -> bool:
-    """Whether `version` is an ancestor: its epoch is one of ours, and it was not undone by a later epoch's start."""
+    """True if `version` is an ancestor: its epoch is in the lineage, and no later epoch started before its step."""
     i = bisect_left(lineage, version.epoch, key=_EPOCH)
     if i == len(lineage) or lineage[i][0] != version.epoch:
         return False
@@ -385,5 +381,5 @@ def in_lineage(version: WeightVersion, lineage: Sequence[tuple[int, int]]) -> bo
 
 
 def until(epoch: int, lineage: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """The lineage as it was in `epoch`."""
+    """Return the lineage as it was in `epoch`."""
     return lineage[: bisect_left(lineage, epoch + 1, key=_EPOCH)]

@@ -1,11 +1,11 @@
-"""Marks of run folders whose addresses and paths this user's supervisor wrote.
+"""Mark run folders whose addresses and paths this user's supervisor wrote.
 
-A run's configuration names programs, addresses, files and tokens. A folder that came from somebody else may name any
-file of the reader and any address to send it to, so a command that only reads a folder uses them if the folder bears
-the mark of this user, or the user says `--trust`.
+A run's configuration names programs, addresses, files and tokens. A folder from somebody else may name any file of the
+reader and any address to send it to. So a command that only reads a folder uses them only if the folder has this user's
+mark, or the user says `--trust`.
 
-The mark is a MAC over the files that name them, by a key in the user's own state folder: a copied or moved run keeps
-it, a changed one loses it, and no folder brings it along.
+The mark is a MAC over the files that name them, with a key in the user's own state folder: a copied or moved run keeps
+it, a changed one loses it, and no folder can bring its own.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _accepted: set[str] = set()
 
 
 def accept(folder: RunFolder) -> None:
-    """Trusts the folder in this process: its user said so, or the process has written it."""
+    """Trust the folder in this process: the user asked for it, or the process wrote the folder."""
     _accepted.add(os.path.realpath(folder.path))
 
 
 def mark(folder: RunFolder) -> None:
-    """Says that this user's supervisor wrote the folder's configuration. Best effort: without a home there is no key,
-    and later readers need `--trust`.
+    """Mark the folder's configuration as written by this user's supervisor.
+
+    Best effort: without a home directory there is no key, and later readers need `--trust`.
     """
     accept(folder)
     with suppress(OSError, RuntimeError):
@@ -51,30 +52,28 @@ def mark(folder: RunFolder) -> None:
 
 
 def is_own(folder: RunFolder) -> bool:
-    """Whether this user's supervisor wrote the configuration and addresses that the folder holds now, or the user
-    trusts it.
-    """
+    """True if this user's supervisor wrote the folder's present configuration and addresses, or the user trusts it."""
     if is_accepted(folder):
         return True
     with suppress(OSError, RuntimeError):
         if any(path.is_symlink() for path in (folder.secrets, folder.secrets / _MARK, *_marked(folder))):
             return False
-        said = read_file(folder.secrets / _MARK, _MOST_BYTES)
-        return hmac.compare_digest(said, _mac(folder, _key(make=False)).encode())
+        found = read_file(folder.secrets / _MARK, _MOST_BYTES)
+        return hmac.compare_digest(found, _mac(folder, _key(make=False)).encode())
     return False
 
 
 def is_accepted(folder: RunFolder) -> bool:
-    """Whether this process wrote the folder, or its user trusts it by name."""
+    """True if this process wrote the folder, or its user trusts it by name."""
     return os.path.realpath(folder.path) in _accepted
 
 
 def check(folder: RunFolder) -> None:
-    """Raises ConfigError unless the folder may name files, addresses and programs to use."""
+    """Raise ConfigError unless the folder may name files, addresses and programs to use."""
     if not is_own(folder):
         raise ConfigError(
-            f"no `volley up` of this user wrote the configuration of {folder.path}: the files, addresses and programs "
-            "that it names are not used",
+            f"the configuration of {folder.path} was not written by a `volley up` of this user: the files, addresses "
+            "and programs that it names are not used",
             "if the folder is yours, add --trust",
         )
 
@@ -84,7 +83,7 @@ def _marked(folder: RunFolder) -> tuple[Path, ...]:
 
 
 def _mac(folder: RunFolder, key: bytes) -> str:
-    """Raises OSError."""
+    """Return the MAC of the marked files. Raises OSError."""
     found = hmac.new(key, digestmod=hashlib.sha256)
     for path in _marked(folder):
         try:
@@ -97,7 +96,7 @@ def _mac(folder: RunFolder, key: bytes) -> str:
 
 
 def _key(*, make: bool) -> bytes:
-    """Raises OSError or RuntimeError: there is no home, or no key in it."""
+    """Return the user's key. Raises OSError or RuntimeError if there is no home directory, or no key in it."""
     state = os.environ.get("XDG_STATE_HOME", "")
     path = (Path(state) if os.path.isabs(state) else Path.home() / ".local/state") / "volley" / "key"
     if make and not path.exists():
@@ -107,10 +106,10 @@ def _key(*, make: bool) -> bytes:
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))
             with suppress(FileExistsError):
-                os.link(draft, path)  # whole or not at all, and never over another one
+                os.link(draft, path)  # atomic, and never replaces another key
         finally:
             draft.unlink(missing_ok=True)
     key = read_file(path, _KEY_BYTES)
     if len(key) != _KEY_BYTES:
-        raise OSError(f"{path} is no key")
+        raise OSError(f"{path} is not a key")
     return key

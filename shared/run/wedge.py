@@ -1,8 +1,7 @@
-"""Who waits for whom, and whether anything still moves: judged from what the services say of themselves.
+"""Find what each service of a run waits for, and judge if the run still advances, from the services' own reports.
 
-A service that waits names another one, and so on, until one is found that is at work, that will not go on by itself
-(paused, away, broken), or that has been met before: a cycle. Nothing is asked here and nothing is decided upon; these
-are values in and sentences out.
+A waiting service names another one, and so on, until a service is found that is at work, that will not continue by
+itself (paused, away, broken), or that was visited before: a cycle. Pure functions: reports in, sentences out.
 """
 
 from __future__ import annotations
@@ -16,10 +15,11 @@ from shared.errors import Party
 from shared.services import SERVICES
 
 QUIET_S, CYCLE_S, BUSY_S = 60.0, 15.0, 1800.0
-"""So long may nothing advance, in seconds: usually, where services wait in a circle, and while one of them is at work.
+"""Longest time without progress, in seconds, before a run counts as wedged: by default, in a cycle, and with a service
+at work.
 """
 FRESH_S = 5.0
-"""What advanced within so many seconds moves."""
+"""A run that advanced within this many seconds is running."""
 _AT_WORK = ("loading", "warm start", "starting", "training", "saving")
 
 State = Literal["running", "waiting", "wedged", "finished", "failed", "stopped", "unknown"]
@@ -27,7 +27,7 @@ State = Literal["running", "waiting", "wedged", "finished", "failed", "stopped",
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Somebody waits; `why` is a sentence about it."""
+    """A wait; `why` is a sentence about it."""
 
     on: Party
     why: str
@@ -35,12 +35,12 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class ServiceReport:
-    """One service as it was met.
+    """Report of one service.
 
-    `error` is why it does not answer at all, `not_ready` what its /ready says and `waits_on` whom that names, `said`
+    `error` is why it does not answer, `not_ready` what its /ready says and `waits_on` the party that names. `said` is
     its own description: /status of the trainer, /runs of the orchestrator, `internal_state` and `weights` of a rollout
-    server, or `untold`: why we may not read it. `tokens_per_s` is measured there by asking twice, None if it was not.
-    `external`: it is not the run's own; nobody here starts it again.
+    server, or `untold`: why it may not be read. `tokens_per_s` is measured by asking twice; None if not measured.
+    `external`: the service is not the run's own, so nobody here restarts it.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ServiceReport:
 
 @dataclass(frozen=True, slots=True)
 class WaitLink:
-    """`on`: the name, kind or address of whom it waits for; it may be nobody who was met (redis, a disk). `what` it
+    """`on` is the name, kind or address of the awaited party, possibly one without a report (redis, a disk); `what` it
     waits for.
     """
 
@@ -66,8 +66,9 @@ class WaitLink:
 
 @dataclass(frozen=True, slots=True)
 class WaitNode:
-    """What keeps one service: others, itself (`halted`: it will not go on by itself), or its work. `paused`: somebody
-    wants it so.
+    """Reasons why one service does not advance: waits, a halt (it will not continue by itself), or its work.
+
+    `paused`: it was paused on request.
     """
 
     name: str
@@ -81,8 +82,10 @@ class WaitNode:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`chain` are sentences, from the one who waits to the one who keeps all waiting; `quiet_s` is None if nobody could
-    tell it.
+    """Verdict on a run.
+
+    `chain` are sentences, from the service that waits to the one that all wait for. `quiet_s` is the time since the run
+    last advanced, in seconds; None if unknown.
     """
 
     state: State
@@ -95,7 +98,7 @@ class Verdict:
 
 
 def judge(seen: Sequence[ServiceReport]) -> Verdict:
-    """The state of a run from the services that were asked: some of them, or all."""
+    """Judge the state of a run from the reports of some or all services."""
     run = next((s.said for s in seen if s.kind == "orchestrator" and s.said), {})
     quiet_s = run.get("quiet_s")
     trainer = next((s.said for s in seen if s.kind == "trainer"), {})
@@ -103,17 +106,17 @@ def judge(seen: Sequence[ServiceReport]) -> Verdict:
         return Verdict("failed", (f"the trainer has stopped: {refused}",), quiet_s=quiet_s)
     if run.get("state") in ("finished", "failed") and not (
         run.get("refused") and trainer
-    ):  # a trainer that begins again
+    ):  # a trainer that has restarted
         return Verdict(
             run["state"],
             (f"the run has {run['state']}: {run['reason']}",) if run.get("reason") else (),
             quiet_s=quiet_s,
         )
     if "trainer" in {s.kind for s in seen} and all(s.error is not None for s in seen):
-        return Verdict("stopped", ("none of its services answers",))
+        return Verdict("stopped", ("no service of the run answers",))
     core = [s for s in seen if s.kind in SERVICES and SERVICES[s.kind].run_key]
     if core and all(s.said.get("untold") for s in core):
-        return Verdict("unknown", tuple(f"{s.name} tells nothing: {s.said['untold']}" for s in core))
+        return Verdict("unknown", tuple(f"{s.name} cannot be read: {s.said['untold']}" for s in core))
     walk = _Walk(nodes(seen))
     busy = walk.waits_unseen or any(node.busy for node in walk.nodes)
     limit = BUSY_S if busy else CYCLE_S if walk.cycle else QUIET_S
@@ -127,7 +130,7 @@ def judge(seen: Sequence[ServiceReport]) -> Verdict:
 
 
 def nodes(seen: Sequence[ServiceReport]) -> list[WaitNode]:
-    """What keeps each service; rollout servers that only the orchestrator knows are among them."""
+    """Return the node of each service, rollout servers included that only the orchestrator knows."""
     trainer = next((s.said for s in seen if s.kind == "trainer"), {})
     run = next((s.said for s in seen if s.kind == "orchestrator"), {})
     servers = {server["url"]: server for server in run.get("servers", ())}
@@ -138,16 +141,14 @@ def nodes(seen: Sequence[ServiceReport]) -> list[WaitNode]:
 
 
 class _Walk:
-    """Follows who waits for whom, the trainer's first: everything in a run ends with it. One that was not asked may be
-    at work.
-    """
+    """Follow the waits, the trainer's first, since all end there. A service without a report may be at work."""
 
     def __init__(self, found: Sequence[WaitNode]) -> None:
         order = list(SERVICES)
         self.nodes = sorted(found, key=lambda node: -order.index(node.kind) if node.kind in SERVICES else 1)
         self.chain: list[str] = []
         self.cycle = self.waits_unseen = False
-        self._told: set[str] = set()
+        self._visited: set[str] = set()
         for node in self.nodes:
             if node.waits or node.halted:
                 self._follow(node, ())
@@ -156,9 +157,9 @@ class _Walk:
         if node.name in path:
             self.cycle = True
             return
-        if node.name in self._told:
+        if node.name in self._visited:
             return
-        self._told.add(node.name)
+        self._visited.add(node.name)
         if node.halted:
             self.chain.append(f"{node.name} {node.halted}")
         elif node.busy and not node.waits:
@@ -194,7 +195,7 @@ def _trainer(who: _Who, said: Mapping[str, Any]) -> WaitNode:
     if said.get("refused"):
         return WaitNode(*who, halted=f"has stopped: {said['refused']}")
     if said.get("paused") and phase in ("paused", "waiting"):
-        return WaitNode(*who, halted="is paused on request; POST /resume lets it go on", paused=True)
+        return WaitNode(*who, halted="is paused on request; POST /resume continues it", paused=True)
     busy = f"at work ({phase}, {said.get('step')} of {said.get('max_steps')} steps done)" if phase in _AT_WORK else ""
     if not waits:
         return WaitNode(*who, busy=busy)
@@ -202,7 +203,7 @@ def _trainer(who: _Who, said: Mapping[str, Any]) -> WaitNode:
 
 
 def _links(waits: Sequence[Mapping[str, Any]]) -> tuple[WaitLink, ...]:
-    """One for each service that is waited for: many calls wait for the same one, each for something of its own."""
+    """Merge waits for the same service: many calls may wait for it, each for something else."""
     first, found = dict[str, Mapping[str, Any]](), Counter(one["on"] for one in waits)
     for one in waits:
         first.setdefault(one["on"], one)
@@ -222,7 +223,7 @@ def _sentence(wait: Mapping[str, Any]) -> str:
 
 def _orchestrator(who: _Who, said: Mapping[str, Any]) -> WaitNode:
     if said.get("state") == "paused":
-        return WaitNode(*who, halted="is paused on request; POST /runs/NAME/resume lets it go on", paused=True)
+        return WaitNode(*who, halted="is paused on request; POST /runs/NAME/resume continues it", paused=True)
     waits: list[WaitLink] = []
     episodes = said.get("waits", {})
     if said.get("disk"):
@@ -251,20 +252,20 @@ def _orchestrator(who: _Who, said: Mapping[str, Any]) -> WaitNode:
 
 
 def _held_elsewhere(said: Mapping[str, Any]) -> WaitLink | None:
-    """Tickets of another orchestrator, dead or alive, if the trainer lacks just their groups."""
+    """Return the wait for tickets of another orchestrator, dead or alive, if the trainer lacks just their groups."""
     queue = said.get("queue") or {}
     n = queue.get("leased", 0) - said.get("held", 0)
     if not queue.get("ready") or n <= 0 or queue["depth"] >= said.get("groups_per_step", 0):
         return None
     return WaitLink(
-        "leases", f"{n} tickets that another orchestrator holds; one that died loses them when its leases run out"
+        "leases", f"{n} tickets that another orchestrator holds; if it died, they are released when their leases expire"
     )
 
 
 def _rollout(who: _Who, seen: ServiceReport, trainer: Mapping[str, Any], server: Mapping[str, Any]) -> WaitNode:
     engine, reason = seen.said.get("internal_state") or {}, seen.not_ready or server.get("out")
     if engine.get("paused"):
-        return WaitNode(*who, halted="is paused on request; POST /continue_generation lets it go on")
+        return WaitNode(*who, halted="is paused on request; POST /continue_generation continues it")
     if reason and (seen.waits_on or server.get("waits_on")) == "trainer":
         if trainer.get("phase") in ("waiting", "training", "saving", "paused", "done"):
             return WaitNode(
@@ -278,7 +279,7 @@ def _rollout(who: _Who, seen: ServiceReport, trainer: Mapping[str, Any], server:
     if (step := server.get("lacks_step")) is not None:
         if trainer and int(trainer.get("durable_step") or 0) >= step:
             return WaitNode(
-                *who, halted=f"has {server.get('version')} and has not loaded step {step}, which is durable"
+                *who, halted=f"has {server.get('version')} and has not loaded step {step}, which is published"
             )
         return WaitNode(*who, waits=(WaitLink("trainer", f"weights of step {step} (has {server.get('version')})"),))
     if server.get("obstacle"):

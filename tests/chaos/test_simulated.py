@@ -61,7 +61,7 @@ def test_a_reward_changes_them_and_an_attempt_does_not(tmp_path: Path):
 
 def test_a_resumed_learner_goes_on_bit_by_bit(tmp_path: Path):
     first = backend(tmp_path / "a")
-    state = initial_state(0).under(1, keep_reference=False)
+    state = initial_state(0).starting_epoch(1, keep_reference=False)
     first.build()
     first.start(state)
     first.step([ready_group(GROUPS[0], b"", "")], V1)
@@ -70,7 +70,7 @@ def test_a_resumed_learner_goes_on_bit_by_bit(tmp_path: Path):
     restored = second.restore()
     assert restored is not None
     second.build()
-    second.start(restored.under(2, keep_reference=False))
+    second.start(restored.starting_epoch(2, keep_reference=False))
     for one in (first, second):
         one.step([ready_group(GROUPS[1], b"", "")], WeightVersion(1, 1))
     assert all(np.array_equal(first.params[name], second.params[name]) for name in first.params)
@@ -106,7 +106,7 @@ async def serve(engine: SimulatedEngine, root: Path, step: int) -> None:
     """Makes a checkpoint, and the engine load it."""
     one = backend(root)
     one.build()
-    folder = one.save(replace(initial_state(0).under(1, keep_reference=False), step=step), None)
+    folder = one.save(replace(initial_state(0).starting_epoch(1, keep_reference=False), step=step), None)
     manifest = read_manifest(folder)
     loaded = await engine.stage(
         StagedWeights(str(folder), manifest.version, below=manifest.path, files=manifest.files, tree=manifest.tree)

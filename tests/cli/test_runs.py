@@ -64,7 +64,7 @@ def begun(folder: Path, step: int = 4, **sections: Any) -> LoadedConfig:
     """A run with a checkpoint of this step."""
     wanted = loaded(folder, **sections)
     claim(wanted)
-    state = initial_state(0).under(1, keep_reference=False, settings=relevant(wanted.config))
+    state = initial_state(0).starting_epoch(1, keep_reference=False, settings=relevant(wanted.config))
     checkpoints = CheckpointFolders(folder / "r" / "checkpoints", "r", 3, NumpyArrays())
     checkpoints.fence(1)
     checkpoints.save(
@@ -116,9 +116,9 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(tmp_path: Path) -> N
 
 def test_a_finished_run_tells_what_its_trainer_had_in_force(tmp_path: Path) -> None:
     wanted = begun(tmp_path)
-    state = initial_state(0).under(1, keep_reference=False, settings=relevant(wanted.config))
+    state = initial_state(0).starting_epoch(1, keep_reference=False, settings=relevant(wanted.config))
     other = relevant(loaded(tmp_path, trainer={"max_steps": 5}).config)
-    state = replace(replace(state, step=4).under(2, keep_reference=False, settings=other), step=5, low=5)
+    state = replace(replace(state, step=4).starting_epoch(2, keep_reference=False, settings=other), step=5, low=5)
     checkpoints = CheckpointFolders(tmp_path / "r" / "checkpoints", "r", 3, NumpyArrays())
     checkpoints.fence(2)
     checkpoints.save(state, CheckpointContents({}, {}, None, {}, None), None)

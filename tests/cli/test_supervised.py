@@ -70,7 +70,7 @@ def test_a_configuration_of_rl_gives_its_environments_demonstrations(monkeypatch
         (("sft", "a.jsonl"), "no model is named"),
         (("sft", "--model", "m"), "data.env is missing"),
         (("dpo", "--model", "m"), "needs sft.train"),
-        (("sft", "a.jsonl", "--model", "m", "sft.epochs=1", "sft.max_steps=5"), "both say how long"),
+        (("sft", "a.jsonl", "--model", "m", "sft.epochs=1", "sft.max_steps=5"), "both set the length"),
         (("sft", "a.jsonl", "--model", "m", "mode=sft+rl", "data.env=e"), "needs sft.max_steps or sft.epochs"),
     ],
 )
@@ -107,7 +107,7 @@ def folder(tmp_path: Path) -> RunFolder:
         made = claim.folder
         made.sft.write_bytes(b"".join(orjson.dumps(one) + b"\n" for one in told))
         data = {"digest": "abc", "examples": 8, "epoch": 1, "offset": 4}
-        begun = initial_state(0).under(1, keep_reference=False, settings=pinned.relevant(loaded.config))
+        begun = initial_state(0).starting_epoch(1, keep_reference=False, settings=pinned.relevant(loaded.config))
         saved(made, replace(begun, step=STEPS, phase="done", metrics=tuple(told[1:]), data=data))
         mark_finished(made, claim.record)
     return made

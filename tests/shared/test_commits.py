@@ -18,7 +18,7 @@ from shared.run.folder import RunFolder
 from shared.run.state import TrainerState, initial_state, surviving
 from shared.types import WeightVersion
 
-E1 = initial_state(0).under(1, keep_reference=False)
+E1 = initial_state(0).starting_epoch(1, keep_reference=False)
 
 
 def state(step: int, of: TrainerState = E1) -> TrainerState:

@@ -48,7 +48,7 @@ def test_later_files_and_overrides_win(tmp_path):
     [
         ("run: {name: a}\nrun: {name: b}\n", r"not valid YAML: the key 'run' is given twice.* line 2, column 1"),
         ("run:\n  name: a\n  seed: 1\n  name: b\n", r"the key 'name' is given twice.* line 4, column 3"),
-        ("run: &run\n  name: {x: *run}\n", "is nested too deep, or a part of it holds itself"),
+        ("run: &run\n  name: {x: *run}\n", "is nested too deeply, or contains itself"),
     ],
 )
 def test_a_key_that_is_there_twice_and_a_part_of_itself_are_refused(tmp_path, text, message):
@@ -113,16 +113,16 @@ def test_the_written_config_is_the_same_config(tmp_path):
             ["algorithm.name=ppo", "grpo_config.num_generations=1", "algorithm.reward_normalization.method=mean_std"],
             "every reward becomes 0",
         ),
-        (["algorithm.teacher_kl_coef=0.1"], r"needs a teacher: its address is services\.orchestrator\.teacher\.url"),
+        (["algorithm.teacher_kl_coef=0.1"], r"needs a teacher: set services\.orchestrator\.teacher\.url"),
         (["algorithm.name=on_policy_distillation"], r"algorithm\.teacher_kl_coef=1 needs a teacher"),
-        (["algorithm.name=on_policy_distillation", "algorithm.credit=turn"], "credit is of rewards"),
+        (["algorithm.name=on_policy_distillation", "algorithm.credit=turn"], "credit applies to rewards"),
         (["algorithm.name=on_policy_distillation", "algorithm.teacher_kl_coef=0"], "teacher_kl_coef=0"),
         (["services.orchestrator.teacher.url=10.0.0.7"], r"teacher\.url.*must be an http or https address"),
         (["algorithm.epsilon=null"], "nothing bounds the ratio to the policy that sampled"),
         (["trainer.max_steps"], "not of the form key.path=value"),
         (
             ["trainer.groups_per_step=100001"],
-            "groups_per_step=100001 is more than 100000: a commit record carries a line of each group",
+            "groups_per_step=100001 is more than 100000: a checkpoint holds a ledger line of each group",
         ),
         (["run.name=../x"], "run.name"),
         (["trainer.mesh.shape=[1]"], "trainer.mesh"),
@@ -130,7 +130,10 @@ def test_the_written_config_is_the_same_config(tmp_path):
         (["data.mixture.sokoban=-1"], r"data\.mixture\.sokoban\.weight"),
         (["data.mixture.sokoban=lots"], r"data\.mixture\.sokoban"),
         (["data.mixture.frozen_lake=0"], "gives no environment a weight above 0"),
-        (["data.mixture.sokoban.min_share=0.6", "data.mixture.frozen_lake.min_share=0.5"], "1.1 together, more than 1"),
+        (
+            ["data.mixture.sokoban.min_share=0.6", "data.mixture.frozen_lake.min_share=0.5"],
+            "add up to 1.1, more than 1",
+        ),
         (["data.mixture.sokoban={weight: 0, min_share: 0.5}"], r"data\.mixture\.sokoban\.min_share needs a weight"),
         (["data.mixture.frozen_lake.env_config.size=3"], r"data\.mixture\.frozen_lake: .* into data\.env_config"),
     ],

@@ -118,7 +118,7 @@ def test_a_filter_that_takes_every_group_is_refused():
             ),
         }
     )
-    with pytest.raises(ConfigError, match="filters every group"):
+    with pytest.raises(ConfigError, match="drops every group"):
         findings(lonely)
 
 

@@ -38,7 +38,7 @@ def source(tmp_path: Path) -> Path:
     made = backend(folder)
     assert made.restore() is None
     made.build()
-    state = states.initial_state(0).under(1, keep_reference=False)
+    state = states.initial_state(0).starting_epoch(1, keep_reference=False)
     made.start(state)
     made.save(replace(state, step=1, low=2), state.version)
     (folder / "config.yaml").write_text(
@@ -85,7 +85,7 @@ def test_the_weights_are_those_of_the_version_and_the_source_may_go(tmp_path: Pa
     of_b.restore()
     of_b.build()
     assert all((of_a.params[name] == of_b.params[name]).all() for name in of_a.params)
-    of_b.start(states.initial_state(0).under(1, keep_reference=False))
+    of_b.start(states.initial_state(0).starting_epoch(1, keep_reference=False))
     shutil.rmtree(source)
     again = backend(tmp_path / "runs/b", hub.keep(config), "b")
     assert again.restore() is not None
@@ -160,8 +160,8 @@ def test_a_model_that_has_changed_since_its_run_was_begun_is_refused(tmp_path: P
 
 def test_provenance_is_in_the_state(tmp_path: Path, source: Path):
     found = {"run": "a", "folder": str(source), "version": "e000001-s000001", "manifest": "x"}
-    state = states.initial_state(0).under(1, keep_reference=False, origin=found)
-    assert state.under(2, keep_reference=False).origin == found
+    state = states.initial_state(0).starting_epoch(1, keep_reference=False, origin=found)
+    assert state.starting_epoch(2, keep_reference=False).origin == found
     assert states.TrainerState.from_mapping(orjson.loads(state.to_json())).origin == found
     with pytest.raises(WeightsError):
         states.TrainerState.from_mapping(orjson.loads(state.to_json()) | {"origin": {"run": 1}})

@@ -63,18 +63,18 @@ def test_what_may_change_is_listed():
         ({"grpo_config": {"off_policy_steps": 3}}, r"off_policy_steps \(was 1, now 3\) may not change"),
         ({"rollout": {"sampling": {"temperature": 0.5}}}, r"temperature \(was 1\.0, now 0\.5\)"),
         ({"data": {"env": "e", "env_config": {"size": 5}}}, r"data\.env_config\.size \(was null, now 5\)"),
-        ({"trainer": {"max_steps": 3}}, r"max_steps \(was 10, now 3\) may not change: 5 steps are trained already"),
+        ({"trainer": {"max_steps": 3}}, r"max_steps \(was 10, now 3\) may not change: 5 steps are already trained"),
         (
             {"algorithm": {"teacher_kl_coef": 0.1}, "services": {"orchestrator": {"teacher": {"url": "http://t"}}}},
-            r"teacher_kl_coef \(was 0\.0, now 0\.1\) may not change: the episodes that are on their way",
+            r"teacher_kl_coef \(was 0\.0, now 0\.1\) may not change: episodes on their way",
         ),
-        ({"algorithm": {"beta": 0.1}}, r"beta \(was 0\.0, now 0\.1\) may not change: the weights of step 0"),
+        ({"algorithm": {"beta": 0.1}}, r"beta \(was 0\.0, now 0\.1\) may not change: the KL term's reference"),
     ],
 )
 def test_what_may_not_change_is_refused_with_what_it_was_and_what_to_do(sections: dict[str, Any], said: str):
     with pytest.raises(ConfigError, match=said) as raised:
         pinned.permitted(flat(), flat(**sections), step=5)
-    assert "go back to" in raised.value.hint
+    assert "set " in raised.value.hint
     assert "run.name" in raised.value.hint
 
 

@@ -132,11 +132,11 @@ def test_an_installed_package_brings_what_it_declares_to_need(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("env", "told"),
     [
-        ("./none.py", "there is no file"),
+        ("./none.py", "does not exist or is not a file"),
         ("nothing_like_it.envs:Mine", "there is no package 'nothing_like_it'"),
         ("os:system", "there is no package 'os'"),
         ("sys:exit", "there is no package 'sys'"),
-        ("folder/of/mine", "neither the name of an environment nor a file"),
+        ("folder/of/mine", "neither an environment's name nor"),
     ],
 )
 def test_what_is_not_there_is_told(here: Path, env: str, told: str) -> None:

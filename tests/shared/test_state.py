@@ -22,7 +22,7 @@ def written(folder: Path, state: TrainerState, **extra: object) -> Path:
 
 def with_lines(n: int, per_step: int) -> TrainerState:
     """After `n` groups since the last checkpoint."""
-    version, begun = WeightVersion(999_999, 999_999), initial_state(0).under(1, keep_reference=False)
+    version, begun = WeightVersion(999_999, 999_999), initial_state(0).starting_epoch(1, keep_reference=False)
     lines = tuple(
         ledger.line(
             10_000_000 + i, "trained", WeightVersion(1, 1 + i // per_step), versions=(version, version), digest="0" * 64
@@ -43,7 +43,7 @@ def test_a_state_of_as_many_lines_as_a_configuration_allows_is_read_again(tmp_pa
 
 
 def test_a_state_that_no_reader_takes_is_named_with_what_to_do(tmp_path: Path) -> None:
-    state = initial_state(0).under(1, keep_reference=False)
+    state = initial_state(0).starting_epoch(1, keep_reference=False)
     written(tmp_path, state, padding="x" * states.MAX_STATE_BYTES)
     with pytest.raises(WeightsError, match="the older ones stay") as raised:
         states.check_readable(tmp_path)
@@ -57,7 +57,7 @@ def test_a_state_that_no_reader_takes_is_named_with_what_to_do(tmp_path: Path) -
 )
 def test_a_lineage_that_no_run_has_is_refused(tmp_path: Path, lineage: list[list[int]]) -> None:
     with pytest.raises(WeightsError, match="lineage"):
-        states.read(written(tmp_path, initial_state(0).under(1, keep_reference=False), lineage=lineage))
+        states.read(written(tmp_path, initial_state(0).starting_epoch(1, keep_reference=False), lineage=lineage))
 
 
 def test_a_run_restarted_ten_thousand_times_is_read(tmp_path: Path) -> None:

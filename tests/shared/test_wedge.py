@@ -58,11 +58,11 @@ BEHIND = {"version": "e000003-s000010", "lacks_step": 12, "obstacle": "has e0000
 PAUSES = {
     "the trainer is paused": (
         [trainer(phase="paused", paused=True, waits=[]), orchestrator(waiting=FULL), ROLLOUT, ENV],
-        ["trainer is paused on request; POST /resume lets it go on", f"orchestrator waits for trainer: {FULL['why']}"],
+        ["trainer is paused on request; POST /resume continues it", f"orchestrator waits for trainer: {FULL['why']}"],
     ),
     "the run is paused": (
         [trainer(), orchestrator(state="paused"), ROLLOUT, ENV],
-        [f"trainer waits for {GROUPS}", "orchestrator is paused on request; POST /runs/NAME/resume lets it go on"],
+        [f"trainer waits for {GROUPS}", "orchestrator is paused on request; POST /runs/NAME/resume continues it"],
     ),
 }
 WEDGES = {
@@ -117,7 +117,7 @@ WEDGES = {
         [
             "trainer waits",
             "orchestrator waits",
-            "rollout-0 has e000003-s000010 and has not loaded step 12, which is durable",
+            "rollout-0 has e000003-s000010 and has not loaded step 12, which is published",
         ],
     ),
     "the teacher is away": (
@@ -173,7 +173,7 @@ WEDGES = {
         [
             "trainer waits",
             "orchestrator waits",
-            "rollout-0 is paused on request; POST /continue_generation lets it go on",
+            "rollout-0 is paused on request; POST /continue_generation continues it",
         ],
     ),
 }
@@ -295,7 +295,7 @@ async def test_an_error_names_whom_the_trainer_waits_for(tmp_path: Path):
 def test_a_run_of_which_nothing_answers_is_stopped_and_one_service_says_nothing_of_the_run():
     away = [replace(seen, said={}, error="Connection refused") for seen in (trainer(), orchestrator(), ROLLOUT, ENV)]
     assert judge(away).state == "stopped"
-    assert judge(away).chain == ("none of its services answers",)
+    assert judge(away).chain == ("no service of the run answers",)
     assert judge(away[2:]).chain == (
         "rollout-0 does not answer: Connection refused",
         "env does not answer: Connection refused",

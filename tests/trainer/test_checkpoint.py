@@ -45,7 +45,7 @@ def checkpoints(tmp_path: Path) -> CheckpointFolders:
 
 
 def state(step: int, epoch: int = 1, **changes) -> TrainerState:
-    return replace(initial_state(7).under(epoch, keep_reference=False), step=step, low=step, **changes)
+    return replace(initial_state(7).starting_epoch(epoch, keep_reference=False), step=step, low=step, **changes)
 
 
 def names(checkpoints: CheckpointFolders) -> list[str]:
@@ -116,7 +116,7 @@ def test_restarts_without_progress_do_not_use_up_the_older_steps(checkpoints: Ch
     for epoch in range(2, 6):
         restored = checkpoints.newest()
         assert restored is not None
-        checkpoints.relabel(restored, restored.state.under(epoch, keep_reference=False))
+        checkpoints.relabel(restored, restored.state.starting_epoch(epoch, keep_reference=False))
     assert names(checkpoints) == ["e000001-s000001", "e000004-s000002", "e000005-s000002"]
 
 
@@ -266,7 +266,7 @@ def test_a_new_epoch_relabels_without_copying(checkpoints: CheckpointFolders):
     old = checkpoints.save(state(2), CONTENTS, None)
     restored = checkpoints.newest()
     assert restored is not None
-    folder = checkpoints.relabel(restored, restored.state.under(3, keep_reference=False))
+    folder = checkpoints.relabel(restored, restored.state.starting_epoch(3, keep_reference=False))
     manifest = checkpoint_files.read_manifest(folder)
     checkpoint_files.verify_files(folder, manifest)
     assert (manifest.version, manifest.base_version) == ("e000003-s000002", old.name)
@@ -288,7 +288,7 @@ def test_leftovers_of_a_crash_are_removed(checkpoints: CheckpointFolders):
 def test_a_checkpoint_that_could_not_be_read_again_replaces_none(checkpoints: CheckpointFolders):
     for step in (1, 2):
         checkpoints.save(state(step), CONTENTS, None)
-    with pytest.raises(WeightsError, match="could not be read again"):
+    with pytest.raises(WeightsError, match="cannot be read back"):
         checkpoints.save(state(3, lineage=((1, 0), (1, 2))), CONTENTS, None)
     assert names(checkpoints) == ["e000001-s000001", "e000001-s000002"]
 

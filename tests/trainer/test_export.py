@@ -46,7 +46,9 @@ def make_run(folder: Path, case: families.FamilyCase, dtype: type) -> dict[str, 
         params = {leaf: value.astype(dtype) for leaf, value in exact.items()}
         master = None if dtype is np.float32 else exact
         contents = CheckpointContents(params, {"count": np.zeros((), np.int32)}, master, case.config, None)
-        checkpoints.save(replace(initial_state(0).under(1, keep_reference=False), step=step, low=step), contents, None)
+        checkpoints.save(
+            replace(initial_state(0).starting_epoch(1, keep_reference=False), step=step, low=step), contents, None
+        )
     config = {"run": {"name": "run", "dir": str(folder)}, "model": {"path": str(model)}, "data": {"env": "frozen_lake"}}
     (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     trust.accept(RunFolder(run))

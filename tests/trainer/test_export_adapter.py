@@ -39,7 +39,7 @@ def make_run(folder: Path, *, full: bool = False) -> Path:
     contents = CheckpointContents(params, {"count": np.zeros((), np.int32)}, None, CONFIG, None, adapter)
     if full:
         contents = replace(contents, params=models.to_tunix(WEIGHTS, CONFIG), adapter=None)
-    checkpoints.save(initial_state(0).under(1, keep_reference=False), contents, None)
+    checkpoints.save(initial_state(0).starting_epoch(1, keep_reference=False), contents, None)
     config = {"run": {"name": "run", "dir": str(folder)}, "model": {"path": str(model)}, "data": {"env": "frozen_lake"}}
     (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     trust.accept(RunFolder(run))

@@ -27,7 +27,7 @@ OPTIMIZER = {"step": jnp.array(4, jnp.uint32), "opt_state.0.mu.final_norm.w": jn
 def folder(tmp_path: Path) -> Path:
     checkpoints = CheckpointFolders(tmp_path / "checkpoints", "run", max_to_keep=2, arrays=OrbaxArrays())
     checkpoints.fence(1)
-    first = dataclasses.replace(state.initial_state(7).under(1, keep_reference=False), step=1, low=1)
+    first = dataclasses.replace(state.initial_state(7).starting_epoch(1, keep_reference=False), step=1, low=1)
     return checkpoints.save(
         first, CheckpointContents(PARAMS, OPTIMIZER, None, {"model_type": "qwen3"}, None), WeightVersion(1, 0)
     )

@@ -37,7 +37,7 @@ def ledger(tmp_path: Path) -> LedgerFile:
 def state(step: int, trained: int, recent: tuple = ()):
     return (
         initial_state(0)
-        .under(1, keep_reference=False)
+        .starting_epoch(1, keep_reference=False)
         .at(step, TicketProgress(trained), issued=trained, done=False, chain=None, recent=recent)
     )
 

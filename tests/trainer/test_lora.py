@@ -213,7 +213,7 @@ def test_checkpoints_hold_adapters_and_the_base_lies_once(folders: CheckpointFol
     one = backend(folders, tmp_path / "model")
     assert one.restore() is None
     one.build()
-    state = initial_state(0).under(1, keep_reference=False)
+    state = initial_state(0).starting_epoch(1, keep_reference=False)
     first = one.start(state)
     manifest = checkpoint_files.read_manifest(first)
     assert manifest.kind == "adapter"
@@ -229,7 +229,7 @@ def test_checkpoints_hold_adapters_and_the_base_lies_once(folders: CheckpointFol
     resumed = again.restore()
     assert resumed is not None
     again.build()
-    again.start(resumed.under(2, keep_reference=False))
+    again.start(resumed.starting_epoch(2, keep_reference=False))
     again.rewind(WeightVersion(1, 1))
     assert replace(again.step(held(5, 6, 7, 8), WeightVersion(1, 1))) == straight
     relabelled = checkpoint_files.read_manifest(folders.root / "e000002-s000002")
@@ -245,7 +245,7 @@ def test_a_base_that_is_damaged_or_of_others_is_refused(folders: CheckpointFolde
     one = backend(folders, tmp_path / "model")
     one.restore()
     one.build()
-    folder = one.start(initial_state(0).under(1, keep_reference=False))
+    folder = one.start(initial_state(0).starting_epoch(1, keep_reference=False))
     found = checkpoint_files.read_manifest(folder).adapter
     assert found is not None
     file = max(found.base.folder(folders.root).rglob("d/*"), key=lambda path: path.stat().st_size)

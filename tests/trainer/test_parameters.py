@@ -59,7 +59,7 @@ def made(folder: Path, *, rounded: bool, critic: bool = True) -> tuple[list[Reta
         contents = CheckpointContents(
             told, {"count": np.zeros((), np.int32), **beside}, exact if rounded else None, {}, None
         )
-        state = replace(initial_state(0).under(1, keep_reference=False), step=step, low=step)
+        state = replace(initial_state(0).starting_epoch(1, keep_reference=False), step=step, low=step)
         path = checkpoints.save(state, contents, None)
         trained = {**exact, **{f"critic {name}": value for name, value in beside.items()}}
         records.append(CommitRecord("r", checksum({k: jnp.asarray(v) for k, v in trained.items()}), state))
@@ -133,7 +133,7 @@ def test_a_trainer_tells_what_its_checkpoint_holds(
     models.write_hf(tmp_path / "model", CONFIG_1, WEIGHTS)
     model = ModelOptions(tmp_path / "model", "float32", "none", (1, 1), ("fsdp", "tp"), 0, lora=lora)
     one, again = (TunixBackend(model, ModelConfig.parse(CONFIG_1), options, folders) for _ in range(2))
-    state = initial_state(0).under(1, keep_reference=False)
+    state = initial_state(0).starting_epoch(1, keep_reference=False)
     one.restore()
     one.build()
     one.start(state)

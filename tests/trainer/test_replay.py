@@ -217,7 +217,7 @@ def test_an_epoch_under_another_algorithm_is_replayed_under_that_one(other: dict
     flats, settings = [pinned.relevant(one.config) for one in stored], ()
     for epoch, flat in enumerate(flats, start=1):
         settings = pinned.amended(settings, epoch, flat)
-    head = states.initial_state(0).under(3, keep_reference=False)
+    head = states.initial_state(0).starting_epoch(3, keep_reference=False)
     recorded = RecordedStep(Path(), "r", replace(head, settings=settings), {}, {}, {})
     for epoch in (1, 2, 3):
         found = [pinned.relevant(recorded.config_of(epoch, one)) for one in stored]

@@ -64,7 +64,7 @@ def test_a_run_with_more_steps_and_another_rate_goes_on_as_a_branch(folder: Path
 def test_a_run_that_may_end_where_it_is_is_done(folder: Path) -> None:
     go_on(folder, "trainer.max_steps=6")
     assert head(folder).phase == "done"
-    with pytest.raises(ConfigError, match=r"max_steps \(was 6, now 5\) may not change: 6 steps are trained already"):
+    with pytest.raises(ConfigError, match=r"max_steps \(was 6, now 5\) may not change: 6 steps are already trained"):
         go_on(folder)
 
 

@@ -61,7 +61,9 @@ EXPERTS = replace(TOKENS, routing=RoutingShape(48, 128, 8))
 
 
 def test_a_run_whose_groups_could_be_too_large_is_refused():
-    with pytest.raises(ConfigError, match=r"may have 394 MiB, and 256 is .* 393 bytes a token, 384 of them") as refused:
+    with pytest.raises(
+        ConfigError, match=r"may have 394 MiB, more than the 256 MiB .* 393 bytes per token, 384 of them"
+    ) as refused:
         settings.plan(load(*LONG), EXPERTS)
     knobs = (refused.value.hint or "").split(" or ")
     assert [knob.split("=")[0].split(".")[-1] for knob in knobs] == [
@@ -72,11 +74,11 @@ def test_a_run_whose_groups_could_be_too_large_is_refused():
     for knob in knobs:
         settings.plan(load(*LONG, knob), EXPERTS)
     settings.plan(load(*LONG), TOKENS)
-    with pytest.raises(ConfigError, match="297 bytes a token, 288 of them") as refused:
+    with pytest.raises(ConfigError, match="297 bytes per token, 288 of them") as refused:
         settings.plan(load(*LONG, "grpo_config.num_generations=20"), replace(TOKENS, routing=RoutingShape(36, 256, 8)))
     assert "num_generations=13" in (refused.value.hint or "")
     wide = replace(TOKENS, routing=RoutingShape(36, 257, 8))  # two bytes an expert
-    with pytest.raises(ConfigError, match="585 bytes a token"):
+    with pytest.raises(ConfigError, match="585 bytes per token"):
         settings.plan(load(*LONG), wide)
 
 
@@ -140,7 +142,7 @@ async def test_an_iterator_that_ends_too_early_in_the_trainings_thread_is_an_err
 
 
 def test_splash_attention_is_asked_for_only_where_all_rows_can_have_it():
-    with pytest.raises(ConfigError, match="length_buckets has 40, which is no multiple of 128"):
+    with pytest.raises(ConfigError, match="length_buckets has 40, which is not a multiple of 128"):
         load("trainer.attention=splash")
     run = load("trainer.attention=splash", "trainer.length_buckets=[128,384]")
     options.policy_options(run, TOKENS)

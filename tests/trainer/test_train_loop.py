@@ -279,7 +279,7 @@ async def test_the_queue_opens_only_when_no_older_trainer_has_made_a_newer_check
 async def test_a_trainer_that_starts_from_nothing_looks_again_before_it_forgets_the_groups_of_another(bench: Bench):
     """Another one of the run was faster through its warm start."""
     build = bench.backend.build
-    other = initial_state(0).under(1, keep_reference=False)
+    other = initial_state(0).starting_epoch(1, keep_reference=False)
 
     def slow_build() -> None:
         build()

@@ -68,7 +68,7 @@ class LoggedRun:
 
     def make(self, steps: Sequence[Sequence[ReadyGroup]]) -> float:
         """Make and log the steps. Returns the seconds of the fastest."""
-        backend, state = self.backend(), initial_state(0).under(1, keep_reference=False)
+        backend, state = self.backend(), initial_state(0).starting_epoch(1, keep_reference=False)
         self.archive.claim(1)
         self.log.fence(1)
         CheckpointFolders(self._folder / "checkpoints", "bench", 3, OrbaxArrays()).fence(1)

@@ -179,7 +179,9 @@ class TrainerWorker:
     def _begun(self, known: TrainerState, epoch: int) -> TrainerState:
         """The state at the start of this epoch; a run whose last step has moved on is no longer done."""
         plan = self._plan
-        state = known.under(epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin)
+        state = known.starting_epoch(
+            epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin
+        )
         state = replace(state, phase="done" if state.step >= plan.max_steps else "rl")
         files, rewritten = held.at_start(RunFolder(self._parts.archive.root.parent), state.files)
         begun = state.holding(files, rewritten)

@@ -30,7 +30,7 @@ from services.trainer.status import TrainerStatus
 from services.trainer.step_log import StepLog
 from services.trainer.supervised.warm_start import WarmStart
 from shared.clients.env import EnvClient
-from shared.config import under
+from shared.config import apply_settings
 from shared.models import origin
 from shared.models.chat import ChatTokenizer, tokenizer_of_run
 from shared.models.config import ModelConfig
@@ -101,6 +101,6 @@ def _backend(
         checkpoints,
         warm_start=warm_start,
         publications=publications,
-        options_under=lambda settings: from_run.policy_options(under(config, settings), tokens),
+        options_under=lambda settings: from_run.policy_options(apply_settings(config, settings), tokens),
     )
     return backend, tokens, options

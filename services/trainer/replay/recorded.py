@@ -64,7 +64,7 @@ class RecordedStep:
 
     def config_of(self, epoch: int, stored: LoadedConfig) -> RunConfig:
         """The stored configuration with the settings that were in force in `epoch`."""
-        return config.under(stored.config, pinned.in_force(self.head.settings, epoch))
+        return config.apply_settings(stored.config, pinned.in_force(self.head.settings, epoch))
 
     def groups(self, step: int) -> list[tuple[Group, bytes]]:
         """The groups that made `step`, with their wire bytes. Raises DecodeError."""

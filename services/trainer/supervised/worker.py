@@ -102,7 +102,9 @@ class SupervisedWorker:
                 break
         await self._waiter.patiently(partial(asyncio.to_thread, self._repair, known, epoch, checkpoints))
         files = await asyncio.to_thread(held.at_start, RunFolder(archive.root.parent), known.files)
-        state = known.under(epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin)
+        state = known.starting_epoch(
+            epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin
+        )
         return state.holding(*files)
 
     def _repair(self, known: TrainerState, epoch: int, checkpoints: CheckpointFolders) -> None:

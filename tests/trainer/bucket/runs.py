@@ -41,7 +41,7 @@ class Run:
         assert self.archive.claim(epoch)
         self.commits.fence(epoch)
         self.checkpoints.fence(epoch)
-        self.state = self.state.under(epoch, keep_reference=False)
+        self.state = self.state.starting_epoch(epoch, keep_reference=False)
         self.save()
         self.writer = writer(self.bucket, self.folder, self.name)
         self.epoch = epoch

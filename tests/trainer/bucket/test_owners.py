@@ -203,7 +203,7 @@ def test_a_trainer_that_cannot_go_on_takes_nothing(bucket: Bucket, tmp_path: Pat
 
     def check(state: TrainerState) -> None:
         assert state == run.state  # the newest one
-        raise ConfigError("the run was begun with another configuration")
+        raise ConfigError("the run was started with another configuration")
 
     new = tmp_path / "new" / "r"
     with pytest.raises(ConfigError, match="with another configuration"):

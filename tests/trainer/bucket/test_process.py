@@ -126,7 +126,7 @@ def test_a_trainer_goes_on_without_its_folder(bucket: Bucket, tmp_path: Path, mo
         process.start()
         assert process.process is not None
         assert process.process.wait(120) == 2
-        assert "the run was begun with another configuration" in process.log()
+        assert "the run was started with another configuration" in process.log()
         assert head(bucket) == before
         process.tree = right
         process.start()
