@@ -1,7 +1,7 @@
-"""The connection to Redis or Valkey: time-outs, no hidden retries, and the translation of its errors.
+"""Connection to Redis or Valkey: time-outs, no hidden retries, and translated errors.
 
-Retries are the caller's: a client that repeats commands by itself would hide the lost replies that the queue must know
-of. Every new connection reads the password file again, so the password may change while a client is in use.
+Callers retry: a client that repeats commands by itself would hide lost replies, which the queue must know of. Every new
+connection reads the password file again, so the password may change while a client is in use.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ from shared.web.access import read_secret
 CONNECT_TIMEOUT_S = 3.0
 SOCKET_TIMEOUT_S = 15.0
 MAX_BLOCK_MS = 2000  # the longest a command may block, far below the socket time-out
-_CLOSED = (
-    "the handler is closed"  # uvloop says so, with a RuntimeError, where asyncio would notice a reset when it reads
-)
+_CLOSED = "the handler is closed"  # uvloop's RuntimeError where asyncio would report a reset on the next read
 REFUSED_S = 20.0
-"""How long a service tries again while Redis refuses its password, in seconds: it may be changing."""
+"""How long a service retries while Redis refuses its password, in seconds: the password may be changing."""
 _TRANSIENT = ("OOM", "MISCONF", "READONLY", "LOADING", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOREPLICAS")
 _REFUSALS = (foreign.AuthenticationError, foreign.AuthorizationError, foreign.NoPermissionError)
 
 
 class _Secret(CredentialProvider):
-    """The password in a file, as it is when a connection is made; the last one that was read if the file is gone."""
+    """Password read from its file for each connection; the last one read if the file is gone."""
 
     def __init__(self, path: Path, user: str | None) -> None:
         self._path, self._user = path, user
@@ -57,7 +55,7 @@ class _Secret(CredentialProvider):
 
 
 class _Dialing(Connection):
-    """A connection to the first address of the host that answers; the client would try them one after another."""
+    """Connection to the first address of the host that answers; redis-py would try them one after another."""
 
     async def _connect(self) -> None:
         self._dialed = await open_socket(self.host, self.port, CONNECT_TIMEOUT_S)
@@ -79,8 +77,8 @@ class _DialingTls(_Dialing, SSLConnection):
 
 
 @dataclass
-class _Patience:
-    """How long refusals of a client are waited out, and since when it is refused by the monotonic clock."""
+class _RefusalTimer:
+    """How long a client's refusals are tolerated, and when they started, by the monotonic clock."""
 
     refused_s: float
     since: float | None = None
@@ -91,19 +89,20 @@ class _Patience:
         return now - self.since >= self.refused_s
 
 
-_patience = WeakKeyDictionary[Redis, _Patience]()
+_refusals = WeakKeyDictionary[Redis, _RefusalTimer]()
 
 
 def connect(
     url: str, password_file: Path | None = None, ca_file: Path | None = None, *, refused_s: float = 0.0
 ) -> Redis:
-    """A client for `redis://[:password@]host:port/db` (or `rediss://`, `unix://`); it connects with the first command.
+    """Return a client for `redis://[:password@]host:port/db` (or `rediss://`, `unix://`); it connects with its first
+    command.
 
     Args:
-        url: where the server is.
-        password_file: a file with the password alone, readable by its owner only; it replaces a password in the URL.
-        ca_file: who vouches for a server at `rediss://` (default: the system's authorities).
-        refused_s: a refused password counts as `QueueUnavailable` for so long, in seconds; then as a ConfigError.
+        url: address of the server.
+        password_file: a file with only the password, readable by its owner only; it replaces a password in the URL.
+        ca_file: certificate authorities for `rediss://` (default: the system's).
+        refused_s: how long a refused password counts as `QueueUnavailable`, in seconds; after that it is a ConfigError.
 
     Raises:
         ConfigError: the URL or the password file cannot be used.
@@ -120,35 +119,35 @@ def connect(
     except ValueError as error:
         raise ConfigError("the Redis URL is malformed", "expected redis://host:port/db") from error
     pool = client.connection_pool
-    if pool.connection_class in (Connection, SSLConnection):  # not a socket of the machine
+    if pool.connection_class in (Connection, SSLConnection):  # not a Unix socket
         pool.connection_class = _DialingTls if pool.connection_class is SSLConnection else _Dialing
     kwargs = pool.connection_kwargs
     kwargs.update(trust)
     if password_file:
         kwargs.pop("password", None)
         kwargs["credential_provider"] = _Secret(password_file, kwargs.pop("username", None))
-    _patience[client] = _Patience(refused_s)
+    _refusals[client] = _RefusalTimer(refused_s)
     return client
 
 
 @contextmanager
 def translated(redis: Redis) -> Iterator[None]:
-    """Maps errors of the client and the server to the project's own.
+    """Translate errors of the client and the server.
 
     Raises:
-        QueueUnavailable: the server did not answer, or cannot take this command now.
-        Fenced: the consumer group is gone, so another trainer has begun (or the server was wiped).
-        ConfigError: the server refuses the password or the user, and has for longer than `connect` was told.
+        QueueUnavailable: the server did not answer, or cannot run this command now.
+        Fenced: the consumer group is gone, so another trainer has started (or the server was wiped).
+        ConfigError: the server has refused the password or the user for longer than `refused_s` of `connect`.
     """
-    patience = _patience.setdefault(redis, _Patience(0.0))
+    refusals = _refusals.setdefault(redis, _RefusalTimer(0.0))
     try:
         yield
     except _REFUSALS as error:
         message, hint = f"Redis refuses this client: {error}", "check services.redis_url and its password"
-        raise (ConfigError if patience.is_over() else QueueUnavailable)(message, hint) from error
+        raise (ConfigError if refusals.is_over() else QueueUnavailable)(message, hint) from error
     except (foreign.ConnectionError, foreign.TimeoutError, OSError) as error:
         if (reason := exhausted(error)) is not None:
-            raise QueueUnavailable(f"Redis was not asked: {reason}", HINT) from error
+            raise QueueUnavailable(f"no connection to Redis was opened: {reason}", HINT) from error
         raise QueueUnavailable(f"Redis did not answer: {_reason(error)}", "is the server running?") from error
     except RuntimeError as error:
         if not str(error).endswith(_CLOSED):
@@ -156,17 +155,17 @@ def translated(redis: Redis) -> Iterator[None]:
         raise QueueUnavailable(f"the connection to Redis broke: {error}", "is the server running?") from error
     except foreign.ResponseError as error:
         raise _from_server(error) from error
-    patience.since = None
+    refusals.since = None
 
 
 async def command(redis: Redis, *args: str | int | bytes) -> Any:
-    """Runs one command; its answer as redis-py parses it. Raises as `translated`."""
+    """Run one command; return its answer as redis-py parses it. Raises as `translated`."""
     with translated(redis):
         return await redis.execute_command(*args)
 
 
 async def transaction(redis: Redis, *commands: Sequence[str | int | bytes]) -> list[Any]:
-    """Runs several commands with none of another client in between; their answers. Raises as `translated`."""
+    """Run several commands atomically; return their answers. Raises as `translated`."""
     with translated(redis):
         async with redis.pipeline(transaction=True) as pipe:
             for args in commands:
@@ -175,17 +174,18 @@ async def transaction(redis: Redis, *commands: Sequence[str | int | bytes]) -> l
 
 
 def _from_server(error: foreign.ResponseError) -> Exception:
-    """By the server's code, which the client cuts off the errors that it knows; in a transaction it puts the name of
-    the command before it.
+    """Translate by the server's code.
+
+    redis-py cuts the code off errors that it knows, and in a transaction puts the command's name before it.
     """
     text = str(error).rpartition(" caused error: ")[2].strip("(',\")")
     code = error.status_code or text.partition(" ")[0]
     if code in ("NOGROUP", "UNBLOCKED"):
-        return Fenced("the consumer group of this trainer is gone", "another trainer has begun, or Redis was wiped")
+        return Fenced("the consumer group of this trainer is gone", "another trainer has started, or Redis was wiped")
     if code in _TRANSIENT:
         return QueueUnavailable(
-            f"Redis cannot take this command now: {code} {text.removeprefix(f'{code} ')}",
-            "look at its memory limit, disk and role",
+            f"Redis cannot run this command now: {code} {text.removeprefix(f'{code} ')}",
+            "check its memory limit, disk and role",
         )
     if code == "WRONGTYPE":
         return QueueUnavailable(f"a key of this run is damaged: {text}", "the next trainer restores it")

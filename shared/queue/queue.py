@@ -1,22 +1,22 @@
-"""The train-data queue: tickets on a Redis stream.
+"""Train-data queue: tickets on a Redis stream.
 
-A ticket is a number (from 1) that is at once group id, dedupe key, staleness admission, backpressure credit and
-position in the data. A producer reserves a ticket before it generates, and publishes the group under it; the trainer
-reads groups, and commits tickets once a checkpoint that contains their effect is durable.
+A ticket is a number (from 1) that serves as group id, dedupe key, staleness admission, backpressure credit and position
+in the data. A producer reserves a ticket before it generates, and publishes the group under it; the trainer reads
+groups, and commits tickets once a checkpoint that contains their effect is durable.
 
 Invariants:
-- A ticket is new only while issued - void < (version + max_staleness + 1) * batch, so no group is more than
+- A new ticket is issued only while issued - void < (version + max_staleness + 1) * batch, so no group is more than
   max_staleness steps old when it is trained, and the stream is bounded. (Void tickets ended without training.)
-- Delivery is at least once; the effect of training is exactly once along the surviving lineage of checkpoints: what
-  came after the last durable checkpoint is undone and done again.
+- Delivery is at least once; the effect of training is exactly once along the surviving lineage of checkpoints: steps
+  after the last durable checkpoint are undone and repeated.
 - Every issued ticket is finished, queued, leased, or in the pool of tickets to be issued again. `begin` and `open`
   restore this from a checkpoint alone, whatever the server has lost.
-- Every write of a trainer carries its fence; a trainer that was replaced changes nothing and gets `Fenced`.
-- Partial loss of the server's data is treated as total loss: every script checks that the keys are whole, and removes
-  all of them otherwise. The trainer is then fenced, and the next one restores the queue.
-- A lease goes by the queue's own clock, which neither goes back nor jumps ahead with the server's.
+- Every write of a trainer carries its fence; a replaced trainer changes nothing and gets `Fenced`.
+- Partial loss of the server's data is treated as total loss: every script checks that the keys are complete, and
+  removes all of them otherwise. The trainer is then fenced, and the next one restores the queue.
+- Leases use the queue's own clock, which never goes back and never jumps ahead with the server's.
 
-Nothing here repeats a command. After `QueueUnavailable` every method may simply be called again.
+No method repeats a command. After `QueueUnavailable` every method may be called again.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ type _Row = tuple[bytes, dict[bytes, bytes] | None]  # entry id, fields
 
 @dataclass
 class _Lineage:
-    """What the trainer's end knows of its own incarnation.
+    """The trainer's view of its own incarnation.
 
-    `held` are tickets given to the caller and not committed; `cursor` is where to read next: `>` for new entries, or
-    the entry id after which our own pending ones are read again.
+    `held` are tickets given to the caller and not yet committed. `cursor` is the next position to read: `>` for new
+    entries, or the entry id after which the trainer's own pending entries are read again.
     """
 
     epoch: int
@@ -72,12 +72,11 @@ class _Lineage:
 class _RedisReply:
     result: Reservation | PublishRefusal
     wake: int
-    next_lease_ms: int  # until the next lease ends; -1 if none is out
+    next_lease_ms: int  # until the next lease expires; -1 without leases
 
 
 class TicketQueue:
-    """The queue of one run. Producers use `reserve`, `renew`, `publish`; the one trainer `begin`, `open`, `read`,
-    `commit`.
+    """Queue of one run. Producers use `reserve`, `renew`, `publish`; the one trainer `begin`, `open`, `read`, `commit`.
 
     Every method raises `QueueUnavailable` if the server does not answer, and may then be called again.
     """
@@ -89,10 +88,10 @@ class TicketQueue:
         self._lineage: _Lineage | None = None
 
     async def reserve(self, ttl_s: float, batch: int, max_staleness: int, total: int) -> Reservation | PublishRefusal:
-        """Takes a ticket: one that was lost or whose lease ran out, lowest first, else a new one.
+        """Reserve a ticket: the lowest lost or expired one, else a new one.
 
         Args:
-            ttl_s: the lease, in seconds by the server's clock; an unpublished ticket is then issued again.
+            ttl_s: the lease, in seconds by the queue's clock; a ticket that is not published by then is issued again.
             batch: groups per step.
             max_staleness: allowed staleness in steps.
             total: groups to train in the whole run.
@@ -102,10 +101,9 @@ class TicketQueue:
     async def reserve_wait(
         self, ttl_s: float, batch: int, max_staleness: int, total: int, deadline_s: float
     ) -> Reservation | PublishRefusal:
-        """Like `reserve`, but waits up to `deadline_s` seconds for a ticket; the last refusal if none came.
+        """Reserve a ticket, waiting up to `deadline_s` seconds; return the last refusal if none became free.
 
-        Woken by commits, by a trainer that has begun, and by leases that run out. Occupies one connection while it
-        waits.
+        Commits, a starting trainer and expiring leases wake it. It occupies one connection while it waits.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
@@ -125,14 +123,14 @@ class TicketQueue:
         return _RedisReply(Reservation(ticket=row[0], version=row[1]), wake=0, next_lease_ms=-1)
 
     async def renew(self, ticket: int, ttl_s: float) -> bool:
-        """Extends the lease to `ttl_s` from now; 0 gives the ticket back to be issued at once.
+        """Extend the lease to `ttl_s` from now; 0 returns the ticket to the pool at once.
 
-        False if the ticket is no longer waited for (published, finished, or lost with the server's memory).
+        Returns False if the ticket is no longer awaited (published, finished, or lost with the server's memory).
         """
         return bool(await self._scripts.call("renew", ticket, _ms(ttl_s)))
 
     async def publish(self, ticket: int, payload: bytes) -> Published:
-        """Queues the group of a ticket. Publishing twice, late, or without a lease is harmless: one group counts."""
+        """Queue the group of a ticket. Publishing twice, late, or without a lease is harmless: one group counts."""
         if ticket < 1:
             return Published.UNKNOWN
         return Published((await self._scripts.call("publish", ticket, payload)).decode())
@@ -140,22 +138,23 @@ class TicketQueue:
     async def begin(
         self, low: int, version: int, issued: int, void: int, done: Iterable[int], epoch: int, above: int = 0
     ) -> int:
-        """A trainer takes over with the state of its checkpoint; all earlier trainers are fenced, and the queue is
-        closed until `open`: nobody goes by a state that its trainer may yet have to correct. One that dies in between
-        leaves the queue closed for the next one.
+        """Take over as trainer, with the state of a checkpoint.
+
+        All earlier trainers are fenced, and the queue is closed until `open`, so that nobody uses a state that this
+        trainer may still correct. If the trainer dies in between, the queue stays closed for the next one.
 
         Args:
             low, done, void: finished tickets (see `TicketProgress`).
             version: durable step.
             issued: highest ticket known to be issued.
-            epoch: the checkpoint's epoch; 0 without a checkpoint, which also forgets all groups of an earlier lineage.
-            above: the highest epoch that is known to have been begun, also of trainers that left no checkpoint.
+            epoch: the checkpoint's epoch; 0 without a checkpoint, which also removes all groups of an earlier lineage.
+            above: the highest epoch known to have started, including trainers that left no checkpoint.
 
         Returns:
-            The epoch of this incarnation: the highest that checkpoint, server and caller know of, plus 1.
+            The epoch of this incarnation: the highest that checkpoint, server and caller know, plus 1.
 
         Raises:
-            Fenced: yet another trainer has begun meanwhile.
+            Fenced: yet another trainer has started meanwhile.
         """
         self._lineage = None
         progress = TicketProgress(low, done, void)
@@ -167,28 +166,30 @@ class TicketQueue:
         return self._lineage.epoch
 
     async def open(self, epoch: int, incarnations: Lineage = (), beginning: str = "") -> None:
-        """Repairs the queue that this epoch has begun, in bounded pieces, and opens it: finished tickets are removed,
-        lost ones will be issued again, all others are delivered again. May be repeated. Raises Fenced.
+        """Repair the queue in bounded pieces, and open it.
+
+        Finished tickets are removed, lost ones will be issued again, all others are delivered again. May be repeated.
+        Raises Fenced.
 
         Args:
             incarnations: the run's lineage, this epoch included; by default this epoch alone, from step 0.
-            beginning: names the beginning of the run.
+            beginning: name of the run's beginning.
         """
         lineage = self._owned(epoch)
-        told = [orjson.dumps(incarnations or ((epoch, 0),)).decode(), beginning]
-        while not await self._scripts.fenced("open_chunk", lineage.fence, [_CHUNK, *told]):
+        published = [orjson.dumps(incarnations or ((epoch, 0),)).decode(), beginning]
+        while not await self._scripts.fenced("open_chunk", lineage.fence, [_CHUNK, *published]):
             pass
         counts = await command(self._redis, "HGETALL", self.keys.tries)
         lineage.tries.update({int(t): int(n) for t, n in counts.items() if t.isdigit() and n.isdigit()})
 
     async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[StreamEntry]:
-        """Up to `count` groups in the order of arrival, each ticket at most once between two commits of it.
+        """Read up to `count` groups in order of arrival; each ticket at most once until it is committed.
 
-        Waits up to `block_ms` (at most MAX_BLOCK_MS) for the first one. After a failed or cancelled call the entries
-        that its lost answer held come again.
+        Waits up to `block_ms` (at most MAX_BLOCK_MS) for the first one. After a failed or cancelled call, the entries
+        of its lost answer are returned again.
 
         Raises:
-            Fenced: another trainer has begun, or the server was wiped.
+            Fenced: another trainer has started, or the server was wiped.
         """
         lineage = self._owned(epoch)
         try:
@@ -212,8 +213,9 @@ class TicketQueue:
         return answer[0][1] if answer else []
 
     async def _unseen(self, lineage: _Lineage, rows: Sequence[_Row]) -> list[StreamEntry]:
-        """Entries the caller neither holds nor has finished. The server may have lost a commit: those are finished
-        again.
+        """Return the entries that the caller neither holds nor has finished.
+
+        If the server lost a commit, finished entries are committed again.
         """
         fresh: list[StreamEntry] = []
         again: list[Finished] = []
@@ -222,7 +224,7 @@ class TicketQueue:
                 continue  # deleted while it was pending
             entry, ticket = entry_id.decode(), _ticket_of(fields)
             if ticket is None:
-                _log.warning("an entry that no producer wrote is removed", entry=entry)
+                _log.warning("removed an entry that no producer wrote", entry=entry)
                 await self._remove(lineage, entry)
             elif lineage.progress.is_finished(ticket):
                 again.append(Finished(ticket, entry))
@@ -238,18 +240,18 @@ class TicketQueue:
         await transaction(self._redis, ("XACK", stream, f"t{lineage.fence}", entry), ("XDEL", stream, entry))
 
     async def commit(self, epoch: int, version: int, finished: Sequence[Finished], void: int) -> None:
-        """Records tickets whose effect is durable, and opens capacity. Idempotent.
+        """Record tickets whose effect is durable, and free capacity. Idempotent.
 
         Call it only after the checkpoint that contains the effect is durable. Tickets that end without training may be
-        committed before: if that is lost, they are merely issued again.
+        committed before: if that commit is lost, they are issued again.
 
         Args:
             version: the durable step.
             finished: tickets that ended, trained or void.
-            void: how many tickets of the lineage have ended without training, these included.
+            void: number of the lineage's tickets that ended without training, these included.
 
         Raises:
-            Fenced: another trainer has begun, or the server was wiped; nothing changed.
+            Fenced: another trainer has started, or the server was wiped; nothing changed.
         """
         lineage = self._owned(epoch)
         for ticket in finished:
@@ -272,28 +274,27 @@ class TicketQueue:
             lineage.tries.pop(ticket.ticket, None)
 
     async def dead_letter(self, epoch: int, entry: StreamEntry, reason: str) -> None:
-        """Keeps a copy of a poisoned entry for inspection; the ticket still has to be committed, as void.
+        """Keep a copy of a poisoned entry for inspection; the ticket still has to be committed, as void.
 
         Raises:
-            Fenced: another trainer has begun.
+            Fenced: another trainer has started.
         """
         lineage = self._owned(epoch)
         await self._scripts.fenced("dead_letter", lineage.fence, [entry.entry_id, entry.ticket, reason, _DEAD_KEPT])
 
     async def leave(self, epoch: int, refused: str = "") -> None:
-        """The trainer stops in order: groups that it has taken and not committed are not counted as if it had crashed
-        over them.
+        """Stop in order, so that groups read but not committed are not counted as crashes.
 
         Args:
-            refused: why it trains no more, for `state` to tell until another trainer begins.
+            refused: why the run trains no more; `state` returns it until another trainer starts.
 
         Raises:
-            Fenced: another trainer has begun.
+            Fenced: another trainer has started.
         """
         await self._scripts.fenced("leave", self._owned(epoch).fence, [refused])
 
     async def state(self) -> QueueState:
-        """A consistent snapshot; zeros and not ready on a server that knows nothing of the run."""
+        """Return a consistent snapshot; zeros and not ready on a server without this run."""
         keys = self.keys
         raw, depth, leased, done, dead = await transaction(
             self._redis,
@@ -325,12 +326,12 @@ class TicketQueue:
 
     def _owned(self, epoch: int) -> _Lineage:
         if self._lineage is None or self._lineage.epoch != epoch:
-            raise Fenced(f"epoch {epoch} was not begun here", "call begin first")
+            raise Fenced(f"epoch {epoch} was not started here", "call begin first")
         return self._lineage
 
 
 def _ticket_of(fields: Mapping[bytes, bytes]) -> int | None:
-    """None for an entry that was written by hand."""
+    """Return the ticket of an entry; None for an entry that was written by hand."""
     text = fields.get(b"t", b"")
     return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS and b"d" in fields else None
 

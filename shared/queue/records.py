@@ -1,4 +1,4 @@
-"""The values that go into and come out of the ticket queue."""
+"""Values that go into and come out of the ticket queue."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Reservation:
 
 
 class PublishRefusal(StrEnum):
-    """Why there is no ticket just now."""
+    """Reason why no ticket can be reserved now."""
 
-    NOT_READY = "not_ready"  # no trainer has begun, or one is repairing the queue
+    NOT_READY = "not_ready"  # no trainer has started, or one is repairing the queue
     FULL = "full"  # one more group could be older than max_staleness steps when it is trained
     EXHAUSTED = "exhausted"  # enough tickets for the whole run are issued
 
 
 class Published(StrEnum):
-    """What became of a published group. Only NOT_READY asks for another attempt."""
+    """Result of publishing a group. Only NOT_READY asks for another attempt."""
 
     QUEUED = "queued"
-    DUPLICATE = "duplicate"  # the ticket is queued already
-    DONE = "done"  # the ticket is finished already
+    DUPLICATE = "duplicate"  # the ticket is already queued
+    DONE = "done"  # the ticket is already finished
     UNKNOWN = "unknown"  # the ticket was never issued in this lineage
     NOT_READY = "not_ready"
 
@@ -38,8 +38,8 @@ class Published(StrEnum):
 class StreamEntry:
     """One queued group.
 
-    `deliveries` is 1 the first time. It grows by one with each trainer incarnation that took the entry and ended, not
-    in order, without having committed a step, so it counts crashes that this entry may have caused.
+    `deliveries` is 1 the first time. It grows by one for each trainer incarnation that read the entry and crashed
+    without having committed a step, so it counts crashes that this entry may have caused.
     """
 
     entry_id: str
@@ -58,15 +58,14 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """A consistent snapshot.
+    """Snapshot of the queue.
 
-    `version`, `low` and `void` are the trainer's last commit; `depth` counts queued groups (read, but not yet committed
-    ones included), `leased` tickets out for generation or waiting to be issued again, `done` finished tickets above
-    `low`, `dead` kept poisoned entries. `refused` is why the trainer has stopped training, empty if it has not.
-    `lineage` is that of the run since this epoch was opened, `beginning` names the beginning of the run: one that was
-    emptied and begun anew has another; both are empty where the trainer has not told.
-    The counters `reissued`, `duplicates` (published twice) and `strays` (published, never issued)
-    only grow.
+    `version`, `low` and `void` are the trainer's last commit. `depth` counts queued groups (read but uncommitted ones
+    included), `leased` tickets out for generation or waiting to be issued again, `done` finished tickets above `low`,
+    `dead` kept poisoned entries. `refused` is why the trainer has stopped training; empty if it has not. `lineage` is
+    the run's since this epoch was opened; `beginning` names the run's beginning, which changes when a run is emptied
+    and started anew; both are empty if the trainer has not set them. The counters `reissued`, `duplicates` (published
+    twice) and `strays` (published, never issued) only grow.
     """
 
     issued: int

@@ -1,8 +1,8 @@
-"""Which servers of a run are there: leases in Redis that end by themselves.
+"""Registry of a run's servers: leases in Redis that expire by themselves.
 
-A server's record `{run}:srv:{id}` lives for 10 s and is written every 3 s, so a server that died or hangs leaves within
-10 s and one that stops leaves at once. `{run}:srv` is the index of ids. A record is what a server says of itself;
-whether to send it work (its version, its load) is the reader's choice.
+A server's record `{run}:srv:{id}` lives for 10 s and is written every 3 s, so a server that died or hangs disappears
+within 10 s, and one that stops disappears at once. `{run}:srv` is the index of ids. A record is the server's own
+description; readers decide if they send it work (by version, by load).
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from shared.queue.scripts import Keys
 TTL_S = 10.0
 HEARTBEAT_S = 3.0
 _NOT_YET_S = 0.1
-"""Between two looks at a server that is not registered, and need not be taken off: it is wanted as soon as it may get
-work.
-"""
+"""Interval between checks of an unregistered server, in seconds: it should get work as soon as it may."""
 _GOODBYE_S = 2.0
 _log = telemetry.Log("registry")
 
@@ -53,14 +51,14 @@ _RECORD = TypeAdapter(RegisteredServer)
 
 
 class Registry:
-    """The servers of one run. Methods raise `QueueUnavailable` when Redis does not answer."""
+    """Servers of one run. Methods raise `QueueUnavailable` if Redis does not answer."""
 
     def __init__(self, redis: Redis, run: str) -> None:
         self._redis = redis
         self._index = Keys(run).prefix + "srv"
 
     async def servers(self) -> list[RegisteredServer]:
-        """All servers with a live lease, sorted by id."""
+        """Return all servers with a live lease, sorted by id."""
         await self._drop_damaged_index()
         ids = sorted(id.decode() for id in await command(self._redis, "SMEMBERS", self._index))
         records = await command(self._redis, "MGET", *map(self._key, ids)) if ids else []
@@ -71,10 +69,10 @@ class Registry:
         return [server for record in records if record is not None and (server := _decode(record)) is not None]
 
     async def heartbeat(self, current: Callable[[], RegisteredServer | None]) -> None:
-        """Keeps a server registered until cancelled, then deregisters it: a worker for the server's task group.
+        """Keep a server registered until cancelled, then deregister it; a worker for the server's task group.
 
-        `current` is asked before each beat; None means that the server must not get work now. While Redis is away the
-        server goes on, and registers again when it is back.
+        `current` is called before each heartbeat; None means that the server must not get work now. While Redis is away
+        the server keeps running, and registers again when Redis is back.
         """
         known: str | None = None
         try:
@@ -97,12 +95,12 @@ class Registry:
                         await self._deregister(known)
 
     async def _drop_damaged_index(self) -> None:
-        """An index of another type; every server registers again within `HEARTBEAT_S`."""
+        """Remove an index of another type; every server registers again within `HEARTBEAT_S`."""
         if await command(self._redis, "TYPE", self._index) not in (b"set", b"none"):
             await command(self._redis, "DEL", self._index)
 
     async def _shorten(self, ids: Sequence[str]) -> None:
-        """Limits leases to `TTL_S`: Redis keeps them longer if its wall clock has gone back since they were written."""
+        """Limit leases to `TTL_S`: Redis keeps them longer if its wall clock has gone back since they were written."""
         keys, most = [self._key(id) for id in ids], int(TTL_S * 1000)
         left = await transaction(self._redis, *(("PTTL", key) for key in keys)) if keys else []
         for key in (key for key, ms in zip(keys, left, strict=True) if ms > most):
@@ -122,7 +120,7 @@ class Registry:
 
 
 def _decode(record: bytes) -> RegisteredServer | None:
-    """None for what is no server's record; it ends with its lease."""
+    """Parse a record; None for an invalid one, which expires with its lease."""
     try:
         return _RECORD.validate_json(record, strict=True)
     except ValidationError as error:

@@ -1,6 +1,6 @@
 """The queue's Lua scripts and the names of its keys.
 
-All keys of a run share the hash tag `{run}`: they live in one cluster slot, so every script may touch all of them. Each
+All keys of a run share the hash tag `{run}`: they live in one cluster slot, so every script may use all of them. Each
 script is atomic and does a bounded amount of work.
 """
 
@@ -38,13 +38,13 @@ class Keys:
         self.seen = self.prefix + "seen"  # hash: queued ticket -> entry id
         self.done = self.prefix + "done"  # set: finished tickets above low
         self.dead = self.prefix + "dead"  # capped stream of poisoned entries
-        self.tries = self.prefix + "tries"  # hash: queued ticket -> fruitless deliveries
-        self.wake = self.prefix + "wake"  # stream of one notice: capacity may have grown
+        self.tries = self.prefix + "tries"  # hash: queued ticket -> deliveries that ended in a crash
+        self.wake = self.prefix + "wake"  # stream of one entry: capacity may have grown
         self.scripted = [self.state, self.stream, self.lease, self.seen, self.done, self.dead, self.tries, self.wake]
 
 
 class Scripts:
-    """Calls the scripts of one run by name."""
+    """Call the scripts of one run by name."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._redis, self._keys = redis, keys.scripted
@@ -56,7 +56,7 @@ class Scripts:
         }
 
     async def call(self, name: str, *args: str | int | bytes) -> Any:
-        """Runs one script; its answer as the server sent it.
+        """Run one script; return its answer as the server sent it.
 
         Raises:
             QueueUnavailable: the server did not answer; the script may or may not have run.
@@ -65,13 +65,13 @@ class Scripts:
             return await self._calls[name](keys=self._keys, args=list(args))
 
     async def fenced(self, name: str, fence: str, args: Sequence[str | int] = ()) -> int:
-        """Runs a script that only the present trainer may run.
+        """Run a script that only the current trainer may run.
 
         Raises:
-            Fenced: `fence` is not the present trainer's.
+            Fenced: `fence` is not the current trainer's.
             QueueUnavailable: see `call`.
         """
         answer = int(await self.call(name, fence, *args))
         if answer == FENCED:
-            raise Fenced("another trainer has begun, or Redis was wiped", "restart from the newest checkpoint")
+            raise Fenced("another trainer has started, or Redis was wiped", "restart from the newest checkpoint")
         return answer

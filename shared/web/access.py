@@ -1,7 +1,7 @@
-"""Who may call what: roles, the bearer tokens that stand for them, and the role every route asks for.
+"""Access control: roles, their bearer tokens, and the role that every route requires.
 
-Invariants: a route that declares no role asks for admin; where several declarations fit a path, the strictest counts; a
-token is compared with every known one in constant time; no secret is in a `repr`, an error or a log.
+Invariants: a route without a declared role requires admin; if several declarations match a path, the strictest counts;
+a token is compared with every known one in constant time; no secret is in a `repr`, an error or a log.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shared.errors import ConfigError
 from shared.services_schema import TokenFiles
 
 MIN_TOKEN = 16
-"""Characters of a token, at least."""
+"""Shortest token, in characters."""
 _MAX_SECRET = 2**16
 
 
 class Role(IntEnum):
-    """Each role includes those before it."""
+    """Roles of callers; each includes those before it."""
 
     ANYONE = 0
     VIEWER = 1
@@ -37,7 +37,7 @@ class Role(IntEnum):
 
 
 class AccessTokens:
-    """The tokens a service knows its callers by."""
+    """Tokens of a service's callers."""
 
     def __init__(self, tokens: Mapping[Role, str]) -> None:
         self._tokens = dict(tokens)
@@ -47,11 +47,11 @@ class AccessTokens:
         return f"Tokens({', '.join(map(str, self._tokens))})"
 
     def of(self, role: Role) -> str:
-        """The token to call others with in that role: the least powerful one that has it."""
-        return self._tokens[min(known for known in self._tokens if known >= role)]
+        """Return the token for calling others in a role: that of the least powerful role that includes it."""
+        return self._tokens[min(holder for holder in self._tokens if holder >= role)]
 
     def role_of(self, authorization: bytes) -> Role | None:
-        """The role of a request's Authorization header; None if it is no known token's. Every comparison is made.
+        """Return the role of a request's Authorization header; None for an unknown token. Compares with every token.
 
         RFC 9110, 11.1 and 11.4: the scheme in any case, one or more spaces, the token.
         """
@@ -63,7 +63,7 @@ class AccessTokens:
 
 
 class RoleTable:
-    """The role of every request, from declarations like {"POST /episodes/{id}/step": Role.SERVICE}."""
+    """Role of every request, from declarations like {"POST /episodes/{id}/step": Role.SERVICE}."""
 
     def __init__(self, declared: Mapping[str, Role]) -> None:
         rows: list[tuple[str, str, Role]] = []
@@ -80,12 +80,12 @@ class RoleTable:
         }
 
     def role_for(self, method: str, path: str) -> Role | None:
-        """None where nothing is declared."""
+        """Return the role for a request; None without a declaration."""
         exact = self._exact.get(f"{method} {path}")
         return self._by_pattern(method, path) if exact is None else exact
 
     def role_for_pattern(self, method: str, path: str) -> Role:
-        """The role of every request for a path with `{names}`, whatever they are."""
+        """Return the role for a path with `{names}`, for all values of the names."""
         return self.role_for(method, path.replace("{", "").replace("}", "")) or Role.ADMIN
 
     def _by_pattern(self, method: str, path: str) -> Role | None:
@@ -93,18 +93,16 @@ class RoleTable:
 
 
 def read_tokens(files: TokenFiles) -> AccessTokens | None:
-    """All configured tokens, or None if there are none: everyone may then do everything. Raises ConfigError."""
+    """Read all configured tokens; None if there are none: every caller then has full access. Raises ConfigError."""
     named = {role: getattr(files, str(role)) for role in (Role.VIEWER, Role.SERVICE, Role.ADMIN)}
     tokens = {role: read_token(path, _key(role)) for role, path in named.items() if path is not None}
     if len(set(tokens.values())) < len(tokens):
-        raise ConfigError("services.token_files: two roles have the same token", "give each role a token of its own")
+        raise ConfigError("services.token_files: two roles have the same token", "give each role its own token")
     return AccessTokens(tokens) if tokens else None
 
 
 def token_for(files: TokenFiles, role: Role) -> str | None:
-    """The token to call others with in that role, read from the one file it takes; None where none is configured.
-    Raises ConfigError.
-    """
+    """Read the token for calling others in a role; None if none is configured. Raises ConfigError."""
     path = next(
         (path for known in Role if known >= role and (path := getattr(files, str(known), None)) is not None), None
     )
@@ -116,21 +114,21 @@ def _key(role: Role) -> str:
 
 
 def read_token(path: Path, key: str) -> str:
-    """Raises ConfigError as `read_secret`, or if the file holds no token."""
+    """Read a token. Raises ConfigError as `read_secret`, or if the file holds no token."""
     token = read_secret(path, key)
     if len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(f"{key}: {path} must hold {MIN_TOKEN} or more ASCII characters, none of them blank")
+        raise ConfigError(f"{key}: {path} must hold {MIN_TOKEN} or more ASCII characters, without blanks")
     return token
 
 
 def read_secret(path: Path, key: str) -> str:
-    """The one line of a secret file, which `key` of the configuration names.
+    """Read the one line of a secret file, which `key` of the configuration names.
 
-    As OpenSSH does with private keys, a file of our own that group or others have any right to is refused; one that
-    belongs to somebody else (a mounted secret, often root's and 0444) is guarded by whoever put it there.
+    A file owned by this user that its group or others can access is refused, as OpenSSH refuses such private keys. A
+    file of another owner (a mounted secret, often root's and 0444) is accepted: its owner is responsible for it.
 
     Raises:
-        ConfigError: it cannot be read, or others can.
+        ConfigError: the file cannot be read, or others can read it.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -138,7 +136,7 @@ def read_secret(path: Path, key: str) -> str:
             secret = file.read(_MAX_SECRET).strip()
             if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
                 mode = f"{stat.S_IMODE(status.st_mode):04o}"
-                hint = f"chmod 600 {path}" if _is_secret(secret) else "name a file that holds the secret alone"
+                hint = f"chmod 600 {path}" if _is_secret(secret) else "name a file that holds only the secret"
                 raise ConfigError(f"{key}: {path} has mode {mode}: not only its owner has access to this secret", hint)
             return secret
     except (OSError, UnicodeDecodeError) as error:
@@ -147,5 +145,5 @@ def read_secret(path: Path, key: str) -> str:
 
 
 def _is_secret(text: str) -> bool:
-    """Whether it looks like one: a single line, or a private key."""
+    """True if the text looks like a secret: a single line, or a private key."""
     return bool(text) and (text.isprintable() or text.startswith("-----BEGIN "))

@@ -1,8 +1,7 @@
-"""The framing of a chunked body, read beside the HTTP parser, which takes any size that fits 64 bits and waits for so
-many bytes.
+"""Framing of a chunked body, checked before the HTTP parser, which accepts and awaits any 64-bit size.
 
-RFC 9112, 7.1, strictly: `size [;extension] CRLF data CRLF … 0 CRLF trailers CRLF`. The sizes are added up as they are
-announced, so a body that is too large is refused before it arrives.
+Strictly RFC 9112, 7.1: `size [;extension] CRLF data CRLF … 0 CRLF trailers CRLF`. Announced sizes are added up, so a
+body that is too large is refused before it arrives.
 """
 
 from __future__ import annotations
@@ -10,16 +9,18 @@ from __future__ import annotations
 import re
 
 MAX_LINE = 1024
-"""Bytes of one chunk's size with its extension, or of one trailer."""
+"""Largest size line (with its extension) or trailer, in bytes."""
 MAX_ASIDE = 16 * 1024
-"""Bytes of all extensions and trailers of a body."""
+"""Largest sum of all extensions and trailers of a body, in bytes."""
 
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})(;[^\r\n]*)?\r\n")
 
 
 class ChunkError(Exception):
-    """Args: reason: in two words; status: 400 for bytes that are no chunked body, 413 for one that announces more bytes
-    than it may have, 431 for one that holds too much beside its data.
+    """Refused framing.
+
+    Args: reason: in two words; status: 400 for malformed chunks, 413 for a body that announces more bytes than allowed,
+    431 for too many bytes beside its data.
     """
 
     def __init__(self, reason: str, status: int) -> None:
@@ -28,7 +29,7 @@ class ChunkError(Exception):
 
 
 class Chunks:
-    """One chunked body, from the first byte after the head. Args: limit: bytes it may have."""
+    """One chunked body, from the first byte after the head. Args: limit: largest body, in bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -38,7 +39,7 @@ class Chunks:
         self.ended = False
 
     def take(self, data: bytes) -> int:
-        """How many bytes of `data` belong to the body. Raises ChunkError."""
+        """Return how many bytes of `data` belong to the body. Raises ChunkError."""
         at = 0
         while at < len(data) and not self.ended:
             if self._to_come:

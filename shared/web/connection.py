@@ -1,18 +1,18 @@
-"""One HTTP connection with bounds on what a client may cost: uvicorn's protocol over httptools, which has none of
-these.
+"""HTTP connection that limits what a client may cost, which uvicorn's protocol over httptools does not.
 
-- The head of a request must be whole within `header_timeout_s` of its first byte (or of the connection), and small.
-- A chunked body is refused when its chunks announce more than it may have (shared.web.chunks).
-- What the parser holds back and has not handed over (a value, a chunk extension, a trailer that never ends) is bounded.
-- Of a request that is answered before it has arrived, a short rest is read away. The answer says that the connection
-  ends where more is to come, or nobody knows how much (a chunked body); a rest that comes late ends it too.
-- A connection that ends with a refusal discards what still arrives, up to `_DISCARDED_BYTES` and `body_timeout_s`. If
-  it were closed with unread bytes, the system would reset it, and the client would lose the answer.
-- A client that does not read its response is cut off after `body_timeout_s`, which for the end of it, when the
-  connection is kept, begins after the keep-alive time.
-- Only so many connections at once, and only so many requests sent ahead on one.
+- The head of a request must be complete within `header_timeout_s` of its first byte (or of the connection), and small.
+- A chunked body is refused when its chunks announce more than the limit (shared.web.chunks).
+- Data that the parser buffers without passing it on (a value, a chunk extension, an endless trailer) is limited.
+- If a request is answered before it has arrived, a short rest of it is read and discarded. The answer announces that
+  the connection closes if more is to come, or an unknown amount (a chunked body); a rest that arrives late closes it
+  too.
+- A connection that ends with a refusal discards what still arrives, up to `_DISCARDED_BYTES` and `body_timeout_s`.
+  Closing it with unread bytes would make the system reset it, and the client would lose the answer.
+- A client that does not read its response is disconnected after `body_timeout_s`. On keep-alive connections, the timer
+  for the end of a response starts after the keep-alive time.
+- The number of connections, and of pipelined requests on one of them, is limited.
 
-Bodies are bounded where they are read (shared.web.http). Every cut is counted by its reason; a refusal tells it in a
+Bodies are limited where they are read (shared.web.http). Every cut is counted by its reason; a refusal names it in a
 problem body (RFC 9457).
 """
 
@@ -33,7 +33,7 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 100
 MAX_AHEAD = 8
 WHOLE_BODY = "volley.whole_body"
-"""Extension of a request's scope: its body has arrived, so that reading it waits for nothing."""
+"""Scope extension: the request's body has arrived, so reading it does not wait."""
 _HELD_BACK = 64 * 1024
 _CLOSE = (b"connection", b"close")
 _END = b"\r\n\r\n"  # of a head
@@ -43,31 +43,31 @@ _DISCARDED_BYTES = 256 * 2**20
 _DETAILS = {
     "slow head": "the head of the request did not arrive in time (services.limits.header_timeout_s)",
     "large head": f"the head of the request exceeds {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers",
-    "many ahead": f"more than {MAX_AHEAD} requests were sent ahead of their answers",
+    "many ahead": f"more than {MAX_AHEAD} requests were pipelined",
     "held back": f"a value, a chunk extension or a trailer exceeds {_HELD_BACK} bytes",
-    "malformed": "the request is not valid HTTP/1.1: its request line, a header, or the framing of its body",
-    "malformed chunk": "the body is not framed in chunks as its Transfer-Encoding says",
+    "malformed": "the request line, a header or the body's framing is not valid HTTP/1.1",
+    "malformed chunk": "the body does not follow its chunked Transfer-Encoding",
     "long chunk line": (
         f"a chunk's size, an extension or a trailer exceeds {MAX_LINE} bytes, or all of them {MAX_ASIDE}"
     ),
     "large body": "the chunks announce more than the body may have (services.limits.max_body_bytes)",
 }
-"""Of every refusal, by its reason."""
+"""Details of refusals, by reason."""
 _CUT = telemetry.Counter(
     "volley_http_connections_cut", "Connections ended by a limit", ["reason"], registry=telemetry.REGISTRY
 )
 
 
 class _HeadTooLarge(Exception):
-    """Raised in a parser's callback; ends as the answer 431."""
+    """Raised in a parser's callback; answered with 431."""
 
 
 class _Unframed(Exception):
-    """Raised in a parser's callback: a head with a body ends where no line of CR LF does. Ends as the answer 400."""
+    """Raised in a parser's callback for a head with a body that does not end with CR LF CR LF; answered with 400."""
 
 
 class Connection(HttpToolsProtocol):
-    """Args: limits: see the module; n_max: connections at once; the others as uvicorn's."""
+    """HTTP connection. Args: limits: see the module; n_max: number of connections; the others as uvicorn's."""
 
     def __init__(self, limits: Limits, n_max: int, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
@@ -78,14 +78,14 @@ class Connection(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
         self._head_bytes = self._held_back = self._discarded = 0
-        self._in_head = False  # the head of a request has begun
-        self._busy = False  # a request with a whole head has not been answered yet
-        self._body_open = False  # the body of the newest request is still to come
-        self._ending = False  # an answer has said that the connection ends with it
-        self._tail = b""  # the last bytes of a head that has not ended
-        self._head_ends = False  # with what the parser is given now
-        self._body_left = 0  # bytes of a body whose length was declared
-        self._chunks: Chunks | None = None  # of a body that comes in chunks
+        self._in_head = False  # the head of a request has started
+        self._busy = False  # a request with a complete head is not answered yet
+        self._body_open = False  # the body of the newest request has not arrived
+        self._ending = False  # an answer has announced that the connection closes
+        self._tail = b""  # the last bytes of an incomplete head
+        self._head_ends = False  # with the data that the parser gets now
+        self._body_left = 0  # remaining bytes of a body with a declared length
+        self._chunks: Chunks | None = None  # of a chunked body
         self._discard_until: float | None = None  # set once the connection only discards what arrives
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # as uvicorn's
@@ -101,11 +101,9 @@ class Connection(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
 
-    # what arrives
+    # receiving
     def data_received(self, data: bytes) -> None:
-        """The parser gets heads and bodies one by one, so that what frames a body is seen here before it is
-        believed.
-        """
+        """Pass heads and bodies to the parser one by one, so that a body's framing is checked before it is used."""
         while data and not self.transport.is_closing():
             if self._discard_until is not None:
                 self._discard(len(data))
@@ -117,13 +115,13 @@ class Connection(HttpToolsProtocol):
             else:
                 self._feed(data[:n])
                 data = data[n:]
-                if (now := self.transport.get_protocol()) is not self:  # it is a WebSocket's from here on
+                if (now := self.transport.get_protocol()) is not self:  # upgraded to a WebSocket
                     if data and isinstance(now, asyncio.Protocol):
                         now.data_received(data)
                     return
 
     def _next_part(self, data: bytes) -> int:
-        """How many bytes of `data` belong to the head or the body that is arriving. Raises ChunkError."""
+        """Return how many bytes of `data` belong to the current head or body. Raises ChunkError."""
         if self._chunks is not None:
             n = self._chunks.take(data)
             if self._chunks.ended:
@@ -171,13 +169,13 @@ class Connection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-        # armed, if this head came in one piece with the rest of a body answered early
+        # set if this head arrived together with the rest of a body that was answered early
         self._unset_keepalive_if_required()
-        super().on_headers_complete()  # raises for a target it cannot read, which has no cycle
+        super().on_headers_complete()  # raises for a malformed target, which has no cycle
         self._body_open = True
 
     def _expect_body(self) -> None:
-        """By the headers, whose contradictions the parser refuses."""
+        """Set up the body by the headers; the parser rejects contradictory ones."""
         headers = dict(self.headers)
         if b"transfer-encoding" in headers:
             self._chunks = Chunks(self._limits.max_body_bytes)
@@ -210,7 +208,7 @@ class Connection(HttpToolsProtocol):
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(self._limits.header_timeout_s, self._refuse, "slow head", 408)
 
-    # what leaves
+    # sending
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         async def announced(message: Any) -> None:
             if message["type"] == "http.response.start" and self._body_open and scope is self.cycle.scope:
@@ -222,8 +220,10 @@ class Connection(HttpToolsProtocol):
         await self._service(scope, receive, announced)
 
     async def _start_early(self, cycle: RequestResponseCycle, send: Any, message: Any) -> None:
-        """An answer before its request has arrived. Its connection ends by the rest's timer: closed at once, with bytes
-        on their way to it, the system would reset it, and the client lose the answer.
+        """Start an answer before its request has arrived.
+
+        The rest's timer closes the connection: closing at once, with bytes on their way to it, would make the system
+        reset it, and the client would lose the answer.
         """
         self._ending = not cycle.keep_alive or self._chunks is not None or self._body_left > _REST_BYTES
         if self._ending and _CLOSE not in (headers := list(message.get("headers", ()))):
@@ -239,7 +239,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             self._expect_reader()
         elif self._ending and not answered_early:
-            self._close()  # the rest came while the answer was written
+            self._close()  # the rest arrived while the answer was written
         elif answered_early and self._ending:
             self._end_by_discarding()
         elif answered_early:
@@ -267,7 +267,7 @@ class Connection(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn for whatever the parser refuses."""
+        """Refuse a request; uvicorn calls it for whatever the parser rejects."""
         if self._head_bytes > MAX_HEAD_BYTES or len(self.headers or ()) > MAX_HEADERS:
             self._refuse("large head", 431)
         elif len(self.pipeline) >= MAX_AHEAD:
@@ -290,19 +290,19 @@ class Connection(HttpToolsProtocol):
             self._cut("slow reader")
 
     def _refuse(self, reason: str, status: int) -> None:
-        """A short answer, and the end."""
+        """Send a short answer, and end the connection."""
         if self.transport.is_closing() or self._discard_until is not None:
             return
         _CUT.labels(reason).inc()
         if self._body_open and self.cycle.response_started:
-            self._close()  # the request that goes on arriving has its answer
+            self._close()  # the request that is still arriving is already answered
             return
         title = HTTPStatus(status).phrase
         problem = {"type": "about:blank", "title": title, "status": status, "detail": _DETAILS[reason]}
         body = problem_body(problem, self.url.partition(b"?")[0].decode("latin-1"))
         head = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
         self.transport.write(STATUS_LINE[status] + head + body)
-        if self.pipeline:  # an earlier request has not been answered yet
+        if self.pipeline:  # an earlier request is not answered yet
             self._close()
             return
         if self.cycle is not None and not self.cycle.response_complete:
@@ -311,7 +311,7 @@ class Connection(HttpToolsProtocol):
         self._end_by_discarding()
 
     def _end_by_discarding(self) -> None:
-        """Ends the connection once the client has ended it, or has sent nothing for a while."""
+        """Close the connection once the client has closed it, or has sent nothing for a while."""
         self._unset_keepalive_if_required()
         self._discard_until = self.loop.time() + self._limits.body_timeout_s
         if self.transport.can_write_eof():
@@ -320,7 +320,7 @@ class Connection(HttpToolsProtocol):
         self._discard(0)
 
     def _discard(self, n: int) -> None:
-        """Counts n bytes that have arrived, and waits for more."""
+        """Count n bytes that have arrived, and wait for more."""
         self._discarded += n
         left_s = (self._discard_until or 0) - self.loop.time()
         if self._rest_timer is not None:
@@ -331,7 +331,7 @@ class Connection(HttpToolsProtocol):
             self._rest_timer = self.loop.call_later(min(_REST_S, left_s), self._close)
 
     def _close(self) -> None:
-        """What is written may still be read, in its time."""
+        """Close the connection; the client may still read what was written, for `body_timeout_s`."""
         self.transport.close()
         self._expect_reader()
 

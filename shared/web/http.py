@@ -1,9 +1,9 @@
-"""What every service's HTTP face has in common: problem bodies, limits, roles, health, metrics, msgpack.
+"""HTTP layer of all services: problem bodies, limits, roles, health, metrics, msgpack.
 
-`/health` says the process lives, `/ready` says "route to me"; neither needs a token, nor does the page `/docs`. Every
-other route asks for a role (shared.web.access), checked before its body is read. That there is no such path, or which
-methods it takes, is told to everybody: 404, 405, and the answer to OPTIONS. HEAD is GET without the content, wherever
-there is a GET.
+`/health` says that the process is alive, `/ready` that requests may be routed to it; neither needs a token, nor does
+the page `/docs`. Every other route requires a role (shared.web.access), checked before its body is read. Unknown paths
+and the methods of a path are reported to everyone: 404, 405, and the answer to OPTIONS. HEAD is GET without the
+content, for every GET route.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ COMMON_ROLES = {
     "GET /metrics": Role.VIEWER,
     **docs_page.ROLES,
 }
-_SMALL_BODY = 256 * 1024  # bytes that every request may send, however many there are
-_LARGE_BODIES = 16  # so many of the largest size may be arriving at once
+_SMALL_BODY = 256 * 1024  # bytes that every request may send, at any load
+_LARGE_BODIES = 16  # number of bodies of the largest size that may be arriving at once
 _REQUESTS = telemetry.Histogram(
     "volley_http_request_seconds", "Duration of a request", ["method", "route", "status"], registry=telemetry.REGISTRY
 )
@@ -76,15 +76,14 @@ def create_app(
     about: Callable[[], Mapping[str, Any]] = dict,
     direct: Sequence[DirectRoute] = (),
 ) -> FastAPI:
-    """An application with the common routes and middleware.
+    """Return an application with the common routes and middleware.
 
     Args:
-        tokens: of the callers; None leaves the service open to everyone who reaches it (loopback use).
-        roles: the role each route asks for, {"POST /episodes/{id}/step": Role.SERVICE}; a route that is missing asks
-            for admin.
-        ready: returns None when requests may be routed here, else the reason why not, as text or as an error.
-        max_objects: values that one body may hold.
-        about: what else `/health` tells everybody.
+        tokens: of the callers; None gives every caller full access (loopback use).
+        roles: role of each route, {"POST /episodes/{id}/step": Role.SERVICE}; a missing route requires admin.
+        ready: returns None if requests may be routed here, else the reason why not, as text or as an error.
+        max_objects: largest number of values in a body.
+        about: further fields of `/health`, public to everyone.
         direct: busy routes that are answered without FastAPI.
     """
     app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None, responses=PROBLEMS)
@@ -117,16 +116,14 @@ def create_app(
 
 
 async def read_body(request: Request) -> dict[str, Any]:
-    """The JSON or msgpack body as a dict, by Content-Type. Raises DecodeError."""
+    """Read the JSON or msgpack body as a dict, by Content-Type. Raises DecodeError."""
     data = await request.body()
     content_type, max_objects = request.headers.get("content-type", ""), request.app.state.max_objects
     return await offload.by_size(len(data), lambda: _object(codec.by_type(content_type, data, "body", max_objects)))
 
 
 async def read_model[M: BaseModel](request: Request, model: type[M]) -> M:
-    """The JSON or msgpack body as `model`, strictly. Raises DecodeError, or InputError naming the fields that are
-    wrong.
-    """
+    """Read the JSON or msgpack body as `model`, strictly. Raises DecodeError, or InputError naming the wrong fields."""
     data = await request.body()
     content_type, max_objects = request.headers.get("content-type", ""), request.app.state.max_objects
     return await offload.by_size(
@@ -136,7 +133,7 @@ async def read_model[M: BaseModel](request: Request, model: type[M]) -> M:
 
 
 def validated[M: BaseModel](model: type[M], raw: Mapping[str, Any], *, strict: bool) -> M:
-    """Raises InputError naming the fields that are wrong, or the first of them."""
+    """Validate a mapping. Raises InputError naming the wrong fields, or the first of them."""
     unknown = raw.keys() - model.model_fields.keys()
     if unknown and model.model_config.get("extra") == "forbid":
         raise InputError(
@@ -145,12 +142,12 @@ def validated[M: BaseModel](model: type[M], raw: Mapping[str, Any], *, strict: b
     try:
         return model.model_validate(raw, strict=strict)
     except ValidationError as error:
-        raise InputError(_told(error.errors(include_url=False))) from error
+        raise InputError(_format_errors(error.errors(include_url=False))) from error
 
 
-def _told(errors: Sequence[Any]) -> str:
-    told = "; ".join(_explain(error) for error in errors[:_MAX_ERRORS])
-    return told if len(errors) <= _MAX_ERRORS else f"{told}; and {len(errors) - _MAX_ERRORS} more"
+def _format_errors(errors: Sequence[Any]) -> str:
+    text = "; ".join(_explain(error) for error in errors[:_MAX_ERRORS])
+    return text if len(errors) <= _MAX_ERRORS else f"{text};  and {len(errors) - _MAX_ERRORS} more"
 
 
 def _explain(error: Any) -> str:
@@ -171,14 +168,14 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def respond(request: Request, value: Any, status: int = 200) -> Response:
-    """`value` in the format the request came in: msgpack for msgpack, else JSON."""
+    """Answer with `value` in the format of the request: msgpack for msgpack, else JSON."""
     if request.headers.get("content-type", "").startswith(codec.MEDIA_TYPE):
         return Response(codec.pack(value), status, media_type=codec.MEDIA_TYPE)
     return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")
 
 
 def problem_response(error: VolleyError, path: str = "") -> Response:
-    """The answer to a request for `path`."""
+    """Return the answer for an error of a request for `path`."""
     headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))} if isinstance(error, Unavailable) else {}
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
@@ -198,7 +195,7 @@ async def _on_volley_error(request: Request, error: Exception) -> Response:
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return problem_response(InputError(_told(error.errors())), request.url.path)
+    return problem_response(InputError(_format_errors(error.errors())), request.url.path)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -208,20 +205,20 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """A defect of ours: the traceback goes to the log (by the server), the client learns nothing of it."""
+    """Answer a defect: the server logs the traceback, and the client gets no details."""
     _log.error("unhandled error", method=request.method, path=request.url.path, error=type(error).__name__)
-    return problem_response(VolleyError("internal error", "the service's log says more"), request.url.path)
+    return problem_response(VolleyError("internal error", "see the service's log"), request.url.path)
 
 
 class DirectRoute:
-    """A busy route that `_Edge` answers by itself, without FastAPI, Starlette's middleware and router around it.
+    """A busy route that `_Edge` answers itself, without FastAPI, Starlette's middleware and router.
 
     Those cost several times what the handlers of every turn do. FastAPI keeps a route of the same path and handler for
     the documentation, and for other methods.
 
     Args:
         method: HTTP method.
-        path: with `{names}`; the handler is given the request and the names as keyword arguments.
+        path: with `{names}`; the handler gets the request, and the names as keyword arguments.
     """
 
     def __init__(self, method: str, path: str, handler: Callable[..., Awaitable[Response]]) -> None:
@@ -229,7 +226,7 @@ class DirectRoute:
         self._match = compile_path(path)[0].fullmatch
 
     def params(self, scope: Scope) -> dict[str, str] | None:
-        """The names in the path of a request; None if the request is for another route."""
+        """Return the names in a request's path; None if the request is for another route."""
         found = self._match(scope["path"]) if scope["method"] == self.method else None
         return found and found.groupdict()
 
@@ -241,7 +238,7 @@ class DirectRoute:
 
 
 class _Edge:
-    """Checks the caller's role, bounds the body in bytes and in time, and measures every request."""
+    """Check the caller's role, limit the body in bytes and time, and measure every request."""
 
     def __init__(
         self,
@@ -254,7 +251,7 @@ class _Edge:
         self._app, self._limits, self._tokens, self._roles = app, limits, tokens, roles
         self._direct = [(route, roles.role_for_pattern(route.method, route.path)) for route in direct]
         self._admin_pace = RateLimiter(limits.admin_per_s)
-        self._arriving = 0  # bytes of bodies that are not whole yet
+        self._arriving = 0  # bytes of incomplete bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -285,7 +282,7 @@ class _Edge:
             ).observe(time.perf_counter() - started)
 
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A WebSocket, whose role is that of `WS /path`; who may not open it gets the same answer as to a request."""
+        """Open a WebSocket by the role of `WS /path`; refuse it with the same answer as a request."""
         try:
             self._admit(scope, self._roles.role_for("WS", scope["path"]) or Role.ADMIN)
         except VolleyError as error:
@@ -314,7 +311,7 @@ class _Edge:
             await (await route.answer(Request(scope, receive)))(scope, receive, send)
 
     def _routed(self, scope: Scope) -> tuple[DirectRoute | None, Role | None]:
-        """The direct route of a request, if it has one, and the role that it asks for."""
+        """Return a request's direct route, if any, and its required role."""
         for route, needed in self._direct:
             if (params := route.params(scope)) is not None:
                 scope["route"], scope["path_params"] = route, params
@@ -322,27 +319,23 @@ class _Edge:
         return None, self._roles.role_for(scope["method"], scope["path"])
 
     def _admit(self, scope: Scope, needed: Role) -> None:
-        """Raises Unauthorized, Forbidden or RateLimited."""
+        """Check role and rate. Raises Unauthorized, Forbidden or RateLimited."""
         if self._tokens is not None and needed is not Role.ANYONE:
             self._authorize(scope, self._tokens, needed)
         if needed is Role.ADMIN:
             wait_s = self._admin_pace.wait_s(scope["client"][0] if scope.get("client") else "", time.monotonic())
             if wait_s:
-                raise RateLimited(
-                    "too many requests of this kind", "services.limits.admin_per_s sets the limit", wait_s
-                )
+                raise RateLimited("too many admin requests", "services.limits.admin_per_s sets the limit", wait_s)
 
     def _authorize(self, scope: Scope, tokens: AccessTokens, needed: Role) -> None:
         role = tokens.role_of(next((value for key, value in scope["headers"] if key == b"authorization"), b""))
         if role is None:
             raise Unauthorized("missing or wrong bearer token", "send Authorization: Bearer <token>")
         if role < needed:
-            raise Forbidden(f"this needs the role {needed}; the token is that of a {role}")
+            raise Forbidden(f"this needs the role {needed}; the token has the role {role}")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        """Raises TooLarge, or Unavailable: that a body stalls is the network's or a paused process' doing, and
-        passes.
-        """
+        """Read the body. Raises TooLarge, or Unavailable if it stalls: a network or a paused process may recover."""
         limit = self._limits.max_body_bytes
         declared = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
         too_large = TooLarge(f"the body exceeds {limit} bytes", "services.limits.max_body_bytes sets the limit")
@@ -372,13 +365,13 @@ class _Edge:
 
 
 def _allowed(scope: Scope) -> str:
-    """The methods of a path, as in Allow. Raises NotFound where no route has the path, WrongMethod where none of them
-    takes the method.
+    """Return the methods of a path, as in Allow. Raises NotFound for an unknown path, WrongMethod if it lacks the
+    method.
     """
     routes, path = scope["app"].routes, scope["path"][:_MAX_NAME]
     methods = {m for m in _METHODS if any(route.matches({**scope, "method": m})[0] is Match.FULL for route in routes)}
     if not methods:
-        raise NotFound(f"there is no {path!r} here", "GET /openapi.json lists what there is")
+        raise NotFound(f"there is no {path!r} here", "GET /openapi.json lists all paths")
     allow = ", ".join(sorted(methods | {"OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
     if scope["method"] not in {*methods, "OPTIONS"}:
         raise WrongMethod(f"{path!r} does not take {scope['method']}", f"it takes {allow}", allow)
@@ -386,7 +379,7 @@ def _allowed(scope: Scope) -> str:
 
 
 def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
-    """A `receive` that yields the body already read, then what follows it (the disconnect)."""
+    """Return a `receive` that yields the body already read, then what follows it (the disconnect)."""
     sent = False
 
     async def replayed() -> Message:

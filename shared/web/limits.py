@@ -1,4 +1,4 @@
-"""How often one client may ask for something: a token bucket for each."""
+"""Rate limits per client, by token buckets."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _MAX_CLIENTS = 4096
 
 
 class RateLimiter:
-    """Lets `per_s` requests a second through for each client, and bursts of ten times as many.
+    """Allow each client `per_s` requests a second, with bursts of ten times as many.
 
-    Bounded: of more than 4096 clients, those that have been quiet for longest are forgotten, that is, have a full
-        bucket again.
+    It remembers 4096 clients; of more, those that have been quiet longest are forgotten, that is, have a full bucket
+    again.
     """
 
     def __init__(self, per_s: float) -> None:
@@ -19,7 +19,7 @@ class RateLimiter:
         self._filled: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def wait_s(self, client: str, now: float) -> float:
-        """Takes one from the client's bucket and returns 0, or returns the seconds until there is one. `now` is
+        """Take a token from the client's bucket and return 0, or return the seconds until there is one. `now` is
         monotonic.
         """
         level, at = self._filled.pop(client, (self._burst, now))

@@ -1,7 +1,6 @@
-"""What the OpenAPI page says of bodies that routes read and write by hand: declarations only, nothing here runs on a
-request.
+"""OpenAPI declarations for bodies that routes read and write by hand; nothing here runs on a request.
 
-Bodies are JSON or msgpack, with one schema. Schemas are plain JSON schemas, or pydantic models that stand for theirs.
+Bodies are JSON or msgpack, with one schema. Schemas are plain JSON schemas, or pydantic models.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ PROBLEM: Mapping[str, Any] = {
         "retry_after_s": {"type": "number"},
         "error": {
             "type": "object",
-            "description": "The same for OpenAI's clients, where the path begins with /v1/",
+            "description": "The same for OpenAI clients, if the path starts with /v1/",
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
@@ -42,11 +41,11 @@ PROBLEM: Mapping[str, Any] = {
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     code: {"description": text, "content": {"application/problem+json": {"schema": PROBLEM}}}
     for code, text in (
-        ("4XX", "The request is wrong, or not now"),
-        ("5XX", "The service, or one it needs, is not able to"),
+        ("4XX", "The request is wrong, or not allowed now"),
+        ("5XX", "The service, or one it needs, failed or is unavailable"),
     )
 }
-"""The answers every route may give beside its own."""
+"""Answers that every route may give beside its own."""
 
 
 def declares(
@@ -56,7 +55,7 @@ def declares(
     statuses: tuple[int, ...] = (200,),
     query: type[BaseModel] | None = None,
 ) -> dict[str, Any]:
-    """`openapi_extra` of a route: its request body, its answer with any of `statuses`, and its query parameters."""
+    """Return a route's `openapi_extra`: request body, answer with any of `statuses`, and query parameters."""
     extra: dict[str, Any] = {}
     if body is not None:
         extra["requestBody"] = {"required": True, "content": _content(body)}
@@ -74,13 +73,13 @@ def declares(
 
 
 def declares_bytes(*statuses: int) -> dict[str, Any]:
-    """`openapi_extra` of a route that answers with bytes."""
+    """Return the `openapi_extra` of a route that answers with bytes."""
     content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     return {"responses": {str(status): {"description": "Done", "content": content} for status in statuses}}
 
 
 def _content(schema: Schema) -> dict[str, Any]:
-    """With an example where the schema has one: of JSON alone, which is what a page can send."""
+    """Return the content by media type; the example, if any, is JSON, the only type that the page can send."""
     plain = _plain(schema)
     examples = plain.pop("examples", ())
     return {
@@ -90,7 +89,7 @@ def _content(schema: Schema) -> dict[str, Any]:
 
 
 def _plain(schema: Schema) -> dict[str, Any]:
-    """A model's schema with references replaced by what they name, so that it can stand inside another document."""
+    """Return a model's schema with references replaced, so that it can be embedded in another document."""
     if not isinstance(schema, type):
         return dict(schema)
     whole = schema.model_json_schema()

@@ -1,6 +1,4 @@
-"""The HTTP server of every service: uvicorn with our connection, our limits, TLS by configuration, and no signal
-handling.
-"""
+"""HTTP server of every service: uvicorn with Volley's connections, limits and TLS, and without signal handling."""
 
 from __future__ import annotations
 
@@ -22,11 +20,11 @@ if TYPE_CHECKING:
 _KEEP_ALIVE_S = 30
 _TLS_S = 5.0
 _OWN_FILES = 256
-"""Descriptors kept back for what is no connection of a client: files, Redis, other services."""
+"""File descriptors reserved for files, Redis and other services."""
 
 
 class HttpServer(uvicorn.Server):
-    """Signals are the business of shared.boot, whose handlers run on the loop and reach the workers too."""
+    """uvicorn's server without signal handlers; those of shared.boot run on the loop and reach the workers too."""
 
     def __init__(self, config: uvicorn.Config, limits: Limits) -> None:
         super().__init__(config)
@@ -37,7 +35,7 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's for sockets that are bound, with our connections and a deadline for the TLS handshake."""
+        """Start as uvicorn does for bound sockets, with Volley's connections and a deadline for the TLS handshake."""
         assert sockets is not None
         loop, n_max = asyncio.get_running_loop(), connections_for(self._limits.max_connections)
         deadlines: dict[str, Any] = {}
@@ -57,15 +55,16 @@ class HttpServer(uvicorn.Server):
 
 
 def make_server(app: FastAPI, services: ServicesSection) -> HttpServer:
-    """For a certificate that `shared.web.tls.check_certificate` has found usable. WebSockets are spoken where
-    `app.state.websockets` says so.
+    """Make the server; its certificate has passed `shared.web.tls.check_certificate`.
+
+    WebSockets are enabled by `app.state.websockets`.
     """
-    known = getattr(app.state, "max_body_bytes", services.limits.max_body_bytes)
+    max_body_bytes = getattr(app.state, "max_body_bytes", services.limits.max_body_bytes)
     config = uvicorn.Config(
         app,
         lifespan="off",
         ws="websockets-sansio" if getattr(app.state, "websockets", False) else "none",
-        ws_max_size=known,
+        ws_max_size=max_body_bytes,
         ws_per_message_deflate=False,
         log_config=None,
         log_level="error",
@@ -77,11 +76,11 @@ def make_server(app: FastAPI, services: ServicesSection) -> HttpServer:
         timeout_graceful_shutdown=max(1, int(services.limits.grace_s)),
         timeout_keep_alive=_KEEP_ALIVE_S,
     )
-    return HttpServer(config, services.limits.model_copy(update={"max_body_bytes": known}))
+    return HttpServer(config, services.limits.model_copy(update={"max_body_bytes": max_body_bytes}))
 
 
 def connections_for(wanted: int) -> int:
-    """How many fit beside the files of our own; raises the process's soft limit of open files towards the hard one."""
+    """Return how many connections fit beside other files; raise the soft limit of open files towards the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY in (soft, hard) or soft >= wanted + _OWN_FILES:
         return wanted

@@ -1,4 +1,4 @@
-"""TLS by configuration: what a server shows, and whom a client trusts. Host names are always checked."""
+"""TLS of servers and clients, by configuration. Host names are always checked."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shared.web.access import read_secret
 
 
 def check_certificate(tls: Tls) -> None:
-    """Raises ConfigError if a server could not start with these files: missing, malformed, encrypted, not a pair,
-    readable by others.
+    """Raise ConfigError if a server cannot use these files: missing, malformed, encrypted, not a pair, readable by
+    others.
     """
     if tls.cert_file is None or tls.key_file is None:
         return
@@ -32,7 +32,9 @@ def check_certificate(tls: Tls) -> None:
 
 @cache
 def client_context(ca_file: Path | None) -> ssl.SSLContext:
-    """Trusts the authorities in `ca_file`, or the system's. Read once a process. Raises ConfigError."""
+    """Return a context that trusts the authorities in `ca_file`, or the system's; read once per process. Raises
+    ConfigError.
+    """
     try:
         return ssl.create_default_context(cafile=ca_file)
     except ssl.SSLError as error:

@@ -78,7 +78,7 @@ async def test_a_server_that_takes_no_writes_now_is_unavailable_in_a_transaction
     await command(redis, "CONFIG", "SET", "min-replicas-to-write", 1)
     try:
         for write in (command(redis, "SET", "a", "1"), transaction(redis, ("SET", "a", "1"), ("SET", "b", "2"))):
-            with pytest.raises(QueueUnavailable, match="cannot take this command now: NOREPLICAS"):
+            with pytest.raises(QueueUnavailable, match="cannot run this command now: NOREPLICAS"):
                 await write
     finally:
         await command(redis, "CONFIG", "SET", "min-replicas-to-write", 0)

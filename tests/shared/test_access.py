@@ -267,7 +267,7 @@ def test_of_a_file_that_holds_no_single_secret_no_rights_are_taken(tmp_path) -> 
     path = tmp_path / "passwd"
     path.write_text("root:x:0:0\ndaemon:x:1:1\n", encoding="utf-8")
     path.chmod(0o644)
-    with pytest.raises(ConfigError, match="name a file that holds the secret alone") as caught:
+    with pytest.raises(ConfigError, match="name a file that holds only the secret") as caught:
         read_secret(path, "--token-file")
     assert "chmod" not in str(caught.value)
 

@@ -275,7 +275,7 @@ async def test_many_requests_sent_ahead_are_refused_and_a_few_are_answered():
         await few.send((GET + b"\r\n") * 4 + GET + b"Connection: close\r\n\r\n")
         await many.send((GET + b"\r\n") * 100)
         assert (await few.rest()).count(b'{"status":"ok"') == 5
-        assert b"more than 8 requests were sent ahead" in await many.rest()
+        assert b"more than 8 requests were pipelined" in await many.rest()
 
 
 @pytest.mark.parametrize(

@@ -86,12 +86,12 @@ async def test_an_error_crosses_the_wire_as_itself(name):
     ("path", "token", "status", "message"),
     [
         ("/v1/fail", TOKEN, 409, "the detail (the hint)"),
-        ("/v1/bug", TOKEN, 500, "internal error (the service's log says more)"),
+        ("/v1/bug", TOKEN, 500, "internal error (see the service's log)"),
         ("/v1/foreign", TOKEN, 418, "short and stout"),
         ("/v1/number/x", TOKEN, 422, "path.n: "),
         ("/v1/large", TOKEN, 413, "the body exceeds 1000 bytes (services.limits.max_body_bytes sets the limit)"),
         ("/v1/fail", "wrong", 401, "missing or wrong bearer token (send Authorization: Bearer <token>)"),
-        ("/v1/nothing", TOKEN, 404, "there is no '/v1/nothing' here (GET /openapi.json lists what there is)"),
+        ("/v1/nothing", TOKEN, 404, "there is no '/v1/nothing' here (GET /openapi.json lists all paths)"),
     ],
 )
 async def test_openais_clients_are_told_what_is_wrong(path, token, status, message):

@@ -1,5 +1,5 @@
 -- ARGV: nonce, epoch, low, version, issued, void, above. Returns {epoch, fence}. Closes the queue until open_chunk opens it.
--- Entries without a ticket's record would be delivered beside those that replace them.
+-- Entries without a ticket's record would be delivered beside the entries that replace them.
 if size('XLEN', Q) ~= size('HLEN', SEEN) then forget() end
 local epoch = math.max(num('epoch'), tonumber(ARGV[2]), tonumber(ARGV[7])) + 1
 local fence, low = epoch .. '-' .. ARGV[1], tonumber(ARGV[3])
@@ -12,9 +12,9 @@ else
 end
 redis.call('UNLINK', DONE)
 
--- One consumer group for each incarnation. Destroying the others fences their readers; id 0 delivers everything again.
--- `mark` is up to where the last incarnation that read was given groups, if no step came of it: neither a commit nor a
--- checkpoint beyond `base`, the step from which it `began`. One that did not come to open_chunk has read and counted nothing.
+-- One consumer group per incarnation. Destroying the others fences their readers; id 0 delivers everything again.
+-- `mark` is the last entry delivered to the last incarnation that read, if it made no step: no commit and no checkpoint
+-- beyond `base`, the step at which it `began`. An incarnation that did not reach open_chunk has read and counted nothing.
 local uncounted = redis.call('HGET', ST, 'phase') == 'queued' and redis.call('HGET', ST, 'cursor') == '0'
 local base = uncounted and num('base') or num('began')
 local fruitless = redis.call('HGET', ST, 'progressed') ~= '1' and tonumber(ARGV[4]) <= base

@@ -1,7 +1,7 @@
 -- ARGV: fence, version or '', void or '', low, then (ticket, entry id or '') pairs. Returns Redis's own low, or -1 if fenced.
--- `low` comes from the checkpoint: it heals a server that lost its last second.
+-- `low` comes from the checkpoint, so that it repairs a server that lost its last second.
 local PER_CALL = 1000
--- A server that lost its last second may know of `begin` and not of the end of `open_chunk`: nobody else would open it.
+-- A server that lost its last second may know `begin` but not the end of `open_chunk`; nobody else would open it.
 if redis.call('HGET', ST, 'fence') ~= ARGV[1] or redis.call('HGET', ST, 'phase') ~= 'open' then return -1 end
 local group, low, target = 't' .. ARGV[1], num('low'), tonumber(ARGV[4])
 local before = low

@@ -1,5 +1,5 @@
--- ARGV: fence, limit, lineage, beginning (both as they are told to readers). Repairs about `limit` tickets; the
--- position is kept here, so any call may be repeated.
+-- ARGV: fence, limit, lineage, beginning (both as readers get them). Repairs about `limit` tickets; the position is
+-- kept here, so any call may be repeated.
 -- Returns 1 when the queue is open, 0 when there is more to do, -1 if fenced.
 if redis.call('HGET', ST, 'fence') ~= ARGV[1] then return -1 end
 local group, limit = 't' .. ARGV[1], tonumber(ARGV[2])
@@ -10,7 +10,7 @@ local function move(next_phase, next_cursor)
   return 0
 end
 
--- Entry ids in their order. A damaged id is greater than any other.
+-- Compares entry ids. A damaged id is greater than any other.
 local function at_most(a, b)
   local a_ms, a_seq = string.match(a, '(%d+)-(%d+)')
   local b_ms, b_seq = string.match(b, '(%d+)-(%d+)')
@@ -21,7 +21,7 @@ end
 
 if phase == 'open' then return 1 end
 if phase == 'queued' then
-  -- Queued tickets: finished ones go; those the last incarnation took without any progress are counted.
+  -- Queued tickets: finished ones are removed; those that the last incarnation read without any progress are counted.
   local mark, page = redis.call('HGET', ST, 'mark'), redis.call('HSCAN', SEEN, cursor, 'COUNT', limit)
   for i = 1, #page[2], 2 do
     local ticket, entry = page[2][i], page[2][i + 1]
@@ -43,7 +43,7 @@ if phase == 'leased' then
   return move('leased', page[1])
 end
 
--- Issued, but neither finished, queued nor leased: lost. Into the pool with it.
+-- Issued, but neither finished, queued nor leased: the ticket is lost and returns to the pool.
 local issued = num('issued')
 local last = math.min(tonumber(cursor) + limit, issued)
 for ticket = tonumber(cursor) + 1, last do

@@ -1,9 +1,9 @@
--- Put in front of every script: names of the keys, the check for lost data, the queue's clock, the wake-up notice.
+-- Prepended to every script: names of the keys, the check for lost data, the queue's clock, the wake-up notice.
 local ST, Q, LEASE, SEEN, DONE = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local DEAD, TRIES, WAKE = KEYS[6], KEYS[7], KEYS[8]
 
--- A lease score above POOL is a deadline in ms. A score below it is the ticket itself: the ticket is in the pool, owned
--- by nobody, and waits to be issued again, lowest ticket first. (POOL is the year 2001; the queue's clock starts later.)
+-- A lease score above POOL is a deadline in ms. A score below it is the ticket itself: the ticket is in the pool, not
+-- leased, and waits to be issued again, lowest ticket first. (POOL is in the year 2001; the queue's clock starts later.)
 local POOL = '1000000000000'
 
 local NUMBERS = { 'issued', 'low', 'version', 'void', 'epoch', 'ready', 'base', 'began', 'wake', 'clock', 'wall' }
@@ -13,13 +13,13 @@ local function num(field)
   return tonumber(redis.call('HGET', ST, field) or '0')
 end
 
--- The number of elements of a key; nil where the key has another type.
+-- Returns the number of elements of a key; nil if the key has another type.
 local function size(command, key)
   local n = redis.pcall(command, key)
   return type(n) == 'number' and n or nil
 end
 
--- Whether the keys hold all that `begin` and its successors have put there. Every issued ticket of an open queue is
+-- Checks that the keys hold everything that `begin` and later scripts wrote. Every issued ticket of an open queue is
 -- finished, queued or leased, so the sizes of the keys add up. Reads a constant number of values.
 local function whole()
   if not size('HLEN', ST) then return false end
@@ -35,7 +35,7 @@ local function whole()
   return redis.call('HGET', ST, 'phase') ~= 'open' or num('issued') - num('low') == queued + leased + done
 end
 
--- Partial loss is treated as total loss: the next trainer restores the queue from its log.
+-- Treats partial loss as total loss: the next trainer restores the queue from its log.
 local function forget()
   redis.call('UNLINK', ST, Q, LEASE, SEEN, DONE, TRIES, WAKE)
 end
@@ -46,7 +46,7 @@ end
 if not whole() then forget() end
 
 -- The queue's own clock in ms. It follows the server's clock, but never goes back, and advances by at most half a lease
--- between two readings: a holder renews its lease three times as often, so a jump takes no lease from it.
+-- between two readings: holders renew leases three times per lease, so a clock jump expires none of them.
 local function now_ms()
   local t = redis.call('TIME')
   local wall, most = tonumber(t[1]) * 1000 + math.floor(tonumber(t[2]) / 1000), num('lease_ms') / 2
@@ -62,13 +62,13 @@ local function is_finished(ticket)
   return ticket <= num('low') or redis.call('SISMEMBER', DONE, ticket) == 1
 end
 
--- Tells everyone who waits for a ticket to ask again. The stream keeps one notice; its id is a counter.
+-- Makes everyone who waits for a ticket ask again. The stream keeps one entry; its id is a counter.
 local function wake()
   local n = redis.call('HINCRBY', ST, 'wake', 1)
   redis.call('XADD', WAKE, 'MAXLEN', 1, n .. '-0', 'n', n)
 end
 
--- Removes a finished ticket from wherever it still is.
+-- Removes every trace of a finished ticket.
 local function clear(ticket, group, entry)
   local queued = redis.call('HGET', SEEN, ticket)
   if queued then

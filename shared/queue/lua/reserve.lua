@@ -12,14 +12,14 @@ local now = now_ms()
 local batch, total = tonumber(ARGV[2]), tonumber(ARGV[4])
 local cap, version = (tonumber(ARGV[3]) + 1) * batch, num('version')
 
--- Late leases fall back into the pool, so that the lowest ticket is issued again first.
+-- Expired leases return to the pool, so that the lowest ticket is issued again first.
 for _, ticket in ipairs(redis.call('ZRANGEBYSCORE', LEASE, '(' .. POOL, now, 'LIMIT', 0, LATE_PER_CALL)) do
   redis.call('ZADD', LEASE, ticket, ticket)
 end
 
 local ticket = redis.call('ZRANGEBYSCORE', LEASE, '-inf', POOL, 'LIMIT', 0, 1)[1]
 if ticket then
-  -- Binds only after a rollback to an old checkpoint, when far more tickets than `cap` are lost at once.
+  -- Applies only after a rollback to an old checkpoint, when far more tickets than `cap` are lost at once.
   local in_flight = redis.call('XLEN', Q) + redis.call('ZCOUNT', LEASE, '(' .. now, '+inf')
   local ahead = tonumber(ticket) - num('low') - redis.call('SCARD', DONE)
   if in_flight >= cap and ahead > cap then return refuse(FULL, now) end

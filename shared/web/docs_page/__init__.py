@@ -1,10 +1,8 @@
-"""The page `/docs`: Swagger UI on the service's own OpenAPI document. Everything it loads comes from the service
-itself.
+"""The page `/docs`: Swagger UI for the service's own OpenAPI document, loaded from the service alone.
 
 Page, assets and document hold nothing secret and are open to everyone, since a browser sends no token when it opens an
-address; the token that *Authorize* asks for is sent with the requests that are tried out, and kept nowhere. All
-addresses are relative, so that the page also works below a prefix of a proxy's. The page's policy allows no script but
-the two it names.
+address. The token entered at *Authorize* is sent with the requests that are tried out, and not stored. All addresses
+are relative, so that the page also works below a proxy's prefix. The page's policy allows only its two scripts.
 """
 
 from __future__ import annotations
@@ -45,11 +43,11 @@ _SCHEME = "bearer"
 
 
 def add(app: FastAPI, roles: Mapping[str, Role], *, secured: bool) -> None:
-    """Adds the page and its assets; the document then says which role each route asks for.
+    """Add the page and its assets; the document then names the role of each route.
 
     Args:
-        roles: of all routes, {"POST /episodes/{id}/step": Role.SERVICE}; a route that is missing asks for admin.
-        secured: whether the service asks for tokens.
+        roles: of all routes, {"POST /episodes/{id}/step": Role.SERVICE}; a missing route requires admin.
+        secured: True if the service requires tokens.
     """
     page = (_OWN / "page.html").read_text(encoding="utf-8").replace("TITLE", html.escape(app.title))
     app.add_api_route("/docs", lambda: HTMLResponse(page, headers=_HEADERS), methods=["GET"], include_in_schema=False)
@@ -74,7 +72,7 @@ def _asset(name: str, media_type: str) -> Any:
 
 
 def _package() -> Path:
-    """The folder of Swagger UI's files, found without importing the package around them."""
+    """Return the folder of Swagger UI's files, found without importing their package."""
     found = find_spec("fastapi_offline")
     assert found is not None, "fastapi-offline is a dependency"
     assert found.submodule_search_locations
@@ -82,15 +80,13 @@ def _package() -> Path:
 
 
 def _with_roles(document: dict[str, Any], roles: Mapping[str, Role]) -> dict[str, Any]:
-    """The document with a security scheme, and with every operation's role: a bearer token of that role, or of one that
-    includes it.
-    """
+    """Add a security scheme and every operation's role to the document."""
     schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
     schemes[_SCHEME] = {
         "type": "http",
         "scheme": "bearer",
         "description": "A token of one of the roles viewer, service and admin, each of which includes those before it. "
-        "`volley access RUN` tells in which files a run's tokens are.",
+        "`volley access RUN` lists the files of a run's tokens.",
     }
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
