@@ -1,8 +1,9 @@
-"""The one HTTP client: msgpack bodies over aiohttp, foreign errors translated here.
+"""HTTP client for all services: msgpack bodies over aiohttp; foreign errors are translated here.
 
-aiohttp carries the network because httpx's request and response objects cost three times the CPU of a whole call, and
-the orchestrator makes thousands a second; an httpx transport can take its place, which is how tests reach an
-application directly. Retries: only what the caller marks as safe to repeat, only for `Unavailable`, in `shared.retry`.
+It uses aiohttp because httpx's request and response objects cost three times the CPU of a whole call, and the
+orchestrator makes thousands a second. An httpx transport can replace the network, so that tests reach an application
+directly. It retries only calls that the caller marks as safe to repeat, and only for `Unavailable`, through
+`shared.retry`.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ _NO_ADDRESS = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, UnicodeError)
 MAX_ANSWER_BYTES = 64 * 2**20
 _JSON = "application/json"
 _MOST_DIGITS = 12
-_FILE = (200, 206)  # the whole of it, its rest
-_KEEPALIVE_S = 4.0  # well below that of shared.web.serving, so that no request meets a connection that is being closed
+_FILE = (200, 206)  # a whole file, the rest of one
+_KEEPALIVE_S = 4.0  # well below the servers' (shared.web.serving): no request uses a connection that is being closed
 
 
 type SocketFactory = Callable[[Any], socket.socket]
-"""From what getaddrinfo says of an address."""
+"""Makes a socket from an address as getaddrinfo returns it."""
 
 
 class HttpReply(NamedTuple):
-    """An answer as it came, whatever its status."""
+    """An answer of any status."""
 
     status: int
     content_type: str
@@ -52,7 +53,7 @@ class HttpReply(NamedTuple):
 
 
 type Take = Callable[[bytes], None]
-"""Is given a content block by block; what it raises ends the transfer."""
+"""Called with each block of a content; an exception ends the transfer."""
 
 
 class _Wire(Protocol):
@@ -67,22 +68,22 @@ class _Wire(Protocol):
     ) -> HttpReply: ...
 
     async def receive(self, path: str, headers: Mapping[str, str], take: Take) -> HttpReply:
-        """The answer to a GET; of a success its content is `take`n as it comes, and not in the reply."""
+        """Answer a GET; on success, `take` gets the content as it arrives, and the reply has none."""
         ...
 
     async def close(self) -> None: ...
 
 
 class HttpClient:
-    """Calls one service. Use as an async context manager.
+    """Client of one service, an async context manager.
 
     Args:
-        timeout_s: of a whole call, unless the call says otherwise.
-        ca_file: who vouches for a service at https:// (default: the system's authorities).
+        timeout_s: default for a whole call.
+        ca_file: certificate authorities for https:// (default: the system's).
         transport: replaces the network in tests (e.g. httpx.ASGITransport(app)).
         socket_factory: makes the socket for an address, and may refuse to (PermissionError).
-        as_json: send JSON instead of msgpack, to servers that are not of this project.
-        keep_cookies: send back the cookies that the server sets, also to an address that is a number.
+        as_json: send JSON instead of msgpack, for servers of other projects.
+        keep_cookies: send back the server's cookies, also to an IP address.
     """
 
     def __init__(
@@ -126,14 +127,14 @@ class HttpClient:
             await wire.close()
 
     async def get(self, path: str, params: Mapping[str, Any] | None = None, *, attempts: int = 3) -> Any:
-        """Raises VolleyError: ServiceUnreachable, or what the service's problem body says."""
+        """Raises VolleyError: ServiceUnreachable, or the error in the service's problem body."""
         return await retry(lambda: self._send("GET", path, None, params, None), attempts=attempts)
 
     async def post(
         self, path: str, body: Any, *, attempts: int = 1, timeout_s: float | None = None, max_objects: int = MAX_OBJECTS
     ) -> Any:
-        """Sends msgpack, or JSON. Give `attempts` > 1 only for requests that may safely be repeated. `max_objects`
-        bounds the answer's values.
+        """Send msgpack, or JSON. Set `attempts` > 1 only for requests that may safely be repeated. `max_objects` limits
+        the answer's values.
         """
         return await retry(
             lambda: self._send("POST", path, self._pack(body), None, timeout_s, max_objects), attempts=attempts
@@ -143,7 +144,7 @@ class HttpClient:
         return await self._send("PUT", path, self._pack(body), None, None)
 
     async def upload(self, method: str, path: str, content: bytes, media_type: str, params: Mapping[str, str]) -> Any:
-        """Sends bytes as they are."""
+        """Send bytes unchanged."""
         assert self._wire is not None, "enter the client first"
         sent = self._wire.send(method, path, content, params, self._timeout_s, media_type)
         return _read(await self._translated(f"{method} {self.base_url}{path}", sent), path, MAX_OBJECTS)
@@ -152,14 +153,15 @@ class HttpClient:
         return await retry(lambda: self._send("DELETE", path, None, None, None), attempts=attempts)
 
     async def exchange(self, method: str, path: str, body: Any = None) -> HttpReply:
-        """One request and its answer, also one that tells of an error: for servers that are not of this project. Raises
+        """Send one request and return its answer, error answers included; for servers of other projects. Raises
         ServiceUnreachable.
         """
         return await self._exchanged(method, path, self._pack(body) if body is not None else None, None, None)
 
     async def download(self, path: str, take: Take, *, start: int = 0) -> None:
-        """The bytes of a file from `start` on, as they come: the caller bounds how many, and for how long. Raises as
-        `get`, and MalformedAnswer from who does not begin there.
+        """Receive the bytes of a file from `start` on, as they arrive; the caller limits their number and the time.
+
+        Raises as `get`, and MalformedAnswer if the answer does not start there.
         """
         assert self._wire is not None, "enter the client first"
         headers = {"Range": f"bytes={start}-"} if start else {}
@@ -167,7 +169,7 @@ class HttpClient:
         if reply.status not in _FILE:
             _read(reply, path, MAX_OBJECTS)
         if reply.status != _FILE[bool(start)]:
-            raise MalformedAnswer(f"{self.base_url}{path} answered {reply.status} where a file was asked for")
+            raise MalformedAnswer(f"{self.base_url}{path} answered {reply.status} to a request for a file")
 
     async def _send(
         self,
@@ -189,14 +191,15 @@ class HttpClient:
         return await self._translated(f"{method} {self.base_url}{path}", sent)
 
     async def _translated[T](self, what: str, exchange: Awaitable[T]) -> T:
-        """What the network says of `what`, in our words."""
+        """Translate network errors of the request `what`."""
         try:
             return await exchange
         except TimeoutError as error:
             raise ServiceUnreachable(f"{what} did not answer in time") from error
         except aiohttp.ClientSSLError as error:
             raise TlsFailed(
-                f"{what}: {_tls_reason(error)}", "see services.tls; its ca_file must vouch for that name"
+                f"{what}: {_tls_reason(error)}",
+                "check services.tls: ca_file must contain the authority of that certificate",
             ) from error
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
             if (reason := descriptors.exhausted(error)) is not None:
@@ -205,11 +208,11 @@ class HttpClient:
 
 
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
-"""What reading an answer raises whose fields are missing, of another type, or out of bounds."""
+"""Exceptions from reading an answer whose fields are missing, of another type, or out of bounds."""
 
 
 class _Network:
-    """One pool without a limit of its own: concurrency is bounded where episodes are started."""
+    """Network connections in one pool without a limit: concurrency is limited where episodes are started."""
 
     def __init__(
         self,
@@ -250,22 +253,22 @@ class _Network:
         async with self._session.request(
             method, url, data=body, params=params, headers=headers, timeout=timeout, allow_redirects=False
         ) as answer:
-            told = answer.headers
+            received = answer.headers
             content = await _bounded(answer, path)
-            return HttpReply(answer.status, told.get("Content-Type", ""), content, told.get("Retry-After", ""))
+            return HttpReply(answer.status, received.get("Content-Type", ""), content, received.get("Retry-After", ""))
 
     async def receive(self, path: str, headers: Mapping[str, str], take: Take) -> HttpReply:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
         async with self._session.get(
             self._base_url + path, headers=headers, timeout=timeout, allow_redirects=False
         ) as answer:
-            told, content = answer.headers, b""
+            received, content = answer.headers, b""
             if answer.status in _FILE and answer.status == _FILE["Range" in headers]:
                 async for block in answer.content.iter_any():
                     take(block)
             else:
                 content = await _bounded(answer, path)
-            return HttpReply(answer.status, told.get("Content-Type", ""), content, told.get("Retry-After", ""))
+            return HttpReply(answer.status, received.get("Content-Type", ""), content, received.get("Retry-After", ""))
 
     async def close(self) -> None:
         await self._session.close()
@@ -278,7 +281,7 @@ def _content_type(media_type: str | None, usual: dict[str, str], body: bytes | N
 
 
 async def _bounded(answer: aiohttp.ClientResponse, path: str) -> bytes:
-    """The content. Raises MalformedAnswer when it is longer than any honest one."""
+    """Read the content. Raises MalformedAnswer if it is too long."""
     chunks, size = [], 0
     async for chunk in answer.content.iter_any():
         chunks.append(chunk)
@@ -310,32 +313,33 @@ class _Direct:
     ) -> HttpReply:
         headers = _content_type(media_type, self._content_type, body) or {}
         answer = await self._direct.send(method, path, body, params, headers, timeout_s)
-        told = answer.headers
-        return HttpReply(answer.status_code, told.get("Content-Type", ""), answer.content, told.get("Retry-After", ""))
+        received = answer.headers
+        content_type, retry_after = received.get("Content-Type", ""), received.get("Retry-After", "")
+        return HttpReply(answer.status_code, content_type, answer.content, retry_after)
 
     async def receive(self, path: str, headers: Mapping[str, str], take: Take) -> HttpReply:
         answer = await self._direct.send("GET", path, None, None, headers, _CONNECT_TIMEOUT_S)
-        told, content = answer.headers, answer.content
+        received, content = answer.headers, answer.content
         if answer.status_code == _FILE["Range" in headers]:
             take(content)
             content = b""
-        return HttpReply(answer.status_code, told.get("Content-Type", ""), content, told.get("Retry-After", ""))
+        return HttpReply(answer.status_code, received.get("Content-Type", ""), content, received.get("Retry-After", ""))
 
     async def close(self) -> None:
         await self._direct.close()
 
 
 def _reason(error: aiohttp.ClientError | OSError | UnicodeError) -> str:
-    """In plain words, without the address, which is named already."""
+    """Describe a network error without its address, which the caller adds."""
     if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return "the name of the host cannot be resolved"
+        return "the host name cannot be resolved"
     if isinstance(error, _NO_ADDRESS):
-        return "this is no http address"
+        return "this is not an http address"
     number = getattr(error, "errno", None)
     if isinstance(error, aiohttp.ServerDisconnectedError) or number in (errno.ECONNRESET, errno.EPIPE):
         return "the connection was closed before the answer was complete"
     if isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError):
-        return "what answers there does not speak HTTP, or broke off"
+        return "the answer is not HTTP, or incomplete"
     if number == errno.ECONNREFUSED:
         return "nothing listens there"
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -349,12 +353,12 @@ def _hint(error: aiohttp.ClientError | OSError | UnicodeError) -> str:
 def _tls_reason(error: aiohttp.ClientSSLError) -> str:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         cause = error.certificate_error
-        return f"its certificate is not accepted: {getattr(cause, 'verify_message', None) or cause}"
+        return f"its certificate was rejected: {getattr(cause, 'verify_message', None) or cause}"
     return f"no TLS connection can be made: {getattr(error.os_error, 'reason', None) or error.os_error}"
 
 
 def _read(answer: HttpReply, path: str, max_objects: int) -> Any:
-    """The decoded body of a success. Raises what a problem body says, or MalformedAnswer."""
+    """Return the decoded body of a success. Raises the error of a problem body, or MalformedAnswer."""
     if answer.status < 300:
         return _decode(answer, path, max_objects) if answer.content else None
     try:
@@ -368,9 +372,9 @@ def _read(answer: HttpReply, path: str, max_objects: int) -> Any:
 
 
 def _seconds(retry_after: str) -> float | None:
-    """Of a Retry-After, which is a number of seconds or a date; None where it is neither."""
+    """Parse a Retry-After of seconds or a date; None for anything else."""
     if retry_after.isdecimal():
-        return float(retry_after[:_MOST_DIGITS])  # of more than 300, float makes an infinity
+        return float(retry_after[:_MOST_DIGITS])  # float() makes infinity of more than 300 digits
     try:
         at = parsedate_to_datetime(retry_after).timestamp()
     except (ValueError, TypeError, OverflowError):

@@ -1,4 +1,4 @@
-"""Client of who has published weights: a trainer, or a rollout server that passes on what it has."""
+"""Client of a source of published weights: a trainer, or a rollout server that shares its chunks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from shared.published.manifest import WeightOffer
 
 
 class WeightSource(HttpClient):
-    """Every method raises VolleyError: ServiceUnreachable, or what the service's problem body says."""
+    """Every method raises VolleyError: ServiceUnreachable, or the error in the service's problem body."""
 
     async def newest(self) -> WeightOffer:
-        """Raises WeightsUnpublished while there is no version, and MalformedAnswer."""
+        """Return the newest version. Raises WeightsUnpublished if there is none yet, and MalformedAnswer."""
         try:
             return WeightOffer.from_json(await self.get("/weights/newest", attempts=1))
         except InputError as error:
@@ -21,19 +21,22 @@ class WeightSource(HttpClient):
             raise
 
     async def chunk(self, digest: str, take: Take, start: int = 0) -> None:
-        """Its bytes from `start` on. Raises NotFound where it is not there, and Unavailable while others are served."""
+        """Receive a chunk's bytes from `start` on. Raises NotFound if it is missing, and Unavailable while others are
+        served.
+        """
         await self.download(f"/weights/chunks/{digest}", take, start=start)
 
     async def holding(self, manifest: str, n: int) -> Holding:
-        """What it has of the n chunks of that version, in the order of its manifest. Raises NotFound where it knows
-        nothing of it, and DecodeError.
+        """Return which of the n chunks of a version the source has, in the order of the manifest.
+
+        Raises NotFound if it does not know the version, and DecodeError.
         """
-        told = bytearray()
+        received = bytearray()
 
         def take(block: bytes) -> None:
-            if len(told) + len(block) > size_of(n):
-                raise MalformedAnswer(f"{self.base_url} tells of more than {n} chunks")
-            told.extend(block)
+            if len(received) + len(block) > size_of(n):
+                raise MalformedAnswer(f"{self.base_url} lists more than {n} chunks")
+            received.extend(block)
 
         await self.download(f"/weights/holdings/{manifest}", take)
-        return Holding.from_bytes(told, n)
+        return Holding.from_bytes(received, n)

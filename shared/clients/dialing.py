@@ -1,4 +1,4 @@
-"""Connections to hosts with several addresses, of which some may be dead."""
+"""Connect to hosts with several addresses, some of which may be dead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable
 
 HEAD_START_S = 0.25
-"""How long one address is tried alone before the next one is tried as well, in seconds (RFC 8305)."""
+"""Delay before the next address is tried in parallel, in seconds (RFC 8305)."""
 
 
 async def open_socket(
@@ -17,7 +17,7 @@ async def open_socket(
 
     Args:
         timeout_s: for the look-up of the name and all attempts together, in seconds.
-        why_refused: says of an IP address why no connection may be made to it; None allows it.
+        why_refused: returns why no connection may be made to an IP address; None allows it.
 
     Raises:
         PermissionError: every address is refused.

@@ -1,6 +1,6 @@
-"""An httpx transport in the place of the network: how tests reach an application in their own process.
+"""An httpx transport in place of the network, so that tests reach an application in their own process.
 
-Apart from the client, since httpx takes longer to import than the rest of it, and no service needs it.
+It is a module of its own because httpx takes longer to import than the rest of the client, and no service needs it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import httpx
 
 
 class Direct:
-    """Errors are the system's: TimeoutError, ConnectionError."""
+    """Raises the system's errors: TimeoutError, ConnectionError."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str], transport: httpx.AsyncBaseTransport) -> None:
         self._client = httpx.AsyncClient(base_url=base_url, headers=headers, transport=transport)

@@ -1,7 +1,7 @@
 """Client of the environment service: tasks, demonstrations, episodes.
 
-All of it may safely be repeated (creating and stepping are idempotent by `request_id` at the service). The callers do,
-each with a bound of its own, so nothing is repeated here.
+All calls may safely be repeated (creating and stepping are idempotent by `request_id`). The callers repeat them, each
+with its own limit, so nothing is repeated here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from shared.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A new episode: its id, a readable id of the task, and the messages the model answers first. `scored_at_end`: part
-    of its reward comes with its end, so one that is taken no further is to be finished.
+    """A new episode: its id, a readable id of its task, and the first messages for the model.
+
+    `scored_at_end`: a part of the reward comes with the end of the episode, so call `finish` if it is abandoned.
     """
 
     episode_id: str
@@ -35,7 +36,7 @@ class Opening:
 class StepReply:
     """Gymnasium's five-tuple, with the observation as messages and the parts of `info` that training needs.
 
-    `fault` is what the model did wrong in this turn, if anything.
+    `fault` is the model's mistake in this turn, if any.
     """
 
     messages: Sequence[Message]
@@ -49,26 +50,27 @@ class StepReply:
 
 @dataclass(frozen=True, slots=True)
 class DemonstrationReply:
-    """A conversation that ends with the assistant's last message, and JSON schemas of the tools that its task has."""
+    """A conversation that ends with an assistant message, and the JSON schemas of its task's tools."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
 
 
 class EnvClient(HttpClient):
-    """Every method raises VolleyError: ServiceUnreachable, or what the service's problem body says."""
+    """Every method raises VolleyError: ServiceUnreachable, or the error in the service's problem body."""
 
     async def ready(self) -> None:
-        """Raises Unavailable while the service takes no requests."""
+        """Raise Unavailable while the service accepts no requests."""
         await self.get("/ready", attempts=1)
 
     async def environments(self) -> Any:
-        """The rows of all environments on offer."""
+        """Return the rows of all offered environments."""
         return await self.get("/environments", attempts=1)
 
     async def submit(self, body: Mapping[str, Any], *, replace: bool = False) -> Mapping[str, Any]:
-        """The version that a submission makes, as POST /environments takes it, with a zip file's bytes in `archive`;
-        with `replace` a new one of a name that is there. Raises Conflict, InputError, Forbidden.
+        """Submit a version, as POST /environments takes it, with a zip file's bytes in `archive`; return its row.
+
+        With `replace` it is a new version of an existing name. Raises Conflict, InputError, Forbidden.
         """
         method, path = ("PUT", f"/environments/{body['name']}") if replace else ("POST", "/environments")
         if "archive" in body:
@@ -80,12 +82,12 @@ class EnvClient(HttpClient):
         return _read(lambda: {**row, "name": str(row["name"]), "state": str(row["state"])})
 
     async def versions(self, name: str) -> list[Mapping[str, Any]]:
-        """Of a submitted environment, oldest first; of NAME@VERSION that one. Raises NotFound."""
+        """Return the versions of a submitted environment, oldest first; for NAME@VERSION that one. Raises NotFound."""
         answer = await self.get(f"/environments/{name}")
         return _read(lambda: list(answer["versions"]))
 
     async def log(self, name: str) -> str:
-        """What its episodes printed last, and how they failed. Raises NotFound."""
+        """Return the recent output of its episodes, and how they failed. Raises NotFound."""
         answer = await self.get(f"/environments/{name}/logs")
         return _read(lambda: str(answer["log"]))
 
@@ -98,17 +100,17 @@ class EnvClient(HttpClient):
         return await self.post(f"/environments/{name}/retire", {})
 
     async def num_tasks(self, env: str, split: str) -> int:
-        """Raises NotFound for an unknown environment or split."""
+        """Return the number of tasks. Raises NotFound for an unknown environment or split."""
         answer = await self.post(f"/{env}/num_tasks", {"split": split})
         return _read(lambda: int(answer["num_tasks"]))
 
     async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply:
-        """A conversation of one task to learn from, solved or not. Raises NotFound."""
+        """Return a conversation for one task to learn from, solved or not. Raises NotFound."""
         answer = await self.post(f"/{env}/demonstration", {"split": split, "index": index})
         return _read(lambda: DemonstrationReply(list(answer["messages"]), list(answer.get("tools") or ())))
 
     async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
-        """A new episode. `seed` drives what is random in it after the task is chosen. Raises NotFound."""
+        """Start an episode; `seed` drives its randomness after the task is chosen. Raises NotFound."""
         body = {"request_id": request_id, "env": env, "split": split, "index": index, "seed": seed}
         answer = await self.post("/episodes", body)
         return _read(
@@ -122,20 +124,20 @@ class EnvClient(HttpClient):
         )
 
     async def step(self, episode_id: str, request_id: str, content: str) -> StepReply:
-        """Answers the assistant's message. Raises NotFound if the service no longer knows the episode."""
+        """Send the assistant's message and return the environment's reply. Raises NotFound for an unknown episode."""
         body = {"request_id": request_id, "message": {"role": "assistant", "content": content}}
         answer = await self.post(f"/episodes/{episode_id}/step", body)
         return _read(lambda: _step(answer))
 
     async def finish(self, episode_id: str, request_id: str) -> StepReply:
-        """What an episode that is not over, and goes no further, is worth beside the rewards of its steps. Raises
+        """Return the rest of the reward of an unfinished episode that ends here, without its steps' rewards. Raises
         NotFound.
         """
         answer = await self.post(f"/episodes/{episode_id}/finish", {"request_id": request_id})
         return _read(lambda: _step(answer))
 
     async def delete_episode(self, episode_id: str) -> None:
-        """Forgets an episode; one the service does not know is forgotten already."""
+        """Delete an episode; unknown episodes count as deleted."""
         await self.delete(f"/episodes/{episode_id}")
 
 

@@ -1,4 +1,4 @@
-"""Keys of servers that are not of this project: read from their files, and never said back."""
+"""API keys of external servers, read from files and removed from messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shared.web.access import read_secret
 
 
 def read_key(path: Path | None, name: str) -> str | None:
-    """The key in the secret file that `name` of the configuration names; None without one. Raises ConfigError."""
+    """Read the key in the secret file that `name` of the configuration names; None without one. Raises ConfigError."""
     if path is None:
         return None
     key = read_secret(path, name)
@@ -19,5 +19,5 @@ def read_key(path: Path | None, name: str) -> str | None:
 
 
 def without_key(text: str, key: str | None) -> str:
-    """What a server says of an error, without our key: some say it back."""
+    """Remove the key from a server's error message; some servers repeat it."""
     return text.replace(key, "[the key of token_file]") if key else text

@@ -1,8 +1,7 @@
 """Client of a rollout server: token ids in, token ids and behaviour log-probabilities out, and weight updates.
 
-A `Generation` that leaves this module is whole: as many log-probabilities as ids, all finite, version spans that cover
-them, and the server has seen exactly the prompt that was sent. Anything else makes the server unavailable, and is never
-data.
+Every `Generation` is checked: as many log-probabilities as ids, all finite, version spans that cover them, and the
+number of prompt tokens that was sent. If a check fails, the server counts as unavailable, and the answer is dropped.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ if TYPE_CHECKING:
     from httpx import AsyncBaseTransport
 
 _WEIGHTS_TIMEOUT_S = 600.0
-_ROW_OBJECTS = 8  # of a token in SGLang's JSON: its id, and a row of three
+_ROW_OBJECTS = 8  # per token in SGLang's JSON: its id, and a row of three
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a server sampled after one prompt.
+    """Tokens that a server sampled after one prompt.
 
     Shapes: `output_ids` int32 [n], stop token included as sampled; `logprobs` float32 [n] (behaviour, natural log).
     `versions` are positions in the output. `finish_reason` is stop, length or abort; n may be 0 after an abort.
-    `routed_experts` [m, L, k] (shared.routing) are of the positions from the one that was asked for on, but the last;
-    None where none were asked for, or the server told none.
+    `routed_experts` [m, L, k] (shared.routing) starts at the requested position, and lacks the last one; None if not
+    requested, or not returned.
     """
 
     output_ids: np.ndarray
@@ -48,8 +47,9 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class ServerWeights:
-    """Versions a server serves (`current`) and holds ready (`staged`); None where it has none. `digest` identifies the
-    current weights.
+    """Versions that a server serves (`current`) and has loaded beside it (`staged`); None without one.
+
+    `digest` identifies the current weights.
     """
 
     current: str | None
@@ -58,10 +58,10 @@ class ServerWeights:
 
 
 class RolloutClient(HttpClient):
-    """Every method raises VolleyError: ServiceUnreachable, or what the server's problem body says.
+    """Every method raises VolleyError: ServiceUnreachable, or the error in the server's problem body.
 
     Args:
-        routing: of the run's model, if it has experts; those of another model are no answer.
+        routing: of the run's model, if it has experts; experts of another shape are rejected.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class RolloutClient(HttpClient):
         timeout_s: float | None = None,
         routed_from: int | None = None,
     ) -> Generation:
-        """Samples a continuation of `input_ids` (int32 [T]). Not idempotent, so never repeated here.
+        """Sample a continuation of `input_ids` (int32 [T]). Not idempotent, so never repeated here.
 
         Args:
             sampling: SGLang's `sampling_params`: max_new_tokens, temperature, top_p, top_k, stop_token_ids,
-                sampling_seed.
-            rid: name of the request for `abort`. Volley's servers compare whole ids, SGLang's own prefixes: use ids of
-                one length.
-            routed_from: the position from which on the experts are wanted; None wants none.
+        sampling_seed.
+            rid: id of the request for `abort`. Volley's servers compare whole ids, SGLang's compare prefixes: use ids
+        of one length.
+            routed_from: first position to return experts of; None for no experts.
 
         Raises:
             Unavailable: the answer breaks an invariant of `Generation`.
@@ -111,36 +111,34 @@ class RolloutClient(HttpClient):
                 if self._routing is not None:
                     self._routing.check_bounds(generation.routed_experts)
         except DecodeError as error:
-            raise Unavailable(f"{self.base_url} answered no generation: {error.detail}") from error
+            raise Unavailable(f"{self.base_url} answered no valid generation: {error.detail}") from error
         return generation
 
     async def abort(self, rid: str) -> None:
-        """Ends a running request; what it has sampled is its answer. Unknown ids are ignored."""
+        """End a running request; its answer is what it has sampled. Unknown ids are ignored."""
         await self.post("/abort_request", {"rid": rid})
 
     async def weights(self) -> ServerWeights:
         answer = await self.get("/weights", attempts=1)
         if not isinstance(answer, dict):
-            raise DecodeError(f"{self.base_url}/weights did not answer an object")
+            raise DecodeError(f"{self.base_url}/weights did not answer with an object")
         return ServerWeights(_text(answer.get("current")), _text(answer.get("staged")), _text(answer.get("digest")))
 
     async def ready(self) -> None:
-        """Raises Unavailable with the reason while no request should be routed to the server."""
+        """Raise Unavailable with the reason while no request should be routed to the server."""
         await self.get("/ready", attempts=1)
 
     async def stage(self, manifest: Path) -> dict[str, Any]:
-        """Loads weights beside the current ones, while decoding goes on. Idempotent by version."""
+        """Load weights beside the current ones, while decoding continues. Idempotent by version."""
         return await self.post("/weights/stage", {"manifest": str(manifest)}, attempts=3, timeout_s=_WEIGHTS_TIMEOUT_S)
 
     async def commit(self, version: str, mode: str, *, base_version: str | None = None) -> dict[str, Any]:
-        """Makes staged weights the current ones, between two decode steps. Raises Conflict if `base_version` is not
-        current.
-        """
+        """Make staged weights current, between two decode steps. Raises Conflict if `base_version` is not current."""
         body = {"version": version, "mode": mode} | ({"base_version": base_version} if base_version else {})
         return await self.post("/weights/commit", body, timeout_s=_WEIGHTS_TIMEOUT_S)
 
     async def update_weights(self, offer: WeightOffer, mode: str) -> dict[str, Any]:
-        """Stages and commits a version that is published."""
+        """Stage and commit a published version."""
         return await self.post("/update_weights", {**offer.to_json(), "mode": mode}, timeout_s=_WEIGHTS_TIMEOUT_S)
 
 
@@ -166,21 +164,21 @@ def _generation(answer: Any, n_prompt: int) -> Generation:
 
 
 def _ids(value: Any) -> np.ndarray:
-    """int32 [n]. Other numbers are refused: converting them would make other ids of them."""
+    """Return int32 [n]. Other dtypes are refused: converting them would change the ids."""
     found = _flat(np.asarray(value))
     if found.size and (found.dtype.kind not in "iu" or int(found.max()) >= 2**31):
-        raise ValueError(f"output_ids are no ids but {found.dtype}")
+        raise ValueError(f"output_ids are of dtype {found.dtype}, not ids")
     return found.astype(np.int32)
 
 
 def _flat(found: np.ndarray) -> np.ndarray:
     if found.ndim != 1:
-        raise ValueError(f"{found.ndim} dimensions where one was expected")
+        raise ValueError(f"{found.ndim} dimensions, expected one")
     return found
 
 
 def _logprobs(value: Any) -> np.ndarray:
-    """float32 [n], from an array, a list of numbers, or SGLang's [log-probability, token id, text] rows."""
+    """Return float32 [n], from an array, a list of numbers, or SGLang's [log-probability, token id, text] rows."""
     if isinstance(value, Sequence) and value and isinstance(value[0], Sequence):
         value = [row[0] for row in value]
     return _flat(np.asarray(value, np.float32))
@@ -189,7 +187,7 @@ def _logprobs(value: Any) -> np.ndarray:
 def _check(generation: Generation, max_new_tokens: int) -> None:
     n = len(generation.output_ids)
     if n > max_new_tokens:
-        raise DecodeError(f"{n} tokens where at most {max_new_tokens} were asked for")
+        raise DecodeError(f"{n} tokens, but at most {max_new_tokens} were requested")
     if generation.finish_reason not in ("stop", "length", "abort"):
         raise DecodeError(f"unknown finish reason {generation.finish_reason!r}")
     if len(generation.logprobs) != n:
@@ -211,12 +209,12 @@ def _check(generation: Generation, max_new_tokens: int) -> None:
 
 
 def _check_routed(n: int, n_prompt: int, n_sampled: int, first: int | None) -> None:
-    """Of how many positions there are experts. A request that was aborted before its first token tells those that were
+    """Check the number of positions with experts; a request aborted before its first token returns those it
     computed.
     """
     expected = 0 if first is None else n_prompt + n_sampled - 1 - first
     if n > expected or (n < expected and n_sampled):
-        raise DecodeError(f"experts of {n} positions where those of {expected} were asked for")
+        raise DecodeError(f"experts of {n} positions, but {expected} were requested")
 
 
 def _text(value: Any) -> str | None:

@@ -1,9 +1,8 @@
-"""Client of a teacher: log-probabilities of given tokens, from any server with SGLang's /generate, or with OpenAI's
-/completions that can echo (or vLLM's `prompt_logprobs`).
+"""Client of a teacher: log-probabilities of given tokens.
 
-What leaves this module is whole: one finite log-probability for each token that was asked for, of that very token as
-far as the server's answer tells. Anything else is an error with a name, and never data. Nothing is repeated here: the
-caller has a bound of its own.
+It works with servers that have SGLang's /generate, or OpenAI's /completions with echo (or vLLM's `prompt_logprobs`).
+Every result is checked: one finite log-probability per requested token, and for that token as far as the answer shows;
+anything else raises. Nothing is repeated here: the caller has its own limit.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ if TYPE_CHECKING:
     from httpx import AsyncBaseTransport
 
 _MOST_POSITIVE = 1e-3
-"""A probability of 1 may be this far above it, in nats, for servers that round."""
-_TOKEN_OBJECTS = (
-    24  # of a token in the longest of the answers: its id, text, rank and log-probability, each in its place
-)
+"""Largest log-probability accepted, in nats, for servers that round."""
+_TOKEN_OBJECTS = 24  # values per token in the longest kind of answer: id, text, rank and log-probability, each nested
 _AWAY = (502, 503, 504)
 _BY_ID = "token_id:"
 _LONGEST_ID = 20
@@ -42,25 +39,25 @@ class TeacherFailed(Unavailable):
 
 
 class TeacherAway(TeacherFailed):
-    """Nobody answers there, or who answers says that the teacher is away: the question has cost nobody anything."""
+    """Nobody answers, or the answer says that the teacher is away: the request has cost nothing."""
 
     title = "The teacher is away"
 
 
 class TeacherUnusable(TeacherFailed):
-    """What it answered is not one log-probability for each token: too many or few, NaN, infinite, positive."""
+    """The answer is not one log-probability per token: too many or few, NaN, infinite, positive."""
 
     title = "Unusable log-probabilities"
 
 
 class TeacherRefused(InputError):
-    """Asking again gives nothing else: a wrong key or model, another vocabulary, a context that is too short."""
+    """A retry cannot succeed: wrong key or model, another vocabulary, a context that is too short."""
 
     title = "The teacher refused"
 
 
-class _Told(NamedTuple):
-    """Of the tokens asked for, in their order: log-probabilities, ids and texts; None where the answer has none."""
+class _TeacherAnswer(NamedTuple):
+    """Log-probabilities, ids and texts of the requested tokens, in order; None where the answer has none."""
 
     logprobs: Sequence[Any]
     ids: Sequence[Any] | None = None
@@ -68,11 +65,11 @@ class _Told(NamedTuple):
 
 
 class TeacherClient:
-    """An async context manager.
+    """Client of a teacher, an async context manager.
 
     Args:
-        key: of the server's API, sent as bearer token.
-        text_of: the text of a token, for a vocabulary that can only be compared by it.
+        key: the API key, sent as bearer token.
+        text_of: returns the text of a token, for vocabularies that can only be compared by text.
         transport: replaces the network in tests.
     """
 
@@ -98,19 +95,22 @@ class TeacherClient:
         await self._stack.aclose()
 
     async def logprobs(self, ids: np.ndarray, start: int) -> np.ndarray:
-        """float32 [T - start]: log-probabilities (nats, temperature 1) of ids[start:], each given all before it, of
-        int32 [T] ids with 0 < start < T.
+        """Return float32 [T - start]: log-probabilities (nats, temperature 1) of ids[start:], each given all tokens
+        before it.
 
-        Raises RateLimited, TeacherAway, TeacherFailed, TeacherUnusable, TeacherRefused.
+        `ids` is int32 [T], 0 < start < T. Raises RateLimited, TeacherAway, TeacherFailed, TeacherUnusable,
+        TeacherRefused.
         """
         given = [int(token) for token in ids]
-        told = await self._asked(given, start)
-        self._check_vocabulary(told, given[start:])
-        return self._checked(told, len(given) - start)
+        answer = await self._request_logprobs(given, start)
+        self._check_vocabulary(answer, given[start:])
+        return self._checked(answer, len(given) - start)
 
     async def ready(self) -> None:
-        """Raises TeacherAway while nobody answers there, or somebody who says that the teacher is away; TeacherFailed,
-        TeacherRefused for what it answers besides.
+        """Check that the teacher answers.
+
+        Raises TeacherAway if nobody answers, or the answer says that the teacher is away; TeacherFailed or
+        TeacherRefused for other errors.
         """
         try:
             reply = await self._client.exchange("GET", "/ready" if self._server.model is None else "/models")
@@ -123,7 +123,7 @@ class TeacherClient:
     def _where(self) -> str:
         return f"the teacher ({self._server.url})"
 
-    async def _asked(self, ids: list[int], start: int) -> _Told:
+    async def _request_logprobs(self, ids: list[int], start: int) -> _TeacherAnswer:
         of_openai = self._server.model is not None
         path, body = ("/completions", self._completion(ids)) if of_openai else ("/generate", _generation(ids, start))
         body = {k: v for k, v in {**body, **self._server.request}.items() if v is not None}
@@ -132,8 +132,8 @@ class TeacherClient:
             return _of_completion(answer, ids, start) if of_openai else _of_generation(answer, len(ids), start)
         except MALFORMED as error:
             raise TeacherUnusable(
-                f"{self._where}: its answer holds no log-probabilities of the tokens it was given",
-                "it must tell those of a prompt: see docs/distillation.md",
+                f"{self._where}: its answer holds no log-probabilities of the given tokens",
+                "it must return log-probabilities of a prompt: see docs/distillation.md",
             ) from error
         except VolleyError as error:
             raise self._translated(error) from error
@@ -143,20 +143,20 @@ class TeacherClient:
         return {**asked, "echo": True, "logprobs": 1, "return_tokens_as_token_ids": True}
 
     def _translated(self, error: VolleyError) -> VolleyError:
-        told, hint = f"{self._where}: {without_key(error.detail, self._key)}", without_key(error.hint, self._key)
+        detail, hint = f"{self._where}: {without_key(error.detail, self._key)}", without_key(error.hint, self._key)
         if isinstance(error, RateLimited):
-            return RateLimited(told, hint, error.retry_after_s)
+            return RateLimited(detail, hint, error.retry_after_s)
         if isinstance(error, MalformedAnswer):
-            return TeacherUnusable(told, hint)
+            return TeacherUnusable(detail, hint)
         if isinstance(error, InputError | TlsFailed):
-            return TeacherRefused(told, hint or "look at services.orchestrator.teacher")
+            return TeacherRefused(detail, hint or "check services.orchestrator.teacher")
         if isinstance(error, Unavailable) and not isinstance(error.__cause__, TimeoutError):
-            return TeacherAway(told, hint, error.retry_after_s)
-        return TeacherFailed(told, hint)
+            return TeacherAway(detail, hint, error.retry_after_s)
+        return TeacherFailed(detail, hint)
 
-    def _check_vocabulary(self, told: _Told, ids: list[int]) -> None:
-        """Raises TeacherRefused where the answer shows that its tokens are others."""
-        found, texts = told.ids, told.texts
+    def _check_vocabulary(self, answer: _TeacherAnswer, ids: list[int]) -> None:
+        """Raise TeacherRefused if the answer shows that its tokens are others."""
+        found, texts = answer.ids, answer.texts
         if texts and not all(isinstance(text, str) for text in texts):
             texts = None
         if texts and all(text.startswith(_BY_ID) for text in texts):
@@ -165,36 +165,34 @@ class TeacherClient:
             texts and not self._alike(texts, ids)
         ):
             raise TeacherRefused(
-                f"{self._where} tells of other tokens than it was given: it has another vocabulary",
-                "a teacher needs the very tokenizer of the model that is trained",
+                f"{self._where} answers for other tokens than it was given: it has another vocabulary",
+                "a teacher needs the tokenizer of the trained model",
             )
 
     def _alike(self, texts: Sequence[str], ids: list[int]) -> bool:
-        """Whether nearly all texts of plain words are those of our tokens; servers write white space and bytes in ways
-        of their own.
-        """
+        """True if nearly all texts of plain words match our tokens; servers write white space and bytes differently."""
         pairs = [(_word(a), _word(self._text_of(b))) for a, b in zip(texts, ids, strict=False)]
         words = [(a, b) for a, b in pairs if a or b]
         return sum(a == b for a, b in words) >= _ALIKE * len(words)
 
-    def _checked(self, told: _Told, n: int) -> np.ndarray:
-        """Raises TeacherUnusable."""
-        if len(told.logprobs) != n:
-            raise TeacherUnusable(f"{self._where} told {len(told.logprobs)} log-probabilities of {n} tokens")
+    def _checked(self, answer: _TeacherAnswer, n: int) -> np.ndarray:
+        """Return the log-probabilities as float32. Raises TeacherUnusable."""
+        if len(answer.logprobs) != n:
+            raise TeacherUnusable(f"{self._where} returned {len(answer.logprobs)} log-probabilities of {n} tokens")
         try:
-            with np.errstate(over="ignore"):  # of a number that is none in float32
-                made = np.array([_real(x) for x in told.logprobs], np.float32)
+            with np.errstate(over="ignore"):  # overflows in float32
+                made = np.array([_real(x) for x in answer.logprobs], np.float32)
         except (TypeError, ValueError, OverflowError) as error:
-            raise TeacherUnusable(f"{self._where} told a log-probability that is no number: {error}") from error
+            raise TeacherUnusable(f"{self._where} returned a log-probability that is not a number: {error}") from error
         if not np.isfinite(made).all():
-            raise TeacherUnusable(f"{self._where} told a log-probability that is NaN or infinite")
+            raise TeacherUnusable(f"{self._where} returned a log-probability that is NaN or infinite")
         if made.max() > _MOST_POSITIVE:
-            raise TeacherUnusable(f"{self._where} told a positive log-probability, {made.max():g}")
+            raise TeacherUnusable(f"{self._where} returned a positive log-probability, {made.max():g}")
         return made
 
 
 def _real(x: Any) -> float:
-    """Raises TypeError for a truth value and a text too, which Python would take."""
+    """Convert a number. Raises TypeError for booleans and text too, which Python would convert."""
     if isinstance(x, bool | str):
         raise TypeError(f"{type(x).__name__} {str(x)[:20]!r}")
     return float(x)
@@ -205,12 +203,12 @@ def _number(text: str) -> int | None:
 
 
 def _word(text: str) -> str:
-    """Its letters and digits of ASCII."""
+    """Return the text's ASCII letters and digits."""
     return "".join(c for c in text if c.isascii() and c.isalnum())
 
 
 def _generation(ids: list[int], start: int) -> dict[str, Any]:
-    """SGLang tells of the tokens after `logprob_start_len`."""
+    """Return SGLang's request; it returns log-probabilities of the tokens after `logprob_start_len`."""
     return {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1},
@@ -220,18 +218,23 @@ def _generation(ids: list[int], start: int) -> dict[str, Any]:
     }
 
 
-def _of_generation(answer: Any, n: int, start: int) -> _Told:
-    """Rows [log-probability, id, text] of the tokens from the one before `start` on; nothing is told of that one."""
+def _of_generation(answer: Any, n: int, start: int) -> _TeacherAnswer:
+    """Read rows [log-probability, id, text] of the tokens from the one before `start` on, which has no
+    log-probability.
+    """
     rows = answer["meta_info"]["input_token_logprobs"]
     if len(rows) != n - start + 1:
-        return _Told([row[0] for row in rows[1:]])
+        return _TeacherAnswer([row[0] for row in rows[1:]])
     rows = rows[1:]
-    return _Told([row[0] for row in rows], [row[1] for row in rows], [row[2] if len(row) > 2 else None for row in rows])
+    return _TeacherAnswer(
+        [row[0] for row in rows], [row[1] for row in rows], [row[2] if len(row) > 2 else None for row in rows]
+    )
 
 
-def _of_completion(answer: Any, ids: list[int], start: int) -> _Told:
-    """Of an echo, which may go on with the one token that was generated, or of vLLM's `prompt_logprobs`. An echo of
-    any other length has tokens of its own before ours.
+def _of_completion(answer: Any, ids: list[int], start: int) -> _TeacherAnswer:
+    """Read an echo, which may end with the one generated token, or vLLM's `prompt_logprobs`.
+
+    An echo of any other length has extra tokens before ours.
     """
     choice = answer["choices"][0]
     if (by_position := choice.get("prompt_logprobs")) is not None:
@@ -239,15 +242,15 @@ def _of_completion(answer: Any, ids: list[int], start: int) -> _Told:
     echo, n = choice["logprobs"], len(ids)
     texts = echo.get("tokens")
     if len(echo["token_logprobs"]) not in (n, n + 1):
-        return _Told(echo["token_logprobs"])
-    return _Told(echo["token_logprobs"][start:n], texts=None if texts is None else texts[start:n])
+        return _TeacherAnswer(echo["token_logprobs"])
+    return _TeacherAnswer(echo["token_logprobs"][start:n], texts=None if texts is None else texts[start:n])
 
 
-def _of_prompt(by_position: Sequence[Mapping[str, Any]], ids: list[int], start: int) -> _Told:
-    """By position a table of token ids, in which the token that stands there always is."""
+def _of_prompt(by_position: Sequence[Mapping[str, Any]], ids: list[int], start: int) -> _TeacherAnswer:
+    """Read vLLM's table of token ids for each position; it always contains the prompt's own token."""
     if len(by_position) != len(ids):
-        return _Told(by_position[start:])
+        return _TeacherAnswer(by_position[start:])
     places = list(zip(by_position[start:], ids[start:], strict=True))
     found = [token if str(token) in table else None for table, token in places]
     logprobs = [table.get(str(token)) for table, token in places]
-    return _Told([one["logprob"] if isinstance(one, Mapping) else one for one in logprobs], found)
+    return _TeacherAnswer([one["logprob"] if isinstance(one, Mapping) else one for one in logprobs], found)

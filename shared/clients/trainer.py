@@ -1,4 +1,4 @@
-"""Client of the trainer's records: lines of the run's folder."""
+"""Client of the trainer's records: lines of files in the run's folder."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from shared.run.folder import Record
 
 
 class TrainerClient(HttpClient):
-    """Methods raise VolleyError: ServiceUnreachable, or what the service's problem body says."""
+    """Methods raise VolleyError: ServiceUnreachable, or the error in the service's problem body."""
 
     async def hand_over(self, record: Record, lines: Sequence[str]) -> None:
-        """They are durable once this returns; lines that are there already are not added again."""
+        """Append lines to a record; they are durable on return, and existing lines are not added again."""
         await self.post(f"/records/{record}", {"lines": list(lines)})
 
     async def record(self, record: Record, offset: int) -> tuple[list[str], int]:
-        """Whole lines from a byte of a record on, and where to go on: at `offset` if that is its end."""
-        said = await self.get(f"/records/{record}", {"offset": offset})
+        """Return whole lines of a record from a byte offset on, and the next offset; it is `offset` at the end of the
+        record.
+        """
+        answer = await self.get(f"/records/{record}", {"offset": offset})
         try:
-            lines, after = [str(line) for line in said["lines"]], int(said["next"])
+            lines, after = [str(line) for line in answer["lines"]], int(answer["next"])
         except MALFORMED as error:
-            raise MalformedAnswer(f"{self.base_url} does not answer with lines of {record}") from error
+            raise MalformedAnswer(f"{self.base_url} did not answer with lines of {record}") from error
         if after < offset or "\n" in "".join(lines):
-            raise MalformedAnswer(f"{self.base_url} answers with lines of {record} that are none")
+            raise MalformedAnswer(f"{self.base_url} answered with invalid lines of {record}")
         return lines, after

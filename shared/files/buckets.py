@@ -1,11 +1,11 @@
 """Objects below one address of a bucket, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`. The only importer of obstore.
 
-Credentials, region and endpoint are those of the environment, under the names that all tools of these services read
-(AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, …), or of the machine's role. None of
-them gets into an error's text.
+Credentials, region and endpoint come from the environment variables that all tools of these services use
+(AWS_ACCESS_KEY_ID, AWS_REGION, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, …), or from the machine's role. They
+never appear in an error's text.
 
-Every method blocks. All of them raise NotFound (no such bucket or object), Forbidden (the bucket does not take our
-credentials, or there are none) and Unavailable (it does not answer, or answers with a fault of its own).
+Every method blocks, and raises NotFound (no such bucket or object), Forbidden (no credentials, or rejected ones) and
+Unavailable (the bucket does not answer, or answers with a server error).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PART_BYTES = 16 * 2**20
 _N_AT_ONCE = 4
 _PART = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._=+@-]{1,200}")
 _CONNECT_S, _IDLE_S, _WHOLE_S, _RETRY_S, _N_RETRIES = 10, 120, 86400, 30, 4
-"""Seconds to connect, without an answer (to which what is sent counts: four parts of 5 MiB at once, see `upload`, need
-a link of 0.2 MB/s), of one request, and of all its tries; and how many more there are.
+"""Time-outs in seconds: to connect; without an answer (sent data count: `upload` sends four parts of 5 MiB at once,
+which needs a link of 0.2 MB/s); of one request; of all retries. Then the number of retries.
 """
 _CREDENTIALS = ("Unauthenticated", "PermissionDenied")
 _NO_CREDENTIALS = re.compile(
@@ -35,7 +35,7 @@ _NO_CREDENTIALS = re.compile(
 )
 
 type Tag = Mapping[str, str]
-"""Which content of an object it is, as the bucket names it."""
+"""Identity of an object's content, as the bucket names it."""
 
 
 def is_address(text: str) -> bool:
@@ -43,12 +43,12 @@ def is_address(text: str) -> bool:
 
 
 def is_key(text: str) -> bool:
-    """Whether each part of it is a plain name."""
+    """True if each part of a key is a plain name."""
     return all(map(_PART.fullmatch, text.split("/")))
 
 
 def check_names(names: Iterable[str], beside: str) -> None:
-    """Raises WeightsError for those that cannot all be files of one folder, `beside` another one."""
+    """Raise WeightsError for names that cannot all be files of one folder that also holds `beside`."""
     files = {beside}
     for name in names:
         if not is_key(name):
@@ -59,19 +59,20 @@ def check_names(names: Iterable[str], beside: str) -> None:
 
 
 class Bucket:
-    """`address` is an `ADDRESS`; keys are relative to it, their parts divided by slashes. Neither the environment nor
-    the bucket is asked before the first call.
+    """A bucket at an `ADDRESS`; keys are relative to it, with slashes between their parts.
+
+    It reads neither the environment nor the bucket before the first call.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
 
     def read(self, key: str, most: int) -> bytes:
-        """Raises WeightsError for an object of more than `most` bytes."""
+        """Return an object. Raises WeightsError if it has more than `most` bytes."""
         return self.read_tagged(key, most)[0]
 
     def read_tagged(self, key: str, most: int) -> tuple[bytes, Tag]:
-        """`read`, and what to `swap` it by."""
+        """Return an object, and the tag to `swap` it by."""
         import obstore
 
         with self._translated(key):
@@ -84,11 +85,11 @@ class Bucket:
     def download(
         self, key: str, path: Path, size: int, check: Callable[[], None] = lambda: None, *, at_most: bool = False
     ) -> None:
-        """The object as a file, a few parts of it at once. `check` is called before each part, and raises what is to
-        end this.
+        """Download an object to a file, several parts at once. `check` is called before each part, and may raise to
+        stop.
 
-        Raises WeightsError if it has another size (with `at_most` a larger one), or becomes another object meanwhile;
-        and OSError.
+        Raises WeightsError if the object has another size (with `at_most`, a larger one) or changes meanwhile, and
+        OSError.
         """
         import obstore
 
@@ -113,7 +114,7 @@ class Bucket:
                     pass
 
     def upload(self, key: str, source: Path | bytes) -> None:
-        """The object is there whole or not at all, in place of any other; a file is sent in parts. Raises OSError."""
+        """Upload an object whole or not at all, replacing any other; a file is sent in parts. Raises OSError."""
         import obstore
 
         with self._translated(key):
@@ -124,8 +125,10 @@ class Bucket:
                 obstore.put(self._store, key, file, max_concurrency=_N_AT_ONCE)
 
     def swap(self, key: str, data: bytes, tag: Tag | None) -> Tag:
-        """Puts an object in the place of the one that `tag` is of, or, without one, where none is: the bucket decides.
-        Its own tag. Raises Conflict if something else is there.
+        """Replace the object of `tag`, or create one if `tag` is None; the bucket compares atomically. Return the new
+        tag.
+
+        Raises Conflict if the present object is another one.
         """
         import obstore
         from obstore.exceptions import AlreadyExistsError, NotFoundError, PreconditionError
@@ -137,33 +140,33 @@ class Bucket:
             except (AlreadyExistsError, PreconditionError, NotFoundError) as error:
                 if "NoSuchBucket" in str(error):
                     raise
-                raise Conflict(f"{self.address}/{key} is another one by now") from error
+                raise Conflict(f"{self.address}/{key} was replaced by another writer") from error
             return _tag(made)
 
     def keys(self, below: str) -> list[str]:
-        """Of all objects whose key begins with `below` and a slash, in order."""
+        """Return the sorted keys of all objects below `below` and a slash."""
         return sorted(self.sizes(below))
 
     def sizes(self, below: str) -> dict[str, int]:
-        """In bytes, of all objects whose key begins with `below` and a slash."""
+        """Return the sizes in bytes of all objects below `below` and a slash, by key."""
         import obstore
 
         with self._translated(below):
             return {one["path"]: one["size"] for some in obstore.list(self._store, below) for one in some}
 
     def is_empty(self) -> bool:
-        """But for the object that a console makes of a "folder", whose key is the address."""
+        """True without objects, ignoring the "folder" object of a console, whose key is the address."""
         import obstore
         from obstore.exceptions import InvalidPathError
 
         with self._translated(""):
             try:
                 return not any(one["path"] for some in obstore.list(self._store, chunk_size=2) for one in some)
-            except InvalidPathError:  # of a key that is none to us, like a//b
+            except InvalidPathError:  # for a key that Volley does not use, like a//b
                 return False
 
     def remove(self, keys: Sequence[str]) -> None:
-        """In this order; those that are not there are no error."""
+        """Delete objects in order, ignoring missing ones."""
         import obstore
 
         for key in keys:
@@ -177,7 +180,7 @@ class Bucket:
         return from_url(
             self.address,
             client_options={
-                "allow_http": True,  # for an endpoint that is named so
+                "allow_http": True,  # for an http:// endpoint
                 "connect_timeout": f"{_CONNECT_S}s",
                 "read_timeout": f"{_IDLE_S}s",
                 "timeout": f"{_WHOLE_S}s",
@@ -193,18 +196,18 @@ class Bucket:
         try:
             yield
         except FileNotFoundError as error:
-            if error.errno is not None:  # a file here, not an object
+            if error.errno is not None:  # a local file, not an object
                 raise
             raise self._missing(where, error) from error
         except PreconditionError as error:
-            raise WeightsError(f"{where} became another object while it was read") from error
+            raise WeightsError(f"{where} was replaced while it was read") from error
         except BaseError as error:
             raise self._failed(where, error) from error
 
     def _missing(self, where: str, error: Exception) -> VolleyError:
         if "NoSuchBucket" in str(error):
             return NotFound(f"{where}: there is no such bucket")
-        return NotFound(f"{where} is not there")
+        return NotFound(f"{where} does not exist")
 
     def _failed(self, where: str, error: Exception) -> VolleyError:
         text, kind = str(error), type(error).__name__
@@ -228,6 +231,6 @@ def _seconds(seconds: int) -> Any:
 
 
 def _reason(text: str) -> str:
-    """What a store says in the end, without the addresses and answers around it."""
+    """Return the last reason in a store's message, without addresses and answers around it."""
     first = text.splitlines()[0]
     return first.rsplit(" - ", 1)[-1][:200]

@@ -1,4 +1,4 @@
-"""Locks between processes: on a file beside the one that is guarded, and gone with their holder."""
+"""Locks between processes, on files; a lock ends with its holder."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def lock_file(path: Path) -> int:
-    """A descriptor of the file, made where there is none, its folder too. Raises StorageUnavailable."""
+    """Open a lock file, creating it and its folder. Raises StorageUnavailable."""
     with storage.storage(path.parent.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
 
 def existing_lock_file(path: Path) -> int | None:
-    """A descriptor of the file; None where nobody has ever locked it, or it cannot be read."""
+    """Open a lock file; None if nobody has ever locked it, or it cannot be read."""
     with suppress(OSError):
         return os.open(path, os.O_RDONLY)
     return None

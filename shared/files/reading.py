@@ -1,7 +1,6 @@
-"""Reading files of a folder that anybody may have changed: what is no regular file is not opened, and nothing is read
-without a bound.
+"""Read files of untrusted folders: only regular files, and never without a limit.
 
-A FIFO would hold its reader for ever, a device has no end, and a single line may be as long as the disk.
+A FIFO would block its reader forever, a device has no end, and a single line may be as long as the disk.
 """
 
 from __future__ import annotations
@@ -16,20 +15,24 @@ from typing import IO
 from shared.errors import Forbidden
 
 MAX_LINE_BYTES = 2**20
-"""Of one line of a record; a longer one is cut there, so that it is no longer JSON."""
+"""Longest line of a record, in bytes; a longer one is cut, and then is no longer JSON."""
 MAX_RECORD_BYTES = 2**32
-"""Of one file of lines: more than any run writes. A sparse file may claim a terabyte, and would be read for minutes."""
+"""Largest file of lines, in bytes: more than any run writes. A sparse file may claim a terabyte, and take minutes to
+read.
+"""
 _BLOCK_BYTES = 2**20
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """An unbuffered reader. Raises OSError, also for what is no regular file: EISDIR for a folder, else EMEDIUMTYPE."""
+    """Open a regular file unbuffered. Raises OSError, also for other kinds of files: EISDIR for a folder, else
+    EMEDIUMTYPE.
+    """
     try:
-        _check_kind(path, os.stat(path))  # to open a device may do something already
+        _check_kind(path, os.stat(path))  # opening a device may have effects
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:
-        raise OSError(errno.EINVAL, "is no path", str(path)) from error
+        raise OSError(errno.EINVAL, "is not a path", str(path)) from error
     try:
         _check_kind(path, os.fstat(descriptor))
     except OSError:
@@ -39,7 +42,7 @@ def open_file(path: Path) -> IO[bytes]:
 
 
 def _check_kind(path: Path, status: os.stat_result) -> None:
-    """Raises OSError for what is no regular file."""
+    """Raise OSError for anything but a regular file."""
     kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -48,9 +51,9 @@ def _check_kind(path: Path, status: os.stat_result) -> None:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """All of a file of at most `most` bytes. Raises OSError, EFBIG if there are more."""
+    """Read a file of at most `most` bytes. Raises OSError, EFBIG for a larger one."""
     with open_file(path) as file:
-        part_bytes = min(most, os.fstat(file.fileno()).st_size) + 1  # a file that does not change is read in one part
+        part_bytes = min(most, os.fstat(file.fileno()).st_size) + 1  # an unchanging file is read in one part
         parts, room = list[bytes](), most + 1
         while room and (part := file.read(min(room, max(part_bytes, _BLOCK_BYTES)))):
             parts.append(part)
@@ -61,7 +64,7 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines that have an end, one at a time and without it, cut after MAX_LINE_BYTES; none if there is no file.
+    """Yield complete lines without their newline, cut after MAX_LINE_BYTES; none if there is no file.
     Raises OSError.
     """
     try:
@@ -73,9 +76,7 @@ def whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def ended_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """The lines of an open file that have an end, each with its size in the file in bytes. Raises OSError, EFBIG above
-    MAX_RECORD_BYTES.
-    """
+    """Yield complete lines of an open file with their size in bytes. Raises OSError, EFBIG above MAX_RECORD_BYTES."""
     if os.fstat(file.fileno()).st_size > MAX_RECORD_BYTES:
         raise OSError(errno.EFBIG, f"has more than {MAX_RECORD_BYTES} bytes")
     rest, cut = b"", 0
@@ -89,14 +90,12 @@ def ended_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def confined(root: Path, name: str | Path) -> Path:
-    """`name` resolved beneath `root`. Raises Forbidden if it leads outside, also through a link, or is no
-    path at all.
-    """
+    """Resolve `name` beneath `root`. Raises Forbidden if it leads outside, also through a link, or is not a path."""
     return beneath(root.resolve(), name)
 
 
 def beneath(root: Path, name: str | Path) -> Path:
-    """`confined`, of a root that is resolved already."""
+    """`confined`, for a root that is already resolved."""
     try:
         path = (root / name).resolve()
     except (OSError, ValueError, RuntimeError) as error:

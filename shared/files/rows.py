@@ -1,8 +1,8 @@
 """Rows of data files: JSON lines or one JSON array, plain or gzip, in UTF-8, UTF-16 or UTF-32.
 
-A row comes with the place it was found at, which every error about it names. The content decides the format, not the
-name. Nothing is skipped but blank lines, and nothing is read without a bound. Parquet and Arrow need a library that
-only some programs have; they are recognised, and the caller is told how to convert them.
+A row comes with its place, which every error about it names. The content decides the format, not the name. Only blank
+lines are skipped, and nothing is read without a limit. Parquet and Arrow need a library that only some programs have;
+they are recognized, and the error says how to convert them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared.text import without_halves
 
 MAX_LINE_BYTES = 2**26
 MAX_ARRAY_BYTES = 2**30
-"""Of a file that is one JSON array, unpacked: it is parsed at once."""
+"""Largest file with one JSON array, uncompressed: it is parsed at once."""
 _BUFFER_BYTES = 2**20
 _GZIP = b"\x1f\x8b"
 _UTF_8 = "utf-8"
@@ -34,7 +34,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-"""Byte order marks; that of UTF-32 begins with that of UTF-16."""
+"""Byte order marks; UTF-32's starts with UTF-16's."""
 _TABLE = "Parquet or Arrow, not JSON"
 _CONVERT = (
     "supervised training reads it as NAME.parquet or NAME.arrow; others read JSON lines: .venvs/trainer/bin/python -c "
@@ -51,14 +51,14 @@ _FOREIGN = (
     (b"{\0", "UTF-16 without a byte order mark", "save it as UTF-8"),
     (b"\0{", "UTF-16 without a byte order mark", "save it as UTF-8"),
 )
-_ONE_VALUE = "write a record a line, or one array of them: jq -c '.[]'"
+_ONE_VALUE = "write one record per line, or one array of records: jq -c '.[]'"
 
 
 def rows(file: Path, hint: str = "give an existing file") -> Iterator[tuple[str, Any]]:
-    """(place, value) of every row, which may be any JSON value.
+    """Yield (place, value) of every row; a value may be any JSON value.
 
-    Raises ConfigError naming the file, and the line or record if one cannot be read. Args: hint: of the error where
-    there is no such file.
+    Raises ConfigError naming the file, and the line or record that cannot be read. Args: hint: of the error for a
+    missing file.
     """
     try:
         with open_file(file) as raw, io.BufferedReader(cast(io.RawIOBase, raw), _BUFFER_BYTES) as opened:
@@ -87,11 +87,11 @@ def _values(opened: io.BufferedReader[Any], file: Path) -> Iterator[tuple[str, A
     for n, line in enumerate(iter(lambda: text.readline(MAX_LINE_BYTES + 1), b""), n_skipped + 1):
         place = f"{file}, line {n}"
         if len(line) > MAX_LINE_BYTES:
-            raise ConfigError(f"{place} has more than {MAX_LINE_BYTES} bytes", "a line is one record")
+            raise ConfigError(f"{place} has more than {MAX_LINE_BYTES} bytes", "a line must be one record")
         if not (line := line.strip()):
             continue
         if is_first and line == b"{":
-            raise ConfigError(f"{file} is one JSON value, not a record a line", _ONE_VALUE)
+            raise ConfigError(f"{file} is one JSON value, not one record per line", _ONE_VALUE)
         is_first = False
         yield place, _parsed(line, place)
 
@@ -105,7 +105,7 @@ def _array(text: io.BufferedReader[Any], file: Path) -> Iterator[tuple[str, Any]
 
 
 def _as_utf8(opened: io.BufferedReader[Any], file: Path) -> io.BufferedReader[Any]:
-    """The file after its byte order mark, in UTF-8."""
+    """Return the file after its byte order mark, as UTF-8."""
     head = opened.peek(6)[:6]
     for sign, what, hint in _FOREIGN:
         if head.startswith(sign):
@@ -116,7 +116,7 @@ def _as_utf8(opened: io.BufferedReader[Any], file: Path) -> io.BufferedReader[An
 
 
 class _Recoded(io.RawIOBase):
-    """UTF-8 of text in another encoding. Raises UnicodeError."""
+    """Text of another encoding, recoded to UTF-8. Raises UnicodeError."""
 
     def __init__(self, source: IO[bytes], encoding: str) -> None:
         self._source, self._decoder, self._ready = source, codecs.getincrementaldecoder(encoding)(), b""
@@ -139,5 +139,5 @@ def _parsed(line: bytes, place: str) -> Any:
         return orjson.loads(without_halves(line))
     except orjson.JSONDecodeError as error:
         raise ConfigError(
-            f"{place} is not JSON: {error}", "records are one a line, or one array, in UTF-8; is the file complete?"
+            f"{place} is not JSON: {error}", "write one record per line, or one array, in UTF-8; is the file complete?"
         ) from error

@@ -1,6 +1,6 @@
-"""What asking servers of others has cost a run: requests and tokens by server, in an SQLite file of the run's folder.
+"""Cost of a run's requests to external servers, by server, in an SQLite file of the run's folder.
 
-Invariant: a request is counted on disk before it is sent, so that no crash gives a budget back.
+Invariant: a request is counted on disk before it is sent, so no crash refunds a budget.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ _WAIT_S = 10.0
 
 
 class SpendingStore:
-    """Every method blocks, and may be called in any thread. Raises StorageUnavailable; ConfigError if the file is not
-    its own.
+    """Counts of requests and tokens. Every method blocks, and may be called in any thread.
+
+    Raises StorageUnavailable, and ConfigError if the file is not an SQLite database.
 
     Args:
-        tables: what else the file holds, as statements of SQL.
+        tables: further tables of the file, as SQL statements.
     """
 
     def __init__(self, path: Path, tables: str = "") -> None:
@@ -40,7 +41,7 @@ class SpendingStore:
         except sqlite3.OperationalError as error:
             raise StorageUnavailable(f"{path}: {error}", "is the disk full, or the folder read-only?") from error
         except sqlite3.DatabaseError as error:
-            hint = "put it back as it was, or remove it: what was asked and paid for is then forgotten"
+            hint = "restore the file, or remove it: its record of past requests and costs is then lost"
             raise ConfigError(f"{path} cannot be read: {error}", hint) from error
 
     def __enter__(self) -> Self:
@@ -50,11 +51,9 @@ class SpendingStore:
         self._db.close()
 
     def count_request(self, server: str, max_requests: int | None, max_tokens: int | None) -> str | None:
-        """Counts a request that is about to be sent; returns which budget it would exceed, if so, and counts nothing
-        then.
-        """
+        """Count a request before it is sent. If it would exceed a budget, count nothing and return the budget."""
         with self._transaction() as db:
-            db.execute("BEGIN IMMEDIATE")  # of two processes, one counts after the other
+            db.execute("BEGIN IMMEDIATE")  # processes count one after the other
             requests, tokens = self._spent(db, server)
             if max_requests is not None and requests >= max_requests:
                 return f"max_requests={max_requests}"
@@ -64,12 +63,12 @@ class SpendingStore:
         return None
 
     def count_tokens(self, server: str, tokens: int) -> None:
-        """What an answer has cost that is not kept."""
+        """Count the tokens of an answer that is not stored."""
         with self._transaction() as db:
             self._add(db, server, 0, tokens)
 
     def spent(self, server: str) -> tuple[int, int]:
-        """(requests, tokens) so far."""
+        """Return (requests, tokens) so far."""
         with self._transaction() as db:
             return self._spent(db, server)
 

@@ -1,9 +1,8 @@
-"""Writing to a disk that may be full, or not ours: what the system says is translated here, and nothing half-written is
-left behind.
+"""Write to a disk that may be full or read-only: errors are translated, and no partial write is left behind.
 
-Invariant of `append`: a file of lines ends with a whole line, except while a line is being written; a crash then leaves
-a torn one, which `whole_lines` does not return and `blank_torn_line` makes a line of blanks. Where it could not it
-stays a line of its own. No mend shortens such a file: another process may have written behind what was read.
+Invariant of `append`: a file of lines ends with a complete line, except while a line is being written. A crash then
+leaves a torn line, which `whole_lines` skips and `blank_torn_line` overwrites with blanks; if it cannot, the torn line
+stays a line of its own. No repair shortens such a file: another process may have written behind what was read.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from shared.files import reading
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_PUT_BACK = "put it back as it was, or stop the run and start it again with `volley up`"
+_PUT_BACK = "restore it, or stop the run and start it again with `volley up`"
 
 
 @contextmanager
 def storage(root: Path) -> Iterator[None]:
-    """Inside, files below `root` are written.
+    """Translate errors while writing files below `root`.
 
-    Raises StorageFull if there is no room for them, StorageDenied if they may not be written or `root` was removed,
-    Fenced if something below it was removed while it was written (only another trainer does), and any other OSError as
-    it is.
+    Raises StorageFull if there is no room, StorageDenied if writing is not permitted or `root` was removed, Fenced if
+    something below it was removed while it was written (only another trainer does that), and any other OSError
+    unchanged.
     """
     try:
         yield
@@ -37,7 +36,7 @@ def storage(root: Path) -> Iterator[None]:
         if not root.exists():
             raise StorageDenied(f"cannot write to {_gone(root)}: it was removed", _PUT_BACK) from error
         raise Fenced(
-            f"{error.filename} was removed while it was written", "has another trainer of the run begun?"
+            f"{error.filename} was removed while it was written", "has another trainer of the run started?"
         ) from error
     except OSError as error:
         if error.errno in _DENIED:
@@ -53,8 +52,9 @@ def storage(root: Path) -> Iterator[None]:
 
 
 def check_room(folder: Path, n_bytes: int) -> None:
-    """Raises OSError where so much does not fit below an existing `folder`, before it is filled for all others as well.
-    A file system that does not tell its size is taken to have room.
+    """Raise OSError early if `n_bytes` do not fit below an existing `folder`.
+
+    A file system that does not report its size counts as having room.
     """
     found = os.statvfs(folder)
     if found.f_blocks and n_bytes > found.f_bavail * found.f_frsize:
@@ -63,10 +63,10 @@ def check_room(folder: Path, n_bytes: int) -> None:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Inside, files are written below an existing `folder`.
+    """Check that an existing `folder` is still there after writing below it.
 
-    Raises FileNotFoundError at the end, instead of whatever the writer made of it, if the folder is not there any more.
-    One that the writer has made in its place does not count.
+    Raises FileNotFoundError at the end, instead of the writer's error, if the folder is gone. A new folder in its place
+    does not count.
     """
     handle, cause = os.open(folder, os.O_RDONLY), None
     try:
@@ -82,11 +82,11 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def append(path: Path, text: bytes, *, durable: bool, check: Callable[[], object] = lambda: None) -> None:
-    """Adds whole lines to a file; with `durable` they and the file's entry survive a crash. `check` is called once the
-    file is open, and may raise: then nothing is written. A file that is put in its place later does not get the lines.
+    """Append complete lines to a file; with `durable` they and the file's entry survive a crash.
 
-    Raises StorageFull; then none of the lines is there, unless another process has written behind a part of them: that
-    part stays.
+    `check` is called once the file is open, and may raise: then nothing is written. A file that replaces it later does
+    not get the lines. Raises StorageFull; then none of the lines is left, except a part that another process has
+    already written behind.
     """
     with storage(path.parent):
         created = not path.exists()
@@ -101,7 +101,9 @@ def append(path: Path, text: bytes, *, durable: bool, check: Callable[[], object
                 if durable:
                     os.fsync(file.fileno())
             except OSError:
-                if os.fstat(file.fileno()).st_size == start + written:  # else another process has written behind us
+                if (
+                    os.fstat(file.fileno()).st_size == start + written
+                ):  # otherwise another process has written behind it
                     os.ftruncate(file.fileno(), start)
                 raise
         if created and durable:
@@ -109,7 +111,7 @@ def append(path: Path, text: bytes, *, durable: bool, check: Callable[[], object
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Of a file of lines, those that have an end; none if there is no file. Raises ConfigError if it is no file, and
+    """Return the complete lines of a file; none if there is no file. Raises ConfigError if it is not a file, and
     OSError.
     """
     try:
@@ -118,16 +120,15 @@ def whole_lines(path: Path) -> list[bytes]:
         if error.errno in _DENIED:
             raise
         raise ConfigError(
-            f"{path}: {error.strerror}", "put the run's own file back, or choose another run.name=…"
+            f"{path}: {error.strerror}", "restore the run's own file, or choose another run.name=…"
         ) from error
 
 
 def blank_torn_line(path: Path, check: Callable[[], object] = lambda: None) -> bool:
-    """Overwrites what a crash left of a line without its end with a line of blanks. Whether there was one.
+    """Overwrite an incomplete last line, left by a crash, with blanks; return True if there was one.
 
-    Nothing durable was promised for it. The file keeps its length, and what others have appended meanwhile stays,
-    however long this takes. `check` is called once the torn line is read, and may raise: if nobody else wrote until
-    then, it is no line of theirs.
+    Nothing durable depends on it. The file keeps its length, and lines that others have appended meanwhile stay.
+    `check` is called once the line is read, and may raise: if nobody else wrote until then, the line is not theirs.
     """
     if not path.exists():
         return False
@@ -142,15 +143,14 @@ def blank_torn_line(path: Path, check: Callable[[], object] = lambda: None) -> b
 
 
 def replace(path: Path, text: bytes, check: Callable[[], object] = lambda: None) -> None:
-    """The file with another content: whole or as it was, also after a crash. `check` is called last, and may raise:
-    then as it was.
+    """Replace a file's content atomically, also across a crash; `check` is called last, and may raise to cancel.
 
     Raises StorageFull.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with storage(path.parent):
         try:
-            temporary.unlink(missing_ok=True)  # a link that lies there would lead out of the folder
+            temporary.unlink(missing_ok=True)  # a link there would lead out of the folder
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
             with open(os.open(temporary, flags, 0o666), "wb") as file:
                 file.write(text)
@@ -165,7 +165,7 @@ def replace(path: Path, text: bytes, check: Callable[[], object] = lambda: None)
 
 
 def fsync(path: Path) -> None:
-    """Makes a file's bytes, or a folder's entries, durable."""
+    """Make a file's bytes, or a folder's entries, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -174,14 +174,14 @@ def fsync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """`fsync` of everything below a folder, and of itself."""
+    """`fsync` everything below a folder, and the folder."""
     for path in folder.rglob("*"):
         fsync(path)
     fsync(folder)
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """A folder of the same files, copied where they cannot be linked. Raises OSError."""
+    """Make a folder with links to the same files, or copies where linking fails. Raises OSError."""
     target.mkdir()
     for path in sorted(source.rglob("*")):
         place = target / path.relative_to(source)
@@ -199,7 +199,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def _gone(path: Path) -> Path:
-    """The topmost folder on the way to `path` that is not there."""
+    """Return the topmost missing folder on the way to `path`."""
     return next((parent for parent in reversed(path.parents) if not parent.exists()), path)
 
 

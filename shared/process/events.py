@@ -1,4 +1,4 @@
-"""Log events that other programs look for, and the way back from a line to its event."""
+"""Log events that other programs look for, and the parser of a log line."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import orjson
 
 CANNOT_START = "cannot start"
-"""A start that fails with an error of Volley's own; `detail` is the error's text."""
+"""A service cannot start because of a VolleyError; `detail` is the error's text."""
 CRASHED = "worker crashed"
-"""A worker raises something that is no error of Volley's own."""
+"""A worker raised something other than a VolleyError."""
 FORCED = "did not end in time: ended by force"
-"""A thread hangs when the process is to end."""
+"""A thread hung while the process was to end."""
 
 
 def parse(line: str | bytes) -> Mapping[str, Any]:

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """For the large imports of a starting process. What an import makes, stays; the collector would walk it again and
-    again while it grows, for a tenth of the CPU time of a start, and then at every full collection for as long as the
-    process lives.
+    """Import large libraries without garbage collection.
+
+    Imported objects stay; the collector would walk them repeatedly during the import, a tenth of a start's CPU time,
+    and at every full collection afterwards.
     """
     gc.disable()
     try:

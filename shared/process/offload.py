@@ -1,4 +1,4 @@
-"""Work whose length follows the size of what somebody sent: short work runs on the event loop, long work beside it."""
+"""Run work of a size that a client decides: small work on the event loop, large work in a thread."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 LARGE = 32 * 1024
-"""Bytes from which decoding takes longer than handing it to a thread and back."""
+"""Size in bytes above which decoding takes longer than a round trip to a thread."""
 
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="decode")
 
 
 async def by_size[T](n_bytes: int, work: Callable[[], T]) -> T:
-    """`work()`, which is bounded by itself: at once for up to LARGE bytes, in one of two threads for more."""
+    """Run `work()`, which limits itself: at once for up to LARGE bytes, else in one of two threads."""
     if n_bytes <= LARGE:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work)

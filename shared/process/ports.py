@@ -1,5 +1,7 @@
-"""Ports that stay ours while the process that listens there is dead: below those the kernel gives to outgoing
-connections, and from a block that no other process of this user chooses from while we live.
+"""Ports that stay reserved while the process that listens there is dead.
+
+They lie below the kernel's range for outgoing connections, in a block that no other process of this user takes ports
+from while this process lives.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ _FIRST, _BLOCK, _N_BLOCKS = 12_000, 250, 80
 
 @dataclass(eq=False)
 class _Block:
-    """Ports of this process: one byte of a file is locked for it, until it ends, however that is. Where no byte can be
-    had, the block is another process's as well.
+    """Block of ports of this process, reserved by a lock on one byte of a file until the process ends.
+
+    Without a free byte, the block is shared with another process.
     """
 
     lock: int | None = field(default_factory=lambda: _opened())
@@ -35,7 +38,9 @@ class _Block:
 
 
 def hold(host: str, port: int) -> socket.socket:
-    """Binds a port until the socket is closed. Raises OSError if it is taken, or the address is not ours."""
+    """Bind a port until the socket is closed. Raises OSError if it is taken, or the address is not one of
+    this machine.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -47,8 +52,8 @@ def hold(host: str, port: int) -> socket.socket:
 
 
 def hold_free(host: str, before: int | None = None) -> socket.socket:
-    """Binds the port `before`, if it is given and free, else one that this process has not chosen for long. Raises
-    OSError if none can be had.
+    """Bind the port `before`, if given and free, else one that this process has not used for long. Raises OSError
+    without one.
     """
     chosen = islice(_block_of(os.getpid()).ports, _BLOCK)
     for port in chain([] if before is None else [before], chosen):
@@ -63,25 +68,23 @@ def hold_free(host: str, before: int | None = None) -> socket.socket:
 
 
 def host_problem(error: Exception) -> str | None:
-    """What is wrong with the address that could not be bound, whichever the port; None if the port is what cannot be
-    had.
-    """
+    """Describe a problem with the address that could not be bound; None if the port is the problem."""
     if isinstance(error, socket.gaierror):
         return "this name cannot be resolved"
     if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
-        return "this is no address of this machine"
+        return "this is not an address of this machine"
     return None
 
 
 def free_port(before: int | None = None) -> int:
-    """A port of this host's loopback address that is free now: `before`, if it is given and free."""
+    """Return a free port of the loopback address: `before`, if given and free."""
     with hold_free("127.0.0.1", before) as listener:
         return int(listener.getsockname()[1])
 
 
 @cache
 def _block_of(_pid: int) -> _Block:
-    """A fork has no locks of its parent's."""
+    """Return this process's block; it depends on the pid because a fork does not inherit its parent's locks."""
     return _Block()
 
 

@@ -1,11 +1,11 @@
 """Fan-out of a run's metrics to sinks: Prometheus, trackers.
 
-The files of a run (`metrics.jsonl`, `sft.jsonl`, `evals.jsonl`) are the record of account. Their writer writes a line
-there first, with the errors that this may have, and sends it here afterwards. `volley verify` reads the files alone.
+The files of a run (`metrics.jsonl`, `sft.jsonl`, `evals.jsonl`) are the record of account: their writer first writes a
+line there, and then sends it here. `volley verify` reads only the files.
 
-Invariants: a sink never raises into training and never delays it. Each has a thread and a bounded queue of its own; a
-line that a sink cannot take is counted and dropped. A sink gets lines in the order of the run, each at most once: it
-misses those that a killed process had no time to send, and keeps those of steps that were undone later.
+Invariants: a sink never raises into training and never delays it. Each has its own thread and bounded queue; a line
+that a sink cannot take is counted and dropped. A sink gets lines in the order of the run, each at most once: it misses
+those that a killed process could not send, and keeps those of steps that were undone later.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from shared.process.telemetry import REGISTRY, Counter, Log
 __all__ = ["Line", "LineKind", "MetricsFanout", "MetricsSink", "PrometheusSink"]
 
 type LineKind = Literal["step", "supervised", "warm_start", "evaluation"]
-"""A line of metrics.jsonl; of sft.jsonl, in a supervised run or in a run's warm start; of evals.jsonl."""
+"""Source of a line: metrics.jsonl; sft.jsonl, in a supervised run or in a warm start; evals.jsonl."""
 type Line = Mapping[str, Any]
 
 _MOST_QUEUED = 1024
 _CLOSE_S = 2.0
-"""Seconds that all sinks together have to write what is queued when the process ends."""
+"""Time for all sinks together to write queued lines when the process ends, in seconds."""
 _LINES = Counter(
     "volley_metrics_sink_lines",
     "Lines of metrics by sink and by what became of them: written, failed or dropped (its queue is full)",
@@ -41,21 +41,21 @@ _log = Log("sinks")
 
 
 class MetricsSink(Protocol):
-    """Receives the run's metrics. Its methods are called from one thread of its own, and may block and raise."""
+    """Receiver of a run's metrics. Its methods are called from one thread of its own, and may block and raise."""
 
     name: str
 
     def write(self, kind: LineKind, line: Line) -> None:
-        """Take one line, as it is in the file; it is the sink's own copy."""
+        """Take one line, as it is in the file; the copy belongs to the sink."""
         ...
 
     def close(self) -> None:
-        """Flush what is kept; no line follows."""
+        """Flush buffered lines; no line follows."""
         ...
 
 
 class PrometheusSink:
-    """Shows lines at `/metrics`; `show` sets the series of the process."""
+    """Show lines at `/metrics`; `show` sets the process's series."""
 
     name = "prometheus"
 
@@ -66,7 +66,7 @@ class PrometheusSink:
         self._show(kind, line)
 
     def close(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: no lines are buffered."""
 
 
 class MetricsFanout:
@@ -78,7 +78,7 @@ class MetricsFanout:
     @classmethod
     @contextmanager
     def opened(cls, sinks: Sequence[MetricsSink]) -> Iterator[MetricsFanout]:
-        """Closes the sinks at the end, within `_CLOSE_S`."""
+        """Open the sinks, and close them at the end within `_CLOSE_S`."""
         fanout = cls(sinks)
         try:
             yield fanout
@@ -89,7 +89,7 @@ class MetricsFanout:
         """Hand a line to every sink. Neither raises nor waits."""
         try:
             text = orjson.dumps(line, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
-        except TypeError as error:  # no file can hold it either
+        except TypeError as error:  # the files cannot hold it either
             for thread in self._threads:
                 thread.failed(error)
             return

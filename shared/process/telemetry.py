@@ -1,8 +1,8 @@
 """Structured logging to stderr, and Prometheus metrics. Services never print.
 
 An event has a time (ISO-8601, UTC, milliseconds), a level, a logger, a name and fields. In files and pipes it is a line
-of JSON; a terminal gets the same as a line of text. Fields follow one vocabulary: run, ticket, episode, step, version;
-durations end in _s.
+of JSON, on a terminal a line of text. Fields use one vocabulary: run, ticket, episode, step, version; durations end in
+_s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shared.visible import visible, visible_json
 
 __all__ = ["REGISTRY", "Counter", "Gauge", "Histogram", "Log", "Totals", "configure", "exposition"]
 
-disable_created_metrics()  # a second series for every counter, which Prometheus' text format knows nothing of
+disable_created_metrics()  # a second series per counter, unknown to Prometheus' text format
 REGISTRY = CollectorRegistry()
 ProcessCollector(registry=REGISTRY)  # memory, file descriptors and CPU time of the process
 _LEVELS = {
@@ -86,7 +86,7 @@ def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
 
 
 def _value(value: object) -> str:
-    """The value as it stands if it is one plain word, else as JSON."""
+    """Return a plain word unchanged, anything else as JSON."""
     return value if isinstance(value, str) and _WORD.fullmatch(value) else _json(value)
 
 
@@ -98,15 +98,13 @@ def _json(value: object) -> str:
     return visible_json(text)
 
 
-class _Whole(logging.StreamHandler[Any]):
-    """Writes straight to the stream's file. After a line that a full disk has cut, the next one begins on a line of its
-    own.
-    """
+class _StreamHandler(logging.StreamHandler[Any]):
+    """Write straight to the stream's file; after a line that a full disk cut, start a new line."""
 
     _is_cut = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A line that cannot be written is lost: a service does not end, or wait, for its log."""
+        """Write a line, or lose it: a service neither ends nor waits because of its log."""
         text = ("\n" * self._is_cut + self.format(record) + "\n").encode()
         written = 0
         try:
@@ -151,7 +149,7 @@ def configure(service: str, level: int = logging.INFO) -> None:
 
     Lines are text where stderr is a terminal, else JSON.
     """
-    handler = _Whole(sys.stderr)
+    handler = _StreamHandler(sys.stderr)
     handler.setFormatter(_TerminalLines() if sys.stderr.isatty() else _JsonLines(service))
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -160,7 +158,7 @@ def configure(service: str, level: int = logging.INFO) -> None:
 
 
 class Totals(Collector):
-    """A counter whose total others count: it shows what it was last told, and begins again when they do."""
+    """A counter whose total is counted elsewhere; it restarts when that total does."""
 
     def __init__(self, name: str, help_text: str, label: str) -> None:
         self._name, self._help, self._label = name, help_text, label
@@ -179,19 +177,20 @@ class Totals(Collector):
 
 
 def exposition(accept: str = "") -> tuple[bytes, str]:
-    """All metrics of the process, and their media type: OpenMetrics where the client's Accept asks for it, else
-    Prometheus' text format.
+    """Return all metrics of the process and their media type.
+
+    OpenMetrics if the client's Accept header asks for it, else Prometheus' text format.
     """
     try:
         encode, media_type = choose_encoder(_by_preference(accept))
-    except (TypeError, ValueError):  # of a version that is no version
+    except (TypeError, ValueError):  # for an invalid version
         encode, media_type = choose_encoder("")
     return encode(REGISTRY), media_type
 
 
 def _by_preference(accept: str) -> str:
-    """What a client accepts, the dearest first, up to the text format, which is always there: the library knows nothing
-    of q.
+    """Sort the accepted types by preference, up to the text format, which is always available: the library
+    ignores q.
     """
     ranges = sorted((part for part in accept.split(",") if _quality(part) > 0), key=_quality, reverse=True)
     plain = next((i for i, part in enumerate(ranges) if part.partition(";")[0].strip() == "text/plain"), len(ranges))
@@ -199,7 +198,7 @@ def _by_preference(accept: str) -> str:
 
 
 def _quality(media_range: str) -> float:
-    """RFC 9110, 12.4.2; 0 where it is no number."""
+    """Return q (RFC 9110, 12.4.2); 0 if it is not a number."""
     for parameter in media_range.split(";")[1:]:
         name, _, value = parameter.partition("=")
         if name.strip().lower() == "q":

@@ -8,10 +8,10 @@ import sys
 
 
 def restart_in_utf8() -> None:
-    """Run this program again in Python's UTF-8 mode, if the locale's encoding is another one.
+    """Run this program again in Python's UTF-8 mode if the locale's encoding is another one.
 
-    Names of files that a configuration holds then have the same bytes in every locale. Child processes inherit the
-    mode. Standard output and error keep the terminal's encoding; child processes write UTF-8.
+    File names in a configuration then have the same bytes in every locale. Child processes inherit the mode. Standard
+    output and error keep the terminal's encoding; child processes write UTF-8.
     """
     if sys.flags.utf8_mode or sys.getfilesystemencoding() == "utf-8":
         os.environ.pop("PYTHONIOENCODING", None)

@@ -1,4 +1,4 @@
-"""Where uv is, which installs packages."""
+"""Find uv, which installs packages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from shared.errors import Unavailable
 
 
 def find_uv() -> Path:
-    """Raises Unavailable."""
+    """Return the path of uv. Raises Unavailable."""
     beside = Path(sys.executable).parent / "uv"
     found = str(beside) if beside.exists() else shutil.which("uv")
     if found is None:
-        raise Unavailable("uv is not installed, which installs packages", "install the package uv beside this Python")
+        raise Unavailable("uv, which installs packages, is not installed", "install the package uv beside this Python")
     return Path(found)

@@ -1,9 +1,8 @@
-"""Watches the event loop: how late it runs, and what it is doing while it is blocked.
+"""Watch the event loop: measure how late it runs, and log where it is blocked.
 
-A timer on the loop beats four times a second; its lateness is the metric. A thread counts the times it looked and found
-no new beat: when they make a second, it logs where the loop's thread is. Time in which the whole process stood still
-(SIGSTOP, a machine that sleeps) is not counted, and a call that keeps the interpreter lock hides its stack, not its
-lateness.
+A timer on the loop fires four times a second; its lateness is the metric. A thread counts consecutive checks without a
+new beat, and after a second logs the loop's stack. Time in which the whole process was stopped (SIGSTOP, a sleeping
+machine) is not counted. A call that holds the interpreter lock hides its stack, but not its lateness.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from shared.process import telemetry
 
 BEAT_S = 0.25
 BLOCKED_BEATS = 4
-"""So many beats that did not come mean that the loop is blocked: a second."""
+"""Number of missed beats after which the loop counts as blocked: a second."""
 _QUIET_S = 30.0
 _FRAMES = 16
 _LAG = telemetry.Histogram(
@@ -34,7 +33,7 @@ _log = telemetry.Log("watchdog")
 
 @contextmanager
 def watching() -> Iterator[None]:
-    """Watches the running loop for the length of the context. One warning in `_QUIET_S` seconds at most."""
+    """Watch the running loop within the context; warn at most once in `_QUIET_S` seconds."""
     watch = _Watch(asyncio.get_running_loop())
     thread = threading.Thread(target=watch.observe, name="loop-watch", daemon=True)
     watch.beat(None)
@@ -54,7 +53,7 @@ class _Watch:
         self._timer: asyncio.TimerHandle | None = None
 
     def beat(self, due: float | None) -> None:
-        """On the loop. `due` is when it should have been called, by the loop's clock."""
+        """Record a beat, on the loop; `due` is the time it was scheduled for, by the loop's clock."""
         now = self._loop.time()
         if due is not None:
             _LAG.observe(max(0.0, now - due))
@@ -67,7 +66,7 @@ class _Watch:
             self._timer.cancel()
 
     def observe(self) -> None:
-        """In a thread of its own, until `end`."""
+        """Check for beats in a thread until `end`."""
         seen, missed, quiet_until = -1, 0, 0.0
         while not self._ended.wait(BEAT_S):
             seen, missed = self._beats, missed + 1 if self._beats == seen else 0
@@ -76,7 +75,7 @@ class _Watch:
                 _log.warning("event loop blocked", at_least_s=BLOCKED_BEATS * BEAT_S, stack=self._stack())
 
     def _stack(self) -> list[str]:
-        """Where the loop's thread is, the innermost frame last."""
+        """Return the stack of the loop's thread, the innermost frame last."""
         frame = sys._current_frames().get(self._thread)
         summary = (
             traceback.StackSummary.extract(traceback.walk_stack(frame), limit=_FRAMES, lookup_lines=False)

@@ -1,12 +1,12 @@
-"""A folder of chunks, each in a file with the name of its digest.
+"""A folder of chunks, each in a file named by its digest.
 
-Invariants: a file has its name only once it is whole and has that digest; nobody trusts that it still has: who makes
-arrays of chunks takes their digests again, of the bytes it uses. Nothing is made durable: what is lost is asked for
-again. A folder belongs to one process.
+Invariants: a file gets its name only once it is complete and has that digest; readers still check it, and recompute the
+digests of the bytes they use. Nothing is made durable: lost chunks are requested again. A folder belongs to one
+process.
 
-The files of chunks that nobody needs any more are written over by the next ones of their sizes: to fill pages that are
-in memory costs a fraction of what new ones do. A file is written over without a name, and only once whoever reads it
-has ended.
+Files of chunks that are no longer needed are overwritten by later chunks of the same size: filling pages that are in
+memory costs a fraction of allocating new ones. A file has no chunk's name while it is overwritten, and is overwritten
+only after its readers have ended.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from shared.run.checkpoint_files import ManifestLeaf, unreadable
 _DRAFT, _SPARE = ".draft-", ".spare-"
 _ALIGNMENT = 64
 SPARE_BYTES = 2**20
-"""Smaller files, such as those of deltas, are not worth keeping for the next ones."""
+"""Smaller files, such as those of deltas, are not kept for reuse."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Spare:
-    """The file of a chunk that was removed; reads with a smaller number may still be at it."""
+    """File of a removed chunk; reads with a smaller number may still use it."""
 
     number: int
     size: int
@@ -47,7 +47,7 @@ class _Spare:
 
 
 class ChunkFolder:
-    """Every method blocks; they may run side by side."""
+    """Chunks in a folder. Every method blocks; they may run concurrently."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._numbers = folder, count()
@@ -64,21 +64,21 @@ class ChunkFolder:
         return self.folder / digest
 
     def put(self, data: bytes | memoryview) -> str:
-        """Its digest, in hex. Raises StorageFull, StorageDenied; then it is not there."""
+        """Store a chunk and return its digest, in hex. Raises StorageFull, StorageDenied; then it is not stored."""
         digest = blake3.blake3(data).hexdigest()
         if not self._has(digest):
             self._write(digest, data)
         return digest
 
     def _has(self, digest: str) -> bool:
-        """Whether it is here, and still what its name says."""
+        """True if the chunk is here, and still has its digest."""
         try:
             return blake3.blake3(self.read(digest)).hexdigest() == digest
         except (NotFound, WeightsError):
             return False
 
     def add(self, chunk: Chunk, data: bytes | memoryview) -> bool:
-        """Whether the data are that chunk; then they are here. Raises as `put`."""
+        """Store the data if they are that chunk; return False otherwise. Raises as `put`."""
         if len(data) != chunk.size or blake3.blake3(data).hexdigest() != chunk.blake3:
             return False
         self._write(chunk.blake3, data)
@@ -86,10 +86,10 @@ class ChunkFolder:
 
     def _write(self, digest: str, data: bytes | memoryview) -> None:
         draft = self.folder / f"{_DRAFT}{next(self._numbers)}"
-        with storage(self.folder), self._kept(draft):
+        with storage(self.folder), self._protected(draft):
             self._restore_folder()
             try:
-                with draft.open("r+b" if self._is_spare(draft, len(data)) else "wb") as file:
+                with draft.open("r+b" if self._take_spare(draft, len(data)) else "wb") as file:
                     file.write(data)
                 draft.rename(self.path(digest))
             except OSError:
@@ -97,13 +97,13 @@ class ChunkFolder:
                 raise
 
     def _restore_folder(self) -> None:
-        """Makes the folder again if somebody removed it, but not the run's, which is two levels above."""
+        """Recreate the folder if it was removed, but not the run's, which is two levels above."""
         if not self.folder.exists() and self.folder.parent.parent.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
-    def _kept(self, draft: Path) -> Iterator[None]:
-        """Inside, it is no file that nobody wants."""
+    def _protected(self, draft: Path) -> Iterator[None]:
+        """Keep `retain` from removing the draft."""
         with self._lock:
             self._writing.add(draft.name)
         try:
@@ -112,8 +112,8 @@ class ChunkFolder:
             with self._lock:
                 self._writing.remove(draft.name)
 
-    def _is_spare(self, draft: Path, size: int) -> bool:
-        """Whether `draft` is a file of that size now, of a chunk that was removed."""
+    def _take_spare(self, draft: Path, size: int) -> bool:
+        """Rename a removed chunk's file of that size to `draft`; return False if there is none."""
         with self._lock:
             oldest = min(self._reading, default=math.inf)
             found = next((one for one in self._spares if one.size == size and one.number < oldest), None)
@@ -127,12 +127,12 @@ class ChunkFolder:
         return True
 
     def read(self, digest: str) -> bytes:
-        """Raises NotFound, and WeightsError or Unavailable if it cannot be read."""
+        """Return a chunk. Raises NotFound, and WeightsError or Unavailable if it cannot be read."""
         with self._read(digest) as path:
             return read_file(path, MAX_MANIFEST_BYTES)
 
     def read_into(self, digest: str, into: memoryview) -> int:
-        """How many bytes it has, or `into`, whichever is shorter. Raises as `read`."""
+        """Read a chunk into a buffer; return the number of bytes, at most the buffer's. Raises as `read`."""
         with self._read(digest) as path, open_file(path) as file:
             return os.readv(file.fileno(), [into])
 
@@ -151,7 +151,7 @@ class ChunkFolder:
                 self._reading.remove(number)
 
     def retain(self, digests: Collection[str]) -> None:
-        """Removes all others; the files of at most as many stay, for the next chunks."""
+        """Remove all other chunks; keep at most as many of their files for reuse."""
         there = list(self.folder.iterdir()) if self.folder.exists() else []
         with self._lock:
             spares, self._spares = self._spares, []
@@ -164,7 +164,7 @@ class ChunkFolder:
                 else:
                     path.unlink()
         n_over = max(0, len(spares) - len(digests))
-        for one in spares[:n_over]:  # the oldest: of sizes that nobody wanted
+        for one in spares[:n_over]:  # the oldest, of sizes that are not needed
             one.path.unlink(missing_ok=True)
         with self._lock:
             self._spares += spares[n_over:]
@@ -174,14 +174,14 @@ class ChunkFolder:
 
 
 def in_order(leaves: Iterable[ManifestLeaf]) -> list[ManifestLeaf]:
-    """As they lie in the stream: those that share chunks first, so that all others begin one."""
+    """Sort leaves as they lie in the stream: those that share chunks first, so that every other one starts a chunk."""
     return sorted(leaves, key=lambda leaf: (leaf_bytes(leaf) >= CHUNK_BYTES, leaf.key))
 
 
 def cut(leaves: Sequence[ManifestLeaf], arrays: Mapping[str, Callable[[], np.ndarray]]) -> Iterator[memoryview]:
-    """The chunks of a stream of arrays, which are made one at a time; a chunk may be a part of its array.
+    """Yield the chunks of a stream of arrays, which are made one at a time; a chunk may be a part of its array.
 
-    Raises ValueError for an array that has not the bytes that its leaf says.
+    Raises ValueError for an array whose size differs from its leaf.
     """
     sizes = iter(cuts([leaf_bytes(leaf) for leaf in leaves]))
     wanted, begun, n_begun = next(sizes, 0), bytearray(), 0
@@ -210,14 +210,14 @@ def _bytes_of(value: np.ndarray) -> memoryview:
 
 
 def _empty(n_bytes: int) -> np.ndarray:
-    """uint8[n_bytes], aligned so that JAX makes an array of it on a CPU without a copy."""
+    """Return uint8[n_bytes], aligned so that JAX on a CPU uses it without a copy."""
     held = np.empty(n_bytes + _ALIGNMENT, np.uint8)
     start = -held.ctypes.data % _ALIGNMENT
     return held[start : start + n_bytes]
 
 
 def _read(folder: Path, chunk: Chunk, what: str, into: memoryview) -> None:
-    """A whole chunk, and its digest. Raises as `reads`' arrays."""
+    """Read a whole chunk and check its digest. Raises as the arrays of `reads`."""
     path = folder / chunk.blake3
     try:
         with open_file(path) as file:
@@ -226,20 +226,22 @@ def _read(folder: Path, chunk: Chunk, what: str, into: memoryview) -> None:
         raise unreadable(f"{what}: chunk {chunk.blake3}", error) from error
     if n != chunk.size or blake3.blake3(into).hexdigest() != chunk.blake3:
         with suppress(OSError):
-            if os.path.samestat(was, path.stat()):  # not one that came after it
-                path.unlink()  # it is asked for again
+            if os.path.samestat(was, path.stat()):  # not a later file of that name
+                path.unlink()  # it is requested again
         raise WeightsError(f"{what}: digest of chunk {chunk.blake3} differs")
 
 
 def reads(
     folder: Path, tree: WeightTree, what: str, wait_for: Callable[[Path], None] = lambda _: None
 ) -> dict[str, Callable[[], np.ndarray]]:
-    """What makes each array of `tree` out of the chunks in `folder`, by name. The digest of a chunk is taken of the
-    very bytes that the array is made of. An array within a chunk is a view of it, and the last such chunk stays in
-    memory: in the order of the tree each is read once. `wait_for` is called with each chunk's path before it is read;
-    what it raises ends this.
+    """Return functions that make each array of `tree` from the chunks in `folder`, by name.
 
-    An array raises WeightsError if a chunk is missing or has another digest, and Unavailable if it cannot be read now.
+    A chunk's digest is computed over the very bytes that the array is made of. An array within a chunk is a view of it,
+    and the last such chunk stays in memory, so that each is read once in the order of the tree. `wait_for` is called
+    with each chunk's path before it is read; it may raise to stop.
+
+    The functions raise WeightsError if a chunk is missing or has another digest, and Unavailable if it cannot be read
+    now.
     """
     starts = [0, *accumulate(chunk.size for chunk in tree.chunks)]
 

@@ -1,8 +1,8 @@
-"""A chunk as what differs from another one: which elements, and their bits XOR those of the other.
+"""Encode a chunk as its difference from another: positions of the elements that differ, and their bits XORed.
 
-At the learning rates of RL a step moves few weights far enough to round to another bfloat16. Where elements differ, the
-distances between them and the differing bits are kept as planes of bytes, of which most are 0, compressed by zstd. No
-arithmetic is done, so a chunk comes out bit by bit, whatever its numbers are.
+At the learning rates of RL, a step moves few weights far enough to round to another bfloat16. The distances between
+differing elements and their differing bits are stored as planes of bytes, mostly 0, compressed by zstd. No arithmetic
+is done, so a chunk is reproduced bit by bit for any numbers.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import zstandard
 
 _HEAD = struct.Struct("<BI")
 _MOST = 8
-"""Where more than one in so many elements differs, the chunk itself is as good."""
+"""If more than one in this many elements differs, the whole chunk is no larger."""
 _WORDS = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _GAP = np.dtype("<u4")
 
 
 def encode(base: bytes, data: bytes | memoryview, width: int) -> bytes | None:
-    """What makes `data` of `base`, which is as long; None if that would save little.
+    """Encode `data` relative to `base`, which has the same length; None if that would save little.
 
     Args:
         width: bytes of an element, 2 or 4.
     """
     old, new = (np.frombuffer(part, _WORDS[width]) for part in (base, data))
     differs = old != new
-    if np.count_nonzero(differs) * _MOST > len(new):  # cheap: no places are made of what differs everywhere
+    if np.count_nonzero(differs) * _MOST > len(new):  # cheap check before the positions are computed
         return None
     at = np.flatnonzero(differs)
     gaps = np.diff(at, prepend=-1).astype(_GAP)
@@ -36,8 +36,9 @@ def encode(base: bytes, data: bytes | memoryview, width: int) -> bytes | None:
 
 
 def apply(base: bytearray | memoryview, delta: bytes) -> None:
-    """Makes what `encode` was given of `base`, in place. Raises ValueError for bytes that it did not make of such a
-    base, which then is as it was.
+    """Turn `base` in place into the data that `encode` was given.
+
+    Raises ValueError for bytes that `encode` did not make for such a base, which then is unchanged.
     """
     most = _HEAD.size + len(base) * (_GAP.itemsize + max(_WORDS)) // (_MOST * min(_WORDS)) + 1
     try:
@@ -46,20 +47,20 @@ def apply(base: bytearray | memoryview, delta: bytes) -> None:
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error
     if len(plain) < _HEAD.size:
-        raise ValueError("it has no head")
+        raise ValueError("the delta has no header")
     width, n = _HEAD.unpack_from(plain)
     if width not in _WORDS or len(plain) != _HEAD.size + n * (_GAP.itemsize + width) or len(base) % width:
-        raise ValueError("it is not as long as its head says")
+        raise ValueError("the delta does not have the length in its header")
     gaps = _words(plain, _HEAD.size, n, _GAP)
     bits = _words(plain, _HEAD.size + n * _GAP.itemsize, n, _WORDS[width])
     words, at = np.frombuffer(base, _WORDS[width]), np.cumsum(gaps, dtype=np.int64) - 1
     if n and (not gaps.all() or at[-1] >= len(words)):
-        raise ValueError("it changes an element twice, or one that is not there")
+        raise ValueError("the delta changes an element twice, or one beyond the end")
     words[at] ^= bits
 
 
 def _planes(words: np.ndarray) -> np.ndarray:
-    """uint8: the lowest byte of each, then the next of each, …"""
+    """Return uint8: the lowest byte of each word, then the next of each, …"""
     return words.view(np.uint8).reshape(-1, words.itemsize).T.ravel()
 
 

@@ -1,5 +1,6 @@
-"""What a server has of a version that others pull too, a bit for each chunk: so they ask it for what it has, and the
-trainer for the rest.
+"""Chunks of a version that a server has, a bit for each, so that other servers pull them from it.
+
+They ask the trainer for the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from shared.errors import DecodeError
 
 
 class Holding(NamedTuple):
-    """bool[n] each, of the n chunks of a version in one order: which are there, and which are on their way."""
+    """bool[n] each, for the n chunks of a version in one order: `has` are here, `pending` are arriving."""
 
     has: np.ndarray
     pending: np.ndarray
@@ -22,7 +23,7 @@ class Holding(NamedTuple):
         return cls(np.zeros(n, np.bool_), np.zeros(n, np.bool_))
 
     def in_order(self, order: np.ndarray) -> Holding:
-        """Of the chunks with these numbers: int[m]."""
+        """Select the chunks with these numbers: int[m]."""
         return Holding(self.has[order], self.pending[order])
 
     def to_bytes(self) -> bytes:
@@ -30,13 +31,13 @@ class Holding(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray, n: int) -> Self:
-        """Raises DecodeError for bytes that are not of n chunks."""
+        """Decode a holding. Raises DecodeError for bytes of another number of chunks."""
         if len(data) != size_of(n):
-            raise DecodeError(f"what is had of {n} chunks has {size_of(n)} bytes, not {len(data)}")
+            raise DecodeError(f"the holding of {n} chunks has {size_of(n)} bytes, not {len(data)}")
         bits = np.unpackbits(np.frombuffer(data, np.uint8).reshape(2, -1), axis=1, count=n).astype(np.bool_)
         return cls(bits[0], bits[1])
 
 
 def size_of(n: int) -> int:
-    """Bytes of what is told of n chunks."""
+    """Size in bytes of a holding of n chunks."""
     return 2 * -(-n // 8)

@@ -1,15 +1,15 @@
-"""What a published version is: a manifest of content-addressed chunks, itself addressed by its content.
+"""Published version: a manifest of content-addressed chunks, itself addressed by its content.
 
-The arrays of a version lie one behind the other, row-major and little-endian, in the order of its leaves; that stream
-is cut into chunks. A large array begins a chunk, so that it is made of whole ones; small ones share some. Two versions
-of one model are cut alike. Names are the trainer's own (shared.models.names turns them into Hugging Face's): the same
-tree is in a checkpoint, adapters have no other names, and no array is turned over on its way.
+The arrays of a version form a stream, row-major and little-endian, in the order of its leaves; the stream is cut into
+chunks. A large array starts a chunk, so that it consists of whole ones; small arrays share chunks. Two versions of one
+model are cut alike. Names are the trainer's own (shared.models.names translates them to Hugging Face's): a checkpoint
+has the same tree, adapters keep their names, and no array is transposed on its way.
 
-`digest` names the weights: it follows from names, shapes, dtypes and bytes, not from the version's name. blake3 of the
-manifest's JSON names the publication; whoever holds that can take manifest and chunks from anybody.
+`digest` identifies the weights: it follows from names, shapes, dtypes and bytes, not from the version's name. The
+blake3 of the manifest's JSON identifies the publication; with it, manifest and chunks may come from any source.
 
-`deltas` are another way to have a chunk: from one of an earlier version, which may itself be had that way. Every chunk
-can also be had whole: a server that missed too many versions, or has just begun, waits for no anchor.
+`deltas` are another way to get a chunk: from one of an earlier version, which may itself be made that way. Every chunk
+is also available whole, so a server that missed many versions, or has just started, needs no earlier version.
 """
 
 from __future__ import annotations
@@ -53,39 +53,39 @@ class Chunk:
 
     @classmethod
     def from_list(cls, raw: Any) -> Self:
-        """Raises TypeError or ValueError."""
+        """Parse a chunk. Raises TypeError or ValueError."""
         digest, size = raw
         if not is_digest(digest) or type(size) is not int or not 0 < size <= CHUNK_BYTES:
-            raise TypeError("a chunk is no digest with a size")
+            raise TypeError("a chunk must be a digest with a size")
         return cls(digest, size)
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What makes a chunk of the one named `base`: see `shared.published.delta`. It travels as a chunk of its own."""
+    """Difference that makes a chunk from the chunk `base` (see `shared.published.delta`), itself sent as a chunk."""
 
     base: str
     chunk: Chunk
 
     @classmethod
     def from_list(cls, raw: Any) -> Self:
-        """Raises TypeError or ValueError."""
+        """Parse a delta. Raises TypeError or ValueError."""
         base, *chunk = raw
         if not is_digest(base):
-            raise TypeError("the base of a delta is no digest")
+            raise TypeError("the base of a delta is not a digest")
         return cls(base, Chunk.from_list(chunk))
 
 
 @dataclass(frozen=True)
 class WeightTree:
-    """Arrays and the chunks that they are made of, both in the order of the stream."""
+    """Arrays and their chunks, both in the order of the stream."""
 
     leaves: tuple[ManifestLeaf, ...]
     chunks: tuple[Chunk, ...]
 
     @cached_property
     def digest(self) -> str:
-        """blake3 of names, shapes, dtypes and chunks, in hex."""
+        """Return the blake3 of names, shapes, dtypes and chunks, in hex."""
         return blake3.blake3(orjson.dumps(self.to_json())).hexdigest()
 
     @property
@@ -98,18 +98,18 @@ class WeightTree:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Self:
-        """Raises KeyError, TypeError or ValueError."""
+        """Parse a tree. Raises KeyError, TypeError or ValueError."""
         tree = cls(tuple(map(leaf_of, raw["leaves"])), tuple(map(Chunk.from_list, raw["chunks"])))
         if sum(map(leaf_bytes, tree.leaves)) != tree.n_bytes:
-            raise ValueError("the chunks are not as long as the arrays")
+            raise ValueError("chunks and arrays differ in size")
         if len({leaf.key for leaf in tree.leaves}) != len(tree.leaves) or not tree.leaves:
-            raise ValueError("no array, or one named twice")
+            raise ValueError("no arrays, or two with one name")
         return tree
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedAdapter:
-    """The weights beside it are adapters of `base`; see `shared.models.adapter`."""
+    """Adapter settings: the weights beside it are adapters of `base`; see `shared.models.adapter`."""
 
     rank: int
     alpha: float
@@ -121,19 +121,20 @@ class PublishedAdapter:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Self:
-        """Raises KeyError, TypeError or ValueError."""
+        """Parse the adapter settings. Raises KeyError, TypeError or ValueError."""
         rank, alpha = count_of(raw, "rank"), float(raw["alpha"])
         if not rank or not math.isfinite(alpha):
-            raise ValueError("rank or alpha is none")
+            raise ValueError("rank or alpha is invalid")
         return cls(rank, alpha, WeightTree.from_json(raw["base"]))
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedManifest:
-    """A version of a run's weights.
+    """Manifest of a version of a run's weights.
 
-    `beginning` names the beginning of the run: one that was emptied and begun anew has another. `model` is the Hugging
-    Face config.json of the architecture; `created` is in seconds since 1970; `deltas` are by the chunk that each makes.
+    `beginning` names the run's beginning: a run that was emptied and started anew has another. `model` is the Hugging
+    Face config.json of the architecture; `created` is in seconds since 1970; `deltas` are by the digest of the chunk
+    that each makes.
     """
 
     run: str
@@ -148,22 +149,24 @@ class PublishedManifest:
 
     @property
     def digest(self) -> str:
-        """Of the weights, with what adapters are of, in hex."""
+        """Digest of the weights, in hex; for adapters, of their base too."""
         if self.adapter is None:
             return self.weights.digest
-        told = [self.adapter.rank, self.adapter.alpha, self.adapter.base.digest, self.weights.digest]
-        return blake3.blake3(orjson.dumps(told)).hexdigest()
+        parts = [self.adapter.rank, self.adapter.alpha, self.adapter.base.digest, self.weights.digest]
+        return blake3.blake3(orjson.dumps(parts)).hexdigest()
 
     @property
     def trees(self) -> tuple[WeightTree, ...]:
         return (self.weights,) if self.adapter is None else (self.adapter.base, self.weights)
 
     def chunks(self) -> dict[str, Chunk]:
-        """All that it takes to have these weights, by digest."""
+        """Return all chunks of these weights, by digest."""
         return {chunk.blake3: chunk for tree in self.trees for chunk in tree.chunks}
 
-    def way(self, chunk: Chunk, have: Callable[[str], bool]) -> list[Delta]:
-        """The deltas that make a chunk of one that is there, in order; none if the chunk itself is the shorter way."""
+    def delta_chain(self, chunk: Chunk, have: Callable[[str], bool]) -> list[Delta]:
+        """Return the deltas that make a chunk from one that is present, in order; empty if the whole chunk
+        is smaller.
+        """
         deltas, n_bytes, wanted = list[Delta](), 0, chunk.blake3
         while (delta := self.deltas.get(wanted)) is not None and n_bytes + delta.chunk.size < chunk.size:
             if len(deltas) == MAX_WAY:
@@ -176,7 +179,7 @@ class PublishedManifest:
 
     def to_json(self) -> bytes:
         probe, adapter = self.probe, self.adapter
-        told = {
+        record = {
             "schema": SCHEMA,
             "run": self.run,
             "beginning": self.beginning,
@@ -189,11 +192,11 @@ class PublishedManifest:
             "deltas": {name: [one.base, one.chunk.blake3, one.chunk.size] for name, one in self.deltas.items()},
             "adapter": adapter and {"rank": adapter.rank, "alpha": adapter.alpha, "base": adapter.base.to_json()},
         }
-        return orjson.dumps(told)
+        return orjson.dumps(record)
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Raises WeightsError naming what is wrong."""
+        """Parse a manifest. Raises WeightsError naming what is wrong."""
         try:
             raw = codec.from_json(data, "manifest", _MAX_VALUES)
             if raw["schema"] != SCHEMA:
@@ -211,7 +214,7 @@ class PublishedManifest:
                 deltas={name: Delta.from_list(delta) for name, delta in raw["deltas"].items()},
             )
             if raw["digest"] != found.digest:
-                raise ValueError("its digest is not that of its weights")
+                raise ValueError("its digest does not match its weights")
         except (DecodeError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise WeightsError(f"manifest is malformed: {error!r}"[:_MAX_DETAIL]) from error
         return found
@@ -219,8 +222,9 @@ class PublishedManifest:
 
 @dataclass(frozen=True, slots=True)
 class WeightOffer:
-    """Where a version can be had: `manifest` says digest and size of its manifest, `sources` are addresses of services
-    that may have its chunks, the trainer's first.
+    """Offer of a version: digest and size of its manifest, and addresses of services that may have its chunks.
+
+    The trainer's address comes first.
     """
 
     version: str
@@ -233,7 +237,7 @@ class WeightOffer:
 
     @classmethod
     def from_json(cls, raw: Any) -> Self:
-        """Raises InputError naming what is wrong."""
+        """Parse an offer. Raises InputError naming what is wrong."""
         try:
             version, manifest, sources = (raw[key] for key in ("version", "manifest", "sources"))
             digest, size = manifest["blake3"], manifest["size"]
@@ -251,19 +255,21 @@ class WeightOffer:
 
 
 def is_digest(value: Any) -> bool:
-    """Whether it is 32 bytes in hex."""
+    """True if the value is 32 bytes in hex."""
     return isinstance(value, str) and len(value) == 64 and _DIGEST_CHARACTERS.issuperset(value)
 
 
 def leaf_bytes(leaf: ManifestLeaf) -> int:
-    """Raises ValueError for a dtype that weights are not published in."""
+    """Return the size of an array. Raises ValueError for a dtype that weights are not published in."""
     if (item := _ITEM_BYTES.get(leaf.dtype)) is None:
         raise ValueError(f"{leaf.key[:80]} is of dtype {leaf.dtype[:20]}")
     return item * math.prod(leaf.shape)
 
 
 def cuts(sizes: Sequence[int]) -> list[int]:
-    """The sizes of the chunks of a stream of arrays of `sizes` bytes each: one of at least a chunk begins a chunk."""
+    """Return the chunk sizes of a stream of arrays of `sizes` bytes each; an array of at least a chunk
+    starts a chunk.
+    """
     found, shared = list[int](), 0
     for size in sizes:
         if size >= CHUNK_BYTES or shared + size > CHUNK_BYTES:

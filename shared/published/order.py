@@ -1,8 +1,8 @@
-"""The order in which a server pulls the chunks of a version, and its engine takes the arrays that they make.
+"""Order in which a server pulls the chunks of a version, and its engine takes the arrays that they make.
 
-Chance draws it for each update: servers that pull the same version then have different chunks soon, and get the others
-from each other. Of a version of many chunks a few that follow each other in the stream stay together, because small
-arrays share chunks with their neighbours. Service and engine are two processes: both follow one seed.
+The order is random for each update: servers that pull the same version soon have different chunks, and get the others
+from each other. In a version of many chunks, a few that follow each other in the stream stay together, because small
+arrays share chunks with their neighbours. Service and engine are two processes, and use the same seed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _MOST_TOGETHER, _LEAST_PARTS = 8, 32
 
 
 def together(n: int) -> int:
-    """How many of n chunks stay together: none where all servers would begin with the same few."""
+    """Return how many of n chunks stay together; 1 if all servers would otherwise start with the same few."""
     return max(1, min(_MOST_TOGETHER, n // _LEAST_PARTS))
 
 
 def drawn[T](chunks: Sequence[T], seed: int) -> list[T]:
-    """The chunks of a stream, in the order in which they are pulled."""
+    """Return the chunks of a stream in the order in which they are pulled."""
     size = together(len(chunks))
     parts = [chunks[i : i + size] for i in range(0, len(chunks), size)]
     random.Random(seed).shuffle(parts)
@@ -32,7 +32,7 @@ def drawn[T](chunks: Sequence[T], seed: int) -> list[T]:
 
 
 def by_arrival(tree: WeightTree, seed: int) -> list[ManifestLeaf]:
-    """The arrays, each behind those whose last chunk comes before its own."""
+    """Sort the arrays by the arrival of their last chunk."""
     starts = list(accumulate((chunk.size for chunk in tree.chunks), initial=0))
     rank = {index: at for at, index in enumerate(drawn(range(len(tree.chunks)), seed))}
 

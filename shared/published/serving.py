@@ -1,8 +1,8 @@
-"""Chunks over HTTP, from whoever has them: a trainer, or a server that passes on what it has pulled.
+"""Serve chunks over HTTP, from a trainer or from a server that shares the chunks it has pulled.
 
-Invariants: only what the folder holds is ever sent; a source sends to so many at once and refuses the others, who try
-elsewhere: no uplink carries a copy for every server. One address never has all of a source's transfers, and none holds
-one for longer than a client would wait for it.
+Invariants: only chunks in the folder are sent. A source sends to a limited number of clients at once and refuses
+others, who try another source: no uplink carries a copy for every server. One address never has all of a source's
+transfers, and no transfer lasts longer than a client would wait for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shared.published.manifest import is_digest
 MAX_TRANSFERS = 8
 BUSY_S = 0.1
 SLOW_S, SLOWEST_BYTES_PER_S = 5.0, 2**18
-"""A transfer may take so long, and as much longer as its bytes take at this rate; it then ends, on both sides."""
+"""Time limit of a transfer: SLOW_S, and the time that its bytes take at the slowest rate; then both sides end it."""
 _FOR_OTHERS = 2
 _BLOCK_BYTES = 2**19
 _RANGE = re.compile(r"bytes=(\d{1,12})-")
@@ -40,18 +40,19 @@ type ChunkDigest = Annotated[str, Path(openapi_examples={"chunk": {"value": blak
 
 
 class Uplink:
-    """What a service sends of its chunks. Args: read: a chunk by its digest; it blocks, and raises NotFound."""
+    """Chunks that a service sends. Args: read: returns a chunk by its digest; it blocks, and raises NotFound."""
 
     def __init__(self, read: Callable[[str], bytes], max_transfers: int = MAX_TRANSFERS) -> None:
         self._read, self._max_transfers = read, max_transfers
         self._of_address = Counter[str]()
 
     async def answer(self, request: Request, digest: str) -> Response:
-        """A chunk, or its rest by `Range: bytes=N-`. Raises InputError, NotFound, and Unavailable while too many are
-        served.
+        """Answer with a chunk, or its rest for `Range: bytes=N-`.
+
+        Raises InputError, NotFound, and Unavailable while too many are served.
         """
         if not is_digest(digest):
-            raise InputError("a chunk is named by its blake3 digest, 64 hexadecimal characters")
+            raise InputError("name a chunk by its blake3 digest, 64 hexadecimal characters")
         address, n_transfers = request.client.host if request.client else "", self._of_address.total()
         most = max(1, self._max_transfers - _FOR_OTHERS)
         if n_transfers >= self._max_transfers or self._of_address[address] >= most:
@@ -73,7 +74,7 @@ class Uplink:
 
 
 class _Transfer(Response):
-    """Sends block by block: the next one waits until the client has read. Who does not read is cut off."""
+    """Send block by block, each after the client has read the last one; a client that does not read is disconnected."""
 
     media_type = "application/octet-stream"
 
@@ -93,18 +94,19 @@ class _Transfer(Response):
                     await send({"type": "http.response.body", "body": block, "more_body": True})
                     _SENT.inc(len(block))
                 await send({"type": "http.response.body", "body": b""})
-        except TimeoutError:  # an answer that is not whole ends its connection
+        except TimeoutError:  # an incomplete answer ends its connection
             _REFUSED.inc()
         finally:
             self._ended()
 
 
 def _start(header: str | None, size: int) -> int:
-    """Of a Range that goes to the end; another kind of Range may be ignored (RFC 9110, 14.2). Raises InputError for one
-    that begins behind the end.
+    """Return the start of a Range to the end; other Ranges may be ignored (RFC 9110, 14.2).
+
+    Raises InputError if it starts beyond the end.
     """
     match = _RANGE.fullmatch(header or "")
     start = int(match[1]) if match else 0
     if start and start >= size:
-        raise InputError(f"the range begins at {start} of {size} bytes")
+        raise InputError(f"the range starts at {start} of {size} bytes")
     return start

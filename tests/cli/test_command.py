@@ -142,7 +142,7 @@ def test_a_taken_port_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "problem"), [("nope.invalid", "cannot be resolved"), ("192.0.2.1", "no address of this machine")]
+    ("host", "problem"), [("nope.invalid", "cannot be resolved"), ("192.0.2.1", "not an address of this machine")]
 )
 def test_a_host_that_is_not_ours_is_told_from_a_taken_port(host: str, problem: str) -> None:
     for given in ({"host": host}, {"host": host, "port": 8101}):

@@ -76,7 +76,7 @@ async def test_a_generation_as_msgpack_arrays_or_as_lists():
         (changed(weight_versions=[{"version": "seven", "start": 0, "end": 3}]), "not a weight version"),
         (changed(finish_reason={"type": "tired"}), "tired"),
         (GOOD | {"output_ids": [7, 8, -2]}, "negative"),
-        (GOOD | {"output_ids": [7] * 9}, "9 tokens where at most 4"),
+        (GOOD | {"output_ids": [7] * 9}, "9 tokens, but at most 4"),
         (changed(output_token_logprobs=[], weight_versions=[]) | {"output_ids": []}, "nothing was sampled"),
         ({"text": "hello"}, "lacks or mistypes"),
         ([1], "lacks or mistypes"),
@@ -111,9 +111,9 @@ async def test_experts_come_from_the_position_that_was_asked_for():
 @pytest.mark.parametrize(
     ("routed", "first", "reason"),
     [
-        (to_wire(ROUTED), None, "experts of 5 positions where those of 0 were asked for"),
-        (to_wire(ROUTED), 1, "experts of 5 positions where those of 6 were asked for"),
-        (to_wire(ROUTED), 3, "experts of 5 positions where those of 4 were asked for"),
+        (to_wire(ROUTED), None, "experts of 5 positions, but 0 were requested"),
+        (to_wire(ROUTED), 1, "experts of 5 positions, but 6 were requested"),
+        (to_wire(ROUTED), 3, "experts of 5 positions, but 4 were requested"),
         ({"shape": [5, 2, 4], "ids": ROUTED.reshape(-1)}, 2, "lacks or mistypes"),
         ("AAAA", 2, "lacks or mistypes"),
     ],

@@ -255,7 +255,7 @@ def test_whatever_a_delta_holds_it_is_refused_or_makes_as_many_bytes():
             n_refused += 1
             assert data == base
     assert n_refused
-    with pytest.raises(ValueError, match="as long as its head says"):
+    with pytest.raises(ValueError, match="the length in its header"):
         delta.apply(bytearray(base), delta.zstandard.compress(b"\0" * 2**26))  # 64 MiB are never made
 
 
@@ -308,11 +308,11 @@ def test_the_shorter_way_is_taken(tmp_path):
     steps = {names[i + 1]: Delta(names[i], Chunk(f"{i + 9:064x}", 20)) for i in range(5)}
     found = a_manifest(tmp_path, deltas=steps)
     wanted = Chunk(names[5], 64)
-    assert found.way(wanted, {names[4], names[0]}.__contains__) == [steps[names[5]]]
-    assert found.way(wanted, {names[2]}.__contains__) == [steps[names[n]] for n in (3, 4, 5)]
-    assert found.way(wanted, {names[1]}.__contains__) == []
+    assert found.delta_chain(wanted, {names[4], names[0]}.__contains__) == [steps[names[5]]]
+    assert found.delta_chain(wanted, {names[2]}.__contains__) == [steps[names[n]] for n in (3, 4, 5)]
+    assert found.delta_chain(wanted, {names[1]}.__contains__) == []
     circle = a_manifest(tmp_path, deltas={names[0]: Delta(names[0], Chunk("1" * 64, 1))})
-    assert circle.way(Chunk(names[0], 2**23), lambda _: False) == []
+    assert circle.delta_chain(Chunk(names[0], 2**23), lambda _: False) == []
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ async def test_a_body_that_lies_about_its_length_is_refused_at_once(sent: bytes,
         refused(
             await client.rest(),
             status,
-            {413: "the body exceeds|the chunks announce", 400: "not valid|not framed", 431: "exceeds"}[status],
+            {413: "the body exceeds|the chunks announce", 400: "not valid|does not follow", 431: "exceeds"}[status],
         )
 
 

@@ -35,7 +35,7 @@ async def test_a_call_without_a_descriptor_names_the_limit() -> None:
     async with HttpClient("http://127.0.0.1:9") as client:
         with (
             no_descriptor_left(),
-            pytest.raises(ServiceUnreachable, match=r"no file descriptor left of the \d+ .*ulimit -n"),
+            pytest.raises(ServiceUnreachable, match=r"used all of its \d+ file descriptors.*ulimit -n"),
         ):
             await client.get("/health", attempts=1)
         with pytest.raises(ServiceUnreachable, match="is the service running"):
@@ -44,7 +44,10 @@ async def test_a_call_without_a_descriptor_names_the_limit() -> None:
 
 async def test_a_command_without_a_descriptor_names_the_limit() -> None:
     redis = connect("redis://127.0.0.1:9/0")
-    with no_descriptor_left(), pytest.raises(QueueUnavailable, match=r"no file descriptor left of the \d+ .*ulimit -n"):
+    with (
+        no_descriptor_left(),
+        pytest.raises(QueueUnavailable, match=r"used all of its \d+ file descriptors.*ulimit -n"),
+    ):
         await command(redis, "PING")
     with pytest.raises(QueueUnavailable, match="is the server running"):
         await command(redis, "PING")

@@ -59,7 +59,10 @@ def test_what_may_change_is_listed():
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"trainer": {"groups_per_step": 4}}, r"trainer\.groups_per_step \(was 8, now 4\) may not change: tickets"),
+        (
+            {"trainer": {"groups_per_step": 4}},
+            r"trainer\.groups_per_step \(was 8, now 4\) may not change: it is the unit",
+        ),
         ({"grpo_config": {"off_policy_steps": 3}}, r"off_policy_steps \(was 1, now 3\) may not change"),
         ({"rollout": {"sampling": {"temperature": 0.5}}}, r"temperature \(was 1\.0, now 0\.5\)"),
         ({"data": {"env": "e", "env_config": {"size": 5}}}, r"data\.env_config\.size \(was null, now 5\)"),

@@ -71,7 +71,7 @@ def test_a_row_has_the_place_it_stands_at(tmp_path: Path):
         (b"PK\x03\x04", "a zip file"),
         (b"PAR1....PAR1", r"Parquet or Arrow, not JSON .*read_table"),
         (gzip.compress(b"PAR1....PAR1"), "Parquet"),
-        (json.dumps({"data": ROWS}, indent=1).encode(), "one JSON value, not a record a line"),
+        (json.dumps({"data": ROWS}, indent=1).encode(), "one JSON value, not one record per line"),
         (b'{"a": NaN}', "line 1 is not JSON"),
         (b'{"a": 1} {"b": 2}', "line 1 is not JSON"),
     ],

@@ -45,7 +45,7 @@ def test_a_state_of_as_many_lines_as_a_configuration_allows_is_read_again(tmp_pa
 def test_a_state_that_no_reader_takes_is_named_with_what_to_do(tmp_path: Path) -> None:
     state = initial_state(0).starting_epoch(1, keep_reference=False)
     written(tmp_path, state, padding="x" * states.MAX_STATE_BYTES)
-    with pytest.raises(WeightsError, match="the older ones stay") as raised:
+    with pytest.raises(WeightsError, match="the older ones are kept") as raised:
         states.check_readable(tmp_path)
     assert "groups_per_step" in raised.value.hint
 

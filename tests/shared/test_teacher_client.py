@@ -196,7 +196,7 @@ async def test_a_key_that_a_server_says_back_is_told_to_nobody() -> None:
 @pytest.mark.parametrize("texts", [None, ["<s>", *["Up"] * 4]])
 async def test_an_echo_with_tokens_of_its_own_before_ours_is_refused(texts: list[str] | None) -> None:
     told = {"token_logprobs": [None, -9.0, -9.0, *TOLD, -7.0], "tokens": texts and [*texts, "Up", " more"]}
-    with pytest.raises(TeacherUnusable, match="told 7 log-probabilities of 3 tokens"):
+    with pytest.raises(TeacherUnusable, match="returned 7 log-probabilities of 3 tokens"):
         await asked(Answering({"choices": [{"text": "x", "logprobs": told}]}), model="m")
 
 

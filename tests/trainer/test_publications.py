@@ -122,12 +122,12 @@ def test_deltas_lead_from_the_last_versions_to_the_newest(tmp_path):
     (wanted,) = newest.weights.chunks
     for back in range(1, 9):
         (had_before,) = versions[-1 - back][1].weights.chunks
-        deltas = newest.way(wanted, lambda digest, known=had_before.blake3: digest == known)
+        deltas = newest.delta_chain(wanted, lambda digest, known=had_before.blake3: digest == known)
         assert len(deltas) == back
         for delta in deltas:
             made.read(delta.chunk.blake3)
     (too_old,) = versions[-10][1].weights.chunks
-    assert newest.way(wanted, lambda digest: digest == too_old.blake3) == []
+    assert newest.delta_chain(wanted, lambda digest: digest == too_old.blake3) == []
 
 
 @pytest.mark.parametrize("n_left", [None, 100])

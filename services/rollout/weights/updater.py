@@ -312,10 +312,15 @@ class WeightUpdater:
         self.staged = None
         chunks = {chunk.blake3: chunk for tree in manifest.trees for chunk in drawn(tree.chunks, seed)}
         have = self.puller.chunks.__contains__
-        deltas = await asyncio.to_thread(lambda: [one for c in chunks.values() for one in manifest.way(c, have)])
+        deltas = await asyncio.to_thread(
+            lambda: [one for c in chunks.values() for one in manifest.delta_chain(c, have)]
+        )
         passed_on = [offer.manifest.blake3, *chunks, *(delta.chunk.blake3 for delta in deltas)]
         await self._retain(*passed_on)
-        of, way = WantedVersion(offer.manifest.blake3, list(manifest.chunks())), lambda chunk: manifest.way(chunk, have)
+        of, way = (
+            WantedVersion(offer.manifest.blake3, list(manifest.chunks())),
+            lambda chunk: manifest.delta_chain(chunk, have),
+        )
         async with self.puller.beside(chunks.values(), offer.sources, way, of) as pulling:
             staged = StagedUpdate.of(found, None, await self.engine.stage(found, pulling))
             pulled = await pulling
