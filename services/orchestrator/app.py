@@ -42,14 +42,14 @@ from shared.web.http import create_app
 
 @asynccontextmanager
 async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
-    """Raises ConfigError. Services that are not up yet are waited for by the worker."""
+    """Open the orchestrator; its worker waits for services that are not up yet. Raises ConfigError."""
     async with open_orchestrator(from_config(config)) as service:
         yield service
 
 
 @asynccontextmanager
 async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[RunningService]:
-    """The service from plain settings. Raises ConfigError."""
+    """Open the orchestrator from plain settings. Raises ConfigError."""
     tokens = read_tokens(settings.token_files)
     token = tokens.of(Role.SERVICE) if tokens else None
     folder = await asyncio.to_thread(model_folder, settings.model_path, settings.folder)
@@ -101,7 +101,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
 async def _teaching(
     settings: OrchestratorSettings, tokenizer: ChatTokenizer, status: RunStatus
 ) -> AsyncIterator[EpisodeTeaching | None]:
-    """Raises ConfigError."""
+    """Open the teacher, if one is configured. Raises ConfigError."""
     server = settings.teacher
     if server is None:
         yield None

@@ -1,4 +1,4 @@
-"""Writes that wait while the disk is full."""
+"""Retry writes while the disk is full."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _log = telemetry.Log("disk")
 _RETRY_S = 1.0
 
 
-async def once_there_is_room[T](write: Callable[[], T], waiting: Callable[[StorageUnavailable | None], None]) -> T:
-    """Repeats `write`, which blocks, while the disk is full or may not be written to: ends only so, or by cancellation.
+async def retry_while_disk_full[T](write: Callable[[], T], waiting: Callable[[StorageUnavailable | None], None]) -> T:
+    """Repeat the blocking `write` while the disk is full or not writable; only success or cancellation ends it.
 
     Args:
-        waiting: told why nothing is written yet, and None in the end.
+        waiting: called with the error while nothing is written, and with None in the end.
     """
     while True:
         try:

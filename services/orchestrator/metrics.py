@@ -89,14 +89,14 @@ def show(kind: LineKind, line: Line) -> None:
 
 
 def count_turn(env: str, turn: int, reward: float, outcome: Literal["answered", "failed"]) -> None:
-    """Args: env: the label of an environment, with its version; reward: of the attempt before this turn."""
-    told = f"{_MOST_TURNS}+" if turn >= _MOST_TURNS else str(turn)
+    """Count a turn. Args: env: environment's label, with its version; reward: of the attempt before this turn."""
+    label = f"{_MOST_TURNS}+" if turn >= _MOST_TURNS else str(turn)
     sign = "positive" if reward > 0 else "negative" if reward < 0 else "zero"
-    ENV_TURNS.labels(env, told, sign, outcome).inc()
+    ENV_TURNS.labels(env, label, sign, outcome).inc()
 
 
 def count(purpose: str, trajectory: Trajectory) -> None:
-    """One episode that is data."""
+    """Count one valid episode."""
     end = str(trajectory.end)
     EPISODES.labels(purpose, end).inc()
     EPISODE_TOKENS.labels(end).observe(trajectory.n_sampled)

@@ -1,4 +1,4 @@
-"""The run as a whole: its parts, its one worker, and the description that the routes give of it."""
+"""The run as a whole: its parts, its worker, and its description for the routes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _log = telemetry.Log("run")
 
 @dataclass
 class Orchestrator:
-    """`schedule` and `mixture` are None until the environment service has answered."""
+    """One run. `schedule` and `mixture` are None until the environment service has answered."""
 
     settings: OrchestratorSettings
     queue: TicketQueue
@@ -55,7 +55,7 @@ class Orchestrator:
     mixture: RunMixture | None = None
 
     async def work(self) -> None:
-        """The worker: follows the run to its end. What it cannot go on from is the state `failed`, to be read at the
+        """Worker: follow the run to its end. An error that it cannot recover from becomes the state `failed` at the
         routes.
         """
         failure: VolleyError | None = None
@@ -71,7 +71,7 @@ class Orchestrator:
             _log.error("run failed", run=self.settings.run, error=type(failure).__name__, detail=str(failure))
 
     def pause(self) -> None:
-        """No new groups; those in progress end and are published."""
+        """Start no new groups; finish and publish those in progress."""
         self.status.paused = True
         self.gate.close(_PAUSED)
 
@@ -80,14 +80,16 @@ class Orchestrator:
         self.gate.release(_PAUSED)
 
     def describe(self) -> dict[str, Any]:
-        """What GET /runs/{name} answers. `chain` says who waits for whom, as far as it can be seen from here."""
-        known = self._known()
-        verdict = wedge.judge([ServiceReport("orchestrator", "orchestrator", said=known)])
+        """Return the answer of GET /runs/{name}; `chain` says what waits for what, as far as the
+        orchestrator can see.
+        """
+        facts = self._facts()
+        verdict = wedge.judge([ServiceReport("orchestrator", "orchestrator", said=facts)])
         if verdict.state == "wedged":
-            known |= {"state": "wedged", "reason": str(verdict)}
-        return {**known, "chain": verdict.chain}
+            facts |= {"state": "wedged", "reason": str(verdict)}
+        return {**facts, "chain": verdict.chain}
 
-    def _known(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         status, no_server = self.status, self.balancer.why_none()
         state, reason = status.state(no_server)
         queue = self.schedule.state if self.schedule else None

@@ -1,4 +1,4 @@
-"""HTTP to the orchestrator: runs, and pausing them. One process serves one run."""
+"""HTTP routes of the orchestrator: runs, and pausing them. One process serves one run."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ async def show_run(orchestrator: Named) -> dict[str, Any]:
 
 @router.patch("/{name}", openapi_extra=declares(body=MixtureBody, answer={"type": "object"}))
 async def change_run(request: Request, orchestrator: Named) -> Response:
-    """Other weights of the run's mixture, from the next ticket on; 0 removes an environment. Those that are not named
-    keep theirs. Repeating it changes nothing.
+    """Change weights of the run's mixture from the next ticket on; 0 removes an environment. Other environments keep
+    their weights. Repeating it changes nothing.
     """
     _require_going(orchestrator)
     body = await read_model(request, MixtureBody)
@@ -81,7 +81,7 @@ async def change_run(request: Request, orchestrator: Named) -> Response:
 
 @router.post("/{name}/pause")
 async def pause_run(orchestrator: Named) -> dict[str, Any]:
-    """No new groups are begun; those in progress are finished. Repeating it changes nothing."""
+    """Start no new groups, and finish those in progress. Repeating it changes nothing."""
     _require_going(orchestrator)
     orchestrator.pause()
     return orchestrator.describe()

@@ -1,4 +1,4 @@
-"""The plain values the service needs, read once from the run's configuration."""
+"""Plain values that the service needs, read once from the run's configuration."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from shared.services_schema import Limits, TokenFiles
 
 @dataclass(frozen=True, slots=True)
 class OrchestratorSettings:
-    """`folder` is this host's for the run, `trainer_url` has the run's own. `sampling` holds temperature, top_p and
-    top_k of training episodes. `env` is the main one of the environments, `members` are all that the run begins
-    with. `teacher` is None where nobody is asked. With `routing_replay` the experts of training
-    episodes are asked for, if the model has any.
+    """Settings of the orchestrator.
+
+    `folder` is the run's folder on this host; the trainer at `trainer_url` may have another one. `sampling` holds
+    temperature, top_p and top_k of training episodes. `env` is the main environment, `members` are all that the run
+    starts with. `teacher` is None if it is not used. With `routing_replay`, training episodes record experts, if the
+    model has any.
     """
 
     run: str
@@ -55,17 +57,17 @@ class OrchestratorSettings:
 
     @property
     def n_groups(self) -> int:
-        """Groups worked on at once: as many as fill the concurrency, at least one."""
+        """Number of groups worked on at once: as many as fill the concurrency, at least one."""
         return max(1, self.max_concurrent // self.group_size)
 
 
 def from_config(config: RunConfig) -> OrchestratorSettings:
-    """Raises ConfigError."""
+    """Read the settings. Raises ConfigError."""
     orchestrator, trainer, services = config.orchestrator, config.trainer, config.services
     if services.redis_url is None:
         raise ConfigError(
             "services.redis_url is not set",
-            "volley train starts a server of its own and sets it; or name one: redis://host:6379/0",
+            "volley train starts a server and sets it; or set one: redis://host:6379/0",
         )
     return OrchestratorSettings(
         run=config.run.name,

@@ -1,6 +1,4 @@
-"""What the run is doing, for people and programs: state, reason, rates, and whom it waits for. Only counts; decides
-nothing.
-"""
+"""Status of the run for people and programs: state, reason, rates, and waits. It counts, and decides nothing."""
 
 from __future__ import annotations
 
@@ -22,11 +20,11 @@ _RECENT = 256  # episodes, for the mean duration
 
 
 class RunStatus:
-    """Args: clock: monotonic seconds."""
+    """Status of a run. Args: clock: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._tokens: deque[tuple[int, int]] = deque()  # (second, tokens), one entry a second of the window
+        self._tokens: deque[tuple[int, int]] = deque()  # (second, tokens), one entry per second of the window
         self._durations: deque[float] = deque(maxlen=_RECENT)
         self._ended: tuple[State, str] | None = None
         self._moved_at = clock()
@@ -35,7 +33,7 @@ class RunStatus:
         self.running = 0
         self.evaluating_step: int | None = None
         self.evaluated: tuple[int, int] | None = None
-        """Of the evaluation in progress: tasks that have ended, and how many there are."""
+        """Progress of the present evaluation: tasks that have ended, and their total."""
         self.paused = False
         self.waiting: Wait | None = Wait("trainer", "the trainer has not opened the queue")
         self.disk: str | None = None
@@ -48,7 +46,7 @@ class RunStatus:
 
     @contextmanager
     def episode(self) -> Iterator[None]:
-        """Counts one episode as running."""
+        """Count one episode as running."""
         self.running += 1
         try:
             yield
@@ -57,9 +55,7 @@ class RunStatus:
 
     @contextmanager
     def waits_on(self, party: Party, env: str = "") -> Iterator[None]:
-        """Counts one episode as waiting for a service to answer, or to be there. Args: env: which environment is to
-        answer.
-        """
+        """Count one episode as waiting for a service. Args: env: environment that has to answer."""
         self._waits[party] += 1
         if env:
             self._env_waits[env] += 1
@@ -72,31 +68,31 @@ class RunStatus:
 
     @property
     def waits(self) -> dict[Party, int]:
-        """How many episodes wait for whom."""
+        """Number of waiting episodes, by party."""
         return {party: n for party, n in self._waits.items() if n}
 
     @property
     def env_waits(self) -> dict[str, int]:
-        """How many episodes wait for an answer of which environment."""
-        self._env_waits += Counter()  # forgets those at 0
+        """Number of episodes waiting for an answer, by environment."""
+        self._env_waits += Counter()  # removes those at 0
         return dict(self._env_waits)
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences on environments whose attempts fail so often that what is trained on is biased."""
+        """Sentences on environments whose attempts fail so often that training is biased."""
         found = [(env, self.by_env[env].failing) for env in self.by_env.names()]
         return [
-            f"{env}: {why}. Failed attempts have no reward, so the groups that remain are biased where failures are."
+            f"{env}: {why}. Failed attempts have no reward, so the remaining groups are a biased sample."
             for env, why in found
             if why
         ]
 
     def moved(self) -> None:
-        """Something advanced: a turn was sampled, an episode ended, a group was published, the queue changed."""
+        """Record progress: a turn was sampled, an episode ended, a group was published, or the queue changed."""
         self._moved_at = self._clock()
 
     def quiet_s(self) -> float:
-        """Seconds in which nothing advanced."""
+        """Return the seconds since the last progress."""
         return self._clock() - self._moved_at
 
     def ended(self, trajectory: Trajectory) -> None:
@@ -110,21 +106,21 @@ class RunStatus:
         self._durations.append(trajectory.timings["total_s"])
 
     def turn_answered(self, env: str, turn: int, reward: float) -> None:
-        """Args: turn: 0 is the reset; reward: of the attempt before this turn."""
+        """Count an answered turn. Args: turn: 0 is the reset; reward: of the attempt before this turn."""
         self.by_env[env].attempts.called(turn, None, reward)
         metrics.count_turn(self.by_env.versioned_label(env), turn, reward, "answered")
 
     def attempt_failed(self, env: str, turn: int, reward: float, error: VolleyError) -> None:
-        """As `turn_answered`, of the turn that an attempt failed at."""
-        told = f"{type(error).__name__}: {error}"
-        self.by_env[env].attempts.called(turn, told, reward)
+        """Count the turn that an attempt failed at; arguments as in `turn_answered`."""
+        failure = f"{type(error).__name__}: {error}"
+        self.by_env[env].attempts.called(turn, failure, reward)
         metrics.count_turn(self.by_env.versioned_label(env), turn, reward, "failed")
 
     def episode_failed(self, env: str, error: VolleyError) -> None:
         self.last_failure = self.by_env[env].last_failure = f"{type(error).__name__}: {error}"
 
     def group_published(self, group: Group, version: int) -> None:
-        """Args: version: the queue's step at the time."""
+        """Count a published group. Args: version: the queue's step at the time."""
         self.moved()
         self.published += 1
         self.by_env.published(group)
@@ -134,7 +130,7 @@ class RunStatus:
             self.failed_groups += 1
 
     def end(self, state: Literal["finished", "failed"], reason: str = "") -> None:
-        """The last state of the run; nothing changes it any more."""
+        """Set the final state of the run."""
         if self._ended is None:
             self._ended = (state, reason)
 
@@ -143,8 +139,9 @@ class RunStatus:
         return self._ended is not None
 
     def state(self, no_server: str | None) -> tuple[State, str]:
-        """State and its reason; `failed` is not the last one where the trainer has refused a step, and may be started
-        again.
+        """Return the state and its reason.
+
+        `failed` is not final if the trainer has refused a step: it may be started again.
 
         Args:
             no_server: why no rollout server can be used, if so.
@@ -166,12 +163,12 @@ class RunStatus:
         return "running", ""
 
     def tokens_per_s(self) -> float:
-        """Tokens of episodes that ended in the last 30 s, divided by that time."""
+        """Return the tokens of episodes that ended in the last 30 s, divided by that time."""
         self._forget(int(self._clock()))
         return sum(n for _, n in self._tokens) / _WINDOW_S
 
     def mean_episode_s(self) -> float | None:
-        """Mean duration of the last 256 episodes, in seconds."""
+        """Return the mean duration of the last 256 episodes, in seconds."""
         return sum(self._durations) / len(self._durations) if self._durations else None
 
     def _forget(self, second: int) -> None:

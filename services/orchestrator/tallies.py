@@ -1,4 +1,4 @@
-"""What became of the groups of each environment, as far as this process has made them."""
+"""Outcomes of each environment's groups, as far as this process has made them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MOST_LABELS = 32
 
 
 class GroupScore(NamedTuple):
-    """Mean reward and share of successes of a group; `learnability` is the unbiased estimate of p(1 - p), the variance
-    of success.
+    """Mean reward and success rate of a group; `learnability` is the unbiased estimate of p(1 - p), the variance of
+    success.
     """
 
     reward: float
@@ -27,7 +27,7 @@ class GroupScore(NamedTuple):
 
 @dataclass(slots=True)
 class EnvironmentTally:
-    """`recent` are the last groups; `attempts` are those at episodes, by turn."""
+    """Counts of one environment: `recent` are the last groups, `attempts` those at episodes by turn."""
 
     attempts: FailureRates = field(default_factory=FailureRates)
     groups: int = 0
@@ -49,19 +49,20 @@ class EnvironmentTally:
 
     @property
     def failing(self) -> str | None:
-        """A sentence on the turn at which too many attempts fail; None if there is none."""
+        """Sentence on the turn at which too many attempts fail; None if there is none."""
         turn = self.attempts.suspect()
         return None if turn is None else self.attempts.format_turn(turn)
 
     @property
     def learnability(self) -> float:
-        """Mean of the last groups, 0 … 0.25 for all but the smallest groups; 0 if there are none."""
+        """Mean of the last groups: 0 … 0.25 for all but the smallest groups; 0 if there are none."""
         return sum(score.learnability for score in self.recent) / max(1, len(self.recent))
 
 
 class EnvironmentTallies:
-    """By name; those of the environments that were met longest ago are forgotten. `n_groups` counts all that have not
-    failed.
+    """Tallies by environment; the oldest environments are dropped beyond a limit.
+
+    `n_groups` counts all groups that have not failed.
     """
 
     def __init__(self) -> None:
@@ -92,11 +93,11 @@ class EnvironmentTallies:
         tally.recent.append(GroupScore(sum(t.reward for t in group.trajectories) / n, success, learnability))
 
     def label(self, env: str) -> str:
-        """Of a metric: the name without version, and `other` beyond so many names."""
+        """Return a metric's label: the name without version, or `other` beyond the limit of names."""
         return _bounded(base_name(env), self._labels)
 
     def versioned_label(self, env: str) -> str:
-        """Label of a metric: the name with its version, and `other` beyond so many."""
+        """Return a metric's label: the name with its version, or `other` beyond the limit of names."""
         return _bounded(env, self._versioned)
 
 

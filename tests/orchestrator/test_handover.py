@@ -193,7 +193,7 @@ async def test_a_trainer_that_is_away_is_waited_for_by_a_folder_that_knows_nothi
     before = status.waiting
     async with TrainerClient(f"http://127.0.0.1:{port}") as trainer:
         task = asyncio.create_task(RecordHandover(trainer, own, status).restore())
-        while not (status.waiting and "which records it has" in status.waiting.why):
+        while not (status.waiting and "trainer's records" in status.waiting.why):
             await asyncio.sleep(0.01)
         assert not own.mixture.exists()
         async with served(records_app(run.path), port=port):

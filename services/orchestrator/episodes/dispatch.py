@@ -1,8 +1,8 @@
-"""Runs single episodes: bounded concurrency, and another attempt when the infrastructure failed.
+"""Run single episodes with bounded concurrency, and retry after infrastructure failures.
 
-An attempt begins only when a rollout server can be used and, after a failure, when the environment service says it is
-ready. Both are waited for without a deadline: an outage costs time, not attempts. A failure is never turned into a
-reward; when the attempts are used up it is raised.
+An attempt starts only when a rollout server can be used and, after a failure, when the environment service is ready.
+Both waits have no deadline: an outage costs time, not attempts. A failure never becomes a reward; when attempts are
+used up, it is raised.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ _log = telemetry.Log("dispatch")
 
 
 class Dispatcher:
-    """Args:
-    max_concurrent: episodes at once.
-    teaching: what episodes to train on are shown to.
+    """Dispatcher of episodes.
+
+    Args:
+        max_concurrent: number of episodes at once.
+        teaching: adds the teacher's log-probabilities to training episodes.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Dispatcher:
         self._max_attempts = max_attempts
 
     async def episode(self, spec: SamplingSpec, purpose: Purpose) -> Trajectory:
-        """Raises VolleyError: the last failure, when attempts are used up or another one cannot help."""
+        """Run one episode. Raises VolleyError: the last failure, when attempts are used up or cannot help."""
         budget = TokenBudget(self._max_attempts)
         async with self._slots:
             while True:

@@ -1,4 +1,4 @@
-"""Why an episode fails for reasons that are not the model's. What is done about each class is said by the class.
+"""Failures of an episode that the model did not cause. Each class says how it is handled.
 
     VolleyError
     ├── TooLarge ── PromptTooLong      the task's first prompt leaves no room to answer: no attempt can succeed
@@ -8,7 +8,7 @@
     ├── PrefixBroken                   a turn would not continue exactly what was sampled before: a defect, never data
     └── WrongVersion                   an evaluation got tokens of another version than the one it measures
 
-Whatever the model does (malformed answers, endless text, too many turns) is data and never appears here.
+The model's own actions (malformed answers, endless text, too many turns) are data and never appear here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""One ticket's group: G episodes of one task, at once. Complete, or failed with the class of the error, the
-environment and the turn; nothing in between.
+"""Run one ticket's group: G concurrent episodes of one task.
+
+A group is either complete, or failed with the error's class, the environment and the turn.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ _log = telemetry.Log("groups")
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What all groups of a run share. `sampling` holds temperature, top_p and top_k; G is `group_size`; `task_of` says
-    which task a ticket is; `routing` is that of `SamplingSpec`.
+    """Settings that all groups of a run share.
+
+    `sampling` holds temperature, top_p and top_k; G is `group_size`; `task_of` returns a ticket's task; `routing` is
+    that of `SamplingSpec`.
     """
 
     split: str
@@ -43,7 +46,7 @@ class GroupPlan:
 
 
 async def run_group(dispatcher: Dispatcher, plan: GroupPlan, ticket: int, need: VersionBounds) -> Group:
-    """The group of a ticket. An error of one sample, its attempts used up, fails the group and stops the others."""
+    """Run the group of a ticket. If one sample fails all its attempts, the group fails and the others are stopped."""
     failure: VolleyError | None = None
     task = await plan.task_of(ticket)
     running: list[asyncio.Task[Trajectory]] = []

@@ -1,12 +1,12 @@
 """Token-in-token-out: the growing record of one episode.
 
 Invariants
-- Only appends: the model's ids are kept as sampled, the environment's new text is tokenized once and put behind them.
-- Exact prefix: what is sent for a turn begins with exactly what was sent for the turn before and sampled after it.
-  `prompt` checks this every turn against the copy it handed out.
+- Only appends: the model's ids are kept as sampled; the environment's new text is tokenized once and appended.
+- Exact prefix: the prompt of a turn starts with exactly the prompt of the turn before and the ids sampled after it.
+  `prompt` checks this every turn against the copy it returned.
 - Mask and log-probability are nonzero only on sampled tokens, and version spans cover exactly those.
-- The experts of a position, where they are told, are those of the first request that computed it: of a sampled token
-  those it was sampled with.
+- The experts of a position, if recorded, are those of the first request that computed it: for a sampled token, those it
+  was sampled with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROMPT = "prompt"
 
 
 class Recorder:
-    """The tokens of one episode so far. Args: prompt_ids: ids up to and including the first assistant header."""
+    """Tokens of one episode so far. Args: prompt_ids: ids up to and including the first assistant header."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._ids = np.asarray(prompt_ids, np.int32)
@@ -44,7 +44,7 @@ class Recorder:
         return len(self._ids)
 
     def prompt(self) -> np.ndarray:
-        """int32 [T], read-only: all ids so far, to be continued by the model. Raises PrefixBroken."""
+        """Return int32 [T], read-only: all ids so far, for the model to continue. Raises PrefixBroken."""
         if not np.array_equal(self._ids[: len(self._sent)], self._sent):
             raise PrefixBroken(f"the first {len(self._sent)} ids changed between two turns")
         self._sent = self._ids.copy()
@@ -53,11 +53,11 @@ class Recorder:
 
     @property
     def n_routed(self) -> int:
-        """Of how many positions, from the first on, the experts are known."""
+        """Number of positions, from the first on, with known experts."""
         return sum(map(len, self._routed))
 
     def add_sampled(self, generation: Generation) -> None:
-        """Appends what the model said in this turn, or one more part of it; its experts are those of the positions from
+        """Append the model's ids of this turn, or a further part of it; its experts are those of positions from
         `n_routed` on.
         """
         start = len(self)
@@ -70,19 +70,19 @@ class Recorder:
     def end_turn(
         self, start: int, reward: float, components: Mapping[str, float], faults: Iterable[Fault | None] = ()
     ) -> None:
-        """Closes the assistant turn that began at position `start`, with what the environment gave for it."""
+        """End the assistant turn that started at position `start`, with the environment's result."""
         self._turns.append(Turn(start, len(self), ASSISTANT, reward))
         self._faults.update(fault for fault in faults if fault is not None)
         self._add_components(components)
 
     def add_reward(self, reward: float, components: Mapping[str, float]) -> None:
-        """What the end of the episode is worth, for the assistant's last turn."""
+        """Add the reward of the episode's end to the last assistant turn."""
         at = max(i for i, turn in enumerate(self._turns) if turn.role == ASSISTANT)
         self._turns[at] = replace(self._turns[at], reward=self._turns[at].reward + reward)
         self._add_components(components)
 
     def add_environment(self, ids: Sequence[int], role: str) -> None:
-        """Appends the environment's text and the next assistant header."""
+        """Append the environment's text and the next assistant header."""
         start = len(self)
         self._append(np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), sampled=False)
         self._turns.append(Turn(start, len(self), role))
@@ -104,7 +104,7 @@ class Recorder:
         failures: Mapping[str, int],
         timings: Mapping[str, float],
     ) -> Trajectory:
-        """The finished record; the reward is the sum over the turns."""
+        """Return the finished record; the reward is the sum over the turns."""
         return Trajectory(
             ticket=ticket,
             sample_index=sample_index,

@@ -1,9 +1,9 @@
-"""One episode: the model and the environment take turns until one of them, or a bound, ends it.
+"""Run one episode: model and environment take turns until one of them, or a limit, ends it.
 
-The tokens so far are the whole state of the model's side, so a turn whose server fails is asked of another one, and a
-turn that a weight update cut short goes on. Only the environment's side can be lost; then the episode starts again (see
-`groups`), with the same turns of the model as far as the environment says the same. Whatever the model does is data;
-whatever raises is the infrastructure's.
+The tokens so far are the whole state of the model's side. So if a server fails, the turn continues on another one, and
+a turn that a weight update cut short continues. Only the environment's state can be lost; then the episode restarts
+(see `groups`), and repeats the model's turns as long as the environment answers the same. The model's actions are data;
+exceptions are infrastructure failures.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from shared.types import MAX_MESSAGE, Message, Status, Trajectory
 
 _DELETE_S = 2.0
 _POLL_S, _AGAIN_S = 0.5, 0.1
-_LONG_TEXT = 20_000  # characters; tokenizing more at once would hold up the event loop
+_LONG_TEXT = 20_000  # characters; tokenizing more would block the event loop
 
 
 class Environments(Protocol):
-    """The part of `EnvClient` that is used here."""
+    """The part of `EnvClient` that the runner uses."""
 
     async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening: ...
 
@@ -55,7 +55,7 @@ class _Ended:
 
 
 class EpisodeRunner:
-    """Drives episodes; one object serves all of them."""
+    """Runs episodes; one object serves all of them."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class EpisodeRunner:
         self._status, self._sampler = status, TurnSampler(balancer, status, tokenizer.end_ids, bounds)
 
     async def run(self, spec: SamplingSpec, budget: TokenBudget) -> Trajectory:
-        """One whole episode; its environment's episode is deleted however it ends.
+        """Run one episode; its environment's episode is always deleted.
 
         Raises:
             PromptTooLong: the first prompt leaves no room to answer.
@@ -109,7 +109,7 @@ class EpisodeRunner:
         return trajectory
 
     async def environment_ready(self) -> None:
-        """Returns when the environment service takes requests; ends only so, or by cancellation."""
+        """Wait until the environment service accepts requests; only that or cancellation ends it."""
         with self._status.waits_on("env"):
             while True:
                 with suppress(Unavailable):
@@ -118,11 +118,11 @@ class EpisodeRunner:
 
     async def _open(self, spec: SamplingSpec, request_id: str, budget: TokenBudget) -> Opening:
         try:
-            opening = await self._asked(lambda: self._create(spec, request_id), spec, budget)
+            opening = await self._repeat(lambda: self._create(spec, request_id), spec, budget)
             self._status.turn_answered(spec.env, 0, 0.0)
             return opening
         except asyncio.CancelledError:
-            # The service may have made the episode; asking again with the same id tells which one it is.
+            # The service may have created the episode; the same request id returns its episode id.
             with suppress(VolleyError, TimeoutError):
                 async with asyncio.timeout(_DELETE_S):
                     opening = await self._create(spec, request_id)
@@ -134,7 +134,7 @@ class EpisodeRunner:
         return await self._environments.create(request_id, spec.env, spec.split, spec.index, seed=seed)
 
     async def _play(self, episode: EpisodeState, opening: Opening, request_id: str) -> tuple[_Ended, float]:
-        """Takes turns until the end; returns how it ended, and the seconds spent in the environment."""
+        """Play turns until the end; return how it ended, and the seconds spent in the environment."""
         recorder, env_s, n_turns = episode.recorder, 0.0, 0
         while True:
             start, n_turns = len(recorder), n_turns + 1
@@ -165,7 +165,7 @@ class EpisodeRunner:
             recorder.add_environment(ids, str(result.messages[0]["role"]) if result.messages else "user")
 
     def _cut(self, sampled: Sequence[int], n_tokens: int) -> Literal["length", "context"] | None:
-        """The bound that cut a turn short, if one did. Args: n_tokens: of the episode, this turn included."""
+        """Return the limit that cut a turn short, if any. Args: n_tokens: of the episode, this turn included."""
         if self._tokenizer.is_ended(sampled):
             return None
         if len(sampled) >= self._bounds.max_response_length:
@@ -185,37 +185,39 @@ class EpisodeRunner:
         return await _tokenized(messages, lambda: self._tokenizer.continue_after(sampled, messages))
 
     async def _step(self, episode: EpisodeState, episode_id: str, request_id: str, text: str) -> StepReply:
-        """Raises EpisodeLost. Text beyond what the service takes was cut: it is the model's, so it is no failure."""
-        return await self._known(episode, episode_id, lambda: self._environments.step(episode_id, request_id, text))
+        """Send the model's text; text beyond the service's limit was cut, as it is no failure. Raises EpisodeLost."""
+        return await self._call_episode(
+            episode, episode_id, lambda: self._environments.step(episode_id, request_id, text)
+        )
 
     async def _finish(self, episode: EpisodeState, opening: Opening, request_id: str) -> tuple[bool, float]:
-        """Adds what the end of an episode that a bound of ours cuts short is worth, where that is scored; returns
-        whether its task is solved, and the seconds it took. Raises EpisodeLost.
+        """Add the final reward of an episode that one of our limits ends, if the environment scores the end.
+
+        Returns True if the task is solved, and the seconds it took. Raises EpisodeLost.
         """
         if not opening.scored_at_end:
             return False, 0.0
         began, episode_id = time.monotonic(), opening.episode_id
         finish_id = f"{request_id}-finish"
-        found = await self._known(episode, episode_id, lambda: self._environments.finish(episode_id, finish_id))
+        found = await self._call_episode(episode, episode_id, lambda: self._environments.finish(episode_id, finish_id))
         episode.recorder.add_reward(found.reward, found.reward_components)
         return found.success, time.monotonic() - began
 
-    async def _known[T](self, episode: EpisodeState, episode_id: str, call: Callable[[], Awaitable[T]]) -> T:
-        """A call that needs the service to know the episode. Raises EpisodeLost."""
+    async def _call_episode[T](self, episode: EpisodeState, episode_id: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Make a call about an existing episode. Raises EpisodeLost if the service does not know it."""
         budget, used = episode.budget, episode.budget.used
         try:
-            return await self._asked(call, episode.spec, budget)
+            return await self._repeat(call, episode.spec, budget)
         except (NotFound, Conflict) as error:
             if budget.used > used:
                 budget.prepaid = True
             raise EpisodeLost(f"the environment lost episode {episode_id}: {error.detail}") from error
 
-    async def _asked[T](self, call: Callable[[], Awaitable[T]], spec: SamplingSpec, budget: TokenBudget) -> T:
-        """Repeats what the environment service knows by its request id; the episode's deadline bounds it, outages not
-        counted.
+    async def _repeat[T](self, call: Callable[[], Awaitable[T]], spec: SamplingSpec, budget: TokenBudget) -> T:
+        """Repeat a call that is idempotent by its request id, until the episode's deadline, which outages extend.
 
-        Each failure costs an attempt, and the service has to be ready again before the next; being told to wait costs
-        none.
+        Each failure costs an attempt, and the service has to be ready again before the next one; a RateLimited answer
+        costs none.
         """
         while True:
             try:
@@ -230,7 +232,7 @@ class EpisodeRunner:
                     await self.environment_ready()
 
     async def _delete(self, episode_id: str) -> None:
-        """Best effort within its time: an episode that stays behind expires by itself."""
+        """Delete the episode, best effort within a deadline; otherwise it expires by itself."""
         with suppress(VolleyError, TimeoutError):
             async with asyncio.timeout(_DELETE_S):
                 await self._environments.delete_episode(episode_id)

@@ -1,9 +1,9 @@
-"""Shows finished episodes to a teacher, whose log-probabilities of the sampled tokens then are part of them.
+"""Add a teacher's log-probabilities of the sampled tokens to finished episodes.
 
-It is asked before the group is published, so they are in the queue and in the archive with what they belong to, and
-nobody asks again. A teacher that is not there, or says that it has no time, is waited for: that has no deadline and
-costs nothing, and as many episodes as may ask at once try again, ever more slowly; the others wait behind them. An
-answer that fails costs one of the episode's attempts, but never the episode: the same one is shown again.
+The teacher is asked before the group is published, so that its log-probabilities travel and are archived with the
+group, and nobody asks again. If the teacher is away or overloaded, episodes wait for it without a deadline or cost: as
+many as may ask at once retry, with increasing pauses; the others wait behind them. A failed answer costs one of the
+episode's attempts, but the same episode is then shown again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from services.orchestrator import metrics
-from services.orchestrator.disk import once_there_is_room
+from services.orchestrator.disk import retry_while_disk_full
 from services.orchestrator.episodes.turn import TokenBudget
 from services.orchestrator.status import RunStatus
 from shared.clients.teacher import TeacherAway, TeacherRefused
@@ -27,26 +27,26 @@ from shared.process import telemetry
 from shared.types import Trajectory
 
 _AGAIN_S, _MOST_S = 0.1, 30.0
-"""Between two questions: at first, and at most."""
+"""Pause between two requests, in seconds: the first, and the longest."""
 _TELL_S = 60.0
 _TEACHER = "teacher"
 _log = telemetry.Log("teacher")
 
 
 class Teacher(Protocol):
-    """The part of `TeacherClient` that is used here."""
+    """The part of `TeacherClient` used here."""
 
     async def logprobs(self, ids: np.ndarray, start: int) -> np.ndarray: ...
 
 
 class TeachingBudget:
-    """What the run may ask its teacher; counted on disk before it is asked."""
+    """The teacher's budget; requests are counted on disk before they are sent."""
 
     def __init__(self, store: SpendingStore, max_requests: int | None, max_tokens: int | None) -> None:
         self._store, self._limits = store, (max_requests, max_tokens)
 
     def spend(self, n_tokens: int) -> None:
-        """Blocks. Raises TeacherRefused when it is used up, StorageUnavailable."""
+        """Count a request; blocks. Raises TeacherRefused if the budget is used up, StorageUnavailable."""
         used_up = self._store.count_request(_TEACHER, *self._limits)
         if used_up is not None:
             hint = f"raise services.orchestrator.teacher.{used_up.partition('=')[0]}"
@@ -55,27 +55,30 @@ class TeachingBudget:
 
 
 class EpisodeTeaching:
-    """Args:
-    max_concurrent: questions at once.
-    budget: None bounds nothing.
+    """Asks the teacher about episodes.
+
+    Args:
+        max_concurrent: number of requests at once.
+        budget: None for no limit.
     """
 
     def __init__(
         self, teacher: Teacher, status: RunStatus, max_concurrent: int, budget: TeachingBudget | None = None
     ) -> None:
         self._teacher, self._status, self._places = teacher, status, asyncio.Semaphore(max_concurrent)
-        self._budget, self._told_at = budget, -_TELL_S
+        self._budget, self._warned_at = budget, -_TELL_S
 
     async def taught(self, trajectory: Trajectory, budget: TokenBudget) -> Trajectory:
-        """The episode with the teacher's log-probabilities. Raises VolleyError when the attempts are used up, or
-        another one cannot help.
+        """Return the episode with the teacher's log-probabilities.
+
+        Raises VolleyError if the attempts are used up, or another one cannot help.
         """
         first, pause_s = trajectory.prompt_len, _AGAIN_S
         while True:
             try:
                 with self._status.waits_on(_TEACHER):
                     async with self._places:
-                        told = await self._answered(trajectory.token_ids, first)
+                        logprobs = await self._ask_until_answered(trajectory.token_ids, first)
                 break
             except VolleyError as error:
                 _log.warning("the teacher failed an episode", error=str(error), attempt=budget.used + 1)
@@ -83,31 +86,31 @@ class EpisodeTeaching:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MOST_S)
         made = np.zeros(len(trajectory.token_ids), np.float32)
-        made[first:] = told
+        made[first:] = logprobs
         made[trajectory.loss_mask == 0] = 0.0
         self._status.moved()
         taught = replace(trajectory, teacher_logprobs=made, attempt=budget.used, failures=dict(budget.failures))
         taught.validate()
         return taught
 
-    async def _answered(self, ids: np.ndarray, start: int) -> np.ndarray:
-        """Asks until there is an answer, or one that fails. The question counts once."""
+    async def _ask_until_answered(self, ids: np.ndarray, start: int) -> np.ndarray:
+        """Ask until there is an answer, or one that fails. It counts as one request."""
         if self._budget is not None:
-            await once_there_is_room(partial(self._budget.spend, len(ids)), self._without_room)
+            await retry_while_disk_full(partial(self._budget.spend, len(ids)), self._without_room)
         pause_s = _AGAIN_S
         while True:
             try:
                 with metrics.TEACHER_SECONDS.time():
                     return await self._teacher.logprobs(ids, start)
             except (TeacherAway, RateLimited) as error:
-                self._tell(error)
+                self._warn(error)
                 await asyncio.sleep(max(pause_s, min(error.retry_after_s, _MOST_S)))
                 pause_s = min(2 * pause_s, _MOST_S)
 
-    def _tell(self, error: VolleyError) -> None:
-        """Once a minute, however many wait."""
-        if time.monotonic() - self._told_at >= _TELL_S:
-            self._told_at = time.monotonic()
+    def _warn(self, error: VolleyError) -> None:
+        """Warn once a minute, for all waiting episodes together."""
+        if time.monotonic() - self._warned_at >= _TELL_S:
+            self._warned_at = time.monotonic()
             _log.warning("waiting for the teacher", reason=str(error))
 
     def _without_room(self, error: StorageUnavailable | None) -> None:

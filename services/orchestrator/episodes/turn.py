@@ -1,8 +1,7 @@
-"""One assistant turn: sampled in one part if all goes well, in several when a weight update cuts it short or a server
-fails.
+"""Sample one assistant turn, in several parts if a weight update cuts it short or a server fails.
 
-Every part continues exactly the ids that are recorded; what a failed server had sampled is lost and sampled again. An
-attempt that begins again repeats the turns that were sampled, as far as the environment says the same.
+Every part continues exactly the recorded ids; what a failed server had sampled is lost and sampled again. A repeated
+attempt repeats the turns already sampled, as long as the environment answers the same.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _MAX_PARTS = 64  # of one turn; each weight update in abort mode makes one more
 
 @dataclass(frozen=True, slots=True)
 class TokenBounds:
-    """Bounds of one episode. `context_length` and `max_response_length` (of one turn) are tokens."""
+    """Limits of one episode. `context_length` and `max_response_length` (of one turn) are in tokens."""
 
     context_length: int
     max_response_length: int
@@ -43,14 +42,17 @@ class TokenBounds:
     max_attempts: int
 
     def room(self, n_tokens: int) -> int:
-        """Tokens that may be sampled after `n_tokens`; engines want the sum below their context length."""
+        """Return how many tokens may be sampled after `n_tokens`; engines require the sum to be below their context
+        length.
+        """
         return self.context_length - 1 - n_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """Which episode to run. `sampling` holds temperature, top_p and top_k; `ticket` 0 stands for an evaluation.
-    `routing`: the trainer wants to know the experts that tokens were sent to.
+    """The episode to run. `sampling` holds temperature, top_p and top_k; `ticket` is 0 for an evaluation.
+
+    `routing`: record the experts that tokens are sent to, for the trainer.
     """
 
     env: str
@@ -66,7 +68,7 @@ class SamplingSpec:
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """The ids before a turn, and the parts that were sampled in it."""
+    """Ids before a turn, and the parts that were sampled in it."""
 
     before: np.ndarray
     parts: list[Generation] = field(default_factory=list[Generation])
@@ -74,13 +76,12 @@ class SampledTurn:
 
 @dataclass(slots=True)
 class TokenBudget:
-    """Attempts of one sample_index, over all its turns and restarts: the only bound of repetition there is, so that
-    none is inside another.
+    """Attempts of one sample over all its turns and restarts: the only retry limit, so that retries are never nested.
 
-    `failures` counts them by class, `used` in all. `prepaid`: the next failure belongs to one that is counted, because
-    one outage is one attempt. Of the present attempt, `n_sampled` is how many tokens it has sampled, `turn` the turn it
-    is in (0 is the reset), `reward` its reward before that, and `timer` its deadline. `failed_at` are the turns that
-    earlier attempts failed at, `sampled` what was sampled so far, by turn.
+    `failures` counts attempts by error class, `used` in total. `prepaid`: the next failure belongs to one already
+    counted, because one outage is one attempt. For the present attempt, `n_sampled` is its number of sampled tokens,
+    `turn` its turn (0 is the reset), `reward` its reward before that turn, and `timer` its deadline. `failed_at` are
+    the turns at which earlier attempts failed, `sampled` the turns sampled so far.
     """
 
     max_attempts: int
@@ -95,11 +96,11 @@ class TokenBudget:
     timer: asyncio.Timeout | None = None
 
     def begin(self) -> None:
-        """Another attempt."""
+        """Start another attempt."""
         self.n_sampled, self.turn, self.reward = 0, 0, 0.0
 
     def spend(self, error: VolleyError) -> None:
-        """Counts a failure; raises it again when it was the last attempt or cannot pass."""
+        """Count a failure; raise it again if it was the last attempt or cannot be retried."""
         if self.prepaid:
             self.prepaid = False
             return
@@ -115,7 +116,7 @@ class TokenBudget:
 
     @contextmanager
     def outage(self) -> Iterator[None]:
-        """Waiting for a service inside of this moves the attempt's deadline by as much."""
+        """Extend the attempt's deadline by the time spent inside, waiting for a service."""
         due = self.timer and self.timer.when()
         if self.timer is None or due is None:
             yield
@@ -130,7 +131,7 @@ class TokenBudget:
 
 @dataclass(slots=True)
 class EpisodeState:
-    """What changes while an episode runs: its record, its server, its budget, seconds spent generating."""
+    """State of a running episode: its record, its server, its budget, seconds spent generating."""
 
     spec: SamplingSpec
     budget: TokenBudget
@@ -146,7 +147,7 @@ class TurnSampler:
         self._balancer, self._status, self._end_ids, self._bounds = balancer, status, sorted(end_ids), bounds
 
     async def turn(self, episode: EpisodeState) -> list[int]:
-        """Records one assistant turn; returns its ids, which end with one of `end_ids` unless a bound cut it.
+        """Record one assistant turn; return its ids, which end with one of `end_ids` unless a limit cut it.
 
         Raises:
             VolleyError: the attempts are used up.
@@ -169,9 +170,9 @@ class TurnSampler:
         raise Unavailable(f"one turn was cut short {_MAX_PARTS} times")
 
     def _sampled(self, episode: EpisodeState) -> SampledTurn:
-        """Sample of an earlier attempt in this turn, if it continues the same ids; else a turn without parts.
+        """Return an earlier attempt's sample of this turn, if it continues the same ids; else a turn without parts.
 
-        Where failures depend on the answer, another answer in its place would make a biased sample.
+        If failures depend on the answer, sampling another answer instead would bias the sample.
         """
         turns, number = episode.budget.sampled, max(0, episode.budget.turn - 1)
         ids = episode.recorder.prompt()
@@ -183,7 +184,7 @@ class TurnSampler:
         return turns[number]
 
     def _is_usable(self, version: WeightVersion, need: VersionBounds) -> bool:
-        """Tell if tokens of these weights may still be trained on."""
+        """True if tokens of these weights may still be trained on."""
         return version.step >= (need.min_step or 0) and not self._balancer.is_undone(version)
 
     async def _part(self, episode: EpisodeState, max_new_tokens: int) -> Generation:
@@ -231,12 +232,12 @@ class TurnSampler:
         return generation
 
     def _check_versions(self, generation: Generation, need: VersionBounds) -> None:
-        """Raises WrongVersion if any token lies outside of the bounds, or was sampled by weights that were undone."""
+        """Raise WrongVersion if a token is outside the bounds, or was sampled by undone weights."""
         for span in generation.versions:
             version = WeightVersion.parse(span.version)
             late = need.max_step is not None and version.step > need.max_step
             if late or version.step < (need.min_step or 0) or self._balancer.is_undone(version):
-                raise WrongVersion(f"tokens of {span.version} where step {need.min_step} was asked for")
+                raise WrongVersion(f"tokens of {span.version} but step {need.min_step} was requested")
 
     def _params(self, spec: SamplingSpec, position: int, max_new_tokens: int) -> dict[str, Any]:
         return {
@@ -248,7 +249,7 @@ class TurnSampler:
 
 
 async def _abort(server: ServerLoad, rid: str) -> None:
-    """Best effort within its time: the engine goes on with requests whose client went away."""
+    """Abort a request, best effort within a deadline: the engine continues requests whose client went away."""
     with suppress(VolleyError, TimeoutError):
         async with asyncio.timeout(_ABORT_S):
             await server.engine.abort(rid)

@@ -1,17 +1,17 @@
-"""Held-out evaluation: greedy episodes on the first tasks of the split `eval`, once for each step that asks for it.
+"""Held-out evaluation: greedy episodes on the first tasks of the split `eval`, once for each due step.
 
 Invariants
-- Every token comes from exactly the weights of the step that is measured. No ticket is reserved beyond that step
-  before it is measured (`EvalPlan.last_admitted`), so the trainer makes no newer ones meanwhile; should it have groups
-  for one all the same, the evaluation is dropped, and the newer weights are measured.
-- Where a run plays several environments, each has a line of its own, that of the main one last: it alone makes the step
-  done. Another one that cannot be measured is left out; it does not hold up the run.
+- Every token comes from exactly the weights of the measured step. Before a step is measured, no ticket is reserved
+  beyond it (`EvalPlan.last_admitted`), so the trainer makes no newer weights meanwhile; if it still has groups for
+  some, the evaluation is dropped, and the newer weights are measured.
+- If a run plays several environments, each has its own line, the main one's last: only that marks the step as done.
+  Other environments that cannot be measured are skipped; they do not delay the run.
 - A line of `evals.jsonl` is on disk before the evaluation counts as done. Neither a restart nor a second orchestrator
-  of the run measures a step again, unless its weights were undone (see `records`): a lock on a file beside it, which
-  dies with its holder, lets one at a time evaluate.
-- Of one environment every evaluation is of the same data, by digest: with others the run ends with a ConfigError.
-- Tasks that failed (infrastructure) are no zeros: `success` and `reward_mean` are over the others, `failed` tells how
-  many.
+  of the run measures a step again, unless its weights were undone (see `records`): a file lock beside it, released when
+  its holder dies, admits one evaluation at a time.
+- All evaluations of an environment use the same data, by digest; other data ends the run with a ConfigError.
+- Tasks that failed (infrastructure) do not count as zeros: `success` and `reward_mean` are over the others, and
+  `failed` counts them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from services.orchestrator.disk import once_there_is_room
+from services.orchestrator.disk import retry_while_disk_full
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.turn import SamplingSpec
 from services.orchestrator.evaluation.records import EvalRecord, append, as_rows, counting, read_records, summarize
@@ -46,7 +46,7 @@ SPLIT = "eval"
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 1}
 _N_SAMPLES = 4
 _MOST_TEXT = 2**18
-"""Characters of a sample: its line is handed over whole, and a body is bounded."""
+"""Largest text of a sample, in characters: its line is handed over whole, in a body of limited size."""
 _LOCK_POLL_S = 0.5
 _log = telemetry.Log("evaluation")
 
@@ -60,8 +60,9 @@ class HeldOutTasks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """When and on what: step 0, every `every` steps if set, and `last_step`; tasks 0 … n_tasks - 1 of the main
-    environment `env`.
+    """When and what to evaluate: step 0, every `every` steps if set, and `last_step`.
+
+    The tasks are 0 … n_tasks - 1 of the main environment `env`.
     """
 
     env: str
@@ -71,9 +72,9 @@ class EvalPlan:
     last_step: int
 
     def due(self, step: int, done: frozenset[int]) -> bool:
-        """Whether the weights of this step, the newest, have to be measured now.
+        """True if the weights of `step`, the newest, have to be measured now.
 
-        A step that passed unseen is made up for by the next one: `every` is a period, not a set of numbers.
+        If a due step was missed, the next one is measured instead: `every` is a period, not a set of steps.
         """
         if step in done:
             return False
@@ -86,7 +87,7 @@ class EvalPlan:
         return VersionBounds(min_step=step, max_step=step, strict=True)
 
     def last_admitted(self, step: int, done: frozenset[int]) -> int:
-        """The last step that groups may be made for while `step` is the newest durable one: the next to be measured."""
+        """Return the last step that groups may be made for at durable `step`: the next to be measured."""
         if self.every is None:
             return self.last_step
         last = max((s for s in done if s <= step), default=0)
@@ -95,11 +96,13 @@ class EvalPlan:
 
 
 class Evaluator:
-    """Args:
-    folder: of the run; evals.jsonl and samples.jsonl are appended there.
-    others: the environments beside the main one that are to be measured now.
-    offer: what the environment service told of an environment last, with the digests of its data.
-    sinks: get each line of evals.jsonl.
+    """Evaluates a run.
+
+    Args:
+        folder: of the run; evals.jsonl and samples.jsonl are appended there.
+        others: returns the environments to measure now, besides the main one.
+        offer: returns the latest offer of an environment by the environment service, with the digests of its data.
+        sinks: get each line of evals.jsonl.
     """
 
     def __init__(
@@ -122,11 +125,11 @@ class Evaluator:
 
     @property
     def records(self) -> list[EvalRecord]:
-        """Those that count."""
+        """Records that count."""
         return counting(self._read, self._lineage)
 
     def follow(self, lineage: Lineage) -> None:
-        """The trainer has a new incarnation: records of weights that it undid do not count any more."""
+        """Follow a new incarnation of the trainer: records of weights that it undid no longer count."""
         self._lineage = lineage
 
     def due(self, step: int) -> bool:
@@ -139,10 +142,11 @@ class Evaluator:
         return frozenset(record.step for record in self.records if record.env is None)
 
     async def run(self, step: int) -> None:
-        """Measures the weights of `step`, unless another orchestrator has. Raises Unavailable when no task of the main
-        environment came through.
+        """Measure the weights of `step`, unless another orchestrator has.
+
+        Raises Unavailable if every task of the main environment failed.
         """
-        lock = await once_there_is_room(lambda: locks.lock_file(self._evals.with_suffix(".lock")), self._waiting)
+        lock = await retry_while_disk_full(lambda: locks.lock_file(self._evals.with_suffix(".lock")), self._waiting)
         async with self._alone(lock):
             self._read = read_records(self._evals)
             if self.due(step):
@@ -150,7 +154,7 @@ class Evaluator:
                 self._read.append(await self._measure(step, HeldOutTasks(self.plan.env, self.plan.n_tasks)))
 
     async def _measure_others(self, step: int) -> None:
-        """Those that were not measured before a restart."""
+        """Measure the other environments that were not measured before a restart."""
         done = {record.env for record in self.records if record.step == step}
         for tasks in self._others():
             if tasks.env not in done and tasks.n_tasks:
@@ -159,7 +163,7 @@ class Evaluator:
                 except ConfigError:
                     raise
                 except VolleyError as error:
-                    _log.warning("an environment was not evaluated", env=tasks.env, step=step, reason=str(error))
+                    _log.warning("environment not evaluated", env=tasks.env, step=step, reason=str(error))
 
     async def _measure(self, step: int, tasks: HeldOutTasks) -> EvalRecord:
         started, offer = time.monotonic(), self._offer(tasks.env)
@@ -169,15 +173,15 @@ class Evaluator:
         digests = offer.digests if offer else None
         record = summarize(step, trajectories, failed, time.monotonic() - started, env, digests)
         samples = [self._sample(step, t, env) for t in trajectories[:_N_SAMPLES]]
-        await once_there_is_room(lambda: append(self._samples, samples), self._waiting)
+        await retry_while_disk_full(lambda: append(self._samples, samples), self._waiting)
         lines = as_rows([record])
-        await once_there_is_room(lambda: append(self._evals, lines), self._waiting)
+        await retry_while_disk_full(lambda: append(self._evals, lines), self._waiting)
         self._sinks.send("evaluation", lines[0])
         _log.info("evaluated", **dataclasses.asdict(record))
         return record
 
     def check_data(self, env: str, offer: Offer | None) -> None:
-        """Raises ConfigError if an evaluation of the environment was of other data."""
+        """Raise ConfigError if an earlier evaluation of the environment used other data."""
         name = None if env == self.plan.env else env
         for record in self._read:
             if offer is not None and record.env == name and record.data:
@@ -185,7 +189,7 @@ class Evaluator:
 
     @asynccontextmanager
     async def _alone(self, lock: int) -> AsyncIterator[None]:
-        """Waits for as long as another process evaluates; ends only so, or by cancellation. Closes the descriptor."""
+        """Wait while another process evaluates; only its end or cancellation ends the wait. Closes the descriptor."""
         async with AsyncExitStack() as stack:
             with self._status.waits_on("peer"):
                 await stack.enter_async_context(locks.locked(lock, poll_s=_LOCK_POLL_S))
@@ -195,7 +199,9 @@ class Evaluator:
         self._status.disk = str(error) if error else None
 
     async def _trajectories(self, tasks: HeldOutTasks, need: VersionBounds) -> tuple[list[Trajectory], int]:
-        """The trajectories in the order of the tasks, and how many tasks failed. Raises Unavailable if all did."""
+        """Return the trajectories in the order of the tasks, and the number of failed tasks. Raises Unavailable if all
+        failed.
+        """
         failures: list[VolleyError] = []
 
         async def one(index: int) -> Trajectory | None:
@@ -218,7 +224,7 @@ class Evaluator:
 
     @contextmanager
     def _counting(self, n_tasks: int) -> Iterator[Callable[[], None]]:
-        """Inside, the status tells how many tasks have ended; gives what counts one."""
+        """Show in the status how many tasks have ended; yield the function that counts one."""
         status, n_ended = self._status, 0
 
         def ended() -> None:

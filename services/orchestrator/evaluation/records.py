@@ -1,7 +1,7 @@
-"""The lines of evals.jsonl: what an evaluation found, and whether it still counts.
+"""Lines of evals.jsonl: results of evaluations.
 
 Invariant: a record counts for its step only if the weights it measured are ancestors of the present ones. A step that
-was undone and made again is measured again; of several records that count the last is the step's.
+was undone and made again is measured again; of several records that count, the last is the step's.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ _log = telemetry.Log("records")
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
-    """One line. `version_min` and `version_max` are over all sampled tokens, which `tokens` counts; `ends` are shares
-    of the episodes. `env` is None, and absent in the file, for the run's main environment. `data` are the digests of
-    the environment's data, absent where it has none.
+    """One line.
+
+    `version_min` and `version_max` are over all sampled tokens, which `tokens` counts; `ends` are shares of the
+    episodes. `env` is None, and absent in the file, for the run's main environment. `data` are the digests of the
+    environment's data, absent if it has none.
     """
 
     step: int
@@ -49,7 +51,7 @@ class EvalRecord:
     data: Digests | None = None
 
     def counts(self, lineage: Lineage) -> bool:
-        """Whether the weights it measured belong to the lineage; while none is known, they do."""
+        """True if the measured weights belong to the lineage, or no lineage is known."""
         return not lineage or all(
             in_lineage(WeightVersion.parse(v), lineage) for v in (self.version_min, self.version_max)
         )
@@ -67,8 +69,8 @@ def summarize(
     env: str | None = None,
     data: Digests | None = None,
 ) -> EvalRecord:
-    """Means over the trajectories (at least one), of rewards of any finite size; failed tasks are counted, not
-    averaged.
+    """Return means over the trajectories (at least one), for rewards of any finite size; failed tasks are
+    only counted.
     """
     n = len(trajectories)
     versions = [WeightVersion.parse(span.version) for t in trajectories for span in t.versions]
@@ -90,15 +92,13 @@ def summarize(
 
 
 def counting(records: Sequence[EvalRecord], lineage: Lineage) -> list[EvalRecord]:
-    """One record a step and environment, the last that counts, in the order of steps; of a step the main one's last."""
+    """Return the last record that counts for each step and environment, sorted by step, the main environment last."""
     last = {(record.step, record.env is None, record.env or ""): record for record in records if record.counts(lineage)}
     return [last[key] for key in sorted(last)]
 
 
 def read_records(path: Path) -> list[EvalRecord]:
-    """All whole lines that can be read; one that a crash cut off is blanked in the file. What is skipped is measured
-    again.
-    """
+    """Read all whole, valid lines; blank an incomplete last line in the file. Skipped steps are measured again."""
     storage.blank_torn_line(path)
     records: list[EvalRecord] = []
     for n, line in enumerate(storage.whole_lines(path), 1):
@@ -116,12 +116,12 @@ def read_records(path: Path) -> list[EvalRecord]:
 
 
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Appends JSON lines and makes them durable. Raises StorageUnavailable; then none of them is there."""
+    """Append JSON lines and make them durable. Raises StorageUnavailable; then none of them is there."""
     storage.append(path, b"".join(orjson.dumps(row) + b"\n" for row in rows), durable=True)
 
 
 def as_rows(records: Sequence[EvalRecord]) -> list[dict[str, Any]]:
-    """As the lines of the file."""
+    """Return records as the lines of the file."""
     return [
         {key: value for key, value in dataclasses.asdict(record).items() if key not in _OPTIONAL or value is not None}
         for record in records

@@ -1,9 +1,9 @@
-"""A curriculum over the environments of a mixture: more groups of what there is most to learn from.
+"""Curriculum over the environments of a mixture: more groups where there is most to learn.
 
-What a group has to teach is the variance of its outcomes: where all of its samples succeed, or none does, every
-advantage is zero. Its estimate p(1 - p), averaged over the last groups of an environment, is that environment's
-learnability: A. Rutherford et al., "No Regrets: Investigating and Improving Regret Approximations for Curriculum
-Discovery", 2024; T. Foster and J. Foerster, "Learning to Reason at the Frontier of Learnability", 2025.
+A group's learning signal is the variance of its outcomes: if all or none of its samples succeed, every advantage is
+zero. Its estimate p(1 - p), averaged over an environment's last groups, is the environment's learnability: A.
+Rutherford et al., "No Regrets: Investigating and Improving Regret Approximations for Curriculum Discovery", 2024; T.
+Foster and J. Foerster, "Learning to Reason at the Frontier of Learnability", 2025.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from services.orchestrator.tallies import EnvironmentTallies
 from shared.schema import CurriculumConfig
 
 _LEAST_GROUPS = 8
-"""An environment of which fewer groups are known keeps the factor it has."""
+"""Environments with fewer known groups keep their factor."""
 _LEAST_MOVE = 0.05
-"""Factors are left as they are until one would move as far as this: every change is a line on disk."""
+"""Smallest change of a factor that is applied: every change is a line on disk."""
 
 
 class Curriculum:
-    """By what the weights of a mixture are multiplied. Args: tallies: of the groups that this process has published."""
+    """Factors of a mixture's weights. Args: tallies: of the groups that this process has published."""
 
     def __init__(self, config: CurriculumConfig, tallies: EnvironmentTallies) -> None:
         self._config, self._tallies = config, tallies
         self._next = tallies.n_groups + config.every_groups
 
     def judged(self) -> dict[str, float]:
-        """Every so many groups: from `floor` (nothing to learn) to 1 (half of all samples succeed, in every group), by
-        environment; those of which too little is known are left out. To be followed by `settled`.
+        """Return new factors by environment every `every_groups` groups, else nothing; call `settled` afterwards.
+
+        A factor goes from `floor` (nothing to learn) to 1 (half of all samples succeed, in every group). Environments
+        with too few groups are left out.
         """
         if self._tallies.n_groups < self._next:
             return {}
@@ -39,7 +41,7 @@ class Curriculum:
         }
 
     def settled(self) -> None:
-        """What was judged is in force, or changes nothing: the next time is so many groups from now."""
+        """Mark the factors as applied: the next ones are due `every_groups` groups from now."""
         if self._tallies.n_groups >= self._next:
             self._next = self._tallies.n_groups + self._config.every_groups
 
@@ -48,7 +50,9 @@ class Curriculum:
 
 
 def factors_after(last: Mapping[str, float], judged: Mapping[str, float], envs: Iterable[str]) -> dict[str, float]:
-    """The factors that are not 1, of these environments: as judged, if that moves one of them far enough."""
+    """Return the factors of these environments that are not 1: the judged ones if one of them moves far enough, else
+    the last.
+    """
     before = {env: last.get(env, 1.0) for env in envs}
     after = {env: judged.get(env, factor) for env, factor in before.items()}
     moved = any(round(abs(after[env] - before[env]), 6) >= _LEAST_MOVE for env in after)

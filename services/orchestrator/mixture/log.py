@@ -1,11 +1,11 @@
-"""mixture.jsonl of one run: which environment a ticket plays, and changes from a ticket that nobody has reserved.
+"""mixture.jsonl of one run: the environment of each ticket, and changes from an unreserved ticket on.
 
 Invariants
-- What a ticket plays is looked up after it is reserved, and never changes: a change holds the lock alone from the
-  moment it learns which tickets are issued until its line is on disk, and whoever looks a ticket up waits for that. So
-  a ticket that was reserved before is below the line, and one that was reserved since is looked up with it.
-- What a crash left of a line was never in force, and is blanked before the next one is written.
-- A file that is removed or cut while it is in use is written again: what tickets play follows from it.
+- A ticket's environment is looked up after it is reserved, and never changes. A change holds an exclusive lock from
+  before it reads which tickets are issued until its line is on disk, and look-ups wait for it. So a ticket reserved
+  before is below the line, and one reserved since is looked up with it.
+- An incomplete line left by a crash was never in force, and is blanked before the next one is written.
+- A file that is removed or truncated while it is in use is rewritten: the tickets' environments follow from it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ _log = telemetry.Log("mixture")
 
 
 class MixtureLog:
-    """Args:
-    weights: in force from ticket 1, as configured.
-    n_issued: how many tickets the queue has issued. May raise QueueUnavailable.
+    """The mixture's log.
+
+    Args:
+        weights: in force from ticket 1, as configured.
+        n_issued: returns how many tickets the queue has issued. May raise QueueUnavailable.
     """
 
     def __init__(self, path: Path, weights: Weights, n_issued: Callable[[], Awaitable[int]]) -> None:
@@ -45,10 +47,10 @@ class MixtureLog:
         return self.assignment.current
 
     async def drawn(self, ticket: int) -> Drawn:
-        """What a reserved ticket plays."""
+        """Return the assignment of a reserved ticket."""
         self._highest = max(self._highest, ticket)
         descriptor = locks.existing_lock_file(self._lock)
-        if descriptor is None:  # nobody has begun to change the mixture since the ticket was reserved
+        if descriptor is None:  # no change has started since the ticket was reserved
             self._read()
             return self.assignment.of(ticket)
         async with locks.locked(descriptor, shared=True, poll_s=_POLL_S):
@@ -56,13 +58,13 @@ class MixtureLog:
             return self.assignment.of(ticket)
 
     async def change(self, make: Callable[[MixtureChange], MixtureChange | None]) -> bool:
-        """Puts another mixture in force, unless `make`, which is given the present one, says that nothing changes.
+        """Put another mixture in force, unless `make`, called with the present one, returns None.
 
-        From which ticket on is decided here. What was to play first and has not been reserved yet still plays first,
-        unless it has left.
+        The log decides the first ticket of the change. Environments that were to play first, and are not yet reserved,
+        still play first, unless they have left.
 
-        Returns whether anything changed. Raises QueueUnavailable, StorageUnavailable, and DecodeError for what could
-        not be read back; then nothing has.
+        Returns True if anything changed. Raises QueueUnavailable, StorageUnavailable, and DecodeError for a change that
+        could not be read back; then nothing has changed.
         """
         self._read()
         if make(self.current) is None:
@@ -92,7 +94,7 @@ class MixtureLog:
             yield
 
     def _read(self) -> None:
-        """What has been added to the file."""
+        """Read lines added to the file."""
         try:
             with open_file(self._path) as file:
                 is_cut = os.fstat(file.fileno()).st_size < self._offset
@@ -106,14 +108,14 @@ class MixtureLog:
         self._offset += sum(size for size, _ in lines)
         self._kept += b"".join(line + b"\n" for _, line in lines)
         for wrong in replayed(self.assignment, (line for _, line in lines)):
-            _log.error("a damaged line was left out: tickets may play others than before", reason=wrong)
+            _log.error("skipped a damaged line: tickets may play other environments than before", reason=wrong)
 
     def _restore(self) -> None:
-        """Writes the file as it was read; one that cannot be written now is written at the next look."""
+        """Rewrite the file as it was read; if that fails now, the next read tries again."""
         try:
             storage.replace(self._path, self._kept)
         except StorageUnavailable as error:
-            _log.warning("the mixture's file is gone and cannot be written", reason=str(error))
+            _log.warning("the mixture's file is missing and cannot be written", reason=str(error))
         else:
             self._offset = len(self._kept)
-            _log.warning("the mixture's file was gone and is written again", file=str(self._path))
+            _log.warning("rewrote the mixture's missing file", file=str(self._path))

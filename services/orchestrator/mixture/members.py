@@ -1,6 +1,4 @@
-"""Who belongs to a mixture: what the configuration names, what the environment service offers, and what people have
-said.
-"""
+"""Members of a mixture, from the configuration, the environment service's offers, and people's choices."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ _MAX_DETAIL = 300
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A row of the environment service's list: only those `active` and `canary` join a run, with a weight above 0.
-    `digests` are those of its data, `sources` where these are.
+    """A row of the environment service's list; only `active` and `canary` ones with a weight above 0 join a run.
+
+    `digests` are those of its data, `sources` the paths or addresses of the data.
     """
 
     name: str
@@ -33,8 +32,9 @@ class Offer:
 
 
 def offers_in(answer: Any) -> dict[str, Offer]:
-    """The rows of `GET /environments` by name; those without a state are built in, without a weight they do not join
-    by themselves. Raises DecodeError.
+    """Parse the rows of `GET /environments` by name. Raises DecodeError.
+
+    Rows without a state are built in; rows without a weight do not join by themselves.
     """
     try:
         found = [_offer(row) for row in answer["environments"]]
@@ -58,11 +58,11 @@ def members_of(
     chosen: Mapping[str, float],
     factors: Mapping[str, float] | None = None,
 ) -> dict[str, Member]:
-    """Who is to be played. A version of what the configuration names without one does not join beside it.
+    """Return the environments to play. Versions of an environment that is configured by its base name do not join.
 
     Args:
-        chosen: weights that people gave by name without version; they outrank all others.
-        factors: what a curriculum multiplies weights by; a canary's share is fixed.
+        chosen: weights that people set by name without version; they override all others.
+        factors: the curriculum's factors of the weights; a canary's share is fixed.
     """
     found, factors = dict[str, Member](), factors or {}
     for name, member in configured.items():
@@ -70,8 +70,8 @@ def members_of(
         if weight:
             found[name] = Member(weight * exact(factors.get(name, 1)), member.min_share)
     for name, offer in sorted(offers.items()):
-        said = chosen.get(base_name(name))
-        weight = offer.weight if said is None else exact(said)
+        choice = chosen.get(base_name(name))
+        weight = offer.weight if choice is None else exact(choice)
         if not {name, base_name(name)} & configured.keys() and weight and offer.state in ("active", "canary"):
             found[name] = Member(weight * exact(factors.get(name, 1)), canary=offer.state == "canary")
     return dict(list(found.items())[:MOST_ENVIRONMENTS])

@@ -1,9 +1,8 @@
-"""The mixture of a run while it goes on: which task a ticket is, who joins and leaves, who is set aside.
+"""Mixture of a running run: tasks of tickets, environments that join, leave or are set aside.
 
-Every decision becomes a line of mixture.jsonl (see `log`). It follows from what the environment service offers, what
-people ask for, whose groups fail, and how much there is to learn where (see `curriculum`). A ticket of an environment
-that has left stays that environment's: its group fails with the class of the error, its ticket ends as `failed`, and
-another one takes its place.
+Every decision becomes a line of mixture.jsonl (see `log`). It follows from the environment service's offers, people's
+requests, failing groups, and learnability (see `curriculum`). A ticket of an environment that has left keeps its
+environment: its group fails with the error's class, the ticket ends as `failed`, and another one replaces it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _log = telemetry.Log("mixture")
 
 
 class OffersEnvironments(Protocol):
-    """The part of `EnvClient` that is used here."""
+    """The part of `EnvClient` that the mixture uses."""
 
     async def environments(self) -> Any: ...
 
@@ -40,8 +39,9 @@ class OffersEnvironments(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredMixture:
-    """What the run begins with: `main` is the environment it cannot do without. Without a `curriculum`, weights are as
-    they were given.
+    """The mixture that a run starts with; `main` is the environment that the run requires.
+
+    Without a `curriculum`, weights stay as given.
     """
 
     main: str
@@ -51,7 +51,7 @@ class ConfiguredMixture:
 
 
 class RunMixture:
-    """Args: sizes: of the configured environments."""
+    """The mixture of one run. Args: sizes: of the configured environments."""
 
     def __init__(
         self,
@@ -72,25 +72,26 @@ class RunMixture:
         self._wake, self._settling = asyncio.Event(), asyncio.Lock()
 
     async def task_of(self, ticket: int) -> TicketTask:
-        """The task of a reserved ticket: always the same one."""
+        """Return the task of a reserved ticket, which never changes."""
         env, ordinal = await self._log.drawn(ticket)
         sizes = self.sizes.get(env)
         if sizes is None:
-            raise NotFound(f"nothing tells how many tasks {env!r} has", "is mixture.jsonl as the run left it?")
+            raise NotFound(f"the number of tasks of {env!r} is unknown", "was mixture.jsonl changed?")
         return TicketTask(env, TaskOrder(self._configured.seed, sizes.n_train).index(ordinal))
 
     @property
     def sizes(self) -> dict[str, SplitSizes]:
-        """Of all environments that the run has ever played."""
+        """Sizes of all environments that the run has ever played."""
         return {**self._log.assignment.sizes, **self._sizes_known}
 
     def offer(self, env: str) -> Offer | None:
-        """As the environment service told last; None before it has, and of one that it does not offer."""
+        """Return the environment service's latest offer of an environment; None without one."""
         return (self._offers or {}).get(env)
 
     def evaluated(self) -> dict[str, int]:
-        """The environments to be evaluated beside the main one, with the sizes of their evaluation splits: those of the
-        configuration, and those that have joined; none that is set aside.
+        """Return the environments to evaluate besides the main one, with the sizes of their evaluation splits.
+
+        They are the configured ones and those that have joined, without those set aside.
         """
         now = self._log.current
         names = {*self._configured.members, *now.weights} - now.suspended.keys() - {self._configured.main}
@@ -98,7 +99,7 @@ class RunMixture:
         return {env: sizes[env].n_eval for env in sorted(names) if env in sizes}
 
     async def watch(self) -> None:
-        """Follows what the environment service offers until cancelled; while it does not answer, nothing changes."""
+        """Follow the environment service's offers until cancelled; while it does not answer, nothing changes."""
         problem = ""
         while True:
             try:
@@ -106,7 +107,7 @@ class RunMixture:
             except VolleyError as error:
                 if str(error) != problem:
                     problem = str(error)
-                    _log.warning("the mixture stays as it is", reason=problem)
+                    _log.warning("mixture unchanged: the environment service did not answer", reason=problem)
             else:
                 problem = ""
             try:
@@ -117,14 +118,14 @@ class RunMixture:
             self._wake.clear()
 
     async def look(self) -> None:
-        """Puts in force what follows from what is on offer now. Raises VolleyError; then nothing has changed."""
+        """Apply the present offers. Raises VolleyError; then nothing has changed."""
         self._offers = offers_in(await self._service.environments())
         await self.settle()
 
     async def choose(self, weights: Mapping[str, float]) -> None:
-        """A person's weights, by name without version; 0 removes.
+        """Apply a person's weights, by name without version; 0 removes.
 
-        Raises InputError naming the environments that are known, or for the last one; Unavailable.
+        Raises InputError for an unknown environment, and for removing the last one; Unavailable.
         """
         if self._offers is None:
             raise Unavailable("the environment service has not answered yet", "try again")
@@ -134,7 +135,7 @@ class RunMixture:
         await self.settle(weights)
 
     async def settle(self, asked: Mapping[str, float] | None = None) -> None:
-        """Puts in force what follows from everything known. Raises InputError for what was `asked`, Unavailable."""
+        """Apply everything known. Raises InputError for what was `asked`, Unavailable."""
         offers, asked = self._offers, asked or {}
         if offers is None:
             return
@@ -156,7 +157,7 @@ class RunMixture:
                 self._suspensions.sent((env for env in now.first if env in now.suspended), now.from_ticket)
 
     def set_aside(self, env: str, why: str) -> bool:
-        """Whether the run goes on without groups of this environment: it has another one, and this is not the main."""
+        """Set an environment aside; return False if the run needs it: it is the main one, or the only one."""
         others = self._log.current.weights.keys() - {env} - self._suspensions.failing.keys()
         if env == self._configured.main or not others:
             return False
@@ -170,7 +171,7 @@ class RunMixture:
             self._wake.set()
 
     def describe(self) -> list[dict[str, Any]]:
-        """A row an environment: those that are played, those that could be, and those that were."""
+        """Return a row for each environment that is, could be, or was played."""
         current, offers = self._log.current, self._offers or {}
         members, shares = members_of(self._configured.members, offers, current.chosen), current.shares()
         names = [*self._configured.members, *members, *shares, *current.suspended, *self._status.by_env.names()]
@@ -198,8 +199,9 @@ class RunMixture:
     async def _sizes_of_newcomers(
         self, chosen: Mapping[str, float], asked: Mapping[str, float]
     ) -> dict[str, SplitSizes]:
-        """Of those that would be played, but never were. One that does not tell is left out, and asked again later; one
-        that a person asked for raises instead.
+        """Return the sizes of environments that would be played but never were.
+
+        One that does not answer is left out, and asked again later; one that a person requested raises instead.
         """
         found, self._unplayable = dict[str, SplitSizes](), {}
         for env in members_of(self._configured.members, self._offers or {}, chosen).keys() - self.sizes.keys():
@@ -229,7 +231,7 @@ class RunMixture:
         trials: Verdicts,
         judged: Mapping[str, float],
     ) -> MixtureChange | None:
-        """The mixture that everything known asks for; None if it is the last one. Raises InputError."""
+        """Return the mixture that follows from everything known; None if it is the last one. Raises InputError."""
         chosen, known = {**last.chosen, **asked}, {**self.sizes, **found}
         members = members_of(self._configured.members, offers, chosen)
         factors = factors_after(last.factors, judged, members) if self._curriculum else {}
@@ -259,13 +261,13 @@ def _why(
     due: list[str],
     factors: Mapping[str, float],
 ) -> str:
-    """The change as a sentence."""
-    told = [f"asked for: {', '.join(f'{env} {weight:g}' for env, weight in sorted(asked.items()))}"] if asked else []
-    told += [f"{env} set aside: {why}" for env, why in suspended.items() if env not in last.suspended]
-    told += [f"{env} is back" for env in last.suspended if env in weights]
-    told += [f"{env} is tried again" for env in due]
-    told += [f"{env} joined" for env in weights if env not in last.weights and env not in last.suspended]
-    told += [f"{env} left" for env in last.weights if env not in weights and env not in suspended]
+    """Describe the change in a sentence."""
+    parts = [f"asked for: {', '.join(f'{env} {weight:g}' for env, weight in sorted(asked.items()))}"] if asked else []
+    parts += [f"{env} set aside: {why}" for env, why in suspended.items() if env not in last.suspended]
+    parts += [f"{env} is back" for env in last.suspended if env in weights]
+    parts += [f"{env} is tried again" for env in due]
+    parts += [f"{env} joined" for env in weights if env not in last.weights and env not in last.suspended]
+    parts += [f"{env} left" for env in last.weights if env not in weights and env not in suspended]
     if factors != last.factors:
-        told += [f"curriculum: {', '.join(f'{env} {factors.get(env, 1.0):g}' for env in weights)}"]
-    return "; ".join(told) or "the shares changed"
+        parts += [f"curriculum: {', '.join(f'{env} {factors.get(env, 1.0):g}' for env in weights)}"]
+    return "; ".join(parts) or "the shares changed"

@@ -1,5 +1,6 @@
-"""Environments whose groups keep failing: they are set aside, and tried again with one group after a while that doubles
-with every failure.
+"""Set aside environments whose groups keep failing, and retry them with one group after growing pauses.
+
+The pause doubles with every failure.
 """
 
 from __future__ import annotations
@@ -17,22 +18,24 @@ class _Trial:
     due_at: float
     wait_s: float
     sent_at: float | None = None
-    """When the group that tries it was decided on; None while none is."""
+    """Time at which its trial group was scheduled; None without one."""
     from_ticket: int = 0
-    """No group of an earlier ticket is the one that tries it."""
+    """First ticket that may be the trial group."""
     back_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """What the mixture has to take account of: whom to set aside, and why; and whose trial came through."""
+    """Results to apply to the mixture: environments to set aside, with reasons, and environments whose
+    trial succeeded.
+    """
 
     failing: Mapping[str, str]
     recovered: frozenset[str]
 
 
 class Suspensions:
-    """Args: clock: monotonic seconds."""
+    """Suspensions of a run. Args: clock: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -42,17 +45,17 @@ class Suspensions:
 
     @property
     def failing(self) -> Mapping[str, str]:
-        """Those that are to be set aside and are not yet."""
+        """Environments to set aside that are still played."""
         return self._failing
 
     def taken(self) -> Verdicts:
-        """What has happened since the last call."""
+        """Take the results since the last call."""
         verdicts = Verdicts(self._failing, frozenset(self._recovered))
         self._failing, self._recovered = {}, set()
         return verdicts
 
     def put_back(self, verdicts: Verdicts) -> None:
-        """They could not be taken account of."""
+        """Put back results that could not be applied."""
         self._failing = {**verdicts.failing, **self._failing}
         self._recovered |= verdicts.recovered - self._failing.keys()
 
@@ -67,22 +70,25 @@ class Suspensions:
         self._trials[env] = _Trial(now + wait_s, wait_s)
 
     def due(self, suspended: Iterable[str]) -> list[str]:
-        """Those to be tried now, also again, if nothing has been heard of a trial for long. One that was set aside
-        before this process began waits from now on.
+        """Return the environments to retry now, including those whose trial has not ended for long.
+
+        An environment that was set aside before this process started waits from now on.
         """
         now = self._clock()
         found = [(env, self._trials.setdefault(env, _Trial(now + _FIRST_S, _FIRST_S))) for env in suspended]
         return [env for env, one in found if (one.due_at if one.sent_at is None else one.sent_at + _LONGEST_S) <= now]
 
     def sent(self, envs: Iterable[str], from_ticket: int) -> None:
-        """They are tried by their first group of `from_ticket` or a later one."""
+        """Record that they are retried by their first group from `from_ticket` on."""
         for env in envs:
             if env in self._trials:
                 self._trials[env].sent_at, self._trials[env].from_ticket = self._clock(), from_ticket
 
     def ended(self, env: str, *, failed: bool, ticket: int) -> bool:
-        """The group of this ticket ended. Returns whether it was a trial: one that was begun before the trial was
-        decided on may be it, if it was told its environment only afterwards.
+        """Record the end of a ticket's group; return True if it was a trial.
+
+        A group that started before the trial was scheduled may be the trial, if its environment was looked up only
+        afterwards.
         """
         trial = self._trials.get(env)
         if trial is None or trial.sent_at is None or ticket < trial.from_ticket:

@@ -1,5 +1,6 @@
-"""When groups that fail mean more than that: an environment that only fails is set aside, and where it cannot be, the
-run ends instead of voiding tickets for ever.
+"""React to failing groups: set an environment aside if it only fails; if that is impossible, end the run.
+
+Otherwise the run would void tickets forever.
 """
 
 from __future__ import annotations
@@ -15,23 +16,25 @@ from shared.types import Group
 
 _MOST_IN_A_ROW, _MOST_BESIDE = 8, 3
 _LOOKED_AT, _MOST_OF_THEM = 32, 16
-"""Groups of an environment, and failures among them, that set it aside: what still comes through is too biased."""
+"""Number of last groups, and of failures among them, that set an environment aside: the remaining groups are too
+biased.
+"""
 
 
 class SetsAside(Protocol):
-    """The mixture's part."""
+    """The part of the mixture that the judge uses."""
 
     def set_aside(self, env: str, why: str) -> bool:
-        """Whether the run goes on without groups of this environment."""
+        """Set an environment aside; return False if the run needs it."""
         ...
 
     def ended(self, env: str, *, failed: bool, ticket: int) -> None:
-        """The group of this ticket ended."""
+        """Record the end of a ticket's group."""
         ...
 
 
 class OnlyEnvironment:
-    """`SetsAside` of a run that has one environment."""
+    """`SetsAside` for a run with one environment."""
 
     def set_aside(self, env: str, why: str) -> bool:
         return False
@@ -41,7 +44,7 @@ class OnlyEnvironment:
 
 @dataclass(slots=True)
 class _Streak:
-    """Failures in a row: all, and those that no event broke together with an earlier one."""
+    """Failures in a row: all, and those not caused by the same event as an earlier one."""
 
     failed: int = 0
     events: int = 0
@@ -49,9 +52,10 @@ class _Streak:
 
 
 class FailureJudge:
-    """Counts per environment. It costs little to set one aside for a while, so every failed group counts for that. For
-    the end of the run, groups that one event broke together count once: one counts if it began after the last that
-    counted had failed.
+    """Counts failures by environment.
+
+    Setting one aside for a while costs little, so every failed group counts towards it. For the end of the run, groups
+    that one event broke together count once: a group counts if it started after the last counted one had failed.
     """
 
     def __init__(self, status: RunStatus, mixture: SetsAside) -> None:
@@ -60,7 +64,7 @@ class FailureJudge:
         self._last: dict[str, deque[bool]] = {}
 
     def ended(self, group: Group, began: float) -> None:
-        """Raises VolleyError when nothing but failures comes out of an environment that the run cannot do without."""
+        """Count a group. Raises VolleyError if an environment that the run needs only fails."""
         self._mixture.ended(group.env, failed=group.failure is not None, ticket=group.ticket)
         last = self._last.setdefault(group.env, deque(maxlen=_LOOKED_AT))
         last.append(group.failure is not None)
@@ -72,13 +76,13 @@ class FailureJudge:
         if began >= streak.failed_at:
             streak.events, streak.failed_at = streak.events + 1, time.monotonic()
         reason = self._status.by_env[group.env].last_failure or group.failure
-        told = f"{streak.failed} groups in a row" if streak.failed >= _MOST_BESIDE else ""
-        if not told and len(last) == _LOOKED_AT and sum(last) >= _MOST_OF_THEM:
-            told = f"{sum(last)} of the last {_LOOKED_AT} groups"
-        if told and self._mixture.set_aside(group.env, f"{told} failed, the last with {reason}"):
+        failures = f"{streak.failed} groups in a row" if streak.failed >= _MOST_BESIDE else ""
+        if not failures and len(last) == _LOOKED_AT and sum(last) >= _MOST_OF_THEM:
+            failures = f"{sum(last)} of the last {_LOOKED_AT} groups"
+        if failures and self._mixture.set_aside(group.env, f"{failures} failed, the last with {reason}"):
             del self._streaks[group.env], self._last[group.env]
         elif streak.events >= _MOST_IN_A_ROW:
             raise VolleyError(
                 f"{streak.events} groups in a row failed, the last with {reason}",
-                "the service's log tells the cause of each",
+                "see the service's log for each cause",
             )

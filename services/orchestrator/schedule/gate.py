@@ -1,4 +1,4 @@
-"""Whether tickets may be reserved: open unless somebody holds it closed."""
+"""Gate that blocks reservations while any reason to close it is held."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class ReservationGate:
-    """Closed while any reason is held; it starts closed by `start`."""
+    """Closed while any reason is held; initially by `start`."""
 
     START = "start"
 
@@ -21,7 +21,7 @@ class ReservationGate:
         return self._open.is_set()
 
     async def passed(self) -> None:
-        """Returns when the gate is open; ends only so, or by cancellation."""
+        """Wait until the gate is open; only that or cancellation ends it."""
         await self._open.wait()
 
     def close(self, reason: str) -> None:

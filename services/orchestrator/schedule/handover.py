@@ -1,9 +1,9 @@
-"""What the orchestrator recorded, handed to the trainer, whose folder is the run's.
+"""Hand over the orchestrator's records to the trainer, whose folder is the run's.
 
-Invariant: a line is durable in the orchestrator's own folder first, and is handed over until the trainer has answered;
-the trainer takes a line once. So neither's death loses or doubles one, and the run ends only when it has all of them.
-A folder that was lost gets back what had been handed over, before a ticket is looked up.
-Where both have one folder, the trainer finds every line there.
+Invariant: a line is first durable in the orchestrator's own folder, and is sent until the trainer has acknowledged it;
+the trainer accepts a line once. So no crash of either loses or doubles a line, and the run ends only when the trainer
+has all of them. If the orchestrator's folder was lost, it gets back what it had handed over, before a ticket is looked
+up. If both share one folder, the trainer finds every line there.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _log = telemetry.Log("records")
 
 
 class RecordHandover:
-    """Evaluations, their samples, and changes of the mixture; after a start, its own or the trainer's, all that the
-    folder has: the trainer's may have been lost, and filled again with what was known of it.
+    """Hands over evaluations, their samples, and changes of the mixture.
+
+    After a start of either service, all lines in the folder are sent again: the trainer's folder may have been lost and
+    restored.
     """
 
     def __init__(self, trainer: TrainerClient, folder: RunFolder, status: RunStatus) -> None:
@@ -42,17 +44,20 @@ class RecordHandover:
         self._folder, self._alone, self._begun = folder, asyncio.Lock(), asyncio.Event()
 
     async def follow(self, beginning: str) -> None:
-        """From here on records go to a trainer that has started, of this beginning of the run. Raises AnotherBeginning
-        while those in the folder are of another.
+        """Send records to a trainer that has started, for this beginning of the run.
+
+        Raises AnotherBeginning while the folder holds records of another beginning.
         """
         if beginning:
-            await asyncio.to_thread(_keep, self._folder, beginning)
+            await asyncio.to_thread(_store_beginning, self._folder, beginning)
         self._is_fresh = True
         self._begun.set()
 
     async def restore(self) -> None:
-        """A folder that knows of no beginning is new, or was lost: it gets the records that the trainer has, for what a
-        ticket plays follows from them. Returns when it has them; no ticket is out before there is a trainer.
+        """Fetch the trainer's records into a folder that is new or was lost; the tickets' environments follow from
+        them.
+
+        Returns when it has them; no ticket is issued before there is a trainer.
         """
 
         async def fetch() -> None:
@@ -62,11 +67,11 @@ class RecordHandover:
 
         if not self._folder.recorded_beginning.exists():
             waiting = self._status.waiting
-            await self._until(fetch, "the trainer has not told yet which records it has")
+            await self._until(fetch, "waiting for the trainer's records")
             self._status.waiting = waiting
 
     async def _fetch(self, record: Record, path: Path) -> None:
-        """All of a record or nothing. Raises VolleyError, OSError."""
+        """Fetch a record completely or not at all. Raises VolleyError, OSError."""
         arriving, offset = path.with_name(f".{path.name}.arriving"), 0
         await asyncio.to_thread(_clear, arriving)
         while (found := await self._trainer.record(record, offset))[1] > offset:
@@ -75,17 +80,17 @@ class RecordHandover:
             await asyncio.to_thread(storage.append, arriving, text, durable=True)
         if offset:
             await asyncio.to_thread(_put, arriving, path)
-            _log.info("a lost record is back", record=record, n_bytes=offset)
+            _log.info("restored a lost record", record=record, n_bytes=offset)
 
     async def watch(self) -> None:
-        """Hands over what is added. Ends only by cancellation."""
+        """Hand over new lines until cancelled."""
         await self._begun.wait()
         while True:
             await self.finish()
             await asyncio.sleep(_POLL_S)
 
     async def finish(self) -> None:
-        """Returns when the trainer has everything."""
+        """Return when the trainer has everything."""
 
         async def hand_over() -> None:
             async with self._alone:
@@ -97,7 +102,7 @@ class RecordHandover:
         await self._until(hand_over, "records are not handed over")
 
     async def _until(self, work: Callable[[], Awaitable[None]], problem: str) -> None:
-        """Returns once `work` has not failed."""
+        """Repeat `work` until it succeeds."""
         waits: Wait | None = None
         while True:
             try:
@@ -114,7 +119,7 @@ class RecordHandover:
 
     async def _hand_over(self, record: Record, path: Path) -> None:
         if await asyncio.to_thread(_size, path) < self._offsets[record]:
-            self._offsets[record] = 0  # it was removed, or cut, and begins again
+            self._offsets[record] = 0  # the file was removed or truncated
         lines = await asyncio.to_thread(_lines, path, self._offsets[record])
         while lines:
             taken, size, n_bytes = list[str](), 0, 0
@@ -134,15 +139,15 @@ def _clear(arriving: Path) -> None:
 
 
 def _put(arriving: Path, path: Path) -> None:
-    """One that has appeared meanwhile stays: a folder of both may be filled by the trainer."""
+    """Move a fetched record into place, unless the file has appeared: the trainer may fill a shared folder."""
     with contextlib.suppress(FileExistsError):
         os.link(arriving, path)
     arriving.unlink()
     storage.fsync(path.parent)
 
 
-def _keep(folder: RunFolder, beginning: str) -> None:
-    """A folder without records is of any beginning: what was read first may have been left in the queue."""
+def _store_beginning(folder: RunFolder, beginning: str) -> None:
+    """Store the beginning; a folder without records accepts any, because the queue may have held an old one first."""
     path = folder.recorded_beginning
     with storage.storage(folder.path):
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -150,8 +155,8 @@ def _keep(folder: RunFolder, beginning: str) -> None:
         if known != beginning and any(record.exists() for record in folder.handed_over.values()):
             raise AnotherBeginning(
                 f"{folder.path} holds records of another beginning of the run than the queue",
-                "a trainer that begins the run tells the queue when it is ready; else, where the trainer's folder was"
-                " emptied, empty this one as well",
+                "a starting trainer updates the queue when it is ready; if the trainer's folder was emptied,"
+                " empty this one as well",
             )
         if known != beginning or not path.exists():
             storage.replace(path, beginning.encode())
@@ -162,7 +167,7 @@ def _size(path: Path) -> int:
 
 
 def _lines(path: Path, offset: int) -> list[tuple[int, str | None]]:
-    """Bytes and text of each whole line from `offset` on; None for one that is no JSON object."""
+    """Return bytes and text of each whole line from `offset` on; the text is None if it is not a JSON object."""
     try:
         with open_file(path) as file:
             file.seek(offset)

@@ -1,10 +1,9 @@
-"""A run as the orchestrator sees it: wait for the services, evaluate, generate while the trainer trains,
-evaluate, finish.
+"""Schedule of a run: wait for the services, evaluate, generate while the trainer trains, evaluate, finish.
 
-Reservations pause while an evaluation runs, and before it none is made for a later step. So the one at step 0 ends
-before the first group is generated, and each other one starts when nothing newer can be trained. A trainer that goes
-back to an older checkpoint takes the run with it: what waits for weights that were undone stops waiting for them, and
-an evaluation of such weights ends without a record.
+Reservations pause during an evaluation, and before it none is made for a later step. So the evaluation at step 0 ends
+before the first group is generated, and every other one starts when no newer weights can be trained. If the trainer
+goes back to an older checkpoint, the run follows: requests stop waiting for undone weights, and an evaluation of undone
+weights ends without a record.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _log = telemetry.Log("run")
 
 
 async def wait_for_tasks(environments: EnvClient, env: str, status: RunStatus) -> SplitSizes:
-    """Waits until the environment service answers. Raises NotFound for an environment or split it does not have."""
+    """Wait until the environment service answers. Raises NotFound for an unknown environment or split."""
     while True:
         try:
             return SplitSizes(await environments.num_tasks(env, "train"), await environments.num_tasks(env, "eval"))
@@ -42,7 +41,7 @@ async def wait_for_tasks(environments: EnvClient, env: str, status: RunStatus) -
 
 
 async def wait_for_offers(environments: EnvClient, status: RunStatus) -> Mapping[str, Offer]:
-    """Waits until the environment service answers. Raises VolleyError for an answer that cannot be read."""
+    """Wait until the environment service answers. Raises VolleyError for a malformed answer."""
     while True:
         try:
             return offers_in(await environments.environments())
@@ -52,10 +51,10 @@ async def wait_for_offers(environments: EnvClient, status: RunStatus) -> Mapping
 
 
 class RunSchedule:
-    """One run from here to its end. `state` is the newest snapshot of the queue.
+    """Schedule of one run, from now to its end. `state` is the newest snapshot of the queue.
 
     Args:
-        begun: is told which beginning of the run a new epoch is of, before anything else is.
+        begun: called first for each new epoch, with its beginning of the run.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class RunSchedule:
         self._fresh = asyncio.Event()
 
     async def follow(self) -> None:
-        """Returns when the last step is trained and evaluated. Raises ExceptionGroup of VolleyErrors, or bugs."""
+        """Return when the last step is trained and evaluated. Raises ExceptionGroup of VolleyErrors, or bugs."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._loop.run()), group.create_task(self._watch())]
             await self._steps()
@@ -87,7 +86,7 @@ class RunSchedule:
 
     @property
     def n_held(self) -> int:
-        """Tickets in hand."""
+        """Number of tickets in hand."""
         return len(self._loop.held)
 
     async def _steps(self) -> None:
@@ -103,7 +102,7 @@ class RunSchedule:
                 self._gate.release(ReservationGate.START)
 
     async def _next_version(self) -> WeightVersion:
-        """The version of a snapshot newer than the call, of an open queue."""
+        """Return the version of an open queue, from a snapshot taken after the call."""
         while True:
             self._fresh.clear()
             await self._fresh.wait()
@@ -122,7 +121,7 @@ class RunSchedule:
             await asyncio.sleep(_POLL_S)
 
     async def _saw(self, state: QueueState, held: tuple[int, ...]) -> None:
-        """Args: held: tickets that were in hand before the snapshot was taken."""
+        """Process a snapshot. Args: held: tickets that were in hand before it was taken."""
         if self.state is None or _position(state) != _position(self.state):
             self._status.moved()
         self._status.refused = state.refused
@@ -138,11 +137,11 @@ class RunSchedule:
         self.state = state
 
     def _bound(self, step: int) -> None:
-        """Nothing is generated for steps after the next one that is to be measured."""
+        """Limit generation to steps up to the next one to be measured."""
         self._loop.last_step = self._evaluator.last_admitted(step)
 
     async def _evaluate(self, at: WeightVersion) -> None:
-        """Ends with a record, or without one when the weights are undone, or newer ones made, meanwhile."""
+        """Evaluate until there is a record, or until the weights are undone or replaced by newer ones."""
         self._status.evaluating_step = at.step
         try:
             async with asyncio.TaskGroup() as group:
@@ -154,13 +153,13 @@ class RunSchedule:
             self._status.evaluating_step = None
 
     async def _left(self, version: WeightVersion) -> None:
-        """Returns when these are not the newest weights any more: servers may not have them, and will not again."""
+        """Return when these are no longer the newest weights: servers may no longer have them."""
         now = version
         while in_lineage(version, self._lineage) and now.step == version.step:
             now = await self._next_version()
-        _log.warning("evaluation dropped: there are other weights now", version=str(version), now=str(now))
+        _log.warning("evaluation dropped: the weights have changed", version=str(version), now=str(now))
 
 
 def _position(state: QueueState) -> tuple[int, ...]:
-    """What of a snapshot changes only when the run advances, or goes back."""
+    """Return the parts of a snapshot that change only when the run advances or goes back."""
     return state.epoch, state.ready, state.version, state.low, state.void, state.depth

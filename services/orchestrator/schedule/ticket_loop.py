@@ -1,11 +1,11 @@
-"""The ticket loop: reserve, generate the group, publish; as many groups at once as memory is meant for.
+"""Ticket loop: reserve, generate the group, publish, for a limited number of groups at once.
 
 Invariants
-- A ticket is held by a lease while its group is worked on; whatever happens here, it is published, given back, or its
-  lease runs out and another producer gets it. Nothing is lost when Redis, the trainer or this process goes away.
-- Only the queue slows generation down: no ticket, no group.
-- A group needs weights that are fresh enough for the step that will train it, so that it is not stale on arrival. What
-  it needs falls with the queue's version: after a rollback the trainer may wait for just this group.
+- A lease holds a ticket while its group is worked on. In any case the ticket is published or given back, or its lease
+  expires and another producer gets it. Nothing is lost when Redis, the trainer or this process fails.
+- Only the queue throttles generation: no ticket, no group.
+- A group needs weights that are fresh enough for the step that will train it, so that it is not stale on arrival. This
+  bound falls with the queue's version: after a rollback the trainer may wait for exactly this group.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class TicketSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The queue's terms for this run: B groups a step, the allowed staleness in steps, groups in the whole run, lease
-    in seconds.
+    """The queue's admission terms: groups per step, allowed staleness in steps, groups in the whole run, lease in
+    seconds.
     """
 
     batch: int
@@ -70,10 +70,10 @@ class Admission:
     patience_s: float
 
     def need(self, reservation: Reservation, void: int) -> VersionBounds:
-        """Weights for a ticket: at most `max_staleness` steps older than the step that trains it, but never newer than
-        the durable one.
+        """Return the weights for a ticket: at most `max_staleness` steps older than the step that trains it.
 
-        The bound can always be met: the queue's version never runs ahead of durable weights, which all servers get.
+        It never needs newer weights than the durable ones, so the bound can always be met: all servers get durable
+        weights.
         """
         trained_at = max(reservation.version, (reservation.ticket - void - 1) // self.batch)
         return VersionBounds(min_step=max(0, min(reservation.version, trained_at - self.max_staleness)))
@@ -83,10 +83,14 @@ type RunGroup = Callable[[int, VersionBounds], Awaitable[Group]]
 
 
 class TicketLoop:
-    """Args: n_groups: groups worked on at once; run_group: makes the group of a ticket (failed ones too); mixture: what
-    follows when only failures come out of an environment.
+    """Loop over tickets.
 
-    `last_step` bounds the step that groups are made for, while something else comes first; None if nothing does.
+    Args:
+        n_groups: number of groups at once.
+        run_group: makes the group of a ticket (also a failed one).
+        mixture: reacts to environments that only fail.
+
+    `last_step` limits the step that groups are made for; None for no limit.
     """
 
     def __init__(
@@ -109,11 +113,10 @@ class TicketLoop:
         self.last_step: int | None = None
 
     async def run(self) -> None:
-        """Works until cancelled; tickets in hand are given back then.
+        """Work until cancelled; then give back the tickets in hand.
 
         Raises:
-            VolleyError: group after group failed of an environment that cannot be done without, with the failure of
-                the last.
+            VolleyError: an environment that the run needs only fails; it contains the last failure.
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._renew_leases())
@@ -125,11 +128,11 @@ class TicketLoop:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The tickets in hand."""
+        """Tickets in hand."""
         return tuple(self._held)
 
     def saw(self, state: QueueState, held: Iterable[int]) -> None:
-        """A newer snapshot of the queue. Args: held: tickets that were in hand before it was taken."""
+        """Apply a newer snapshot of the queue. Args: held: tickets that were in hand before it was taken."""
         self._void = state.void
         for need in (self._held[ticket] for ticket in held if ticket in self._held):
             need.lower(state.version)
@@ -155,7 +158,7 @@ class TicketLoop:
                 await self._give_back(answer.ticket)
 
     async def _ask(self) -> Reservation | PublishRefusal:
-        """The queue's next answer. A ticket that comes when this was cancelled is given back."""
+        """Return the queue's next answer; give back a ticket that arrives after cancellation."""
         terms, total = self._terms, self._total()
         wait_s = _RESERVE_WAIT_S if total == terms.total else _SHORT_WAIT_S
         asking = asyncio.ensure_future(
@@ -175,7 +178,7 @@ class TicketLoop:
             raise
 
     def _total(self) -> int:
-        """Groups that may be reserved by now, in the whole run."""
+        """Return how many groups may be reserved by now, in the whole run."""
         terms = self._terms
         return terms.total if self.last_step is None else min(terms.total, self.last_step * terms.batch)
 
@@ -193,7 +196,9 @@ class TicketLoop:
             self._slots.release()
 
     async def _publish(self, group: Group, reservation: Reservation) -> None:
-        """Offers the group until the queue has an answer; after the patience its lease may run out instead."""
+        """Publish the group, repeating until the queue answers; after `patience_s`, give up and let the
+        lease expire.
+        """
         payload, deadline, failures = group.encode(), time.monotonic() + self._terms.patience_s, 0
         while time.monotonic() < deadline:
             try:
@@ -227,7 +232,7 @@ class TicketLoop:
                 _log.warning("leases not renewed", error=str(error))
 
     async def _give_back(self, ticket: int) -> None:
-        """Best effort within its time: a lease that is not given back runs out."""
+        """Give a ticket back, best effort within a deadline; otherwise its lease expires."""
         with suppress(QueueUnavailable, TimeoutError):
             async with asyncio.timeout(_GIVE_BACK_S):
                 await self._queue.renew(ticket, 0)

@@ -1,13 +1,14 @@
-"""Which rollout server answers the next turn: version-aware, least in flight, sticky for an episode.
+"""Choose a rollout server for each turn: fresh enough weights, fewest requests in flight, sticky per episode.
 
 Rules
-- A server is routable if it is not out and its weights are fresh: `max_staleness` steps behind the queue's version at
-  most, and not undone (a trainer that went back to an older step has a higher epoch, and wins).
-- Who waits looks again whenever the queue's version changes, also when it falls: a floor may have been lowered for it.
+- A server is routable if it is not out and its weights are fresh: at most `max_staleness` steps behind the queue's
+  version, and not undone (a trainer that went back to an older step has a higher epoch, and wins).
+- Waiting requests look again whenever the queue's version changes, also when it falls: their bound may have been
+  lowered.
 - An episode stays on its server for the prefix cache, unless that server is overloaded.
-- A failure takes a server out until a probe, not a request, finds it well. The first probe comes at once (a connection
-  may break for no deep reason), later ones after a cool-down that grows until a request succeeds again.
-- Waiting for a server ends only when there is one, or by cancellation: an outage costs time, nothing else.
+- A failure takes a server out until a probe, not a request, succeeds. The first probe comes at once (a connection may
+  break by chance), later ones after a cool-down that grows until a request succeeds again.
+- Only a routable server or cancellation ends the wait for one: an outage costs time, nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _COOL_DOWN_S, _COOL_DOWN_CAP_S = 0.5, 8.0
 
 
 class GenerateClient(Protocol):
-    """The part of `RolloutClient` that is used here."""
+    """The part of `RolloutClient` that the balancer uses."""
 
     async def generate(
         self,
@@ -52,9 +53,9 @@ class GenerateClient(Protocol):
 
 @dataclass(slots=True)
 class VersionBounds:
-    """Steps of the weights that may answer. None leaves the bound to the staleness rule (below) or open (above).
+    """Steps of the weights that may answer. None leaves the lower bound to the staleness rule, the upper one open.
 
-    `strict` asks that every token is checked against the bounds and the lineage, however it came to be sampled.
+    `strict` checks every token against the bounds and the lineage.
     """
 
     min_step: int | None = None
@@ -62,8 +63,8 @@ class VersionBounds:
     strict: bool = False
 
     def lower(self, step: int) -> None:
-        """The trainer went back to `step`: no newer weights exist now, and they may never exist unless this need is
-        met.
+        """Lower the bound after the trainer went back to `step`: newer weights do not exist, and may never exist unless
+        this request is served.
         """
         if self.min_step is not None:
             self.min_step = min(self.min_step, step)
@@ -71,11 +72,11 @@ class VersionBounds:
 
 @dataclass(slots=True)
 class ServerLoad:
-    """A rollout server as seen from here. `inflight` counts our requests; one that is `leaving` gets no new ones.
+    """A rollout server as the orchestrator sees it.
 
-    `out` is why it gets no requests until a probe succeeds, empty if it does; `failures` counts those since the last
-    success; `waits_on` is whom a server that is out names; `probe_at` is the clock's time of the next probe while it is
-    out.
+    `inflight` counts our requests; a `leaving` server gets no new ones. `out` is why it gets no requests until a probe
+    succeeds (empty if it does); `failures` counts failures since the last success; `waits_on` is the party that a
+    server that is out names; `probe_at` is the time of its next probe.
     """
 
     url: str
@@ -95,11 +96,11 @@ class ServerLoad:
 
 
 class Balancer:
-    """Args: max_staleness: allowed staleness in steps; clock: monotonic seconds."""
+    """Balancer of one run. Args: max_staleness: allowed staleness in steps; clock: monotonic seconds."""
 
     def __init__(self, max_staleness: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_staleness, self._clock = max_staleness, clock
-        self._target = WeightVersion(-1, 0)  # nothing is known: no version can be undone
+        self._target = WeightVersion(-1, 0)  # unknown: no version is undone
         self._lineage: Lineage = ()
         self._servers: dict[str, ServerLoad] = {}
         self._changed = asyncio.Event()
@@ -111,13 +112,13 @@ class Balancer:
         return tuple(self._servers.values())
 
     def set_target(self, version: WeightVersion, lineage: Lineage) -> None:
-        """The queue's version, the trainer's newest durable step, and the lineage it belongs to."""
+        """Set the queue's version (the trainer's newest durable step) and its lineage."""
         if self._target != version:
             self._target, self._lineage = version, lineage
             self._notify()
 
     def is_undone(self, version: WeightVersion) -> bool:
-        """Whether a later trainer went back to before these weights."""
+        """True if a later trainer went back to before these weights."""
         return version.epoch <= self._target.epoch and not in_lineage(version, self._lineage)
 
     def add(self, server: ServerLoad) -> None:
@@ -128,14 +129,14 @@ class Balancer:
         self._servers.pop(url, None)
 
     def observe(self, server: ServerLoad, version: WeightVersion | None) -> None:
-        """A probe found the server well, with these weights."""
+        """Record a successful probe, with the server's weights."""
         changed = server.version != version or bool(server.out)
         server.version, server.out, server.waits_on = version, "", None
         if changed:
             self._notify()
 
     def succeeded(self, server: ServerLoad, version: str | None) -> None:
-        """A request was answered, by weights of this version; perhaps newer than the last probe's."""
+        """Record an answered request, by weights of this version; they may be newer than the last probe's."""
         server.failures = 0
         seen = WeightVersion.parse(version) if version else None
         if seen is not None and (server.version is None or seen > server.version):
@@ -143,7 +144,7 @@ class Balancer:
             self._notify()
 
     def fail(self, server: ServerLoad, reason: str, waits_on: Party | None = None) -> None:
-        """Takes the server out; while it is out, only a failed probe counts again."""
+        """Take the server out; while it is out, only a failed probe counts as a further failure."""
         if server.out and self._clock() < server.probe_at:
             return
         cool_down = min(_COOL_DOWN_CAP_S, _COOL_DOWN_S * 2 ** (server.failures - 1)) if server.failures else 0.0
@@ -151,12 +152,12 @@ class Balancer:
         server.out, server.waits_on, server.probe_at = reason, waits_on, self._clock() + cool_down
 
     def probe_due(self, server: ServerLoad) -> bool:
-        """Whether to ask the server for its weights, and if it is out, whether it is well again."""
+        """True if the server is due for a probe of its weights and, if it is out, of its readiness."""
         return self._clock() >= server.probe_at
 
     @asynccontextmanager
     async def server(self, need: VersionBounds, preferred: str | None = None) -> AsyncIterator[ServerLoad]:
-        """The server for one request, waited for, and counted as in flight while the context lasts.
+        """Wait for a server for one request, and count the request as in flight within the context.
 
         Args:
             preferred: url of the server that has the episode's prefix.
@@ -169,11 +170,11 @@ class Balancer:
             chosen.inflight -= 1
 
     async def wait_routable(self, need: VersionBounds) -> None:
-        """Returns when a request would find a server at once."""
+        """Wait until a request would find a server at once."""
         await self._wait(need, None)
 
     def why_none(self, need: VersionBounds | None = None) -> str | None:
-        """What keeps requests from being routed, or None if nothing does."""
+        """Return what keeps requests from being routed, or None."""
         if any(self._obstacle(server, need or VersionBounds()) is None for server in self._servers.values()):
             return None
         if not self._servers:
@@ -181,7 +182,7 @@ class Balancer:
         return "; ".join(f"{s.url}: {self._obstacle(s, need or VersionBounds())}" for s in self._servers.values())
 
     def pick(self, need: VersionBounds, preferred: str | None = None) -> ServerLoad | None:
-        """The routable server to use now, or None."""
+        """Return the routable server to use now, or None."""
         routable = [s for s in self._servers.values() if self._obstacle(s, need) is None]
         if not routable:
             return None
@@ -192,12 +193,14 @@ class Balancer:
 
     @property
     def n_waiting(self) -> int:
-        """Requests that wait for a server."""
+        """Number of requests that wait for a server."""
         return len(self._waiting)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Every server: `obstacle` is what keeps it from those who wait (from anyone, if none does), `lacks_step` the
-        step it lacks.
+        """Describe every server.
+
+        `obstacle` is what keeps it from waiting requests (without any, from all requests); `lacks_step` is the step it
+        lacks.
         """
         need = next(iter(self._waiting.values()), VersionBounds())
         return [
@@ -246,19 +249,19 @@ class Balancer:
         return chosen
 
     async def hungry(self, timeout_s: float) -> None:
-        """Returns when an episode waits for a server, at the latest after `timeout_s`."""
+        """Return when an episode waits for a server, at the latest after `timeout_s`."""
         if not self._waiting:
             self._hungry.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._hungry.wait(), timeout_s)
 
     def _notify(self) -> None:
-        """Wakes all who wait, now; the event is replaced so that nobody spins on a set one."""
+        """Wake all waiting requests; the event is replaced so that nobody spins on a set one."""
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 def _overloaded(server: ServerLoad, routable: Sequence[ServerLoad]) -> bool:
-    """More than 1.5 times its fair share of our requests, and a few."""
+    """True for more than 1.5 times the server's fair share of our requests, plus a few."""
     fair = sum(s.inflight for s in routable) * server.capacity / sum(s.capacity for s in routable)
     return server.inflight > _OVERLOAD_FACTOR * fair + _OVERLOAD_SLACK

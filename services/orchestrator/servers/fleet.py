@@ -1,8 +1,8 @@
-"""Keeps the balancer's list of rollout servers true: finds them, asks for their weights, forgets those that left.
+"""Keep the balancer's list of rollout servers up to date: discover them, probe their weights, remove those that left.
 
-Servers are found in the registry and in a fixed list. Every one is probed directly, so that a version is known soon
-after its commit and a dead server is noticed without a request; a server that failed must say it is ready before it
-gets requests again. A registry that does not answer changes nothing.
+Servers are found in the registry and in a fixed list. Each is probed directly, so that a new version is known soon
+after its commit and a dead server is noticed without a request; a server that failed must report ready before it gets
+requests again. A registry that does not answer changes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = telemetry.Log("fleet")
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredServer:
-    """A server that says it exists. `capacity` is how many requests it runs at once."""
+    """A registered or configured server; `capacity` is how many requests it runs at once."""
 
     url: str
     capacity: int = 1
@@ -38,7 +38,9 @@ type Connect = Callable[[str], RolloutClient]
 
 
 class Fleet:
-    """Use as an async context manager around `watch`; leaving closes all connections."""
+    """Rollout servers of a run. Use it as an async context manager around `watch`; it closes all connections at the
+    end.
+    """
 
     def __init__(self, balancer: Balancer, discover: Discover, connect: Connect) -> None:
         self._balancer, self._discover, self._connect = balancer, discover, connect
@@ -55,14 +57,14 @@ class Fleet:
                 stack.push_async_exit(client)
 
     async def watch(self) -> None:
-        """Runs until cancelled; looks more often while an episode waits for a server."""
+        """Refresh until cancelled, more often while an episode waits for a server."""
         while True:
             await self.refresh()
             await asyncio.sleep(_FAST_S)
             await self._balancer.hungry(_SLOW_S)
 
     async def refresh(self) -> None:
-        """One look at the registry and at every server."""
+        """Read the registry and probe every server once."""
         try:
             await self._sync(await self._discover())
         except Unavailable as error:
