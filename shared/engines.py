@@ -1,6 +1,6 @@
-"""Capabilities that an engine of a rollout server declares, and the settings of a run that need them.
+"""Capabilities that a rollout server's engine declares, and the settings of a run that need them.
 
-The engines themselves are in `services.rollout.engines`; this is what servers, trainer and commands tell each other.
+The engines are in `services.rollout.engines`; servers, trainer and commands exchange these declarations.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ exact_ids: output ids are the sampled tokens, each with its log-probability.
 spans: an answer names the weight version of every token, also where versions change within it.
 in_flight_update: weights may change while requests run, which then go on.
 audit: the checksum of the arrays that the next step uses can be read at any time.
-routing: the experts that tokens were sent to can be returned.
+routing: the engine can return the experts that tokens were sent to.
 probe: the engine compares its log-probabilities of given tokens with the trainer's before weights serve.
 """
 CAPABILITIES: tuple[Capability, ...] = get_args(Capability.__value__)
 IN_FLIGHT: tuple[Capability, ...] = ("in_flight_update", "spans")
-"""Needed by every update mode but `abort`."""
+"""Capabilities that every update mode but `abort` needs."""
 _PROOFS: tuple[Capability, ...] = ("audit", "probe")
 _MOST_NAME = 64
 
@@ -37,12 +37,12 @@ class DeclaredEngine:
 
     @property
     def lacks(self) -> tuple[Capability, ...]:
-        """The known capabilities that it does not declare."""
+        """Known capabilities that the engine does not declare."""
         return tuple(one for one in CAPABILITIES if one not in self.capabilities)
 
     @property
     def unproven(self) -> str | None:
-        """A sentence if its weights cannot be checked against the trainer's; else None."""
+        """Sentence if the engine's weights cannot be checked against the trainer's; else None."""
         missing = [one for one in _PROOFS if one in self.lacks]
         return f"weights as reported by the server: engine {self.kind} has no {', '.join(missing)}" if missing else None
 
@@ -54,7 +54,7 @@ class DeclaredEngine:
 
     @classmethod
     def from_json(cls, value: Any) -> Self | None:
-        """None for anything else than `to_json` gives."""
+        """Parse a declaration; None for anything but the output of `to_json`."""
         if not isinstance(value, Mapping):
             return None
         kind, capabilities = value.get("kind"), value.get("capabilities")
@@ -71,7 +71,7 @@ class DeclaredEngine:
             )
 
     def check(self, config: RunConfig, has_experts: bool) -> None:
-        """Raises ConfigError if the run needs a capability that the engine does not declare."""
+        """Raise ConfigError if the run needs a capability that the engine does not declare."""
         for key, capability, hint in _needs(config, has_experts):
             if capability in self.lacks:
                 raise ConfigError(
@@ -80,7 +80,7 @@ class DeclaredEngine:
 
 
 def _needs(config: RunConfig, has_experts: bool) -> Iterator[tuple[str, Capability, str]]:
-    """The setting, the capability, and how to do without it."""
+    """Yield each setting, the capability it needs, and a hint on how to do without it."""
     another = "choose another rollout.engine.kind"
     yield f"mode={config.mode}", "exact_ids", another
     if config.rollout.update_mode != "abort":

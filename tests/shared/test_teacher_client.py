@@ -112,8 +112,8 @@ async def test_volleys_own_server_is_a_teacher() -> None:
     ("body", "model", "kind", "named"),
     [
         (sglang([-0.5, -1.0], [60, 70], [None, None]), None, TeacherUnusable, "2 log-probabilities of 3 tokens"),
-        (sglang([-0.5, None, -1.0]), None, TeacherUnusable, "no number"),
-        (sglang([-0.5, "x", -1.0]), None, TeacherUnusable, "no number"),
+        (sglang([-0.5, None, -1.0]), None, TeacherUnusable, "not a number"),
+        (sglang([-0.5, "x", -1.0]), None, TeacherUnusable, "not a number"),
         (sglang([-0.5, 0.5, -1.0]), None, TeacherUnusable, "positive"),
         (sglang([-0.5, -1e39, -1.0]), None, TeacherUnusable, "NaN or infinite"),
         (b'{"meta_info": {"input_token_logprobs": [[NaN]]}}', None, TeacherUnusable, "not valid JSON"),
@@ -202,5 +202,5 @@ async def test_an_echo_with_tokens_of_its_own_before_ours_is_refused(texts: list
 
 @pytest.mark.parametrize("wrong", [False, "0", "-1.5"])
 async def test_what_only_looks_like_a_number_is_none(wrong: Any) -> None:
-    with pytest.raises(TeacherUnusable, match="no number"):
+    with pytest.raises(TeacherUnusable, match="not a number"):
         await asked(Answering(sglang([-1.0, wrong, -1.0])))
