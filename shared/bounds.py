@@ -53,9 +53,7 @@ _JSON_TEXT = re.compile(rb'(?:[^"\\]++|\\.){0,4096}+', re.DOTALL)  # in pieces, 
 
 
 def check_msgpack(data: bytes, what: str, max_objects: int = MAX_OBJECTS) -> None:
-    """Raise DecodeError if the first value of `data` holds more than `max_objects` values or nests deeper than
-    MAX_DEPTH.
-    """
+    """Raise DecodeError if the first value of `data` holds more than `max_objects` values or nests too deeply."""
     at, end, n, left = 0, len(data), 1, 1
     outer: list[int] = []  # remaining values of each enclosing container
     while at < end:

@@ -209,9 +209,7 @@ def rooted(loaded: LoadedConfig, base: Path) -> LoadedConfig:
 
 
 def is_folder(model: str, base: Path) -> bool:
-    """True if `model.path` is a folder (existing or not, resolved against `base`) or a run's version; False for a hub
-    id.
-    """
+    """True for a folder (existing or not, resolved against `base`) or a run's version; False for a hub id."""
     return "@" in model or model.startswith((".", "/")) or model.count("/") != 1 or (base / model).is_dir()
 
 

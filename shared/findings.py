@@ -14,13 +14,9 @@ from shared.run.group_size import check_group
 from shared.schema import RunConfig
 
 _MOST_SEQUENCE_EPSILON = 0.01
-"""Largest sensible `epsilon` for GSPO: the paper clips at 3e-4 and 4e-4 (arXiv:2507.18071, 5.1), because its ratio is a
-geometric mean over a sequence.
-"""
+"""GSPO's ratio is a geometric mean over a sequence; the paper clips at 3e-4 and 4e-4 (arXiv:2507.18071, 5.1)."""
 _MOST_LOGPROB = 10.0
-"""Largest useful `trainer.filters.logprob`, in nats per token: random weights with a vocabulary of 22,000 differ by
-less.
-"""
+"""Nats per token by which even random weights with a vocabulary of 22,000 differ less."""
 
 
 def findings(config: RunConfig) -> list[str]:

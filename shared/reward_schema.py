@@ -62,7 +62,7 @@ class JudgeReward(Section):
     `prompt` has the placeholders {task}, {answer}, {conversation} and {expected}. The score is the last number that
     `pattern` finds in the judge's answer (its first group), or the value at `field` of the last JSON object there; it
     is scaled from `scale` to 0 … 1. An answer without a score fails the episode, or scores `unreadable`. `request` adds
-    fields to the request, and removes those that it sets to null. A new `version` discards cached scores.
+    fields to the request, and removes those that it sets to null. A new `version` ignores stored scores.
     """
 
     type: Literal["judge"]
@@ -109,7 +109,7 @@ class JudgeReward(Section):
 
 
 class ServiceReward(Section):
-    """Score, or scores by name, from a reward service. A new `version` discards cached scores."""
+    """Score, or scores by name, from a reward service. A new `version` ignores stored scores."""
 
     type: Literal["service"]
     server: Name

@@ -73,8 +73,8 @@ class ModelSection(Section):
     A folder has config.json, tokenizer and the weights that transformers would load; with `initial_weights: random`, a
     folder without weights starts from random ones. RUN@VERSION always starts from its own weights. With
     `routing_replay` the trainer sends each token of a model with experts to the experts that the engine chose
-    (shared.routing); that costs a group layers times experts per token bytes for each token. `content` holds digests of
-    the folder's files (shared.models.content); the first start of a run sets it.
+    (shared.routing), which adds layers × experts per token bytes to each token. `content` holds digests of the folder's
+    files (shared.models.content); the first start of a run sets it.
     """
 
     path: str

@@ -161,8 +161,9 @@ class Tls(Section):
 
 
 class ServicesSection(Section):
-    """`redis_url: null` starts the embedded server. Rollout servers register themselves; `rollout_urls` adds fixed
-    ones.
+    """`redis_url: null` starts the embedded server.
+
+    Rollout servers register themselves; `rollout_urls` adds fixed ones.
 
     `volley train` starts the other services: no env service if `env.url` is set, no rollout server if `rollout_urls`
     is.

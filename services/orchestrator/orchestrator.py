@@ -55,8 +55,9 @@ class Orchestrator:
     mixture: RunMixture | None = None
 
     async def work(self) -> None:
-        """Worker: follow the run to its end. An error that it cannot recover from becomes the state `failed` at the
-        routes.
+        """Worker: follow the run to its end.
+
+        An error that it cannot recover from becomes the state `failed` at the routes.
         """
         failure: VolleyError | None = None
         try:
@@ -80,8 +81,9 @@ class Orchestrator:
         self.gate.release(_PAUSED)
 
     def describe(self) -> dict[str, Any]:
-        """Return the answer of GET /runs/{name}; `chain` says what waits for what, as far as the
-        orchestrator can see.
+        """Return the answer of GET /runs/{name}.
+
+        `chain` says what waits for what, as far as the orchestrator can see.
         """
         facts = self._facts()
         verdict = wedge.judge([ServiceReport("orchestrator", "orchestrator", said=facts)])

@@ -68,8 +68,9 @@ async def show_run(orchestrator: Named) -> dict[str, Any]:
 
 @router.patch("/{name}", openapi_extra=declares(body=MixtureBody, answer={"type": "object"}))
 async def change_run(request: Request, orchestrator: Named) -> Response:
-    """Change weights of the run's mixture from the next ticket on; 0 removes an environment. Other environments keep
-    their weights. Repeating it changes nothing.
+    """Change weights of the run's mixture from the next ticket on; 0 removes an environment.
+
+    Other environments keep their weights. Repeating it changes nothing.
     """
     _require_going(orchestrator)
     body = await read_model(request, MixtureBody)

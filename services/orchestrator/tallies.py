@@ -16,8 +16,9 @@ _MOST_LABELS = 32
 
 
 class GroupScore(NamedTuple):
-    """Mean reward and success rate of a group; `learnability` is the unbiased estimate of p(1 - p), the variance of
-    success.
+    """Mean reward and success rate of a group.
+
+    `learnability` is the unbiased estimate of p(1 - p), the variance of success.
     """
 
     reward: float

@@ -133,8 +133,9 @@ class HttpClient:
     async def post(
         self, path: str, body: Any, *, attempts: int = 1, timeout_s: float | None = None, max_objects: int = MAX_OBJECTS
     ) -> Any:
-        """Send msgpack, or JSON. Set `attempts` > 1 only for requests that may safely be repeated. `max_objects` limits
-        the answer's values.
+        """Send msgpack, or JSON.
+
+        Set `attempts` > 1 only for requests that may safely be repeated. `max_objects` limits the answer's values.
         """
         return await retry(
             lambda: self._send("POST", path, self._pack(body), None, timeout_s, max_objects), attempts=attempts
@@ -153,8 +154,9 @@ class HttpClient:
         return await retry(lambda: self._send("DELETE", path, None, None, None), attempts=attempts)
 
     async def exchange(self, method: str, path: str, body: Any = None) -> HttpReply:
-        """Send one request and return its answer, error answers included; for servers of other projects. Raises
-        ServiceUnreachable.
+        """Send one request and return its answer, error answers included; for servers of other projects.
+
+        Raises ServiceUnreachable.
         """
         return await self._exchanged(method, path, self._pack(body) if body is not None else None, None, None)
 

@@ -21,8 +21,9 @@ class WeightSource(HttpClient):
             raise
 
     async def chunk(self, digest: str, take: Take, start: int = 0) -> None:
-        """Receive a chunk's bytes from `start` on. Raises NotFound if it is missing, and Unavailable while others are
-        served.
+        """Receive a chunk's bytes from `start` on.
+
+        Raises NotFound if it is missing, and Unavailable while others are served.
         """
         await self.download(f"/weights/chunks/{digest}", take, start=start)
 

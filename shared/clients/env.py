@@ -130,8 +130,9 @@ class EnvClient(HttpClient):
         return _read(lambda: _step(answer))
 
     async def finish(self, episode_id: str, request_id: str) -> StepReply:
-        """Return the rest of the reward of an unfinished episode that ends here, without its steps' rewards. Raises
-        NotFound.
+        """Return the rest of the reward of an unfinished episode that ends here, without its steps' rewards.
+
+        Raises NotFound.
         """
         answer = await self.post(f"/episodes/{episode_id}/finish", {"request_id": request_id})
         return _read(lambda: _step(answer))

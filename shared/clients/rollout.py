@@ -209,9 +209,7 @@ def _check(generation: Generation, max_new_tokens: int) -> None:
 
 
 def _check_routed(n: int, n_prompt: int, n_sampled: int, first: int | None) -> None:
-    """Check the number of positions with experts; a request aborted before its first token returns those it
-    computed.
-    """
+    """Check the number of positions with experts; a request aborted before its first token may return fewer."""
     expected = 0 if first is None else n_prompt + n_sampled - 1 - first
     if n > expected or (n < expected and n_sampled):
         raise DecodeError(f"experts of {n} positions, but {expected} were requested")

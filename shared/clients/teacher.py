@@ -95,8 +95,7 @@ class TeacherClient:
         await self._stack.aclose()
 
     async def logprobs(self, ids: np.ndarray, start: int) -> np.ndarray:
-        """Return float32 [T - start]: log-probabilities (nats, temperature 1) of ids[start:], each given all tokens
-        before it.
+        """Return float32 [T - start]: log-probabilities (nats, temperature 1) of ids[start:] given all tokens before.
 
         `ids` is int32 [T], 0 < start < T. Raises RateLimited, TeacherAway, TeacherFailed, TeacherUnusable,
         TeacherRefused.
@@ -219,9 +218,7 @@ def _generation(ids: list[int], start: int) -> dict[str, Any]:
 
 
 def _of_generation(answer: Any, n: int, start: int) -> _TeacherAnswer:
-    """Read rows [log-probability, id, text] of the tokens from the one before `start` on, which has no
-    log-probability.
-    """
+    """Read rows [log-probability, id, text] from the token before `start` on, which has no log-probability."""
     rows = answer["meta_info"]["input_token_logprobs"]
     if len(rows) != n - start + 1:
         return _TeacherAnswer([row[0] for row in rows[1:]])

@@ -17,8 +17,9 @@ class TrainerClient(HttpClient):
         await self.post(f"/records/{record}", {"lines": list(lines)})
 
     async def record(self, record: Record, offset: int) -> tuple[list[str], int]:
-        """Return whole lines of a record from a byte offset on, and the next offset; it is `offset` at the end of the
-        record.
+        """Return whole lines of a record from a byte offset on, and the next offset.
+
+        The next offset is `offset` at the end of the record.
         """
         answer = await self.get(f"/records/{record}", {"offset": offset})
         try:

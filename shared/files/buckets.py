@@ -85,8 +85,9 @@ class Bucket:
     def download(
         self, key: str, path: Path, size: int, check: Callable[[], None] = lambda: None, *, at_most: bool = False
     ) -> None:
-        """Download an object to a file, several parts at once. `check` is called before each part, and may raise to
-        stop.
+        """Download an object to a file, several parts at once.
+
+        `check` is called before each part, and may raise to stop.
 
         Raises WeightsError if the object has another size (with `at_most`, a larger one) or changes meanwhile, and
         OSError.
@@ -125,8 +126,9 @@ class Bucket:
                 obstore.put(self._store, key, file, max_concurrency=_N_AT_ONCE)
 
     def swap(self, key: str, data: bytes, tag: Tag | None) -> Tag:
-        """Replace the object of `tag`, or create one if `tag` is None; the bucket compares atomically. Return the new
-        tag.
+        """Replace the object of `tag`, or create one if `tag` is None; the bucket compares atomically.
+
+        Return the new tag.
 
         Raises Conflict if the present object is another one.
         """

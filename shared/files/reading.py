@@ -17,16 +17,15 @@ from shared.errors import Forbidden
 MAX_LINE_BYTES = 2**20
 """Longest line of a record, in bytes; a longer one is cut, and then is no longer JSON."""
 MAX_RECORD_BYTES = 2**32
-"""Largest file of lines, in bytes: more than any run writes. A sparse file may claim a terabyte, and take minutes to
-read.
-"""
+"""Largest file of lines, in bytes. A sparse file may claim a terabyte, and take minutes to read."""
 _BLOCK_BYTES = 2**20
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """Open a regular file unbuffered. Raises OSError, also for other kinds of files: EISDIR for a folder, else
-    EMEDIUMTYPE.
+    """Open a regular file unbuffered.
+
+    Raises OSError, also for other kinds of files: EISDIR for a folder, else EMEDIUMTYPE.
     """
     try:
         _check_kind(path, os.stat(path))  # opening a device may have effects
@@ -65,6 +64,7 @@ def read_file(path: Path, most: int) -> bytes:
 
 def whole_lines(path: Path) -> Iterator[bytes]:
     """Yield complete lines without their newline, cut after MAX_LINE_BYTES; none if there is no file.
+
     Raises OSError.
     """
     try:

@@ -111,8 +111,9 @@ def append(path: Path, text: bytes, *, durable: bool, check: Callable[[], object
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Return the complete lines of a file; none if there is no file. Raises ConfigError if it is not a file, and
-    OSError.
+    """Return the complete lines of a file; none if there is no file.
+
+    Raises ConfigError if it is not a file, and OSError.
     """
     try:
         return list(reading.whole_lines(path))

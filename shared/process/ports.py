@@ -38,8 +38,9 @@ class _Block:
 
 
 def hold(host: str, port: int) -> socket.socket:
-    """Bind a port until the socket is closed. Raises OSError if it is taken, or the address is not one of
-    this machine.
+    """Bind a port until the socket is closed.
+
+    Raises OSError if it is taken, or the address is not one of this machine.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -52,8 +53,9 @@ def hold(host: str, port: int) -> socket.socket:
 
 
 def hold_free(host: str, before: int | None = None) -> socket.socket:
-    """Bind the port `before`, if given and free, else one that this process has not used for long. Raises OSError
-    without one.
+    """Bind the port `before`, if given and free, else one that this process has not used for long.
+
+    Raises OSError without one.
     """
     chosen = islice(_block_of(os.getpid()).ports, _BLOCK)
     for port in chain([] if before is None else [before], chosen):

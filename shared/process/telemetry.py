@@ -189,9 +189,7 @@ def exposition(accept: str = "") -> tuple[bytes, str]:
 
 
 def _by_preference(accept: str) -> str:
-    """Sort the accepted types by preference, up to the text format, which is always available: the library
-    ignores q.
-    """
+    """Sort the accepted types by q, which the library ignores, up to the text format, which is always available."""
     ranges = sorted((part for part in accept.split(",") if _quality(part) > 0), key=_quality, reverse=True)
     plain = next((i for i, part in enumerate(ranges) if part.partition(";")[0].strip() == "text/plain"), len(ranges))
     return ",".join(ranges[: plain + 1])

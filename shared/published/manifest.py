@@ -164,8 +164,9 @@ class PublishedManifest:
         return {chunk.blake3: chunk for tree in self.trees for chunk in tree.chunks}
 
     def delta_chain(self, chunk: Chunk, have: Callable[[str], bool]) -> list[Delta]:
-        """Return the deltas that make a chunk from one that is present, in order; empty if the whole chunk
-        is smaller.
+        """Return the deltas that make a chunk from one that is present, in order.
+
+        Empty if there is none, or if the whole chunk is smaller.
         """
         deltas, n_bytes, wanted = list[Delta](), 0, chunk.blake3
         while (delta := self.deltas.get(wanted)) is not None and n_bytes + delta.chunk.size < chunk.size:
@@ -267,9 +268,7 @@ def leaf_bytes(leaf: ManifestLeaf) -> int:
 
 
 def cuts(sizes: Sequence[int]) -> list[int]:
-    """Return the chunk sizes of a stream of arrays of `sizes` bytes each; an array of at least a chunk
-    starts a chunk.
-    """
+    """Return the chunk sizes of a stream of arrays of `sizes` bytes each; a large array starts a chunk."""
     found, shared = list[int](), 0
     for size in sizes:
         if size >= CHUNK_BYTES or shared + size > CHUNK_BYTES:

@@ -95,8 +95,9 @@ _refusals = WeakKeyDictionary[Redis, _RefusalTimer]()
 def connect(
     url: str, password_file: Path | None = None, ca_file: Path | None = None, *, refused_s: float = 0.0
 ) -> Redis:
-    """Return a client for `redis://[:password@]host:port/db` (or `rediss://`, `unix://`); it connects with its first
-    command.
+    """Return a client for `redis://[:password@]host:port/db`, `rediss://` or `unix://`.
+
+    It connects with its first command.
 
     Args:
         url: address of the server.

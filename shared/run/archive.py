@@ -39,9 +39,7 @@ _SIP = 2**6  # bytes of a frame decompressed at once: 4 may become 128 kB
 _MAX_WINDOW = 2**23
 _MOST_GROUPS = 2**20
 MAX_GROUP_BYTES = 2**28
-"""Largest group that a reader accepts, so that a damaged or hostile file costs little memory; the trainer accepts no
-larger ones.
-"""
+"""Largest group, in bytes, that reader and trainer accept: a damaged or hostile file costs little memory."""
 
 type Spend = Callable[[int], None]
 
@@ -162,9 +160,7 @@ def _entries(folder: Path) -> list[str]:
 
 
 def refused(root: Path) -> list[tuple[WeightVersion, Path]]:
-    """Return the files of groups below `root` that gave non-finite numbers, with the version they would have made;
-    oldest first.
-    """
+    """Return the refused groups' files below `root`, with the version they would have made; oldest first."""
     matches = map(_REFUSED.match, names(root))
     found = sorted((int(m[1]), int(m[2]), int(m[3]), root / m.string) for m in matches if m)
     return [(WeightVersion(epoch, step), path) for epoch, step, _, path in found]

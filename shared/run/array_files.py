@@ -95,8 +95,6 @@ def translated(what: str, error: Exception) -> VolleyError:
 
 
 def os_error(error: Exception) -> OSError | None:
-    """Return the OSError in a TensorStore error's text: `… No space left on device [os_error_code='28']`; None without
-    one.
-    """
+    """Return the OSError in a TensorStore error's text (`… [os_error_code='28']`); None without one."""
     code = _OS_ERROR.search(str(error))
     return OSError(int(code[1]), os.strerror(int(code[1]))) if code else None

@@ -27,8 +27,9 @@ _ZERO = "0" * _DIGITS
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """`since`: step after which the chain starts (0, or where an older trainer left the run). `steps`, `voids`: digests
-    in hex.
+    """`since`: step after which the chain starts (0, or where an older trainer left the run).
+
+    `steps`, `voids`: digests in hex.
     """
 
     since: int

@@ -251,8 +251,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a manifest; `path` is the manifest or its folder. Raises WeightsError, and Unavailable if it cannot be read
-    now.
+    """Read a manifest; `path` is the manifest or its folder.
+
+    Raises WeightsError, and Unavailable if it cannot be read now.
     """
     path = path / MANIFEST if path.is_dir() else path
     try:
@@ -300,8 +301,7 @@ def copy_files(
 
 
 def unreadable(what: str, error: OSError) -> VolleyError:
-    """Return the error for a checkpoint's file that cannot be read: WeightsError if it is missing or not a file, else
-    Unavailable.
+    """Translate the error of a checkpoint's file: WeightsError if it is missing or not a file, else Unavailable.
 
     Too many open files, or a file server that is away, say nothing about the file: a later read may succeed.
     """

@@ -39,8 +39,9 @@ type Told = tuple[str, Checksums]
 def description(
     model: Mapping[str, Any], tree: Iterable[ManifestLeaf], adapter: Adapter | None, probe: Probe | None
 ) -> str:
-    """Return the blake3 of a manifest's description of its weights, in hex. The log holds it, so its format never
-    changes.
+    """Return the blake3 of a manifest's description of its weights, in hex.
+
+    The log holds it, so its format never changes.
     """
     of_adapter = None if adapter is None else [adapter.rank, float(adapter.alpha), adapter.base.digest]
     leaves = sorted((asdict(leaf) for leaf in tree), key=lambda leaf: leaf["key"])

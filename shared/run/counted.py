@@ -41,8 +41,9 @@ def versions_of(row: Mapping[str, Any]) -> list[WeightVersion]:
 
 
 def of_steps(rows: Iterable[Mapping[str, Any]], head: TrainerState | None) -> Iterator[Mapping[str, Any]]:
-    """Yield the lines of metrics and of supervised steps that count; all lines without a head. Lines of step 0 describe
-    the data.
+    """Yield the lines of metrics and of supervised steps that count; all lines without a head.
+
+    Lines of step 0 describe the data.
     """
 
     def fits(version: WeightVersion, head: TrainerState) -> bool:

@@ -28,9 +28,7 @@ from shared.errors import DecodeError
 from shared.schema import MAX_WEIGHT, MOST_ENVIRONMENTS
 
 _PARTS = 10_000
-"""Shares are rounded to multiples of 1/_PARTS if exact weights would need larger numbers; this bounds the period of a
-mixture.
-"""
+"""Weights are rounded to multiples of 1/_PARTS if exact ones need larger numbers; this bounds a mixture's period."""
 _LONGEST_PERIOD = 2 * 10**6
 MOST_CHANGES = 100_000
 """Largest number of lines read from an untrusted file."""
@@ -89,9 +87,7 @@ class MixtureChange:
 
 
 def whole_weights(weights: Mapping[str, Fraction]) -> dict[str, int]:
-    """Return the smallest whole numbers in the same proportion, without zeros; rounded if they would add up to more
-    than _PARTS.
-    """
+    """Return the smallest whole numbers in the same proportion, without zeros; rounded if they exceed _PARTS."""
     positive = {env: weight for env, weight in sorted(weights.items()) if weight > 0}
     if not positive:
         return {}
@@ -226,8 +222,7 @@ def parse(text: bytes) -> MixtureChange:
 
 
 def replayed(assignment: TicketAssignment, lines: Iterable[bytes], until: int = _MOST_TICKET) -> list[str]:
-    """Add the changes in whole lines of mixture.jsonl, and skip invalid ones; return the first hundred reasons for
-    skipping.
+    """Add the changes in whole lines of mixture.jsonl; skip invalid lines, and return up to a hundred reasons.
 
     Args:
         until: the last ticket that will be looked up; later changes are not needed.

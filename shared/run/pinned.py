@@ -230,17 +230,16 @@ def changes(was: Flat, now: Flat) -> list[Change]:
 
 
 def _means_the_same(key: str, was: Any, now: Any) -> bool:
-    """True for values that are equivalent: two spellings of a path, or one that an older run did not record (its date,
-    the content of its model's folder).
-    """
+    """True for equivalent values: two spellings of a path, or a value that an older run did not record."""
     if key.startswith(CONTENT):
         return was is None or now is None
     return (key in _PATHS and same_path(was, now)) or (key == "run.date" and was is None)
 
 
 def permitted(was: Flat, now: Flat, *, step: int) -> list[Change]:
-    """Return the changes that take effect after `step`, the newest durable one. Raises ConfigError naming forbidden
-    changes.
+    """Return the changes that take effect after `step`, the newest durable one.
+
+    Raises ConfigError naming forbidden changes.
     """
     found = changes(was, now)
     wrong = [(change, reason) for change in found if (reason := _objection(change, step))]

@@ -42,9 +42,7 @@ _MOST = 2**53
 _MAX_DETAIL = 300
 MAX_STATE_BYTES = 64 * 2**20
 MOST_VALUES = MAX_STATE_BYTES // 12
-"""No trainer writes fewer than 12 bytes per value: a ticket of seven digits has 13 on its line, a ledger line 17 per
-value.
-"""
+"""Trainers write at least 12 bytes per value: 13 per ticket of seven digits, 17 per value of a ledger line."""
 _MOST_EPOCHS = 50_000
 """Largest number of epochs in a lineage: a run that is restarted every minute for a month."""
 STATE, OPTIMIZER = "state.json", "optimizer"

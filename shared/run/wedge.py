@@ -15,9 +15,7 @@ from shared.errors import Party
 from shared.services import SERVICES
 
 QUIET_S, CYCLE_S, BUSY_S = 60.0, 15.0, 1800.0
-"""Longest time without progress, in seconds, before a run counts as wedged: by default, in a cycle, and with a service
-at work.
-"""
+"""Longest time without progress, in seconds: by default, in a cycle, and with a service at work."""
 FRESH_S = 5.0
 """A run that advanced within this many seconds is running."""
 _AT_WORK = ("loading", "warm start", "starting", "training", "saving")
@@ -56,9 +54,7 @@ class ServiceReport:
 
 @dataclass(frozen=True, slots=True)
 class WaitLink:
-    """`on` is the name, kind or address of the awaited party, possibly one without a report (redis, a disk); `what` it
-    waits for.
-    """
+    """`on`: name, kind or address of the awaited party, possibly one without a report (redis, a disk)."""
 
     on: str
     what: str

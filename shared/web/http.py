@@ -365,8 +365,9 @@ class _Edge:
 
 
 def _allowed(scope: Scope) -> str:
-    """Return the methods of a path, as in Allow. Raises NotFound for an unknown path, WrongMethod if it lacks the
-    method.
+    """Return the methods of a path, as in Allow.
+
+    Raises NotFound for an unknown path, WrongMethod if it lacks the method.
     """
     routes, path = scope["app"].routes, scope["path"][:_MAX_NAME]
     methods = {m for m in _METHODS if any(route.matches({**scope, "method": m})[0] is Match.FULL for route in routes)}

@@ -19,8 +19,9 @@ class RateLimiter:
         self._filled: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def wait_s(self, client: str, now: float) -> float:
-        """Take a token from the client's bucket and return 0, or return the seconds until there is one. `now` is
-        monotonic.
+        """Take a token from the client's bucket and return 0, or return the seconds until there is one.
+
+        `now` is monotonic.
         """
         level, at = self._filled.pop(client, (self._burst, now))
         level = min(self._burst, level + (now - at) * self._per_s)

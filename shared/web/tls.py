@@ -12,9 +12,7 @@ from shared.web.access import read_secret
 
 
 def check_certificate(tls: Tls) -> None:
-    """Raise ConfigError if a server cannot use these files: missing, malformed, encrypted, not a pair, readable by
-    others.
-    """
+    """Raise ConfigError for unusable files: missing, malformed, encrypted, not a pair, readable by others."""
     if tls.cert_file is None or tls.key_file is None:
         return
     read_secret(tls.key_file, "services.tls.key_file")
@@ -32,8 +30,9 @@ def check_certificate(tls: Tls) -> None:
 
 @cache
 def client_context(ca_file: Path | None) -> ssl.SSLContext:
-    """Return a context that trusts the authorities in `ca_file`, or the system's; read once per process. Raises
-    ConfigError.
+    """Return a context that trusts the authorities in `ca_file`, or the system's; read once per process.
+
+    Raises ConfigError.
     """
     try:
         return ssl.create_default_context(cafile=ca_file)

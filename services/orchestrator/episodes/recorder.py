@@ -57,9 +57,7 @@ class Recorder:
         return sum(map(len, self._routed))
 
     def add_sampled(self, generation: Generation) -> None:
-        """Append the model's ids of this turn, or a further part of it; its experts are those of positions from
-        `n_routed` on.
-        """
+        """Append the model's ids of this turn, or a further part of it; experts are those from `n_routed` on."""
         start = len(self)
         self._append(generation.output_ids, generation.logprobs, sampled=True)
         if generation.routed_experts is not None:

@@ -42,9 +42,7 @@ class TokenBounds:
     max_attempts: int
 
     def room(self, n_tokens: int) -> int:
-        """Return how many tokens may be sampled after `n_tokens`; engines require the sum to be below their context
-        length.
-        """
+        """Return how many tokens may follow `n_tokens`; engines need the sum below their context length."""
         return self.context_length - 1 - n_tokens
 
 

@@ -199,8 +199,9 @@ class Evaluator:
         self._status.disk = str(error) if error else None
 
     async def _trajectories(self, tasks: HeldOutTasks, need: VersionBounds) -> tuple[list[Trajectory], int]:
-        """Return the trajectories in the order of the tasks, and the number of failed tasks. Raises Unavailable if all
-        failed.
+        """Return the trajectories in the order of the tasks, and the number of failed tasks.
+
+        Raises Unavailable if all failed.
         """
         failures: list[VolleyError] = []
 

@@ -69,9 +69,7 @@ def summarize(
     env: str | None = None,
     data: Digests | None = None,
 ) -> EvalRecord:
-    """Return means over the trajectories (at least one), for rewards of any finite size; failed tasks are
-    only counted.
-    """
+    """Return means over the trajectories (at least one, finite rewards); failed tasks are only counted."""
     n = len(trajectories)
     versions = [WeightVersion.parse(span.version) for t in trajectories for span in t.versions]
     return EvalRecord(

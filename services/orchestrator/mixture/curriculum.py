@@ -50,9 +50,7 @@ class Curriculum:
 
 
 def factors_after(last: Mapping[str, float], judged: Mapping[str, float], envs: Iterable[str]) -> dict[str, float]:
-    """Return the factors of these environments that are not 1: the judged ones if one of them moves far enough, else
-    the last.
-    """
+    """Return these environments' factors other than 1: the judged ones if one moves far enough, else the last."""
     before = {env: last.get(env, 1.0) for env in envs}
     after = {env: judged.get(env, factor) for env, factor in before.items()}
     moved = any(round(abs(after[env] - before[env]), 6) >= _LEAST_MOVE for env in after)

@@ -26,9 +26,7 @@ class _Trial:
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """Results to apply to the mixture: environments to set aside, with reasons, and environments whose
-    trial succeeded.
-    """
+    """Results to apply to the mixture: `failing` environments to set aside, and those that `recovered`."""
 
     failing: Mapping[str, str]
     recovered: frozenset[str]

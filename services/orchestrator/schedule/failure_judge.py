@@ -16,9 +16,7 @@ from shared.types import Group
 
 _MOST_IN_A_ROW, _MOST_BESIDE = 8, 3
 _LOOKED_AT, _MOST_OF_THEM = 32, 16
-"""Number of last groups, and of failures among them, that set an environment aside: the remaining groups are too
-biased.
-"""
+"""Groups looked at, and failures among them that set an environment aside: the rest is too biased."""
 
 
 class SetsAside(Protocol):

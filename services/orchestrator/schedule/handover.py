@@ -54,8 +54,7 @@ class RecordHandover:
         self._begun.set()
 
     async def restore(self) -> None:
-        """Fetch the trainer's records into a folder that is new or was lost; the tickets' environments follow from
-        them.
+        """Fetch the trainer's records into a folder that is new or was lost; they decide the tickets' environments.
 
         Returns when it has them; no ticket is issued before there is a trainer.
         """

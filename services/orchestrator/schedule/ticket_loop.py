@@ -59,9 +59,7 @@ class TicketSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The queue's admission terms: groups per step, allowed staleness in steps, groups in the whole run, lease in
-    seconds.
-    """
+    """Admission terms: groups per step, allowed staleness in steps, groups in the whole run, lease in seconds."""
 
     batch: int
     max_staleness: int
@@ -196,9 +194,7 @@ class TicketLoop:
             self._slots.release()
 
     async def _publish(self, group: Group, reservation: Reservation) -> None:
-        """Publish the group, repeating until the queue answers; after `patience_s`, give up and let the
-        lease expire.
-        """
+        """Publish the group, repeating until the queue answers, for up to `patience_s`; then its lease may expire."""
         payload, deadline, failures = group.encode(), time.monotonic() + self._terms.patience_s, 0
         while time.monotonic() < deadline:
             try:

@@ -63,8 +63,9 @@ class VersionBounds:
     strict: bool = False
 
     def lower(self, step: int) -> None:
-        """Lower the bound after the trainer went back to `step`: newer weights do not exist, and may never exist unless
-        this request is served.
+        """Lower the bound after the trainer went back to `step`.
+
+        Newer weights do not exist, and may never exist unless this request is served.
         """
         if self.min_step is not None:
             self.min_step = min(self.min_step, step)

@@ -38,8 +38,9 @@ type Connect = Callable[[str], RolloutClient]
 
 
 class Fleet:
-    """Rollout servers of a run. Use it as an async context manager around `watch`; it closes all connections at the
-    end.
+    """Rollout servers of a run.
+
+    Use it as an async context manager around `watch`; it closes all connections at the end.
     """
 
     def __init__(self, balancer: Balancer, discover: Discover, connect: Connect) -> None:
