@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from services.orchestrator import disk
 from services.orchestrator.episodes import teacher as episode_teacher
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.teacher import EpisodeTeaching, TeachingBudget
-from services.orchestrator.evaluation import records
 from services.orchestrator.status import RunStatus
 from shared.clients.teacher import TeacherAway, TeacherFailed, TeacherRefused, TeacherUnusable
 from shared.errors import RateLimited, StorageFull, VolleyError
@@ -113,7 +113,7 @@ async def test_while_the_teacher_is_away_the_others_wait_behind_those_that_ask()
 
 
 async def test_a_full_disk_under_the_budget_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "_RETRY_S", 0.01)
+    monkeypatch.setattr(disk, "_RETRY_S", 0.01)
     full = [StorageFull("no room")] * 5
 
     class FullBudget(TeachingBudget):
