@@ -15,8 +15,8 @@ from shared.errors import InputError
 from shared.text import without_halves
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of an assistant's message that may hold its reasoning. Each template writes some of them."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that hold its reasoning, in the order in which transformers looks for it."""
 _PARTS = ("text", "input_text", "output_text", "refusal")
 _CALL = 'a call is {"function": {"name": "…", "arguments": {…}}}'
 
@@ -47,6 +47,14 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a call from `read_messages`, as an object."""
     given = call_of(call).get("arguments")
     return (parsed(given) if isinstance(given, str) else given) or {}
+
+
+def with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its reasoning also as `reasoning_content` and `thinking`, which are what templates read, as in
+    transformers 5.
+    """
+    found = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def kind(value: Any) -> str:

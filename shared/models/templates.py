@@ -25,7 +25,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from shared.errors import ConfigError, InputError
-from shared.models.messages import arguments_of, call_of
+from shared.models.messages import arguments_of, call_of, with_reasoning
 
 type Messages = Sequence[Mapping[str, Any]]
 type Tools = Sequence[Mapping[str, Any]]
@@ -132,6 +132,7 @@ class ChatTemplates:
             raise InputError(
                 f"the chat template has no variable {unread[0][:80]!r}", f"variables that it reads: {known or 'none'}"
             )
+        messages = [with_reasoning(message) for message in messages]
         try:
             if any(message.get("tool_calls") for message in messages):
                 form = self._form(name)

@@ -269,6 +269,18 @@ def test_reasoning_is_learned_where_the_template_writes_it(tmp_path, message, te
     assert "<think>" not in learned(opened, said("") | message), "the prompt ends with it"
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+def test_a_template_gets_reasoning_under_the_names_of_transformers(tmp_path, read, key):
+    tokenizer = of_template(tmp_path / "model", THINKING.replace("reasoning_content", read))
+    spoken = said("4") | {key: "two and two"}
+    assert learned(tokenizer, spoken) == "<think>\ntwo and two\n</think>\n\n4<|im_end|>"
+    prompt = tokenizer.decode(tokenizer.render_prompt([user("2+2?"), spoken, user("3+3?")]))
+    assert "<think>\ntwo and two\n</think>" in prompt
+    two = learned(tokenizer, said("4") | {"reasoning": "x", "thinking": "x", "reasoning_content": "x"})
+    assert two == "<think>\nx\n</think>\n\n4<|im_end|>"
+
+
 @pytest.mark.parametrize("header", ["### Response:\n", "### Response: ", "\n\n", "Response:"])
 @pytest.mark.parametrize("question", ["2+2?", "2+2? " * 60])
 def test_no_space_comes_before_an_answer_whose_tokenizer_begins_texts_with_one(tmp_path, header, question):
