@@ -43,4 +43,4 @@ def test_without_the_hub_what_the_index_has_is_named(tmp_path: Path) -> None:
     variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PATH": ""}
     done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, encoding="utf-8")
     assert "Unavailable: the model a/b could not be downloaded from the hub" in done.stderr
-    assert "there is: smollm2" in done.stderr
+    assert "use smollm2" in done.stderr
