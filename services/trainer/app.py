@@ -1,4 +1,4 @@
-"""Wires a trainer around a backend, which is Tunix: queue, files, the training thread, clients, routes."""
+"""Wiring of a trainer: backend (Tunix), queue, files, training thread, clients, routes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from services.trainer.publishing import routes as publishing
 from services.trainer.publishing.publications import Publications
 from services.trainer.publishing.publisher import Publisher, Served
 from services.trainer.publishing.routes import PublishingState
-from services.trainer.resuming import under_settings
+from services.trainer.resuming import resolve_settings
 from services.trainer.routes import ROLES, router
 from services.trainer.settings import TrainerSettings
 from services.trainer.status import TrainerStatus
@@ -65,7 +65,7 @@ from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 
 _CHECKPOINT_BYTES_A_NUMBER, _BESIDE_BYTES = 40, 64 * 2**20
-"""Float32 weights of policy and critic, each with two moments, and what is published: 36 bytes, and no more."""
+"""Upper bound; float32 weights of policy and critic, two moments each, and the published weights take 36 bytes."""
 _log = telemetry.Log("trainer")
 
 
@@ -95,7 +95,7 @@ async def open_trainer(
 ) -> AsyncIterator[RunningService]:
     """Raises ConfigError."""
     for finding in findings(config):
-        _log.warning("the configuration means less than it says", finding=finding)
+        _log.warning("ineffective setting", finding=finding)
     config, origin = await asyncio.to_thread(_of_its_origin, config)
     model = await asyncio.to_thread(model_folder, config.model.path, config.run.folder, weights=True)
     config = await asyncio.to_thread(with_content, config, model)
@@ -166,14 +166,17 @@ def _bucket(
     bucket, folder = Bucket(settings.bucket), RunFolder(settings.run_folder)
     most = _CHECKPOINT_BYTES_A_NUMBER * ModelConfig.read(model).n_numbers + _BESIDE_BYTES
     of_step = archive.MAX_GROUP_BYTES * config.trainer.groups_per_step
-    check = partial(under_settings, settings=plan.settings, original=plan.original)
+    check = partial(resolve_settings, settings=plan.settings, original=plan.original)
     restore = FolderRestore(bucket, folder, settings.run, beginning, most, of_step, check)
     writer, end_s = BucketWriter(bucket, folder, settings.run, beginning), config.services.limits.grace_s / 2
     return RunBucket(restore, writer, folder, status, end_s)
 
 
 def _of_its_origin(config: RunConfig) -> tuple[RunConfig, Origin | None]:
-    """With the model of the run that it begins from; the run's folder keeps which that is. Raises ConfigError."""
+    """Replace the model by that of the run that this run starts from; the run's folder records the origin.
+
+    Raises ConfigError.
+    """
     origin = keep(config)
     if origin is None:
         return config, None
@@ -187,7 +190,7 @@ def _app(
     bucket: RunBucket | None,
     known: records.KnownEnvironments,
 ) -> FastAPI:
-    """The state of `publishing` is not there yet."""
+    """Build the HTTP application; the caller adds the state of `publishing`."""
     roles = ROLES | publishing.ROLES | records.ROLES
     app = create_app("trainer", limits=settings.limits, tokens=callers, ready=status.not_ready, roles=roles)
     kept = records.RecordsState(RunFolder(settings.run_folder), check_mixture=known.check)
@@ -199,7 +202,7 @@ def _app(
 
 
 def _servers(redis: Redis, settings: TrainerSettings) -> Callable[[], Awaitable[Served]]:
-    """Registered servers and the fixed ones, each once."""
+    """Return a function that lists the registered and the configured rollout servers, each once."""
     registry = Registry(redis, settings.run)
 
     async def servers() -> Served:

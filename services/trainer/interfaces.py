@@ -1,4 +1,4 @@
-"""Protocols between the train loop and queue, model and checkpoints, and the plan of a run."""
+"""Protocols of the train loop's queue, model and checkpoints, and the plan of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OnNonFinite = Literal["stop", "skip"]
 
 
 class TrainQueue(Protocol):
-    """The trainer's part of `TicketQueue`."""
+    """Methods of `TicketQueue` that the trainer calls."""
 
     async def begin(
         self, low: int, version: int, issued: int, void: int, done: Iterable[int], epoch: int, above: int
@@ -44,9 +44,10 @@ class TrainQueue(Protocol):
 
 
 class Backend(Protocol):
-    """The part of `Backend` that the loop drives; every method blocks. `memory` is what training takes, in MiB, and
-    `plan` on what; both are known once the model is built. A model that was restored takes steps from then on, a new
-    one when it has started.
+    """The model as the loop drives it; every method blocks.
+
+    `memory` is the memory that training takes, in MiB by part; `plan` describes mesh, devices and micro-batches. Both
+    are known once the model is built. A restored model can train after `build`, a new one after `start`.
     """
 
     @property
@@ -61,41 +62,46 @@ class Backend(Protocol):
 
     def start(self, state: TrainerState) -> Path: ...
 
-    def under(self, settings: Flat) -> None:
-        """What follows is trained under these settings of a configuration, until `build` brings back its own. Weights
-        and optimizer state stay, bit for bit. Raises ConfigError if they cannot be put in force.
+    def apply_settings(self, settings: Flat) -> None:
+        """Train the next steps under these settings, until `build` restores the configuration's own.
+
+        Weights and optimizer state do not change. Raises ConfigError if the settings cannot be applied.
         """
         ...
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics: ...
 
     def checksum(self) -> str:
-        """Of the bits of all parameters under training."""
+        """Checksum of the bits of all trained parameters."""
         ...
 
     def checksums(self) -> Checksums:
-        """Of all that a checkpoint of the present weights would hold."""
+        """Checksums of everything that a checkpoint of the present weights would hold."""
         ...
 
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
-        """Of each group the mean |log p(trainer) - log p(rollout)| in nats, over the tokens that the present weights
-        sampled; None without any.
+        """Mean |log p(trainer) - log p(rollout)| of each group, in nats.
+
+        Only tokens that the present weights sampled count; None for a group without such tokens.
         """
         ...
 
     def rewind(self, version: WeightVersion) -> None: ...
 
     def take(self, state: TrainerState, base: WeightVersion) -> Callable[[], Path]:
-        """What makes a durable checkpoint of the present weights, in any thread and whatever they become meanwhile."""
+        """Copy the present weights; the returned function writes them as a durable checkpoint.
+
+        It may run in any thread while training goes on.
+        """
         ...
 
     def publish(self, version: WeightVersion) -> PublishedVersion:
-        """Chunks of the present weights; servers learn of them by `Collaborators.publish`."""
+        """Write the chunks of the present weights. `Collaborators.publish` then notifies the servers."""
         ...
 
 
 class CheckpointStore(Protocol):
-    """The part of `CheckpointFolders` that the loop needs to take over a run; every method blocks."""
+    """Methods of `CheckpointFolders` that the loop calls to take over a run; every method blocks."""
 
     bad: dict[str, str]
 
@@ -112,12 +118,14 @@ class CheckpointStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainPlan:
-    """`groups_per_step` tickets a step, a checkpoint every `save_interval_steps` and of versions that are evaluated,
-    every `eval_every_n_steps`; `grace_s` to end in; `keep_reference` for a KL term.
+    """Plain values that the train loop needs from the configuration.
 
-    `settings` is what of the configuration a checkpoint records (see shared.run.pinned); `original` is what the run was
-    started with, for a checkpoint that is older than its settings; `origin` is the version of another run that it
-    starts from; `on_nonfinite` is what follows when a step is refused; `env` is the run's main environment.
+    A checkpoint is made every `save_interval_steps` and of each evaluated version (every `eval_every_n_steps`). A stop
+    waits at most `grace_s` seconds. `keep_reference` keeps a reference model for a KL term.
+
+    `settings` are the settings that a checkpoint records (see shared.run.pinned); `original` are those that the run
+    started with, for checkpoints that record none; `origin` is the version of another run that this run starts from;
+    `on_nonfinite` is the action after a non-finite step; `env` is the main environment.
     """
 
     max_steps: int
@@ -139,13 +147,14 @@ class TrainPlan:
 
     @property
     def enough(self) -> int:
-        """Groups to hold at most, while a step can be made of them: as many as may be under way at once."""
+        """Most groups to hold while a step can be made of them: as many as may be in flight at once."""
         return (self.rules.max_staleness + 1) * self.groups_per_step
 
     def starved(self, n_filtered: Mapping[FilterRule, int], step: int) -> str | None:
-        """Why the run has to stop, because filters have left no groups for `step`; None if it may go on.
+        """Reason to stop because filters left no groups for `step`; None if the run may go on.
 
-        Where engine and trainer disagree, more than all groups that were under way when it was set right.
+        The limit of the log-probability filter is `enough`: all groups that may have been in flight when the
+        disagreement of engine and trainer was repaired.
         """
         n_batches = self.rules.filters.max_num_gen_batches
         if n_filtered.get("logprob", 0) > self.enough or sum(n_filtered.values()) >= n_batches * self.groups_per_step:

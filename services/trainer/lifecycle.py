@@ -1,5 +1,7 @@
-"""How a trainer's work ends, whatever it is: a stop lets the running step end and save, within the grace; what is no
-number stops the training, but not the process.
+"""Life cycle of a trainer's work, for RL and for supervised training.
+
+A stop lets the running step end and save, within the grace period. A non-finite step stops training; the process keeps
+serving status.
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ _log = telemetry.Log("worker")
 
 
 async def run(work: Work, status: TrainerStatus, grace_s: float, leave: Leave) -> None:
-    """Works until it is cancelled, which is the stop.
+    """Run `work` until this task is cancelled, which is the stop.
 
     Args:
-        work: ends when the status asks to stop.
-        leave: tells others that this is no crash; may be called more than once.
+        work: returns when the status asks to stop.
+        leave: tells the other services that the stop is not a crash; may be called more than once.
 
     Raises:
-        VolleyError: what else ends a run.
+        VolleyError: any other error that ends a run.
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -39,7 +41,7 @@ async def run(work: Work, status: TrainerStatus, grace_s: float, leave: Leave) -
 
 
 async def _wind_down(task: asyncio.Task[None], status: TrainerStatus, grace_s: float, leave: Leave) -> None:
-    """Waits for the running step and its checkpoint, but not beyond the grace."""
+    """Wait for the running step and its checkpoint, at most `grace_s` seconds."""
     status.stop()
     await asyncio.wait({task}, timeout=grace_s)
     if not task.done():
@@ -59,12 +61,12 @@ async def _guarded(work: Work, group: asyncio.TaskGroup, status: TrainerStatus, 
 
 
 async def _stand_by(reason: str, status: TrainerStatus, leave: Leave) -> None:
-    """Trains no more and says why, until a stop: to end and be started again would change nothing."""
+    """Stop training and report the reason until a stop; a restart would meet the same error."""
     _log.error("refused", run=status.run, phase=status.phase, reason=reason)
     status.refused, status.phase = reason, "refused"
     await leave()
     while not status.stopping:
         status.changed.clear()
         await status.changed.wait()
-    await leave()  # once more: who has to know may have been away
+    await leave()  # again: the queue may have been unavailable before
     status.phase = "stopped"

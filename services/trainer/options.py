@@ -1,4 +1,4 @@
-"""The plain values of model, optimizer, loss and warm start, read once from the run's configuration."""
+"""Plain values of model, optimizer, loss and warm start, read once from the run's configuration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def model_options(config: RunConfig, folder: Path) -> ModelOptions:
 
 
 def layout(config: RunConfig, tokens: TokenLimits, rows_per_step: int) -> BatchLayout:
-    """Raises ConfigError if the rows of a micro-batch do not divide over the mesh, or the longest do not fit."""
+    """Choose the shapes of micro-batches.
+
+    Raises ConfigError if the rows do not divide over the mesh, or the longest sequences do not fit.
+    """
     trainer = config.trainer
     buckets, tokens_at_once = tuple(sorted(trainer.length_buckets)), trainer.micro_batch_tokens
     rows = min(trainer.train_micro_batch_size or rows_per_step, rows_per_step)
@@ -48,8 +51,8 @@ def layout(config: RunConfig, tokens: TokenLimits, rows_per_step: int) -> BatchL
         if tokens_at_once < longest * shards:
             raise ConfigError(
                 f"trainer.micro_batch_tokens={tokens_at_once} is less than {shards} rows of {longest} tokens",
-                "the smallest of trainer.length_buckets that holds rollout.engine.context_length counts, for each shard"
-                " of fsdp",
+                f"set it to at least {shards * longest}: one row for each shard of fsdp, of the smallest of"
+                " trainer.length_buckets that holds rollout.engine.context_length",
             )
         most = max(1, tokens_at_once // buckets[-1] // shards) * shards
         return BatchLayout(buckets, most, tokens.pad_id, tokens_at_once, shards)
@@ -89,7 +92,7 @@ def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
 
 
 def supervised_options(config: RunConfig, tokens: TokenLimits) -> SupervisedOptions:
-    """Raises ConfigError as `layout` does."""
+    """Read the options of supervised training. Raises as `layout`."""
     sft, beta = config.sft, config.dpo.beta if config.mode == "dpo" else None
     return SupervisedOptions(
         max_steps=sft.max_steps,

@@ -1,8 +1,9 @@
-"""HTTP to the run's folder, which is the trainer's alone: records that the orchestrator hands over, and is given
-back where its own are lost.
+"""HTTP routes for records in the run's folder, which only the trainer writes.
 
-Invariant: a line is in the folder once, however often it is handed over, and durable before the answer. So whoever
-makes a record repeats it until it is answered, and a folder that both share holds it once as well.
+The orchestrator sends its records here, and reads them back if it lost its own copy.
+
+Invariant: a line is in the folder once, however often it is sent, and durable before the response. So the sender
+retries until it gets a response, and a folder that both services share also holds each line once.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _KEPT = {
     "required": ["lines", "next"],
 }
 _MOST_BYTES = 2**20
-"""Of lines in one answer; a longer one comes alone."""
+"""Bytes of lines in one response; a longer line is sent alone."""
 _MOST_LINES = 10_000
 
 
 class LinesBody(BaseModel):
-    """Lines of a record, each a JSON object, without their ends."""
+    """Lines of a record, each a JSON object without its line ending."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra={"examples": [{"lines": ['{"step": 0}']}]})
     lines: Annotated[list[str], Field(min_length=1, max_length=_MOST_LINES)]
@@ -50,10 +51,10 @@ class LinesBody(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RecordsState:
-    """State of the routes; lives in `app.state.records`.
+    """State of the routes, in `app.state.records`.
 
-    `check_open` raises while the folder takes nothing; `check_mixture` is given the lines of mixture.jsonl, those that
-    are new and those that are there, and raises InputError for a new one that is none of the run's.
+    `check_open` raises while the folder accepts no records. `check_mixture` gets the new and the present lines of
+    mixture.jsonl, and raises InputError for a new line that names an unknown environment.
     """
 
     folder: RunFolder
@@ -73,7 +74,7 @@ Offset = Annotated[int, Query(ge=0, le=MAX_RECORD_BYTES, openapi_examples={"from
 
 @router.post("/records/{record}", openapi_extra=declares(body=LinesBody, answer=_ADDED))
 async def add(request: Request, record: Named, state: Here) -> Response:
-    """Appends the lines that the run's folder does not have yet; they are durable when this is answered."""
+    """Append the lines that the run's folder does not have yet; they are durable before the response."""
     lines = [_line(text) for text in (await read_model(request, LinesBody)).lines]
     path = state.folder.handed_over[record]
     state.check_open()
@@ -87,26 +88,27 @@ async def add(request: Request, record: Named, state: Here) -> Response:
         new = [line for line in dict.fromkeys(lines) if line not in known]
         if record == "mixture" and new and state.check_mixture is not None:
             await state.check_mixture(new, known)
-        if new:  # never in a folder of both, where the orchestrator may be writing
+        if new:  # never in a shared folder, where the orchestrator writes the lines itself
             await asyncio.to_thread(append)
         return respond(request, {"added": len(new)})
 
 
 class KnownEnvironments:
-    """Which environments a line of mixture.jsonl may name.
+    """Environments that a line of mixture.jsonl may name.
 
     Args:
-        configured: those of the configuration.
-        versions: asks the environment service for one by name; raises NotFound.
+        configured: names in the configuration.
+        versions: looks up a name in the environment service; raises NotFound.
     """
 
     def __init__(self, configured: Collection[str], versions: Callable[[str], Awaitable[object]]) -> None:
         self._configured, self._versions = frozenset(configured), versions
 
     async def check(self, new: Sequence[bytes], there: Collection[bytes]) -> None:
-        """Raises InputError for a line that names an environment which neither the configuration nor the environment
-        service knows, nor a line that is there; DecodeError for one that is no change of a mixture; and Unavailable
-        while the service cannot be asked.
+        """Check the environments that the `new` lines name.
+
+        Raises InputError for an environment that is in none of the configuration, the lines `there` and the environment
+        service; DecodeError for a line that is not a change of a mixture; and Unavailable while the service is away.
         """
         known = set(self._configured)
         for line in there:
@@ -117,20 +119,23 @@ class KnownEnvironments:
                 await self._versions(name)
             except NotFound as error:
                 raise InputError(
-                    f"a change of the mixture names {name[:80]!r}, an environment that the run does not know",
+                    f"a change of the mixture names an unknown environment, {name[:80]!r}",
                     "submit it to the environment service first, or name it in data.mixture",
                 ) from error
 
 
 def _named(line: bytes) -> set[str]:
-    """The environments that a line names. Raises DecodeError."""
+    """Return the environments that a line names. Raises DecodeError."""
     change = parse(line)
     return {*change.weights, *change.first, *change.sizes}
 
 
 @router.get("/records/{record}", openapi_extra=declares(answer=_KEPT))
 async def read(request: Request, record: Named, state: Here, offset: Offset = 0) -> Response:
-    """Whole lines from a byte of the record on, without their ends; `next` is where to go on: `offset` at the end."""
+    """Read complete lines from byte `offset` on, without line endings.
+
+    `next` is the offset of the next read; it equals `offset` at the end of the record.
+    """
     state.check_open()
     lines, after = await asyncio.to_thread(_lines, state.folder.handed_over[record], offset)
     return respond(request, {"lines": lines, "next": after})
@@ -160,4 +165,4 @@ def _line(text: str) -> bytes:
         line = text.encode()
         if b"\n" not in line and isinstance(orjson.loads(line), dict):
             return line
-    raise InputError("a line is no JSON object", "send each line without its end")
+    raise InputError("a line is not a JSON object", "send each line as one JSON object without its line ending")

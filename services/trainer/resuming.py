@@ -1,4 +1,4 @@
-"""Whether a configuration may go on from a checkpoint."""
+"""Check of a configuration against the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from shared.run.state import TrainerState
 _log = telemetry.Log("worker")
 
 
-def under_settings(found: TrainerState, settings: Flat, original: Flat) -> TrainerState:
-    """The state with the settings it was made under: of a checkpoint that is older than they, `original` or what the
-    run has now. Raises ConfigError if ours are others that may not change.
+def resolve_settings(found: TrainerState, settings: Flat, original: Flat) -> TrainerState:
+    """Return the state with the settings that it was trained under.
+
+    A checkpoint that records no settings gets `original`, or else `settings`. Raises ConfigError if `settings` changes
+    a setting that may not change.
     """
     began = original or settings
     if not found.settings and found.lineage and began:

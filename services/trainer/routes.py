@@ -1,4 +1,4 @@
-"""HTTP to the trainer's status: what it does, and wishes that are met at the next boundary between steps."""
+"""HTTP routes of the trainer: its status, and requests that it meets between two steps."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ Here = Annotated[TrainerStatus, Depends(_trainer_status)]
 
 @router.get("/status", openapi_extra=declares(answer=_STATUS))
 async def status(request: Request, trainer: Here) -> Response:
-    """Phase, step, versions, the last step's metrics, tickets by how they ended, and what is waited for."""
+    """Phase, step, versions, the last step's metrics, tickets by disposition, and current waits."""
     return respond(request, trainer.to_json())
 
 
 @router.post("/checkpoint", status_code=202, openapi_extra=declares(answer=_ASKED, statuses=(202,)))
 async def checkpoint(request: Request, trainer: Here) -> Response:
-    """Asks for a checkpoint after the running step; `checkpoint_step` in /status tells when it is there."""
+    """Request a checkpoint after the running step; it is durable once `checkpoint_step` in /status reaches the step."""
     trainer.ask(checkpoint=True)
     return respond(request, {"step": trainer.step, "checkpoint_step": trainer.checkpoint_step}, 202)
 
 
 @router.post("/pause", openapi_extra=declares(answer=_ASKED))
 async def pause(request: Request, trainer: Here) -> Response:
-    """No new step starts until /resume; the running one ends."""
+    """Pause training after the running step, until /resume."""
     trainer.ask(pause=True)
     return respond(request, {"paused": True, "step": trainer.step})
 

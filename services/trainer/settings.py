@@ -1,6 +1,4 @@
-"""The plain values the service needs, read once from the run's configuration. What only the model needs is in
-`options`.
-"""
+"""Plain values of the service, read once from the run's configuration. `options` has those of the model."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ from shared.services_schema import Limits, TokenFiles
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """What the tokenizer and the model's config.json say: ids below `vocab_size`, `pad_id` fills rows, and how
-    many experts there are, if any.
+    """Values of the tokenizer and the model's config.json.
+
+    Token ids are below `vocab_size`, `pad_id` fills rows, `routing` describes the experts of a mixture model.
     """
 
     vocab_size: int
@@ -34,8 +33,9 @@ class TokenLimits:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """Addresses, files and switches of the service itself. `run_folder` is absolute, `url` is how rollout servers reach
-    it.
+    """Addresses, files and switches of the service.
+
+    `run_folder` is absolute; rollout servers reach the trainer at `url`.
     """
 
     run: str
@@ -54,7 +54,7 @@ class TrainerSettings:
 
 
 def from_config(config: RunConfig) -> TrainerSettings:
-    """Raises ConfigError if no Redis is named."""
+    """Read the settings. Raises ConfigError if no Redis address is set."""
     services = config.services
     if services.redis_url is None:
         raise ConfigError(
@@ -79,7 +79,7 @@ def from_config(config: RunConfig) -> TrainerSettings:
 
 
 def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -> TrainPlan:
-    """Raises ConfigError if a group may become too large."""
+    """Make the plan of a run. Raises ConfigError if a group may become too large."""
     check_group(config, tokens.routing)
     grpo, trainer = config.grpo_config, config.trainer
     return TrainPlan(

@@ -1,4 +1,4 @@
-"""What the trainer is doing, for /status, /ready and Prometheus; and what it was asked to do."""
+"""State of the trainer for /status, /ready and Prometheus, and requests of operators."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _STARTING: frozenset[Phase] = frozenset({"loading", "warm start", "replaying", "
 
 @dataclass
 class TrainerStatus:
-    """Mutable on purpose, and only from the event loop: the loop writes, the routes read (and ask)."""
+    """Mutable state, used only on the event loop: the train loop writes it, the routes read it and add requests."""
 
     run: str
     max_steps: int
@@ -66,12 +66,12 @@ class TrainerStatus:
 
     @property
     def waiting_for(self) -> str | None:
-        """All that is waited for just now, or None."""
+        """Reasons of all current waits, or None."""
         return "; ".join(dict.fromkeys(wait.why for wait in self.waits.values())) or None
 
     @contextmanager
     def waiting(self, wait: Wait) -> Iterator[None]:
-        """Inside, /status tells of it."""
+        """Show the wait in /status while the context is open."""
         key = object()
         self.waits[key] = wait
         try:
@@ -80,12 +80,15 @@ class TrainerStatus:
             del self.waits[key]
 
     def wait_after(self, error: VolleyError) -> Wait:
-        """Whom a call waits for that met the error: who the error names, else who the trainer works with just now."""
+        """Make the wait of a call that failed with `error`.
+
+        The call waits on the service that the error names, else on the one that the present phase depends on.
+        """
         return Wait(error.waits_on or ("env" if self.phase == "warm start" else "orchestrator"), str(error))
 
     @asynccontextmanager
     async def until_stop(self) -> AsyncIterator[None]:
-        """A stop leaves what is inside a last second, and then ends it with a TimeoutError."""
+        """Limit the body once a stop is asked for: it has one more second, then it gets a TimeoutError."""
         async with asyncio.timeout(_LAST_S if self.stopping else None) as limit:
             self.limits.add(limit)
             try:
@@ -94,7 +97,7 @@ class TrainerStatus:
                 self.limits.discard(limit)
 
     def not_ready(self) -> str | None:
-        """Why nobody should rely on the trainer now; None if they may."""
+        """Reason why the trainer is not ready; None if it is."""
         if self.stopping:
             return "stopping"
         if self.refused:
@@ -116,9 +119,9 @@ class TrainerStatus:
         }
 
     def ask(self, *, pause: bool | None = None, checkpoint: bool = False) -> None:
-        """A wish of an operator, met at the next boundary between steps. Raises Conflict."""
+        """Record an operator's request; the train loop meets it between two steps. Raises Conflict."""
         if self.phase == "following":
-            raise Conflict("this process of the trainer does what process 0 does", "ask process 0")
+            raise Conflict("this process of the trainer follows process 0", "send the request to process 0")
         self.paused = self.paused if pause is None else pause
         self.checkpoint_wanted = self.checkpoint_wanted or checkpoint
         self.changed.set()
@@ -133,7 +136,7 @@ class TrainerStatus:
         self.step, self.version, self.last = metrics.step, metrics.version, metrics
 
     def learned(self, metrics: SupervisedMetrics, version: str) -> None:
-        """A step of a run of supervised training."""
+        """Record a step of supervised training."""
         self.step, self.version, self.last = metrics.step, version, metrics
 
     def not_finite(self) -> None:
@@ -144,17 +147,17 @@ class TrainerStatus:
         prometheus.DURABLE.set(step)
 
     def saved(self, step: int) -> None:
-        """A checkpoint is durable."""
+        """Record a durable checkpoint."""
         self.checkpoint_step = step
         prometheus.CHECKPOINT.set(step)
 
     def followed(self, step: int | None) -> None:
-        """The run's bucket has the log up to it; None while it has no head, or none that this trainer has put."""
+        """Record the step up to which the bucket has the log; None before this trainer has written its head there."""
         self.bucket_step = step
         prometheus.BUCKET.set(step or 0)
 
     def ended(self, disposition: str, rule: FilterRule | None = None) -> None:
-        """Args: rule: which filter it was, of a ticket that was filtered."""
+        """Count a ticket that ended; `rule` is the filter that dropped it, if one did."""
         self.tickets[disposition] = self.tickets.get(disposition, 0) + 1
         prometheus.TICKETS.labels(disposition).inc()
         if rule is not None:

@@ -1,7 +1,7 @@
-"""Append-only files with a line for each step: metrics and hand-overs.
+"""Append-only files with one line for each step: metrics and handovers.
 
-Invariants: a file has at most one line for a step, and none of a step that was undone. It is repaired only by a trainer
-that has fenced all others: until then an older one may still write to it.
+Invariants: a file has at most one line for a step, and none of an undone step. Only a trainer that has fenced all
+others repairs a file: until then an older trainer may still write to it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ type Check = Callable[[], object]
 
 
 class StepLog:
-    """Lines that each have a `step`, and of RL a `version`: metrics, hand-overs. Nothing waits for them.
+    """JSON lines, each with a `step`, and in RL a `version`.
 
-    Lines that cannot be written now are kept, and written before the next one.
+    An append never fails the step: a line that cannot be written now is kept in memory and written before the next one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,8 +44,9 @@ class StepLog:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, line: Mapping[str, Any], check: Check = lambda: None) -> None:
-        """Adds a line. Raises what `check` raises when the file is open: then nothing is written. Who repairs the file
-        after that has another file in its place, which does not get the line.
+        """Append a line. If `check`, called once the file is open, raises, nothing is written and the error propagates.
+
+        A trainer that repairs the file after the check replaces it, so its new file does not get the line.
         """
         with self._one:
             self._unwritten = [*self._unwritten, _text([line])][-_MOST_UNWRITTEN:]
@@ -60,11 +61,11 @@ class StepLog:
             self._unwritten = []
 
     def clear(self) -> None:
-        """Starts the file anew. Raises StorageFull."""
+        """Empty the file. Raises StorageFull."""
         self._keep([])
 
     def flush(self, check: Check = lambda: None) -> bool:
-        """Makes every line durable; False if some cannot be now. Raises as `append`."""
+        """Make every line durable; return False if some cannot be now. Raises as `append`."""
         with self._one:
             if self._unwritten:
                 self._write(check)
@@ -80,11 +81,13 @@ class StepLog:
     def repair(
         self, state: TrainerState, epoch: int, lost: Sequence[Mapping[str, Any]] = (), *, check: Check = lambda: None
     ) -> None:
-        """Removes lines of trainers before `epoch` that tell of steps which the checkpoint does not contain, all but
-        the first of a version, and what is no line; adds those of `lost` of its steps that are not there, in their
-        place. Durable when it returns.
+        """Bring the file in line with the checkpoint. Durable when it returns.
 
-        Raises StorageFull, and what `check` raises right before the file is replaced.
+        Removes damaged lines, all but the first line of a version, and lines of trainers before `epoch` whose steps the
+        checkpoint does not contain. Inserts, by version, the lines of `lost` that belong to the checkpoint's steps and
+        are missing.
+
+        Raises StorageFull, and any error of `check`, which is called right before the file is replaced.
         """
         there: dict[WeightVersion, Mapping[str, Any]] = {}
         for line, version in filter(None, map(_parsed, storage.whole_lines(self._path))):
@@ -99,14 +102,16 @@ class StepLog:
     def _keep(self, lines: Sequence[Mapping[str, Any]], check: Check = lambda: None) -> None:
         text = _text(lines)
         changed = (self._path.read_bytes() if self._path.exists() else b"") != text
-        storage.replace(self._path, text, check)  # also as it was: an older trainer may have it open, and write later
+        storage.replace(self._path, text, check)  # even if unchanged: an older trainer may have it open
         if changed:
             _log.info("file brought in line with the checkpoint", file=self._path.name, lines=len(lines))
 
 
 class FencedLog:
-    """A `StepLog` as one incarnation writes it: another trainer that has begun has put the file in order. The queue
-    would say so, too, but later. Every call raises Fenced then, and writes nothing.
+    """A `StepLog` that only the newest trainer can write.
+
+    Once another trainer has begun, and so repaired the file, every call raises Fenced and writes nothing. The queue
+    would fence this trainer too, but later.
     """
 
     def __init__(self, log: StepLog, archive: Archive, epoch: int) -> None:
@@ -116,7 +121,7 @@ class FencedLog:
         await asyncio.to_thread(self._log.append, line, self._check)
 
     async def flush(self) -> bool:
-        """Makes every line durable; False if some cannot be now."""
+        """Make every line durable; return False if some cannot be now."""
         await asyncio.to_thread(self._check)
         return await asyncio.to_thread(self._log.flush, self._check)
 

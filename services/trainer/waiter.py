@@ -1,4 +1,4 @@
-"""Waits for blocking calls and for services that are away, for the train loop."""
+"""Blocking calls, and retries while a service is unavailable."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PAUSE_S, _PAUSE_CAP_S = 0.1, 3.0
 _log = telemetry.Log("waiter")
 
 
-def _called[*A, R](call: Callable[[*A], R], *args: *A) -> R:
-    """A future cannot carry StopIteration: who waits for it would wait for ever."""
+def _forbid_stop_iteration[*A, R](call: Callable[[*A], R], *args: *A) -> R:
+    """Turn StopIteration into RuntimeError: a future that raised StopIteration would never complete."""
     try:
         return call(*args)
     except StopIteration as error:
@@ -27,18 +27,19 @@ def _called[*A, R](call: Callable[[*A], R], *args: *A) -> R:
 
 
 class Waiter:
-    """Waits for what blocks and for what is away, on behalf of the train loop."""
+    """Runs the train loop's blocking calls, and retries calls until a stop."""
 
     def __init__(self, executor: Executor, status: TrainerStatus) -> None:
         self._executor, self._status = executor, status
 
     async def blocking[*A, R](self, call: Callable[[*A], R], *args: *A) -> R:
-        """Runs a blocking call in the one training thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(_called, call, *args))
+        """Run a blocking call in the training thread."""
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, partial(_forbid_stop_iteration, call, *args)
+        )
 
-    async def patiently[T](self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeats what is safe to repeat while the other side is away or a disk is full; /status says so, and a stop
-        ends it.
+    async def retry_until_stopped[T](self, call: Callable[[], Awaitable[T]]) -> T:
+        """Retry an idempotent call while a service is unavailable or a disk is full. /status shows the wait.
 
         Raises Unavailable after a stop, and any other error at once.
         """
@@ -59,12 +60,12 @@ class Waiter:
         finally:
             status.waits.pop(wait, None)
 
-    async def answer[T](self, call: Callable[[], Awaitable[T]]) -> T:
-        """`patiently` for the queue: one that does not answer delays a stop by no more than a second."""
-        return await self.patiently(lambda: self.hurriedly(call))
+    async def call_queue[T](self, call: Callable[[], Awaitable[T]]) -> T:
+        """Retry a call of the queue; a queue that does not answer delays a stop by at most a second."""
+        return await self.retry_until_stopped(lambda: self.call_queue_once(call))
 
-    async def hurriedly[T](self, call: Callable[[], Awaitable[T]]) -> T:
-        """The queue's answer. Raises QueueUnavailable if a stop does not leave it the time."""
+    async def call_queue_once[T](self, call: Callable[[], Awaitable[T]]) -> T:
+        """Call the queue without retries. Raises QueueUnavailable if it has not answered a second after a stop."""
         try:
             async with self._status.until_stop():
                 return await call()

@@ -125,7 +125,7 @@ class Weightless:
         self.count += 1
         return step_metrics(held, before)
 
-    def under(self, settings: Mapping[str, Any]) -> None: ...
+    def apply_settings(self, settings: Mapping[str, Any]) -> None: ...
 
     def checksum(self) -> str:
         return str(self.weight)

@@ -100,7 +100,7 @@ class FakeBackend:
             raise NonFinite("not finite", what=["loss", *what])
         return step_metrics(held, before)
 
-    def under(self, settings: Mapping[str, Any]) -> None: ...
+    def apply_settings(self, settings: Mapping[str, Any]) -> None: ...
 
     def checksum(self) -> str:
         return str(self.weights)

@@ -52,7 +52,7 @@ def test_lines_lost_after_a_durable_checkpoint_are_added_once(ledger: LedgerFile
 
 def test_tickets_that_ended_after_the_checkpoint_stay_ended(ledger: LedgerFile):
     ledger.append([line(3, "stale"), line(5, "failed")])
-    known = ledger.known(state(1, 2))
+    known = ledger.with_ended_tickets(state(1, 2))
     assert (known.low, known.done, known.void, known.issued) == (3, (5,), 2, 5)
 
 
@@ -158,11 +158,11 @@ def test_the_chain_goes_on_with_what_ended_after_the_checkpoint(ledger: LedgerFi
     held = replace(state(1, 2), void=1)
     chained = replace(held, chain=Chain(0).ended([before]))
     assert (
-        ledger.known(chained).chain
-        == ledger.known(replace(held, low=0, chain=Chain(0))).chain
+        ledger.with_ended_tickets(chained).chain
+        == ledger.with_ended_tickets(replace(held, low=0, chain=Chain(0))).chain
         == Chain(0).ended([after, before])
     )
-    assert ledger.known(held).chain == Chain(1).ended([before, after]), (
+    assert ledger.with_ended_tickets(held).chain == Chain(1).ended([before, after]), (
         "a checkpoint without a chain: it begins with what the ledger says"
     )
 

@@ -221,14 +221,14 @@ async def test_settings_that_cannot_be_put_in_force_again_branch_the_lineage(ben
     bench.settings = {**SETTINGS, RATE: 1.0}
     await crashed_after(bench, 2)
     bench.settings = {**SETTINGS, RATE: 2.0}
-    under = bench.backend.under
+    apply_settings = bench.backend.apply_settings
 
     def refusing(settings: Flat) -> None:
         if settings[RATE] == 1.0:
             raise ConfigError("there is no such rate any more")
-        under(settings)
+        apply_settings(settings)
 
-    bench.backend.under = refusing
+    bench.backend.apply_settings = refusing
     await run_until_step(bench, 2)
     assert "no such rate" in (bench.status.branched or "")
     assert trained(bench) == {1: (2, 1), 2: (2, 1), 3: (2, 2), 4: (2, 2)}
@@ -236,7 +236,7 @@ async def test_settings_that_cannot_be_put_in_force_again_branch_the_lineage(ben
 
 def put_in_force(bench: Bench) -> None:
     """The events tell of it."""
-    bench.backend.under = lambda settings: bench.events.append(f"under {settings[RATE]}")
+    bench.backend.apply_settings = lambda settings: bench.events.append(f"under {settings[RATE]}")
 
 
 async def test_a_run_without_records_is_taken_up_from_its_checkpoint(bench: Bench):

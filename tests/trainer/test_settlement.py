@@ -49,5 +49,5 @@ async def test_there_is_no_checkpoint_of_what_could_not_be_recorded(tmp_path: Pa
     settlement = settled(tmp_path)
     with pytest.raises(OSError, match="no room"), settlement.unrecorded([7, 8]):
         raise OSError("no room")
-    with pytest.raises(Unavailable, match="what tickets 7, 8 did is neither"):
+    with pytest.raises(Unavailable, match="records tickets 7, 8"):
         await settlement.savable()

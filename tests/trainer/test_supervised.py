@@ -101,7 +101,7 @@ def test_loss_and_gradient_of_preferences_are_those_of_the_paper():
     preferences = Preferences(model, UpdateOptions(6, LAYOUT, OPTIMIZER), BETA, start)
     terms, batches = preferences.weighted(pairs)
     assert len(batches) == 3
-    assert terms.told()["loss"] == pytest.approx(dpo_loss(WEIGHTS, pairs), rel=1e-5)
+    assert terms.to_metrics()["loss"] == pytest.approx(dpo_loss(WEIGHTS, pairs), rel=1e-5)
     of_batch = jax.grad(objective(model, weighted_likelihood, 1.0, "none"), has_aux=True)
     gradients = [of_batch(preferences.learner.params, batch)[0] for batch in batches]
     for leaf, name in (("final_norm.w", "model.norm.weight"), ("layers.0.input_layernorm.w", LAYER_NORM)):
@@ -127,8 +127,8 @@ def test_pairs_however_far_apart_have_a_finite_loss(far: float):
     policy, reference = np.array([[far, -far]]), np.zeros((1, 2))
     found, weights = pair_terms(policy, reference, 1.0), pair_terms(policy, reference, 1.0).weights(1.0)
     assert np.isfinite(weights).all()
-    assert found.told()["loss"] == pytest.approx(max(0.0, -2 * far), abs=0.7)
-    assert found.told()["rewards/accuracies"] == (0.5 if far == 0 else float(far > 0))
+    assert found.to_metrics()["loss"] == pytest.approx(max(0.0, -2 * far), abs=0.7)
+    assert found.to_metrics()["rewards/accuracies"] == (0.5 if far == 0 else float(far > 0))
     assert weights[0, 0] == -weights[0, 1] == pytest.approx(1 / (1 + np.exp(min(700.0, 2 * far))))
 
 

@@ -104,7 +104,7 @@ class SimulatedBackend:
         self._restored = None
         return folder
 
-    def under(self, settings: Flat) -> None:
+    def apply_settings(self, settings: Flat) -> None:
         self._rate = float(settings.get("trainer.optimizer_config.learning_rate", self._own_rate))
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:

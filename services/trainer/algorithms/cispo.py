@@ -2,7 +2,7 @@
 
     loss = -stop_gradient(clip(ratio, 1 - epsilon, 1 + epsilon_high)) A log p
 
-so that every token keeps a gradient: PPO's bound drops those of the rare tokens at which reasoning turns.
+so every token keeps a gradient: PPO's clipping drops the gradients of rare tokens at which reasoning changes course.
 """
 
 from __future__ import annotations

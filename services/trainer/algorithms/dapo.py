@@ -1,7 +1,6 @@
-"""DAPO (arXiv:2503.14476): GRPO's advantages, with a higher upper bound of the ratio (`epsilon_high`) that leaves rare
-tokens room to grow, the same weight for every token of the step (`token-mean`), and a soft punishment of overlong
-episodes (see `Overlong`). Its fourth part, dynamic sampling, replaces groups whose rewards do not differ: that is a
-filter, not a loss.
+"""DAPO (arXiv:2503.14476): GRPO's advantages with a higher upper bound of the ratio (`epsilon_high`), so that rare
+tokens can grow; equal weight for every token of the step (`token-mean`); and a soft penalty for overlong episodes (see
+`Overlong`). Its fourth part, dynamic sampling, replaces groups of equal rewards: a filter, not part of the loss.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from shared.algorithm_schema import DapoSection
 
 
 class Dapo(GroupRelative[DapoSection]):
-    """GRPO with a penalty for answers that are nearly too long; the other differences are defaults of its section."""
+    """GRPO with a penalty for overlong episodes; the other differences are defaults of its section."""
 
     estimator = "grpo"
 

@@ -1,9 +1,9 @@
-"""Dr. GRPO (arXiv:2503.20783): GRPO without its two biases. The advantage is not divided by the standard deviation,
+"""Dr. GRPO (arXiv:2503.20783): GRPO without two biases. The advantage is not divided by the standard deviation,
 
     A_i = r_i - mean(r)
 
-so tasks of which nearly all or nearly no episodes succeed weigh no more than others; and the loss is the sum over
-tokens divided by a constant (`sequence-mean-token-scale`), so a long wrong answer is no cheaper than a short one.
+so tasks that nearly always or nearly never succeed weigh no more than others; and the sum over tokens is divided by a
+constant (`sequence-mean-token-scale`), so a long wrong answer costs no less per token than a short one.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ With the rewards r of a group of G episodes, every token of episode i has the ad
 
     A_i = (r_i - mean(r)) / (std(r, ddof=1) + 1e-6)
 
-and the loss is the weighted sum over tokens (`loss_agg_mode` says with which weights) of
+and the loss is the sum over tokens, weighted by `loss_agg_mode`, of
 
     max(-A ratio, -A clip(ratio, 1 - epsilon, 1 + epsilon_high)) + beta KL(policy || reference)
 """
@@ -16,6 +16,6 @@ from shared.algorithm_schema import GrpoSection
 
 
 class Grpo(GroupRelative[GrpoSection]):
-    """Group-relative advantages and the clipped loss, without changes."""
+    """Group-relative advantages and the clipped loss."""
 
     estimator = "grpo"

@@ -1,9 +1,9 @@
-"""GSPO (arXiv:2507.18071): the ratio is that of whole sequences, as the advantage is. For a sequence of n tokens
+"""GSPO (arXiv:2507.18071): ratio and advantage are both of whole sequences. For a sequence of n tokens
 
     s = (p(sequence) / p_old(sequence))^(1/n),    loss = mean over sequences of max(-A s, -A clip(s, 1 - eps, 1 + eps'))
 
-in the form of the paper's GSPO-token, whose value and gradient are the same where all tokens of a sequence have one
-advantage. A geometric mean of ratios is much closer to 1 than a ratio: epsilons are some 4e-4, not 0.2.
+in the form of the paper's GSPO-token, whose value and gradient are the same if all tokens of a sequence have the same
+advantage. A geometric mean of ratios is much closer to 1 than a single ratio: epsilons are about 4e-4, not 0.2.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""On-policy distillation alone: the student's own episodes, graded by nothing but a teacher's log-probabilities. The
+"""On-policy distillation without rewards: only a teacher's log-probabilities grade the student's episodes. The
 advantage of a token is
 
     A_t = - coef * sum over sampled tokens s >= t of gamma^(s - t) (log p_student(x_s) - log p_teacher(x_s))
 
-With `gamma` 0 each token answers for itself (as in "On-Policy Distillation", Thinking Machines, 2025); with 1 also for
-where it leads (the long-term part of MiniLLM, arXiv:2306.08543). See `terms.distillation`.
+With `gamma` 0 a token gets only its own term (as in "On-Policy Distillation", Thinking Machines, 2025); with 1 also
+those of all later tokens (the long-term part of MiniLLM, arXiv:2306.08543). See `terms.distillation`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shared.algorithm_schema import OnPolicyDistillationSection
 
 
 class OnPolicyDistillation(PolicyGradient[OnPolicyDistillationSection]):
-    """The actor's loss on what a teacher says."""
+    """The actor's loss on advantages from a teacher."""
 
     def __init__(self, actor: ActorOptions, rewards: RewardOptions, n_updates: int, coef: float, gamma: float) -> None:
         super().__init__(actor, rewards, n_updates)

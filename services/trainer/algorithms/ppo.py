@@ -1,13 +1,13 @@
-"""PPO (arXiv:1707.06347) with a critic: what an episode is worth from a token on is learned, not read off its siblings.
+"""PPO (arXiv:1707.06347) with a critic, which learns the expected reward from each token on.
 
-With the rewards r_t of the sampled tokens (the episode's at its last one, or a turn's at its last one), and the
-critic's values V_t of what is before token t, generalized advantage estimation (arXiv:1506.02438) gives
+With the rewards r_t of sampled tokens (the episode's reward at its last token, or each turn's at the turn's last), and
+the critic's values V_t before token t, generalized advantage estimation (arXiv:1506.02438) gives
 
     delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lambda A_{t+1},    return_t = A_t + V_t
 
-where t + 1 is the next *sampled* token: what the environment writes between two turns is no step. Advantages are
-brought to mean 0 and standard deviation 1 over the tokens of the step (`whiten_advantages`). The critic learns the
-returns, each of its values kept within `clip_range_value` of what it was at the start of the step:
+where t + 1 is the next *sampled* token: the environment's tokens between two turns are not steps. Advantages are
+normalized to mean 0 and standard deviation 1 over the tokens of the step (`whiten_advantages`). The critic learns the
+returns; each value is clipped to within `clip_range_value` of its value at the start of the step:
 
     value loss = 1/2 max((V - return)^2, (clip(V, V_old - c, V_old + c) - return)^2)
 """
@@ -34,7 +34,7 @@ from shared.algorithm_schema import PpoSection
 
 @dataclass(frozen=True, slots=True)
 class CriticOptions:
-    """`clip_range` bounds how far a value moves in one step; None does not."""
+    """Options of the critic; `clip_range` limits how far a value moves in one step, None does not."""
 
     gamma: float
     lam: float
@@ -43,7 +43,7 @@ class CriticOptions:
 
 
 class Ppo(PolicyGradient[PpoSection]):
-    """The actor's loss on advantages of a critic."""
+    """The actor's loss on advantages from a critic."""
 
     def __init__(self, actor: ActorOptions, rewards: RewardOptions, n_updates: int, critic: CriticOptions) -> None:
         super().__init__(actor, rewards, n_updates)
@@ -66,14 +66,14 @@ class Ppo(PolicyGradient[PpoSection]):
         return [[next(following) for _ in group] for group in made]
 
     def returns(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        """float64 [T] for each episode: what its values should have been; 0 where nothing was sampled."""
+        """Compute the critic's targets, float64 [T] for each episode; 0 at tokens that were not sampled."""
         return [
             [bounded(a + _values(e)) for a, e in zip(made, group, strict=True)]
             for made, group in zip(self._unscaled(groups), groups, strict=True)
         ]
 
     def value_loss(self, values: jax.Array, batch: Batch) -> tuple[jax.Array, Statistics]:
-        """float32 scalar, and statistics; of the critic's present values float32 [B, T]."""
+        """Compute the loss, float32 scalar, and statistics from the critic's present values, float32 [B, T]."""
         assert batch.values is not None
         assert batch.returns is not None
         mask, was = batch.mask, batch.values

@@ -1,4 +1,4 @@
-"""Algorithms by their section of the configuration."""
+"""Registry of algorithms by their section of the configuration."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ ALGORITHMS: Mapping[type[schema.PolicyGradientSection], type[PolicyGradient[Any]
 
 
 def algorithm(section: schema.PolicyGradientSection, n_updates: int, max_response_length: int) -> PolicyGradient[Any]:
-    """Args and result as of `PolicyGradient.of`."""
+    """Make the algorithm of a section; see `PolicyGradient.of`."""
     return ALGORITHMS[type(section)].of(section, n_updates, max_response_length)
 
 
 def taught(made: Algorithm, section: schema.PolicyGradientSection) -> Algorithm:
-    """`made` with the section's teacher beside it, unless it has none or asks one itself."""
+    """Add the section's teacher, if any, to an algorithm that has none."""
     return Taught(made, section.teacher_kl_coef) if section.teacher_kl_coef and not made.needs.teacher else made

@@ -1,9 +1,9 @@
-"""REINFORCE++ (arXiv:2501.03262): no critic, and no baseline per task. The advantage of a token is what was rewarded
-from it on (discounted by `gamma`), brought to mean 0 and standard deviation 1 over all tokens of the step; the loss is
-PPO's.
+"""REINFORCE++ (arXiv:2501.03262): no critic, and no baseline per task. The advantage of a token is the sum of rewards
+from it on (discounted by `gamma`), normalized to mean 0 and standard deviation 1 over all tokens of the step; the loss
+is PPO's.
 
-With `baseline: group` (REINFORCE++-baseline) the mean reward of the task's episodes is taken off first, and every token
-of an episode has what is left.
+With `baseline: group` (REINFORCE++-baseline), every token of an episode instead has the episode's reward minus the mean
+reward of the task's episodes, normalized likewise.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""RLOO (arXiv:2402.14740): REINFORCE with the mean reward of the *other* episodes of the task as its baseline,
+"""RLOO (arXiv:2402.14740): REINFORCE with the mean reward of the *other* episodes of the task as baseline,
 
     A_i = r_i - sum_{j != i} r_j / (G - 1)
 
-which is unbiased. The ratio to the policy that sampled is clipped as in PPO, unless `epsilon` is null.
+which is unbiased. The ratio to the sampling policy is clipped as in PPO, unless `epsilon` is null.
 """
 
 from __future__ import annotations

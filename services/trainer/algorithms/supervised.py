@@ -1,4 +1,4 @@
-"""The supervised loss: negative log-likelihood of the tokens to imitate."""
+"""Supervised loss: negative log-likelihood of the tokens to imitate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.trainer.batches.batch import Batch
 
 
 def supervised_loss(scores: TokenScores, batch: Batch) -> tuple[jax.Array, Statistics]:
-    """float32 scalar, weighted by `weight`; and `tokens` and their mean `nll`, in nats."""
+    """Compute the loss, float32 scalar, weighted by `weight`; and `tokens` and their mean `nll`, in nats."""
     nll = -jnp.where(batch.mask > 0, scores.logprobs, 0.0)
     loss = (nll * batch.mask * batch.weight).sum()
     return loss, {"tokens": statistics.total(batch.mask), "nll": statistics.mean(nll, batch.mask)}

@@ -192,11 +192,11 @@ class TunixBackend:
             self._adapter = Adapter(options.lora.rank, options.lora.alpha, base)
         return self.save(state, None)
 
-    def under(self, settings: Flat) -> None:
+    def apply_settings(self, settings: Flat) -> None:
         """What follows is trained under these settings; model and optimizer stay, bit for bit. Raises ConfigError."""
         assert self._policy is not None
         if self._options_under is not None and settings != self._in_force:
-            self._policy.under(self._options_under(settings))
+            self._policy.apply_options(self._options_under(settings))
             self._in_force = settings
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:

@@ -1,15 +1,16 @@
-"""`head.json` of a run's bucket: whose it is, and what of the run is in it.
+"""`head.json` of a run's bucket: the bucket's owner and contents.
 
-    head.json                               replaced by a conditional put, after all that it names is there
+    head.json                               replaced by a conditional put, after all that it names is uploaded
     checkpoints/e000002-s000042/…           as in the run's folder, manifest.json last; checkpoints/base/DIGEST/…
     archive/e000002/s000042.zst, .json      groups and commit records, as in the run's folder
     refused/e000002/s000042-1.zst           groups of refused steps, likewise
-    lines/e000002/DIGEST                    a piece of a file of lines, by the epoch that put it
+    lines/e000002/DIGEST                    a piece of a file of lines, by the epoch that uploaded it
 
-Invariants: nothing is put below an address before its first head is, which the bucket takes only where none is; what a
-head names is there, and is removed only once a later head, which does not name it, is in its place; one that was lost
-is followed by a head of all that the folder has, and nothing is removed meanwhile. A head belongs to one folder:
-another one is given it only by a trainer that has filled its own, empty, from it. In one folder epochs ascend.
+Invariants: the first head is the first object at an address, and the bucket accepts it only if there is none. All that
+a head names is uploaded before it, and removed only once a later head that does not name it has replaced it. A lost
+head is followed by one that names all that the folder has; nothing is removed meanwhile. A head belongs to one folder;
+only a trainer that has restored its own empty folder from the bucket transfers the head to that folder. Within a folder
+epochs ascend.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ _DIGEST, _ID = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{16}")
 _MOST_VALUES = 2**20
 _MOST_INCARNATIONS, _MOST_PIECES, _MOST_REFUSED, _MOST_CHECKPOINTS = 50_000, 4096, 50_000, 8
 MOST_EPOCHS = 2**30
-"""No trainer is given a higher epoch by a bucket; each start has one more."""
+"""Highest epoch that a restore accepts; each start takes the next one."""
 _MOST, _MAX_DETAIL = 2**31, 300
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Whole lines of a file: `size` bytes of that blake3, in hex, put by `epoch`."""
+    """Whole lines of a file: `size` bytes with that blake3, in hex, uploaded by `epoch`."""
 
     epoch: int
     blake3: str
@@ -59,13 +60,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class BucketHead:
-    """`folder` is the name that the folder was given which the bucket follows, `beginning` that of the run's beginning,
-    `epoch` the incarnation that put this (0 before the first one), `epochs` all that the folder has seen.
+    """The bucket's owner and contents.
 
-    `version` is the newest step that the bucket has, None before there is any; the log is there from the first step of
-    its `lineage` on. `checkpoints` are names and digests (blake3, in hex) of the manifests of those to go on from,
-    oldest first, and before them that of the reference; `lines` are the pieces of each file of lines, in order;
-    `refused` says how often each version was refused.
+    `folder` is the drawn name of the run's folder that the bucket copies, `beginning` that of the run's beginning.
+    `epoch` is the incarnation that wrote this head (0 before the first one), `epochs` are all that the folder has seen.
+
+    `version` is the newest step in the bucket, None before the first; the bucket has the log from the first step of its
+    `lineage` on. `checkpoints` are names and manifest digests (blake3, in hex): first the reference, if any, then those
+    to resume from, oldest first. `lines` are the pieces of each file of lines, in order. `refused` counts the refusals
+    of each version.
     """
 
     run: str
@@ -80,11 +83,11 @@ class BucketHead:
     refused: tuple[tuple[str, int], ...] = ()
 
     def has(self, version: WeightVersion) -> bool:
-        """Whether the log of that step is in the bucket."""
+        """True if the log of that step is in the bucket."""
         return self.version is not None and version.step <= self.version.step and in_lineage(version, self.lineage)
 
     def names(self) -> set[str]:
-        """Of the checkpoints and pieces, as folders and keys."""
+        """Folders of the checkpoints and keys of the pieces."""
         pieces = {piece.key for pieces in self.lines.values() for piece in pieces}
         return pieces | {f"checkpoints/{name}" for name, _ in self.checkpoints}
 
@@ -98,11 +101,11 @@ class BucketHead:
 
     @classmethod
     def from_json(cls, data: bytes) -> Self:
-        """Raises WeightsError for what no trainer has put there: names and numbers may be anybody's."""
+        """Parse an untrusted head. Raises WeightsError if no trainer can have written it."""
         try:
             raw = codec.from_json(data, HEAD, _MOST_VALUES)
             if raw["schema"] != SCHEMA or raw["lines"].keys() - files_of_lines(RunFolder(Path())).keys():
-                raise WeightsError(f"it is no head of schema {SCHEMA}")
+                raise WeightsError(f"it is not a head of schema {SCHEMA}")
             version = None if raw["version"] is None else WeightVersion.parse(_version(raw["version"]))
             lines = {name: tuple(map(_piece, _most(of, _MOST_PIECES))) for name, of in raw["lines"].items()}
             head = cls(
@@ -126,26 +129,27 @@ class BucketHead:
         ):
             raise WeightsError(f"{HEAD} names an epoch that its folder has not seen")
         if version is not None and not (in_lineage(version, head.lineage) and head.checkpoints):
-            raise WeightsError(f"{HEAD} names a version that is not of its lineage, or no checkpoint")
+            raise WeightsError(f"{HEAD} names a version outside its lineage, or no checkpoint")
         return head
 
 
 def find_head(bucket: Bucket, run: str, identity: FolderIdentity | None) -> tuple[BucketHead | None, Tag | None]:
-    """None where there is none in an empty bucket; in one that this folder owns also where it was lost, or is cut, then
-    with the tag of what is left of it.
+    """Read the head and its tag; the head is None in an empty bucket.
 
-    Raises ConfigError if it is another run's, or no head, and as `Bucket`.
+    In a bucket that this folder owns, a lost or truncated head is None too, with the tag of the truncated one.
+
+    Raises ConfigError if the bucket is another run's or has no valid head, and as `Bucket`.
     """
     is_ours, tag = identity is not None and bucket.address in identity.owns, None
     try:
         data, tag = bucket.read_tagged(HEAD, MAX_BYTES)
         head = BucketHead.from_json(data)
     except NotFound:
-        is_empty = bucket.is_empty()  # raises it again where there is no bucket at all
+        is_empty = bucket.is_empty()  # raises NotFound again if there is no bucket at all
         if not is_empty and not is_ours:
             raise ConfigError(
-                f"{bucket.address} is not empty, and no run's: it has no {HEAD}",
-                "choose another run.bucket, or empty it",
+                f"{bucket.address} is not empty, and belongs to no run: it has no {HEAD}",
+                "choose another run.bucket, or empty this one",
             ) from None
         return None, None
     except WeightsError as error:
@@ -154,14 +158,16 @@ def find_head(bucket: Bucket, run: str, identity: FolderIdentity | None) -> tupl
         raise ConfigError(f"{bucket.address}: {error}", "choose another run.bucket") from error
     if head.run != run:
         raise ConfigError(
-            f"{bucket.address} is that of run {head.run[:100]}, not of {run}", "choose another run.bucket, or run.name"
+            f"{bucket.address} belongs to run {head.run[:100]}, not to {run}", "choose another run.bucket, or run.name"
         )
     return head, tag
 
 
 def put_head(bucket: Bucket, head: BucketHead, tag: Tag | None) -> Tag:
-    """`Bucket.swap` of a head that nobody else puts: one that is there already is ours, and its answer was lost.
-    Raises WeightsError for one that no reader takes.
+    """Replace the head with `Bucket.swap`; return its tag.
+
+    If the bucket already has this head, an earlier request succeeded and its response was lost. Raises WeightsError for
+    a head that `find_head` would reject.
     """
     data = head.to_json()
     if len(data) > MAX_BYTES:
@@ -179,26 +185,29 @@ def put_head(bucket: Bucket, head: BucketHead, tag: Tag | None) -> Tag:
 
 def other_folder(bucket: Bucket, head: BucketHead) -> ConfigError:
     return ConfigError(
-        f"{bucket.address} has gone on from another folder of run {head.run}, up to {head.version}",
-        "to go on from there, move this folder away: an empty one is filled; or choose another run.bucket",
+        f"{bucket.address} has continued from another folder of run {head.run}, up to {head.version}",
+        "to resume from the bucket, move this folder away: an empty folder is restored; or choose another run.bucket",
     )
 
 
 def files_of_lines(folder: RunFolder) -> dict[str, Path]:
-    """By name, those that a trainer's folder has. The ledger comes first: what its lines rest on is read after it."""
+    """Files of lines in a trainer's folder, by name.
+
+    The ledger is first, so files that its lines refer to are read after it.
+    """
     own = folder.ledger, folder.metrics, folder.handovers, folder.refused, folder.sft
     return {path.name: path for path in (*own, *folder.handed_over.values())}
 
 
 def _most(values: Any, n: int) -> list[Any]:
     if not isinstance(values, list) or len(values) > n:
-        raise TypeError(f"a list is none, or has more than {n} values")
+        raise TypeError(f"a value is not a list of at most {n} values")
     return values
 
 
 def _number(value: Any, least: int, most: int) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{str(value)[:50]} is no number from {least} to {most}")
+        raise ValueError(f"{str(value)[:50]} is not a number from {least} to {most}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""`bucket.json` of a run's folder: the name by which its bucket knows it."""
+"""`bucket.json` of a run's folder: the folder's name in its bucket."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _MAX_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class FolderIdentity:
-    """`restored` is the version that the folder was filled with from the bucket, None if it never was; `owns` are the
-    addresses of the buckets that followed it, whose heads may have been lost since.
+    """Name and history of a run's folder.
+
+    `restored` is the version that the folder was restored at from the bucket, None if it never was; `owns` are the
+    addresses of its buckets, even if they have lost their heads since.
     """
 
     folder: str
@@ -38,7 +40,7 @@ class FolderIdentity:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """None if there is none. Raises OSError."""
+        """Read the identity; None if the file is missing or damaged. Raises OSError."""
         try:
             raw = codec.from_json(read_file(path, _MAX_BYTES), path.name)
             found = cls(raw["folder"], raw["restored"], tuple(raw["owns"]))
@@ -47,5 +49,5 @@ class FolderIdentity:
             return None
 
     def write(self, path: Path) -> None:
-        """Durable when it returns. Raises StorageFull."""
+        """Write the identity durably. Raises StorageFull."""
         storage.replace(path, orjson.dumps(asdict(self)))

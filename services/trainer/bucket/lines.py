@@ -1,7 +1,7 @@
-"""The files of lines of a run's folder, which the bucket has in pieces.
+"""Upload of a run's files of lines, in pieces.
 
-Invariants: whole lines are put, once they are durable in the folder; a file that is only ever added to never has less
-here than the bucket has of it, else neither of them is touched.
+Invariants: only whole lines that are durable in the folder are uploaded. If an append-only file in the folder has less
+than the bucket has of it, neither is changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ type Pieces = tuple[Piece, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """So much of a file is in the bucket."""
+    """Part of a file that is in the bucket."""
 
     pieces: Pieces = ()
 
@@ -36,9 +36,11 @@ class _Followed:
         return sum(piece.size for piece in self.pieces)
 
     def merged(self, n_new: int) -> _Followed:
-        """Without the pieces at the end that are put again, with `n_new` bytes, as one: from the first that has no more
-        than an eighth of what is behind it. Of a file that grows by n equal pieces so few stay, 8 log9(n), and each
-        byte is put about log9(n) times (size-tiered compaction, as in Cassandra).
+        """Drop the last pieces, which are uploaded again with `n_new` bytes as one.
+
+        The first dropped piece is no larger than an eighth of the bytes after it. A file that grows by n equal pieces
+        then has about 8 log9(n) pieces, and each byte is uploaded about log9(n) times (size-tiered compaction, as in
+        Cassandra).
         """
         behind, kept = n_new, len(self.pieces)
         for n in reversed(range(len(self.pieces))):
@@ -52,10 +54,10 @@ class _Followed:
 
 
 class FollowedLines:
-    """Every method blocks, and raises OSError.
+    """Files of lines that are copied to the bucket. Every method blocks, and raises OSError.
 
     Args:
-        upload: puts a piece into the bucket.
+        upload: uploads a piece.
     """
 
     def __init__(self, folder: RunFolder, upload: Callable[[Piece, bytes], None]) -> None:
@@ -63,33 +65,33 @@ class FollowedLines:
         self._at, self._absent = dict[str, _Followed](), frozenset[str]()
 
     def look(self) -> None:
-        """Sees which files are there before any is repaired, or begun anew."""
+        """Note which files are missing, before any is repaired or created."""
         self._absent = frozenset(name for name, path in files_of_lines(self._folder).items() if not path.exists())
 
     def begin(self, named: Mapping[str, Pieces], address: str) -> None:
-        """Goes on from what a head names. Raises ConfigError if that is not here any more."""
+        """Continue from the pieces that a head names. Raises ConfigError if the folder has lost some of them."""
         folder, at = self._folder, dict[str, _Followed]()
         added = {path.name for path in (folder.ledger, folder.refused, *folder.handed_over.values())}
         for name, pieces in named.items():
             same = _same(folder.path / name, pieces)
             if name in self._absent or (name in added and len(same) < len(pieces)):
                 raise ConfigError(
-                    f"{folder.path / name} has lost what {address} has of it",
-                    "put the file back; or, to go on from the bucket, move this folder away: an empty one is filled",
+                    f"{folder.path / name} has lost lines that {address} has",
+                    "put the file back; or, to resume from the bucket, move this folder away: an empty one is restored",
                 )
             at[name] = _Followed(same)
         self._at = at
 
     def forget(self) -> None:
-        """The bucket has none."""
+        """Upload every file again, from its start."""
         self._at = {}
 
     def size(self, path: Path) -> int:
-        """In bytes, what the bucket has of a file."""
+        """Bytes of a file that the bucket has."""
         return self._at.get(path.name, _Followed()).size
 
     def put(self, version: WeightVersion, epoch: int) -> dict[str, Pieces]:
-        """What was added to the files, of the ledger no step after `version`."""
+        """Upload new lines, and return all pieces; of the ledger, no line of a step after `version`."""
         for name, path in files_of_lines(self._folder).items():
             try:
                 with path.open("rb") as file:
@@ -119,7 +121,7 @@ class FollowedLines:
 
 
 def _same(path: Path, pieces: Pieces) -> Pieces:
-    """Those that a file begins with."""
+    """Return the leading pieces that the file still begins with."""
     n = 0
     try:
         with path.open("rb") as file:
@@ -133,13 +135,13 @@ def _same(path: Path, pieces: Pieces) -> Pieces:
 
 
 def _ends_there(file: IO[bytes], size: int) -> bool:
-    """Whether the first `size` bytes are still whole lines."""
+    """True if the first `size` bytes end with a line."""
     file.seek(max(0, size - 1))
     return size == 0 or file.read(1) == b"\n"
 
 
 def _until(data: bytes, version: WeightVersion) -> bytes:
-    """The lines of a ledger before the first one of a later step of the same epoch, or of a later epoch."""
+    """Cut a ledger's lines before the first trained ticket of a later step of the same epoch, or of a later epoch."""
     n = 0
     for line in data.splitlines(keepends=True):
         one = ledger.parse(line) or {}

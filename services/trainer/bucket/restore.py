@@ -1,9 +1,9 @@
-"""A run's folder that is empty, filled from the run's bucket.
+"""Restore of an empty run folder from the run's bucket.
 
-Invariants: nothing is written into a folder that holds anything of a run's own, so what it has is never replaced by
-something older; all that a head names is here, and whole, before the head is this folder's, and the head is this
-folder's before anything has its name. A start that is killed meanwhile begins with that again. From then on the folder
-that the bucket followed before cannot put a head any more, and the epochs that follow are higher than any of its own.
+Invariants: nothing is restored into a folder that holds files of a run, so newer content is never replaced by older.
+Order: download and verify all that the head names, then transfer the head to this folder, then rename the files into
+place. A start that is killed meanwhile repeats this. After the transfer the bucket's previous folder can no longer
+write a head, and the epochs that follow are higher than any of its epochs.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from shared.types import WeightVersion
 _DRAFT, _DONE = ".from-bucket", ".restored"
 _N_AT_ONCE, _BATCH = 8, 256
 _UNSEEN = 1000
-"""So many epochs may have begun since the head was put, of which nothing is left to tell."""
+"""Epochs that may have begun after the head was written, without a trace."""
 _log = telemetry.Log("bucket")
 
 
 class FolderRestore:
-    """Every method blocks, and raises as `Bucket`, and StorageFull.
+    """Restores an empty folder. Every method blocks, and raises as `Bucket`, and StorageFull.
 
     Args:
-        beginning: names the beginning of the run, and draws it where there is none.
-        max_checkpoint_bytes, max_step_bytes: what a checkpoint, and the groups of a step, can have at most.
-        check: raises ConfigError if this trainer cannot go on from a state.
+        beginning: returns the identifier of the run's beginning, drawn if there is none.
+        max_checkpoint_bytes, max_step_bytes: largest sizes of a checkpoint and of a step's groups.
+        check: raises ConfigError if this trainer cannot resume from a state.
     """
 
     def __init__(
@@ -79,15 +79,17 @@ class FolderRestore:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the folder is empty, or was when it was last filled."""
+        """True if the folder is empty, or its restore was interrupted."""
         return self._done.path.exists() or _is_empty(self._folder)
 
     def run(self) -> WeightVersion | None:
-        """Fills a folder that is empty, if the bucket has something of the run: with which version. A run that is new
-        becomes the bucket's owner. May be repeated.
+        """Restore the folder from the bucket; return the restored version, None if the bucket has no step.
 
-        Raises ConfigError if the bucket is another run's, or has gone on from another folder since it was fetched, or
-        is being filled by one, or if this trainer cannot go on from what it has, and WeightsError if nobody can.
+        A new run becomes the bucket's owner. May be repeated.
+
+        Raises ConfigError if the bucket is another run's, has continued from another folder since the download, is
+        being filled by another folder, or has a state that this trainer cannot resume from; WeightsError if its
+        contents are invalid.
         """
         identity = FolderIdentity.read(self._done.bucket) or FolderIdentity.read(self._folder.bucket)
         is_fetched = self._done.path.exists()
@@ -100,7 +102,7 @@ class FolderRestore:
             try:
                 self._fetch(found, tag)
             except (WeightsError, NotFound) as error:
-                if not self._is_there(tag):  # what it named may be gone since
+                if not self._is_there(tag):  # a newer head may have removed the objects
                     raise self._overtaken() from error
                 raise
             return self._place()
@@ -108,7 +110,9 @@ class FolderRestore:
             return None
         if found is not None:
             self._check_never_filled()
-            _log.warning("the bucket has nothing to go on from: the run begins anew", bucket=self._bucket.address)
+            _log.warning(
+                "the bucket has no step to resume from, the run starts from step 0", bucket=self._bucket.address
+            )
         identity = FolderIdentity.draw().owning(self._bucket.address)
         with storage(self._folder.path):
             self._folder.path.mkdir(parents=True, exist_ok=True)
@@ -117,11 +121,11 @@ class FolderRestore:
         return None
 
     def _check_never_filled(self) -> None:
-        """Raises ConfigError if a bucket that has no step to go on from has some of a run's log."""
+        """Raise ConfigError if the head names no step, but the bucket has part of a run's log."""
         if self._bucket.keys("archive"):
             raise ConfigError(
                 f"{self._bucket.address} is being filled by another folder of run {self._run}, and has no step yet",
-                "start the trainer with that folder; if it is lost, begin anew: empty the bucket, or choose another",
+                "start the trainer with that folder; if it is lost, empty the bucket or choose another run.bucket",
             )
 
     def _claim(self, head: BucketHead, tag: Tag | None) -> None:
@@ -137,12 +141,12 @@ class FolderRestore:
 
     def _overtaken(self) -> Unavailable:
         return Unavailable(
-            f"{self._bucket.address} has changed while it was read",
-            "if the trainer of the folder before is still at work, stop it: the start waits for that",
+            f"{self._bucket.address} changed while it was read",
+            "stop the trainer of the bucket's previous folder if it still runs; this start waits for that",
         )
 
     def _fetch(self, head: BucketHead, tag: Tag | None) -> None:
-        """All of it, as a folder beside; then the head is ours."""
+        """Download everything into a draft folder, then transfer the head to this folder."""
         assert head.version is not None
         draft, identity = self._draft, FolderIdentity.draw(str(head.version)).owning(self._bucket.address)
         last = max(head.epoch, *head.epochs) + _UNSEEN
@@ -173,7 +177,7 @@ class FolderRestore:
             fsync(self._folder.path)
 
     def _fetch_checkpoint(self, head: BucketHead) -> None:
-        """The newest one that is whole, its reference, and the records after it."""
+        """Download the newest valid checkpoint, its reference, and the commit records after it."""
         digests = dict(head.checkpoints)
         for name in reversed(digests):
             try:
@@ -185,18 +189,18 @@ class FolderRestore:
                 self._fetch_records(head, state)
                 self._check(commits.newest(self._draft) or state)
             except (WeightsError, NotFound) as error:
-                _log.error("checkpoint passed over", version=name, reason=str(error))
+                _log.error("checkpoint skipped", version=name, reason=str(error))
                 shutil.rmtree(self._draft.checkpoints)
                 self._draft.checkpoints.mkdir()
             else:
                 return
         raise WeightsError(
-            f"none of the {len(digests)} checkpoints in {self._bucket.address} is whole",
+            f"none of the {len(digests)} checkpoints in {self._bucket.address} is valid",
             "start a run with another name and bucket",
         )
 
     def _fetch_version(self, name: str, digests: dict[str, str]) -> TrainerState:
-        """Its state. Raises WeightsError if it is not whole, another than the head names, or larger than it can be."""
+        """Download a checkpoint; return its state. Raises WeightsError if it is damaged, too large or another one."""
         folder, source = self._draft.checkpoints / name, f"checkpoints/{name}"
         data = self._bucket.read(f"{source}/{MANIFEST}", checkpoint_files.MAX_MANIFEST_BYTES)
         if blake3.blake3(data).hexdigest() != digests.get(name):
@@ -225,14 +229,16 @@ class FolderRestore:
         files = tuple(files)
         check_names((file.name for file in (*files, ManifestFile(STATE, 0, ""))), MANIFEST)
         if (n := sum(file.size for file in files)) > self._max_checkpoint_bytes:
-            raise WeightsError(f"{source} has {n} bytes, one of this model {self._max_checkpoint_bytes} at most")
+            raise WeightsError(
+                f"{source} has {n} bytes, but a checkpoint of this model has at most {self._max_checkpoint_bytes}"
+            )
         for file in files:
             path = confined(folder, file.name)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._bucket.download(f"{source}/{file.name}", path, file.size)
 
     def _fetch_records(self, head: BucketHead, state: TrainerState) -> None:
-        """Those of all steps after the checkpoint, and of where epochs began since then. Raises NotFound."""
+        """Download the records of steps after the checkpoint, and of later beginnings of epochs. Raises NotFound."""
         root = self._draft.archive
         self._fetch_all((commits.path_of(root, v) for v in _steps(head, state.step + 1)), states.MAX_STATE_BYTES)
         for epoch, began in head.lineage:
@@ -250,7 +256,7 @@ class FolderRestore:
                 raise
 
     def _fetch_all(self, paths: Iterable[Path], most: int) -> None:
-        """Files that lie in the bucket as they do here, of so many bytes at most."""
+        """Download files of at most `most` bytes, which have the same paths in the bucket."""
 
         def fetch(path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -270,7 +276,7 @@ class FolderRestore:
                 file.write(data)
 
     def _place(self) -> WeightVersion | None:
-        """Gives what was fetched its names; what an orchestrator has recorded here meanwhile comes after it."""
+        """Rename the downloaded files into place; append lines that an orchestrator recorded here meanwhile."""
         identity = FolderIdentity.read(self._done.bucket) or FolderIdentity.read(self._folder.bucket)
         records = {path.name for path in self._folder.handed_over.values()}
         with storage(self._folder.path), ExitStack() as held:
@@ -283,7 +289,7 @@ class FolderRestore:
                 if source.name in records and target.exists():
                     before.append(_Recorded(target, held.enter_context(target.open("rb"))))
                     before[-1].add_to(source)
-                if target == self._folder.published:  # of a beginning that never was
+                if target == self._folder.published:  # left by a start that made no step
                     shutil.rmtree(target, ignore_errors=True)
                 source.rename(target)
             fsync(self._folder.path)
@@ -292,20 +298,20 @@ class FolderRestore:
             self._done.path.rmdir()
         if identity is None or identity.restored is None:
             return None
-        _log.warning("the folder was empty and is filled from the bucket", version=identity.restored)
+        _log.warning("restored the empty run folder from its bucket", version=identity.restored)
         return WeightVersion.parse(identity.restored)
 
 
 @dataclass(slots=True)
 class _Recorded:
-    """A file of lines that another one is put in the place of: an orchestrator may have it open, and add to it."""
+    """A file of lines that is being replaced while an orchestrator may still append to it."""
 
     path: Path
     file: IO[bytes]
     n_read: int = 0
 
     def add_to(self, path: Path) -> None:
-        """Its lines since the last call, those left out that are there."""
+        """Append to `path` the lines since the last call that it does not have."""
         self.file.seek(self.n_read)
         data = self.file.read()
         data = data[: data.rfind(b"\n") + 1]
@@ -317,14 +323,14 @@ class _Recorded:
 
 
 def _steps(head: BucketHead, first: int) -> Iterable[WeightVersion]:
-    """Of the lineage, from step `first` on."""
+    """Yield the versions of the lineage, from step `first` on."""
     assert head.version is not None
     for step in range(first, head.version.step + 1):
         yield WeightVersion(epoch_of(step, head.lineage) or 0, step)
 
 
 def _is_empty(folder: RunFolder) -> bool:
-    """Of what a trainer writes but its first drafts, which tell of nothing that was made."""
+    """True if the folder has no files of a trainer, except drafts."""
     own = folder.ledger, folder.metrics, folder.handovers, folder.refused, folder.sft
     held = (*own, folder.archive, folder.refused_groups)
     return not any(path.exists() for path in held) and not any(folder.checkpoints.glob("*"))

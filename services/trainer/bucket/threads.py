@@ -1,4 +1,4 @@
-"""Calls that block for as long as a bucket does not answer."""
+"""Thread for calls that block while a bucket does not answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 async def in_thread[T](call: Callable[[], T]) -> T:
-    """What a call returns or raises, in a thread that a cancellation leaves alone, and that keeps no process alive."""
+    """Run a call in a daemon thread; cancellation abandons the thread."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
@@ -24,7 +24,7 @@ async def in_thread[T](call: Callable[[], T]) -> T:
     def work() -> None:
         try:
             settled = call(), None
-        except Exception as error:  # noqa: BLE001 - the caller's
+        except Exception as error:  # noqa: BLE001 - raised in the caller
             settled = None, error
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(settle, *settled)

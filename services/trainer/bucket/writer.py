@@ -1,10 +1,10 @@
-"""A run's bucket as one incarnation of the trainer writes it: the folder is the truth, the bucket follows.
+"""Upload of a run's folder to its bucket by one incarnation of the trainer.
 
-Invariants: of the log only steps with a durable commit record are put, never the one under way; what a head names is
-put before it; an incarnation puts under names of its own epoch, or what the folder has had before, so one that was
-replaced overwrites nothing of its successor, whose claim of the head it cannot pass. Only what a later head does not
-name is removed. A head that was lost, or names what was, is followed by a whole one only, and until then nothing is
-removed: nobody is told meanwhile that there is nothing to go on from.
+Invariants: only steps with a durable commit record are uploaded, and all that a head names is uploaded before it. An
+incarnation uploads under names of its own epoch, or files that the folder had before, so a replaced one overwrites
+nothing of its successor; once the successor has claimed the head, it cannot write a head. Objects are removed only if a
+later head does not name them. If the head is lost, or names lost objects, the next head is complete, and nothing is
+removed before it: until then no reader sees a bucket without a step to resume from.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from shared.types import WeightVersion
 
 _TRIES, _KEPT = 8, ".to-bucket"
 _MANY = 32
-"""So many files are looked up in the bucket before they are put."""
+"""For more files than this the bucket is listed first, and present files are not uploaded again."""
 _STEP = re.compile(r"(?:archive|refused)/e(\d{6,18})/s(\d{6,18})(?:-(\d{1,9}))?\.(?:zst|json)\Z")
 _log = telemetry.Log("bucket")
 
 
 class BucketWriter:
-    """Every method blocks, and raises as `Bucket`.
+    """Uploads a run's folder. Every method blocks, and raises as `Bucket`.
 
     Args:
-        beginning: names the beginning of the run.
+        beginning: returns the identifier of the run's beginning.
     """
 
     def __init__(self, bucket: Bucket, folder: RunFolder, run: str, beginning: Callable[[], str]) -> None:
         self._bucket, self._folder, self._run, self._beginning = bucket, folder, run, beginning
         self._identity: FolderIdentity | None = None
-        self._head: BucketHead | None = None  # as this incarnation has put it; one of no step where it was lost
+        self._head: BucketHead | None = None  # as this incarnation wrote it; without a step if it was lost
         self._tag: Tag | None = None
         self._lines, self._made = FollowedLines(folder, self._put_piece), set[str]()
         self._is_swept = self._is_closed = False
@@ -63,17 +63,17 @@ class BucketWriter:
 
     @property
     def step(self) -> int | None:
-        """The newest one that the bucket has, as far as this incarnation has put it."""
+        """Newest step in the head that this incarnation wrote."""
         return None if self._head is None or self._head.version is None else self._head.version.step
 
     def close(self) -> None:
-        """What is under way ends with Unavailable before the next object."""
+        """Make a running upload raise Unavailable before its next object."""
         self._is_closed = True
 
     def check(self) -> bool:
-        """Whether the bucket is this folder's, or a new one; not where its head was lost, which would tell.
+        """True if the bucket is new or this folder's; False if it lost its head, so the owner is unknown.
 
-        Raises ConfigError if it is another run's, or has gone on from another folder, or this one has lost a part.
+        Raises ConfigError if it is another run's, has continued from another folder, or this folder has lost files.
         """
         self._lines.look()
         shutil.rmtree(self._folder.path / _KEPT, ignore_errors=True)
@@ -84,18 +84,19 @@ class BucketWriter:
         return found is not None or identity is None or self._bucket.address not in identity.owns
 
     def check_known(self) -> None:
-        """Raises as `check`, and Unavailable where that does not tell."""
+        """Raise as `check` does, and Unavailable if it returns False."""
         if not self.check():
             raise Unavailable(
                 f"{self._bucket.address} has lost its {HEAD}, and the queue knows of a later trainer than this folder",
-                "the trainer that works puts it again; if none does, choose another run.bucket",
+                "wait for the running trainer, which writes it again; if none runs, choose another run.bucket",
             )
 
     def claim(self, epoch: int) -> None:
-        """From here on no earlier trainer puts a head; where it was lost, or what it names, from the next one on that
-        this one puts.
+        """Claim the bucket: earlier trainers can no longer write a head.
 
-        Raises ConfigError as `check`, Fenced if a later epoch was claimed.
+        If the head, or an object that it names, was lost, this holds only from this trainer's next head on.
+
+        Raises ConfigError as `check`, and Fenced if a later epoch was claimed.
         """
         identity = FolderIdentity.read(self._folder.bucket) or FolderIdentity.draw()
         for _ in range(_TRIES):
@@ -110,7 +111,7 @@ class BucketWriter:
             self._identity = identity.owning(self._bucket.address)
             self._identity.write(self._folder.bucket)
             if is_lost or self._has_lost(found):
-                self._begin_anew(bare, tag)
+                self._upload_all_again(bare, tag)
                 return
             head = replace(found, epoch=epoch, epochs=seen, beginning=bare.beginning)
             try:
@@ -119,10 +120,10 @@ class BucketWriter:
                 continue
             self._head = head
             return
-        raise _restless(self._bucket)
+        raise _keeps_changing(self._bucket)
 
     def _has_lost(self, head: BucketHead) -> bool:
-        """Whether the bucket lacks groups, lines, or files of checkpoints that the head names."""
+        """True if the bucket lacks groups, lines, or checkpoint files that the head names."""
         if head.version is None:
             return False
         tops = "archive", "checkpoints", "lines", "refused"
@@ -134,15 +135,15 @@ class BucketWriter:
         named |= {name for name in head.names() if name.startswith("lines/")}
         for name, _ in head.checkpoints:
             below = f"checkpoints/{name}"
-            with suppress(WeightsError, OSError):  # one that is not there any more, but for its name
+            with suppress(WeightsError, OSError):  # removed from the folder: only its manifest is looked for
                 named |= {f"{below}/{file}" for file in _files_of(self._folder.checkpoints / name)}
             named.add(f"{below}/{MANIFEST}")
         if lost := named - there:
-            _log.warning("the bucket has lost what its head names", n=len(lost), one=min(lost))
+            _log.warning("the bucket has lost objects that its head names", n=len(lost), one=min(lost))
         return bool(lost)
 
-    def _begin_anew(self, bare: BucketHead, tag: Tag | None) -> None:
-        """All is put again, and then a head, in the place of the one that `tag` is of; what is there already stays."""
+    def _upload_all_again(self, bare: BucketHead, tag: Tag | None) -> None:
+        """Upload everything again, and then a head that replaces the one with `tag`; present objects stay."""
         self._head, self._tag = bare, tag
         self._lines.forget()
 
@@ -155,21 +156,23 @@ class BucketWriter:
             made = WeightVersion(epoch_of(step, found.lineage) or 0, step)
             if not archive.path_of(self._folder.archive, made).exists():
                 raise ConfigError(
-                    f"{self._bucket.address} has {made}, which this folder has not: it is an older copy, or has lost a"
-                    " part of its archive",
-                    "to go on from the bucket, move this folder away; or choose another run.bucket",
+                    f"{self._bucket.address} has {made}, which this folder lacks: the folder is an older copy, or has"
+                    " lost a part of its archive",
+                    "to resume from the bucket, move this folder away; or choose another run.bucket",
                 )
         named = {epoch for epoch in (found.epoch, *(epoch for epoch, _ in found.lineage)) if epoch}
         if unseen := named - {*archive.epochs(self._folder.archive)}:
             raise ConfigError(
-                f"{self._bucket.address} has epoch {min(unseen)}, which this folder has not seen:"
-                " it is an older copy, or has lost a part of its archive",
-                "to go on from the bucket, move this folder away; or choose another run.bucket",
+                f"{self._bucket.address} has epoch {min(unseen)}, which this folder lacks:"
+                " the folder is an older copy, or has lost a part of its archive",
+                "to resume from the bucket, move this folder away; or choose another run.bucket",
             )
 
     def upload(self, state: TrainerState, saved: WeightVersion) -> None:
-        """The log up to `state`, which is durable, and the checkpoint `saved` that leads there. The log comes first: a
-        checkpoint may take long; where one that is in the bucket leads there, too, it gets a head of its own.
+        """Upload the log up to `state`, which is durable, and the checkpoint `saved` that leads there.
+
+        A checkpoint may take long. So if one that the bucket has also leads to `state`, the log is uploaded first, with
+        a head of its own.
 
         Raises Fenced if another trainer has claimed the bucket, FileNotFoundError or WeightsError if the checkpoint was
         removed or is damaged.
@@ -187,7 +190,7 @@ class BucketWriter:
         self._put_head(head, state, self._put_checkpoints(head, state, saved))
 
     def _put_head(self, head: BucketHead, state: TrainerState, checkpoints: tuple[tuple[str, str], ...]) -> BucketHead:
-        """After the lines that it names. That head."""
+        """Upload lines and groups of refused steps, then write a head that names them; return the head."""
         lines = self._lines.put(state.version, head.epoch)
         refused = self._put_refused(head)
         made = replace(
@@ -203,13 +206,13 @@ class BucketWriter:
         return made
 
     def _has_records(self, head: BucketHead, state: TrainerState) -> bool:
-        """Of all steps that the bucket lacks; one that follows keeps them (see `RunBucket.needed_step`)."""
+        """True if the folder has the commit records of all steps that the bucket lacks: see `RunBucket.needed_step`."""
         return all(commits.path_of(self._folder.archive, version).exists() for version in _lacking(head, state))
 
     def _put_checkpoints(
         self, head: BucketHead, state: TrainerState, saved: WeightVersion
     ) -> tuple[tuple[str, str], ...]:
-        """Of the reference, of the one before, and `saved`."""
+        """Upload the checkpoint `saved` and the reference; return them and the checkpoint before `saved`."""
         before = [
             (name, digest)
             for name, digest in head.checkpoints
@@ -220,18 +223,18 @@ class BucketWriter:
         return (*reference, *[one for one in before if one not in reference][-1:], newest)
 
     def _put_checkpoint(self, head: BucketHead, name: str | None) -> tuple[str, str]:
-        """Its name, and the digest of its manifest."""
+        """Upload a checkpoint; return its name and the digest of its manifest."""
         folder = self._folder.checkpoints / str(name)
         made = folder.name, blake3.blake3((folder / MANIFEST).read_bytes()).hexdigest()
         if made not in head.checkpoints:
-            with self._kept(folder) as kept:
+            with self._linked(folder) as kept:
                 self._put_files(kept)
             _log.info("checkpoint is in the bucket", version=folder.name, bucket=self._bucket.address)
         return made
 
     @contextmanager
-    def _kept(self, folder: Path) -> Iterator[Path]:
-        """A checkpoint as links: it stays, however many newer ones are made while it is put."""
+    def _linked(self, folder: Path) -> Iterator[Path]:
+        """Hard-link a checkpoint, so that retention cannot remove it during the upload."""
         kept = self._folder.path / _KEPT
         shutil.rmtree(kept, ignore_errors=True)
         try:
@@ -242,7 +245,7 @@ class BucketWriter:
             shutil.rmtree(kept, ignore_errors=True)
 
     def _put_files(self, folder: Path) -> None:
-        """A checkpoint's, the manifest last."""
+        """Upload a checkpoint's files, the manifest last."""
         manifest = checkpoint_files.read_manifest(folder)
         below = f"checkpoints/{folder.name}"
         self._made.add(below)
@@ -252,7 +255,7 @@ class BucketWriter:
             self._upload(f"{below}/{name}", folder / name)
 
     def _put_base(self, base: BaseWeights) -> None:
-        """What adapters are of, once: an object that is there is whole."""
+        """Upload the base of adapters once; an object in the bucket is complete."""
         folder = base.folder(self._folder.checkpoints)
         there = set(self._bucket.keys(f"checkpoints/{BASE}/{base.digest}"))
         for file in base.files:
@@ -260,7 +263,7 @@ class BucketWriter:
                 self._upload(key, folder / file.name)
 
     def _put_log(self, head: BucketHead, state: TrainerState, saved: WeightVersion) -> None:
-        """Groups and records of the steps that the bucket lacks. Records before the checkpoint may be gone."""
+        """Upload groups and records of steps that the bucket lacks; records up to the checkpoint may be missing."""
         root, paths = self._folder.archive, list[Path]()
         for version in _lacking(head, state):
             record = commits.path_of(root, version)
@@ -271,8 +274,9 @@ class BucketWriter:
         self._put_all("archive", paths)
 
     def _put_all(self, top: str, paths: Sequence[Path]) -> None:
-        """Files whose names never get another content: of many, those that are there are not put again, so that an end
-        is reached, however often that fails or is killed.
+        """Upload files that never change.
+
+        Of many, those in the bucket are skipped, so an upload that is often interrupted still ends.
         """
         there = self._bucket.sizes(top) if len(paths) > _MANY else {}
         for path in paths:
@@ -281,7 +285,7 @@ class BucketWriter:
                 self._upload(key, path)
 
     def _put_refused(self, head: BucketHead) -> tuple[tuple[str, int], ...]:
-        """The groups of refused steps, of those lines that are in the bucket."""
+        """Upload the groups of refused steps whose lines are in the bucket."""
         path, there = self._folder.refused, Counter(dict(head.refused))
         if not (size := self._lines.size(path)):
             return ()
@@ -306,8 +310,9 @@ class BucketWriter:
         self._bucket.upload(key, source)
 
     def _commit(self, head: BucketHead) -> None:
-        """Puts the head in the place of our last one, and removes what it does not name: of ours, and at first of
-        trainers before.
+        """Replace this incarnation's last head, then remove objects that the new one does not name.
+
+        They are this incarnation's, and, the first time, those of earlier trainers.
         """
         before = self._head
         assert before is not None
@@ -316,9 +321,9 @@ class BucketWriter:
                 self._tag = put_head(self._bucket, head, self._tag)
                 break
             except Conflict:
-                self._look_again(before)  # an earlier one of ours, whose answer was lost, may be there by now
+                self._look_again(before)  # an earlier head of ours, whose response was lost, may be there by now
         else:
-            raise _restless(self._bucket)
+            raise _keeps_changing(self._bucket)
         self._head = head
         self._made |= before.names()
         self._remove(self._made - head.names())
@@ -328,21 +333,22 @@ class BucketWriter:
             self._is_swept = True
 
     def _look_again(self, before: BucketHead) -> None:
-        """Takes the tag of the head that is there now: of this incarnation, or of an earlier one, which was put back,
-        or put while there was none. Raises Fenced if it is not ours, and Unavailable if there is none, or it is cut.
+        """Take the tag of the present head, written by this incarnation or, late, by an earlier one.
+
+        Raises Fenced if the head is another trainer's, and Unavailable if it is lost or truncated.
         """
         found, tag = find_head(self._bucket, self._run, self._identity)
         if found is None:
             self._made |= before.names()
             bare = BucketHead(before.run, before.folder, before.beginning, before.epoch, before.epochs)
-            self._begin_anew(bare, tag)
-            raise Unavailable(f"{self._bucket.address} has lost its {HEAD}: it is filled again")
+            self._upload_all_again(bare, tag)
+            raise Unavailable(f"{self._bucket.address} has lost its {HEAD}: everything is uploaded again")
         if found.folder != before.folder or found.epoch > before.epoch:
             raise Fenced("another trainer of the run has begun, in the bucket")
         self._tag = tag
 
     def _sweep(self, head: BucketHead) -> None:
-        """What trainers before this one put that no head names."""
+        """Remove objects of earlier trainers that the head does not name."""
         there = set[str]()
         for key in (*self._bucket.keys("checkpoints"), *self._bucket.keys("lines")):
             kind, name, *_ = key.split("/")
@@ -354,7 +360,7 @@ class BucketWriter:
         self._remove((there - head.names()) | set(self._undone(head)))
 
     def _undone(self, head: BucketHead) -> Iterable[str]:
-        """Groups and records of steps that were undone, or never got into a head, and of refusals likewise."""
+        """Yield keys of steps and refusals of earlier trainers that the head does not have."""
         began, refused = {WeightVersion(*one) for one in head.lineage}, dict(head.refused)
         for key in (*self._bucket.keys("archive"), *self._bucket.keys("refused")):
             if not (match := _STEP.match(key)) or (version := WeightVersion(int(match[1]), int(match[2]))) in began:
@@ -364,7 +370,7 @@ class BucketWriter:
                 yield key
 
     def _remove(self, names: set[str]) -> None:
-        """Of a checkpoint the manifest first; nothing once the head is not ours any more."""
+        """Remove objects, a checkpoint's manifest first; nothing if the head is no longer this incarnation's."""
         if not names or self._head is None or self._bucket.read(HEAD, MAX_BYTES) != self._head.to_json():
             return
         for name in sorted(names):
@@ -373,23 +379,23 @@ class BucketWriter:
 
 
 def _files_of(checkpoint: Path) -> list[str]:
-    """The manifest last. Raises OSError, WeightsError."""
+    """List a checkpoint's files, the manifest last. Raises OSError, WeightsError."""
     manifest, (_, optimizer) = checkpoint_files.read_manifest(checkpoint), states.read(checkpoint)
     return [*(file.name for file in (*manifest.files, *optimizer)), STATE, MANIFEST]
 
 
 def _lacking(head: BucketHead, state: TrainerState) -> list[WeightVersion]:
-    """The steps up to `state` that the bucket has not, oldest first."""
+    """List the steps up to `state` that the bucket lacks, oldest first."""
     made = (WeightVersion(epoch_of(step, state.lineage) or 0, step) for step in range(state.step, 0, -1))
     return list(takewhile(lambda version: not head.has(version), made))[::-1]
 
 
-def _restless(bucket: Bucket) -> Unavailable:
-    return Unavailable(f"{bucket.address} changes all the time", "do other trainers of this run begin?")
+def _keeps_changing(bucket: Bucket) -> Unavailable:
+    return Unavailable(f"the {HEAD} of {bucket.address} keeps changing", "stop all trainers of this run but one")
 
 
 def _refused(line: bytes) -> str | None:
-    """The version that a line of refused steps is of; None for one that a crash tore."""
+    """Return the version of a line of refused.jsonl; None for a torn line."""
     try:
         return str(WeightVersion.parse(orjson.loads(line)["version"]))
     except (KeyError, TypeError, ValueError, DecodeError):

@@ -117,7 +117,7 @@ async def _shown(
         if kept is None:
             return made
         text = b"".join(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for _, record in made)
-        await waiter.patiently(lambda: asyncio.to_thread(storage.replace, kept, text))
+        await waiter.retry_until_stopped(lambda: asyncio.to_thread(storage.replace, kept, text))
     return records([kept], "train")
 
 
@@ -154,7 +154,7 @@ class PatientDemonstrator:
     waiter: Waiter
 
     async def num_tasks(self, env: str, split: str) -> int:
-        return await self.waiter.patiently(lambda: self.client.num_tasks(env, split))
+        return await self.waiter.retry_until_stopped(lambda: self.client.num_tasks(env, split))
 
     async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply:
-        return await self.waiter.patiently(lambda: self.client.demonstration(env, split, index))
+        return await self.waiter.retry_until_stopped(lambda: self.client.demonstration(env, split, index))

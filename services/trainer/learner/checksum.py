@@ -1,9 +1,8 @@
-"""One short string for the exact bits of arrays, computed where they are: a pass over memory, nothing is copied.
+"""Checksum of the exact bits of arrays, computed on their devices in one pass, without copies.
 
-Of each leaf the hashes of all elements are added modulo 2**32; the hash of an element mixes its bits with its position
-and is one-to-one in the bits (the finalizer of MurmurHash3). So a single changed element always changes the sum, and
-any other change leaves it as it was with a probability of about 2**-32. The sum does not depend on how a leaf lies on
-its devices.
+The hashes of a leaf's elements are added modulo 2**32. An element's hash mixes its bits with its position and is
+one-to-one in the bits (the finalizer of MurmurHash3). So a single changed element always changes the sum, and any other
+change leaves it unchanged with a probability of about 2**-32. The sum does not depend on how a leaf is sharded.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def checksum(arrays: Mapping[str, jax.Array]) -> str:
-    """Of arrays by name, with elements of up to four bytes, on whatever devices."""
+    """Compute the checksum of named arrays, with elements of up to four bytes, on any devices."""
     names = sorted(arrays)
     sums = jax.device_get([_sum(arrays[name]) for name in names])
     told = hashlib.sha256("\n".join(names).encode())

@@ -1,6 +1,6 @@
-"""The critic: the policy's backbone as it was at the start, and one linear layer, trained beside the policy.
+"""Critic: a copy of the policy's initial backbone and one linear layer, trained along with the policy.
 
-Invariant: all that it is, parameters and optimizer, is in `state`, so a resume is bit-exact.
+Invariant: `state` holds all its parameters and optimizer state, so a resume is bit-exact.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STATE, _PARAMS = "critic.", "critic.params."
 
 @dataclass(frozen=True, slots=True)
 class CriticSetup:
-    """`warmup_steps`: steps at the beginning of the run in which the critic alone is trained."""
+    """Setup of the critic; in the run's first `warmup_steps` steps only the critic is trained."""
 
     algorithm: ActorCritic
     optimizer: OptimizerOptions
@@ -38,11 +38,10 @@ class CriticSetup:
 
 
 class Critic:
-    """Expects, before each token, the rewards from it on: value = hidden state · value_head, 0 at the start.
+    """Predicts, before each token, the rewards from it on: value = hidden state · value_head, 0 at the start.
 
     Args:
-        model: whose backbone is copied; that of one with adapters is shared but for these, of which
-            the critic has its own.
+        model: its backbone is copied. If it has adapters, the critic shares the base and copies the adapters.
     """
 
     def __init__(self, model: Model, setup: CriticSetup) -> None:
@@ -64,36 +63,37 @@ class Critic:
         trained = {**snapshot(backbone), _VALUE: head}
         self._learner = Learner(trained, make_optimizer(setup.optimizer), objective(setup.algorithm), frozen)
 
-    def under(self, setup: CriticSetup) -> None:
-        """What follows is trained so; parameters and the optimizer's state stay."""
-        self._learner.under(make_optimizer(setup.optimizer), self._objective(setup.algorithm))
+    def apply_setup(self, setup: CriticSetup) -> None:
+        """Train the next steps with this setup; parameters and optimizer state do not change."""
+        self._learner.configure(make_optimizer(setup.optimizer), self._objective(setup.algorithm))
 
     def values(self, batch: Batch) -> np.ndarray:
-        """float32 [B, T]: at each position of `batch.targets`, what is expected before that token."""
+        """Compute float32 [B, T]: the value before each token of `batch.targets`."""
         with self._learner.mesh:
             placed = self._learner.placed(batch)
             return np.asarray(self._values(self._learner.params, placed.ids, placed.packing))
 
     def update(self, batches: Sequence[Batch], weights: Sequence[np.ndarray]) -> Update:
-        """One step on the returns in the batches, whose tokens have these weights [B, T] or [B, 1]."""
+        """Take one step on the returns in the batches; `weights` are of their tokens, [B, T] or [B, 1]."""
         return self._learner.update([replace(b, weight=w) for b, w in zip(batches, weights, strict=True)])
 
     def state(self) -> dict[str, jax.Array]:
-        """All of it, by name."""
+        """Parameters and optimizer state by name."""
         params = {f"{_PARAMS}{name}": value for name, value in self._learner.trained.items()}
         return params | {f"{_STATE}{name}": value for name, value in self._learner.optimizer_state().items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Puts back what `state` gave, bit by bit. Raises WeightsError if there is none."""
+        """Restore the result of `state`, bit for bit. Raises WeightsError if the values have none of this critic."""
         params = {name.removeprefix(_PARAMS): value for name, value in state.items() if name.startswith(_PARAMS)}
         if params.keys() != self._learner.trained.keys():
             raise WeightsError(
-                "the checkpoint holds no critic of this model", "was the run begun with algorithm.name=ppo?"
+                "the checkpoint holds no critic of this model",
+                "resume with the model and the algorithm.name that the run was started with",
             )
         self._learner.load_params(params)
         optimizer = {name.removeprefix(_STATE): value for name, value in state.items() if name.startswith(_STATE)}
         self._learner.load_optimizer_state(optimizer)
 
     def non_finite(self) -> list[str]:
-        """Names of what holds a NaN or an infinity."""
+        """Names of arrays that hold a NaN or an infinity."""
         return [f"critic {name}" for name in self._learner.non_finite("float32")]

@@ -1,7 +1,6 @@
-"""What supervised steps do: learn conversations, or preferences. Synchronous, for one thread.
+"""Objectives of supervised steps: imitation of conversations, and preferences. Synchronous, for one thread.
 
-Invariant: both go through the learner's batches, whatever their layout is; the same examples in the same order, from
-the same state, give bit-identical weights.
+Invariant: the same examples in the same order, from the same state, give bit-identical weights.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ type Measures = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class UpdateOptions:
-    """`rows` sequences make a step."""
+    """Options of an optimizer step on `rows` sequences."""
 
     rows: int
     layout: BatchLayout
@@ -45,22 +44,22 @@ class UpdateOptions:
 
 
 class SupervisedObjective(Protocol):
-    """Over one learner."""
+    """An objective of one learner."""
 
     learner: Learner
     scorer: Scorer
 
     def update(self, examples: Sequence[Example]) -> Measures:
-        """One optimizer step; at least `loss`, `grad_norm` and `tokens`, those learned from."""
+        """Take one optimizer step; return at least `loss`, `grad_norm` and `tokens`, the number learned from."""
         ...
 
     def evaluate(self, examples: Sequence[Example]) -> Measures:
-        """At least `loss`, of the present weights, which stay; the same for the same weights and examples."""
+        """Measure the present weights without changing them; return at least `loss`. Deterministic."""
         ...
 
 
 class _Updates:
-    """Rows to micro-batches to updates, of one loss."""
+    """Splits rows into micro-batches and updates the model with one loss."""
 
     def __init__(self, model: Model, loss: Loss, options: UpdateOptions) -> None:
         self.layout = replace(options.layout, rows=min(options.layout.rows, options.rows))
@@ -74,14 +73,14 @@ class _Updates:
         return micro_batches(rows, np.zeros(len(rows)) if weights is None else weights, self.layout, self._n_micro)
 
     def sequence_logprobs(self, params: Params, rows: Sequence[Row]) -> np.ndarray:
-        """float64 [rows]: sums over the tokens with mask 1, in nats."""
+        """Compute float64 [rows]: each row's log-probability, in nats, summed over tokens with mask 1."""
         tables = [self.scorer.logprobs(params, batch) for batch in self.batches(rows)]
         of_tokens = by_row(tables, rows, arranged(rows, self.layout, self._n_micro))
         return np.array([one.astype(np.float64).sum() for one in of_tokens])
 
 
 class Imitation:
-    """The mean negative log-likelihood of a learned token, in nats."""
+    """Mean negative log-likelihood of the learned tokens, in nats."""
 
     def __init__(self, model: Model, options: UpdateOptions) -> None:
         self._updates = _Updates(model, supervised_loss, options)
@@ -106,9 +105,9 @@ class Preferences:
     """DPO: see services.trainer.algorithms.dpo.
 
     Args:
-        reference: parameters by leaf name of the policy at the start; None takes the model's present ones. With
-            adapters it is their base, which stays as it is.
-        offload: the reference lies in the host's memory but for its passes.
+        reference: parameters of the initial policy by leaf name; None takes the model's present ones. With adapters the
+            reference is their base.
+        offload: keep the reference in host memory except during its passes.
     """
 
     def __init__(
@@ -127,11 +126,13 @@ class Preferences:
     def update(self, examples: Sequence[Example]) -> Measures:
         terms, batches = self.weighted(examples)
         update = self.learner.update(batches)
-        return {**terms.told(), "grad_norm": update.grad_norm, "tokens": update.statistics["tokens"] or 0.0}
+        return {**terms.to_metrics(), "grad_norm": update.grad_norm, "tokens": update.statistics["tokens"] or 0.0}
 
     def weighted(self, examples: Sequence[Example]) -> tuple[PairTerms, list[Batch]]:
-        """What the present weights make of the pairs, and the batches whose likelihood has the gradient of their
-        loss.
+        """Score the pairs with the present weights.
+
+        Returns:
+            The terms of the pairs, and batches whose weighted likelihood has the gradient of the pairs' loss.
         """
         rows = _rows(examples)
         terms = self._terms(rows)
@@ -142,10 +143,10 @@ class Preferences:
     def evaluate(self, examples: Sequence[Example]) -> Measures:
         parts = [self._terms(_rows(part)) for part in batched(examples, self._updates.n_rows // 2)]
         whole = (np.concatenate([getattr(part, name) for part in parts]) for name in PairTerms.__slots__)
-        return PairTerms(*whole).told()
+        return PairTerms(*whole).to_metrics()
 
     def _terms(self, rows: Sequence[Row]) -> PairTerms:
-        """Of rows of pairs in turn, chosen and rejected."""
+        """Compute the terms of pairs; rows alternate between chosen and rejected."""
         policy, reference = (
             self._updates.sequence_logprobs(params(), rows).reshape(-1, 2)
             for params in (lambda: self.learner.params, self._reference.params)

@@ -1,6 +1,6 @@
-"""AdamW with warm-up, schedule and clipping, keeping the last gradient norm in its state.
+"""AdamW with warm-up, schedule and clipping, which keeps the last gradient norm in its state.
 
-The norm is taken of the whole step's gradient, the sum over its micro-batches.
+The norm is that of the whole step's gradient, the sum over its micro-batches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NormState(NamedTuple):
 
 
 def make_optimizer(options: OptimizerOptions) -> optax.GradientTransformation:
-    """The transformation; the first element of its state is a NormState."""
+    """Make the transformation; the first element of its state is a NormState."""
     return optax.chain(
         _record_norm(),
         optax.clip_by_global_norm(options.max_grad_norm),
@@ -50,7 +50,7 @@ def schedule(options: OptimizerOptions) -> optax.Schedule:
     }[options.schedule_type]
     if not options.warmup_steps:
         return after
-    # The first step of the warm-up already moves: a rate of exactly 0 would waste it.
+    # A rate of exactly 0 would waste the first step of the warm-up.
     warmup = optax.linear_schedule(peak / options.warmup_steps, peak, options.warmup_steps)
     return optax.join_schedules([warmup, after], [options.warmup_steps])
 

@@ -1,4 +1,4 @@
-"""The policy under training: model, optimizer, reference; one call is one step. Synchronous, for one thread.
+"""Policy under training: model, optimizer, reference. Synchronous, for one thread.
 
 Invariants: the reference is the policy at step 0 of RL, frozen; the same groups in the same order, from the same state,
 give bit-identical weights.
@@ -47,11 +47,11 @@ _COMPARED = "logprob_abs_diff"
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """`n_iterations` are optimizer updates on the data of one step; `max_response_length` scales
-    `sequence-mean-token-scale`.
+    """Options of a policy.
 
-    `rows_per_step` is groups times episodes; `published_dtype` that of checkpointed parameters. With
-    `offload_reference` the reference lies in the host's memory but for its passes.
+    `n_iterations` is the number of optimizer updates on one step's data. `max_response_length` scales
+    `sequence-mean-token-scale`. `rows_per_step` is groups times episodes. `published_dtype` is the dtype of
+    checkpointed parameters. With `offload_reference` the reference is in host memory except during its passes.
     """
 
     algorithm: Algorithm
@@ -68,11 +68,11 @@ class PolicyOptions:
 
 
 class Policy:
-    """The model being trained by one algorithm.
+    """A model that one algorithm trains.
 
     Args:
-        reference: parameters by leaf name that a KL term compares with; None takes the model's present ones. A model
-            with adapters is compared with its base.
+        reference: parameters by leaf name for a KL term; None takes the model's present ones. The reference of a model
+            with adapters is its base.
     """
 
     def __init__(
@@ -88,25 +88,27 @@ class Policy:
         self._published = PublishedWeights(self._scorer, config, options.published_dtype)
         trained, frozen = divided(params_of(model))
         self._learner = Learner(trained, make_optimizer(options.optimizer), _objective(model, options), frozen)
-        self._probed: Probe | None = None  # of the present weights, once they are known to be finite
+        self._probed: Probe | None = None  # of the present weights, once checked to be finite
         self._reference: Reference | None = None
         self._critic = Critic(model, options.critic) if options.critic else None
         if options.algorithm.needs.reference:
             self._reference = Reference(self._learner, reference, offload=options.offload_reference)
 
-    def under(self, options: PolicyOptions) -> None:
-        """What follows is trained with the loss and the optimizer of these options, which may differ from the present
-        ones in nothing else. Parameters, optimizer state, critic and reference stay, bit for bit.
+    def apply_options(self, options: PolicyOptions) -> None:
+        """Train the next steps with the loss and the optimizer of these options.
+
+        They may differ from the present options in nothing else. Parameters, optimizer state, critic and reference do
+        not change.
         """
         self._options = options
-        self._learner.under(make_optimizer(options.optimizer), _objective(self._model, options))
+        self._learner.configure(make_optimizer(options.optimizer), _objective(self._model, options))
         if self._critic is not None and options.critic is not None:
-            self._critic.under(options.critic)
+            self._critic.apply_setup(options.critic)
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
-        """Trains on complete groups; `before` is the version of the present weights, its step + 1 that of the result.
+        """Train on complete groups; `before` is the version of the present weights.
 
-        Raises NonFinite, naming what is: then the present weights are of no use any more, but for `load`.
+        Raises NonFinite with the names of the non-finite values; the weights are then invalid until `load`.
         """
         batches, told = self._batches(held, before)
         self._probed = None
@@ -121,7 +123,7 @@ class Policy:
         return made
 
     def _update(self, batches: Sequence[Batch], step: int) -> Update:
-        """Of the critic, if there is one, and of the policy, unless it waits for the critic."""
+        """Update the critic, if there is one, and the policy, unless the critic is still warming up."""
         setup = self._options.critic
         if self._critic is None or setup is None:
             return self._learner.update(batches)
@@ -133,8 +135,9 @@ class Policy:
         return replace(update, statistics=told)
 
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
-        """Of each group the mean |log p(trainer) - log p(rollout)| in nats, over the tokens that the present weights
-        sampled; None without any. Changes nothing.
+        """Compute each group's mean |log p(trainer) - log p(rollout)|, in nats; the weights do not change.
+
+        Only tokens that the present weights sampled count; None for a group without such tokens.
         """
         rows = [policy_row(t, present) for h in held for t in h.group.trajectories]
         layout = self._options.layout
@@ -145,60 +148,64 @@ class Policy:
         return [_mean_difference([next(ours) for _ in h.group.trajectories]) for h in held]
 
     def contents(self) -> CheckpointContents:
-        """What a checkpoint of the present weights holds, with adapters only these. Raises NonFinite: there is no
-        checkpoint of such weights.
+        """Collect the contents of a checkpoint of the present weights; with adapters, only those.
+
+        Raises NonFinite if the weights are not finite.
         """
         probe = self._probed or self._require_finite("the present weights")
         return self._published.contents(self._learner, probe, self._critic.state() if self._critic else {})
 
     def published(self) -> tuple[list[ManifestLeaf], Arrays, Mapping[str, Any], Probe]:
-        """Of the present weights what servers get, with adapters only these: names and shapes, what takes each array to
-        the host, config.json, probe. Raises NonFinite: there is no version of such weights.
+        """Describe the present weights for rollout servers; with adapters, only those.
+
+        Returns:
+            Names and shapes, functions that copy each array to the host, config.json, probe.
+
+        Raises NonFinite if the weights are not finite.
         """
         probe = self._probed or self._require_finite("the present weights")
         return *self._published.published(self._learner), self._published.config, probe
 
     def checksum(self) -> str:
-        """Of the bits of the parameters under training, those of a critic included."""
+        """Checksum of the trained parameters and the critic."""
         critic = self._critic.state() if self._critic else {}
         return checksum(dict(self._learner.trained) | {f"critic {k}": v for k, v in critic.items()})
 
     def optimizer_checksum(self) -> str:
-        """Of the bits of the optimizer's state, and of that of a critic."""
+        """Checksum of the optimizer state and the critic."""
         return checksum(self._learner.optimizer_state() | (self._critic.state() if self._critic else {}))
 
     def base(self) -> Params:
-        """The parameters that the adapters are of, in the dtype they are published in; none without adapters."""
+        """Base parameters of the adapters, in their published dtype; empty without adapters."""
         return self._learner.frozen
 
     def load_optimizer(self, state: Mapping[str, HostArray]) -> None:
-        """Continues with the optimizer state of a checkpoint, and with its critic."""
+        """Restore the optimizer state and the critic of a checkpoint."""
         self._learner.load_optimizer_state(state)
         if self._critic is not None:
             self._critic.load(state)
 
     def load(self, params: Mapping[str, HostArray], optimizer: Mapping[str, HostArray]) -> None:
-        """Goes back to the float32 parameters under training and the optimizer's state of a checkpoint; the reference
-        stays.
-        """
+        """Restore a checkpoint's trained float32 parameters and its optimizer state; the reference does not change."""
         self._probed = None
         self._learner.load_params(params)
         self.load_optimizer(optimizer)
 
     def check(self, of: str = "the restored weights") -> None:
-        """Raises NonFinite if the present weights or the optimizer's state are not finite, or compute what is not."""
+        """Raise NonFinite if the weights, the optimizer state or the probe's log-probabilities are not finite."""
         self._require_finite(of)
 
     def _require_finite(self, of: str, metrics: Sequence[str] = ()) -> Probe:
-        """The probe of the present weights. Raises NonFinite for these metrics, a parameter, the optimizer, or what
-        they compute.
+        """Return the probe of the present weights.
+
+        Raises NonFinite if `metrics` names any, or if weights, optimizer state or probe are not finite.
         """
         wrong = [*metrics, *(self._critic.non_finite() if self._critic is not None else ())]
         self._probed = self._published.probed(self._learner, of, wrong)
         return self._probed
 
     def _batches(self, held: Sequence[ReadyGroup], before: WeightVersion) -> tuple[list[Batch], dict[str, float]]:
-        """And how much of them is padding."""
+        """Make the micro-batches of a step, and measure how much of them is padding."""
         options, groups = self._options, [h.group.trajectories for h in held]
         rows = [policy_row(trajectory, before) for group in groups for trajectory in group]
         rows = self._scored(rows)
@@ -216,8 +223,9 @@ class Policy:
         return assembled(rows, weights, parts, options.layout.pad_id), efficiency(parts)
 
     def _scored(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows with what the algorithm needs to know of their tokens. The reference is another model, which sends
-        them to experts of its own choice.
+        """Add to the rows the token values that the algorithm needs.
+
+        The reference is another model, so it routes tokens to experts of its own choice.
         """
         needs, layout = self._options.algorithm.needs, self._options.layout
         if not (needs.reference or needs.old or needs.values):
@@ -245,8 +253,9 @@ def _objective(model: Model, options: PolicyOptions) -> Objective:
 
 
 def _measured(updates: Sequence[Update], of_batches: Mapping[str, float]) -> dict[str, Any]:
-    """Of several iterations on the same data: means, except the comparison with the rollout, which the
-    first one makes; and what is told of the batches.
+    """Combine the metrics of several updates on the same data, and those of the batches.
+
+    Metrics are means over the updates; the comparison with the rollout is that of the first update.
     """
     first = updates[0].statistics
     told = {
@@ -267,9 +276,7 @@ def _episode(trajectory: Trajectory, row: Row) -> Episode:
 
 
 def _mean_difference(rows: Sequence[tuple[Row, np.ndarray]]) -> float | None:
-    """Over the tokens of these rows that the present weights sampled: their log-probabilities are [T] beside each
-    row.
-    """
+    """Mean |difference| over tokens that the present weights sampled; each row comes with its log-probabilities [T]."""
     found = [np.abs(ours.astype(np.float64) - row.behaviour)[row.mask * row.current > 0] for row, ours in rows]
     differences = np.concatenate(found)
     return float(differences.mean()) if len(differences) else None

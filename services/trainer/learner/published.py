@@ -1,6 +1,4 @@
-"""What a checkpoint says of the weights it holds: that they are finite, what they compute, and in which dtype they are
-published.
-"""
+"""Weights for checkpoints and rollout servers: check that they are finite, make their probe, cast them."""
 
 from __future__ import annotations
 
@@ -29,15 +27,17 @@ _NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """Of one model's weights: `config` is its config.json, `dtype` that of published parameters."""
+    """Prepares one model's weights; `config` is its config.json, `dtype` that of published parameters."""
 
     scorer: Scorer
     config: Mapping[str, Any]
     dtype: str
 
     def probed(self, learner: Learner, of: str, wrong: Sequence[str] = ()) -> Probe:
-        """The probe of the learner's present weights. Raises NonFinite for what is `wrong` anyhow, for a parameter, the
-        optimizer's state, or what they compute.
+        """Make the probe of the learner's present weights.
+
+        Raises NonFinite if `wrong` names anything, or if a parameter, the optimizer state or the probe is not finite;
+        `of` is what the message calls the weights.
         """
         what = [*wrong, *learner.non_finite(self.dtype)]
         probe = self._probe(learner.params)
@@ -48,8 +48,9 @@ class PublishedWeights:
         return probe
 
     def contents(self, learner: Learner, probe: Probe, more: Mapping[str, Any]) -> CheckpointContents:
-        """What a checkpoint of the present weights holds, of adapters only these; `more` is training state beside the
-        optimizer's.
+        """Collect the contents of a checkpoint; with adapters, only those.
+
+        `more` is training state other than the optimizer's.
         """
         params: Mapping[str, Any] = learner.trained
         master = None
@@ -58,30 +59,28 @@ class PublishedWeights:
         return CheckpointContents(params, learner.optimizer_state() | dict(more), master, self.config, probe)
 
     def published(self, learner: Learner) -> tuple[list[ManifestLeaf], Arrays]:
-        """The parameters under training as servers get them, and what takes each to the host: until the next step."""
+        """Describe the trained parameters for servers, with functions that copy them, valid until the next step."""
         return on_host(learner.trained, None if learner.frozen else self.dtype)
 
     def _probe(self, params: Params) -> Probe:
-        """A fixed prompt, spread over the vocabulary, and its log-probabilities at temperature 1 under these
-        weights.
-        """
+        """Score a fixed prompt, spread over the vocabulary, at temperature 1."""
         ids = (np.arange(_PROBE_LENGTH, dtype=np.int64) * 7919 + 11) % self.config["vocab_size"]
         logprobs, noise = self.scorer.probe(params, ids.astype(np.int32))
         return Probe(tuple(ids.tolist()), tuple(float(x) for x in logprobs), noise)
 
 
 def on_host(params: Params, dtype: str | None = None) -> tuple[list[ManifestLeaf], Arrays]:
-    """The arrays' names and shapes, and what takes each to the host, in a `dtype` if one is given."""
+    """List the arrays' names and shapes, and functions that copy each to the host, cast to `dtype` if given."""
     leaves = [ManifestLeaf(name, tuple(value.shape), dtype or str(value.dtype)) for name, value in params.items()]
-    return leaves, {leaf.key: partial(_taken, params[leaf.key], leaf.dtype) for leaf in leaves}
+    return leaves, {leaf.key: partial(_copy_to_host, params[leaf.key], leaf.dtype) for leaf in leaves}
 
 
-def _taken(value: jax.Array, dtype: str) -> np.ndarray:
+def _copy_to_host(value: jax.Array, dtype: str) -> np.ndarray:
     return to_host(value.astype(dtype))
 
 
 def named(what: Sequence[str]) -> str:
-    """A list for a sentence, with its verb: the first few, and how many more."""
+    """Join names for a sentence, with its verb: the first few, and the number of others."""
     shown = ", ".join(what[:_NAMED])
     more = f" and {len(what) - _NAMED} more" if len(what) > _NAMED else ""
     return f"{shown}{more} {'is' if len(what) == 1 else 'are'}"

@@ -1,4 +1,4 @@
-"""What a model says of given tokens: log-probabilities for objectives, for references and for the probe."""
+"""Log-probabilities of given tokens, for objectives, references and the probe."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ type Loss = Callable[[TokenScores, Batch], tuple[jax.Array, Statistics]]
 type Bound = Callable[[Mapping[str, Any]], Model]
 type Score = Callable[[Params, jax.Array, jax.Array, Packing | None, jax.Array | None], jax.Array]
 _HOST = "pinned_host"
-"""The host's memory that devices read, as JAX calls it on every platform."""
+"""JAX's name, on every platform, of host memory that devices can read."""
 
 
 def params_of(model: Model) -> Params:
-    """The model's parameters by leaf name, on their devices."""
+    """Return the model's parameters by leaf name, on their devices."""
     return {leaf_name(path): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))}
 
 
 def bound_to(model: Model, graph: Any = None) -> Bound:
-    """A function that gives the model (or another `graph` of the same state, without adapters) with other parameters,
-    traced ones too.
+    """Return a function that makes the model with other parameters, which may be traced.
+
+    With `graph` it makes that graph instead, of the same state without adapters.
     """
     own, state = nnx.split(model)
     leaves = list(nnx.to_flat_state(state))
@@ -49,13 +50,13 @@ def bound_to(model: Model, graph: Any = None) -> Bound:
 
 
 def put_into(model: Model, params: Params) -> None:
-    """Makes the parameters the model's own."""
+    """Set the model's parameters."""
     leaves = nnx.to_flat_state(nnx.state(model, nnx.Param))
     nnx.update(model, nnx.from_flat_state([(path, v.replace(params[leaf_name(path)])) for path, v in leaves]))
 
 
 def objective(model: Model, loss: Loss, temperature: float, entropy: Entropy = "value") -> Objective:
-    """The loss as a function of the parameters, for differentiation."""
+    """Make the loss a function of the parameters, for differentiation."""
     bound = bound_to(model)
 
     def of_params(params: Params, batch: Batch) -> tuple[jax.Array, Statistics]:
@@ -70,7 +71,7 @@ def objective(model: Model, loss: Loss, temperature: float, entropy: Entropy = "
 
 
 class Scorer:
-    """Compiled once for each shape; the mesh is that of the model's parameters."""
+    """Scores tokens; compiled once for each shape, on the mesh of the model's parameters."""
 
     def __init__(self, model: Model, temperature: float) -> None:
         self._mesh = model.embedder.input_embedding.get_value().sharding.mesh
@@ -81,15 +82,17 @@ class Scorer:
         )
 
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
-        """float32 [B, T]: log-probabilities of `batch.targets`."""
+        """Compute float32 [B, T]: log-probabilities of `batch.targets`."""
         inputs = placed_tree((batch.ids, batch.targets, batch.packing, batch.routed), self._rows)
         with self._mesh:
             return np.asarray(self._score(params, *inputs))
 
     def probe(self, params: Params, ids: np.ndarray) -> tuple[np.ndarray, float]:
-        """float32 [n-1]: log-probabilities of ids[1:] (int32 [n]) given what is before them, at temperature 1, computed
-        in float32 from the parameters as rounded to the model's dtype; and the mean |difference| of the model's own
-        arithmetic from them.
+        """Score ids[1:] (int32 [n]) given the ids before them, at temperature 1.
+
+        Returns:
+            float32 [n-1]: log-probabilities, computed in float32 from the parameters as rounded to the model's dtype;
+            and the mean |difference| of the model's own arithmetic from them.
         """
         inputs, targets = ids[None, :-1], ids[None, 1:]
         with self._mesh:
@@ -97,7 +100,7 @@ class Scorer:
                 np.asarray(score(params, inputs, targets, None, None))[0]
                 for score in (self._score_exactly, self._score_plain)
             )
-        with np.errstate(invalid="ignore"):  # of weights that compute no numbers, it is none
+        with np.errstate(invalid="ignore"):  # NaN if the weights compute non-finite numbers
             return exact, float(np.abs(own - exact).mean())
 
 
@@ -118,17 +121,17 @@ def _scored(model: Model, hidden: jax.Array, targets: jax.Array, temperature: fl
 
 
 def without_adapters(params: Params) -> Params:
-    """The base model: its parameters are shared, and adapters of zeros change nothing."""
+    """Return the base model's parameters: shared arrays, and adapters of zeros."""
     return {name: jnp.zeros_like(value) if adapter.is_adapter(name) else value for name, value in params.items()}
 
 
 class Reference:
-    """The policy as it was at some time, which stays.
+    """A frozen policy.
 
     Args:
-        values: its parameters by leaf name; None takes the learner's present ones. Of a model with adapters it is their
-            base, which is shared with the learner.
-        offload: between its passes it lies in the host's memory; bit by bit the same.
+        values: its parameters by leaf name; None takes the learner's present ones. With adapters the reference is their
+            base, shared with the learner.
+        offload: keep it in host memory between its passes; the values are the same, bit for bit.
     """
 
     def __init__(self, learner: Learner, values: Mapping[str, Any] | None = None, *, offload: bool = False) -> None:
@@ -144,18 +147,18 @@ class Reference:
             self._params = snapshot(present) if values is None else placed_as(present, values)
 
     def params(self) -> Params:
-        """On the devices; of those that lie in the host's memory copies, for one pass."""
+        """Parameters on the devices; offloaded ones are copied for one pass."""
         return {name: jax.device_put(value, self._on_devices[name]) for name, value in self._params.items()}
 
 
 def divided(params: Params) -> tuple[Params, Params]:
-    """The adapters and the parameters of their base; of a model without adapters all parameters, and none."""
+    """Split parameters into trained and frozen: adapters and their base, or, without adapters, all and none."""
     adapters = {name: value for name, value in params.items() if adapter.is_adapter(name)}
     return (adapters, {k: v for k, v in params.items() if k not in adapters}) if adapters else (params, {})
 
 
 def _merged(params: Params, scale: float) -> Params:
-    """float32, as `shared.models.adapter.merged` makes them of the published ones."""
+    """Merge adapters in float32, as `shared.models.adapter.merged` does with published ones."""
     made = {name: value.astype(jnp.float32) for name, value in params.items() if not adapter.is_adapter(name)}
     for name in adapter.weights_of(params):
         made[name] += scale * jnp.tensordot(params[adapter.a_name(name)], params[adapter.b_name(name)], 1)
@@ -163,7 +166,7 @@ def _merged(params: Params, scale: float) -> Params:
 
 
 def _exact_scorer(model: Model) -> Score:
-    """Of parameters as they are published, which is in the model's dtype; everything else is float32."""
+    """Make a scorer that rounds parameters to the model's dtype, as published, and computes in float32."""
     score, dtype = _scorer(bound_to(model, float32_graph(model)), 1.0), jnp.finfo(model.config.dtype)
     scale = model.lora.scale if model.lora else 0.0
 

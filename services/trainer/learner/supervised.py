@@ -1,6 +1,4 @@
-"""Supervised steps over a dataset, one at a time: of a warm start, and of a run of its own. Synchronous, for one
-thread.
-"""
+"""Supervised steps over a dataset, for a warm start and for supervised runs. Synchronous, for one thread."""
 
 from __future__ import annotations
 
@@ -21,8 +19,10 @@ from shared.errors import NonFinite
 
 @dataclass(frozen=True, slots=True)
 class SupervisedOptions:
-    """`max_steps` (0: as many as `epochs` need) of `batch_size` conversations, or of pairs where there is a `beta` of
-    DPO, whose reference lies in the host's memory with `offload_reference`.
+    """Options of supervised training.
+
+    `max_steps` 0 means as many steps as `epochs` need. `batch_size` counts conversations, or pairs if `beta` (DPO) is
+    set. With `offload_reference` DPO's reference is in host memory except during its passes.
     """
 
     max_steps: int
@@ -38,7 +38,7 @@ class SupervisedOptions:
         return n_steps(self.max_steps, self.epochs, n_examples, self.batch_size)
 
     def updates(self, n_examples: int) -> UpdateOptions:
-        """For an objective; a schedule ends with the last step."""
+        """Options of an objective; its schedule ends with the last step."""
         rows = self.batch_size * (1 if self.beta is None else 2)
         return UpdateOptions(rows, self.layout, replace(self.optimizer, total_steps=self.steps(n_examples)))
 
@@ -46,8 +46,9 @@ class SupervisedOptions:
 def steps(
     objective: SupervisedObjective, examples: Sequence[Example], options: SupervisedOptions, after: int = 0
 ) -> Iterator[SupervisedMetrics]:
-    """Every step after step `after`, made when it is asked for. Raises NonFinite: then the present weights are of no
-    use any more.
+    """Train lazily: each item of the iterator is one step, from step `after` + 1 on.
+
+    Raises NonFinite; the weights are then invalid.
     """
     last = options.steps(len(examples))
     drawn = batches(len(examples), options.batch_size, options.seed, after)
@@ -59,8 +60,9 @@ def steps(
 
 
 def warm_start(model: Model, examples: Sequence[Example], options: SupervisedOptions) -> Iterator[SupervisedMetrics]:
-    """Trains the model, a step for each item that is asked for; it has the weights once the iterator is closed. Raises
-    NonFinite.
+    """Train the model lazily, one step an item; closing the iterator puts the weights into the model.
+
+    Raises NonFinite.
     """
     objective = Imitation(model, options.updates(len(examples)))
     try:
@@ -70,11 +72,10 @@ def warm_start(model: Model, examples: Sequence[Example], options: SupervisedOpt
 
 
 def _require_finite(measures: Mapping[str, float], step: int) -> None:
-    """Raises NonFinite."""
     what = [name for name, value in measures.items() if not math.isfinite(value)]
     if what:
         raise NonFinite(
             f"supervised training was refused at its step {step}: {named(what)} not finite",
-            "lower sft.optimizer_config.learning_rate and start a run with another name, or look at the conversations",
+            "lower sft.optimizer_config.learning_rate and start a run with another name, or check the conversations",
             what,
         )

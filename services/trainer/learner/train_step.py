@@ -1,10 +1,9 @@
-"""Optimizer steps on named parameters. The models are Tunix's; nothing here knows which.
+"""Optimizer steps on named parameters, for any model.
 
-Invariants: each call of `update` is one optimizer step, however many micro-batches it has: their losses and gradients
-are added, because the denominators of the whole step come with the batch. Parameters and the optimizer's state are
-replaced by a step, and their old arrays are given up; what has to outlive it is copied (`snapshot`). The mesh is
-entered in the calling thread, because JAX's mesh context is thread-local and inputs are silently not sharded without
-it.
+Invariants: each call of `update` is one optimizer step over any number of micro-batches: their losses and gradients are
+added, because each batch has the denominators of the whole step. A step donates the old arrays of parameters and
+optimizer state; copy those that must outlive it (`snapshot`). The mesh is entered in the calling thread: JAX's mesh
+context is thread-local, and without it inputs are silently not sharded.
 """
 
 from __future__ import annotations
@@ -27,18 +26,19 @@ from shared.errors import WeightsError
 type Params = dict[str, jax.Array]
 """Arrays by the name of their leaf."""
 type Objective = Callable[[Params, Batch], tuple[jax.Array, Statistics]]
-"""The loss of a micro-batch, float32 scalar, and what else it tells."""
+"""Loss of a micro-batch, float32 scalar, and its statistics."""
 
 ROW_AXES = ("fsdp",)
 _STATE = "opt_state"
 _ACCUMULATED = f"{_STATE}.inner_{_STATE}."
-"""What older checkpoints of several micro-batches have in its place, beside the accumulator."""
+"""Prefix of the state in older checkpoints of several micro-batches, which also have an accumulator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Of one optimizer step: the whole batch's loss, its gradient's global norm before clipping, and the statistics of
-    its tokens by name (None where nothing was there to count).
+    """Result of one optimizer step over the whole batch.
+
+    `grad_norm` is the gradient's global norm before clipping. A statistic is None if no token counts.
     """
 
     loss: float
@@ -50,9 +50,9 @@ class Learner:
     """Parameters under training with one objective.
 
     Args:
-        params: on their devices; taken over.
+        params: on their devices; donated to the learner.
         optimizer: the first element of its state holds the last gradient's `norm` (see make_optimizer).
-        frozen: other parameters of the objective, which stay as they are.
+        frozen: other parameters of the objective, not trained.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Learner:
         self._like, self._kept = (everywhere, like), (like, jax.tree.map(lambda x: x.sharding, self._state))
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         self._are_finite = jax.jit(_are_finite, static_argnames="published", out_shardings=everywhere)
-        self.under(optimizer, objective)
+        self.configure(optimizer, objective)
 
-    def under(self, optimizer: optax.GradientTransformation, objective: Objective) -> None:
-        """What follows is trained by these; parameters and the optimizer's state, which must be of one tree, stay."""
+    def configure(self, optimizer: optax.GradientTransformation, objective: Objective) -> None:
+        """Train the next steps by these; parameters and state stay. The state's tree must be the same."""
         self._shapes.clear()
         self._gradient = jax.jit(gradient(objective), out_shardings=self._like)
         self._apply = jax.jit(applied(optimizer), donate_argnums=(0, 1), out_shardings=self._kept)
@@ -88,21 +88,21 @@ class Learner:
 
     @property
     def trained(self) -> Params:
-        """Those of them that are under training."""
+        """Trained parameters."""
         return self._params
 
     @property
     def n_shapes(self) -> int:
-        """Shapes of micro-batches that were compiled for."""
+        """Number of compiled micro-batch shapes."""
         return len(self._shapes)
 
     @property
     def frozen(self) -> Params:
-        """The others, which stay as they are."""
+        """Parameters that are not trained."""
         return self._frozen
 
     def update(self, batches: Sequence[Batch], *, apply: bool = True) -> Update:
-        """One optimizer step; blocks until it is done. Without `apply` it is only measured."""
+        """Take one optimizer step and wait for it. Without `apply`, only measure it."""
         total: Any = None
         losses, told = list[Any](), list[Any]()
         self._shapes |= {batch.ids.shape for batch in batches}
@@ -120,34 +120,38 @@ class Learner:
         return Update(float(np.sum(losses)), float(norm), of_step)
 
     def placed(self, batch: Batch) -> Batch:
-        """The batch on the devices, its rows divided over them."""
+        """Put the batch on the devices, sharded by rows."""
         return placed_tree(batch, self._rows)
 
     def _on_mesh(self, x: jax.Array) -> jax.Array:
-        """A scalar that lies on one device alone, on all of them."""
+        """Replicate a scalar that is on one device."""
         return x if x.ndim else place(np.asarray(x), replicated(self.mesh))
 
     def optimizer_state(self) -> dict[str, jax.Array]:
-        """All state of the optimizer, step counts included, by name."""
+        """Optimizer state by name, step counts included."""
         return {_name(path): value for path, value in jax.tree_util.tree_flatten_with_path(self._state)[0]}
 
     def load_params(self, values: Mapping[str, Any]) -> None:
-        """Puts back what `trained` gave, bit by bit."""
+        """Restore the values of `trained`, bit for bit."""
         self._params = placed_as(self._params, values)
 
     def load_optimizer_state(self, values: Mapping[str, Any]) -> None:
-        """Puts back what `optimizer_state` gave, bit by bit. Raises WeightsError if it is that of another optimizer."""
+        """Restore the values of `optimizer_state`, bit for bit. Raises WeightsError if names or shapes differ."""
         expected, values = self.optimizer_state(), _present_names(values)
         if {k: v.shape for k, v in expected.items()} != {k: np.shape(v) for k, v in values.items()}:
-            raise WeightsError("the checkpoint holds the state of another optimizer", "was the model changed?")
+            raise WeightsError(
+                "the checkpoint holds the state of another optimizer",
+                "resume with the model and the algorithm that the run was started with",
+            )
         leaves, tree = jax.tree.flatten(self._state)
         made = placed_as(expected, values)
         assert len(made) == len(leaves)
         self._state = jax.tree.unflatten(tree, [made[name] for name in expected])
 
     def non_finite(self, published: str) -> list[str]:
-        """Names of parameters, and of parts of the optimizer's state, that hold a NaN or an infinity, also if it is
-        only the rounding of parameters to the dtype `published` that makes one. One reduction on the devices.
+        """Names of parameters and optimizer state that hold a NaN or an infinity. One reduction on the devices.
+
+        Parameters count too if only rounding to the dtype `published` makes an infinity.
         """
         params, state = self._params, self.optimizer_state()
         with self.mesh:
@@ -157,7 +161,7 @@ class Learner:
 
 
 def gradient(objective: Objective) -> Callable[[Params, Params, Batch], tuple[tuple[jax.Array, Statistics], Params]]:
-    """Loss, statistics and the gradient by the parameters under training, of these, of the frozen ones, and a batch."""
+    """Make a function of trained and frozen parameters and a batch: loss, statistics, gradient of the trained ones."""
 
     def of_trained(params: Params, frozen: Params, batch: Batch) -> tuple[jax.Array, Statistics]:
         return objective(frozen | params, batch)
@@ -166,17 +170,17 @@ def gradient(objective: Objective) -> Callable[[Params, Params, Batch], tuple[tu
 
 
 def snapshot(params: Params) -> Params:
-    """The parameters as they are now; later updates do not reach them."""
+    """Copy the parameters; later updates do not change the copy."""
     return {name: jnp.copy(value) for name, value in params.items()}
 
 
 def placed_as(like: Mapping[str, jax.Array], values: Mapping[str, Any]) -> Params:
-    """The values by the names of `like`, each with the dtype, and where the old one lies."""
+    """Place the values with the names, dtypes and shardings of `like`."""
     return {name: place(values[name], old.sharding, old.dtype) for name, old in like.items()}
 
 
 def applied(optimizer: optax.GradientTransformation) -> Callable[[Params, Any, Params], tuple[Params, Any]]:
-    """Parameters and the optimizer's state after a step, of those before it and the gradient."""
+    """Make a function of parameters, optimizer state and gradient: parameters and state after a step."""
 
     def apply(params: Params, state: Any, gradient: Params) -> tuple[Params, Any]:
         updates, state = optimizer.update(gradient, state, params)
@@ -187,7 +191,7 @@ def applied(optimizer: optax.GradientTransformation) -> Callable[[Params, Any, P
 
 
 def _present_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's state under its present names: steps of several micro-batches once had it inside another."""
+    """Rename the state of older checkpoints: steps of several micro-batches once nested it in an accumulator's."""
     inner = {
         f"{_STATE}.{name.removeprefix(_ACCUMULATED)}": v for name, v in values.items() if name.startswith(_ACCUMULATED)
     }
@@ -195,13 +199,13 @@ def _present_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name(path: Sequence[Any]) -> str:
-    """(2, 0, .mu, "final_norm.w") -> opt_state.2.0.mu.final_norm.w"""
+    """Join a path: (2, 0, .mu, "final_norm.w") -> opt_state.2.0.mu.final_norm.w"""
     parts = [getattr(key, next(a for a in ("key", "idx", "name") if hasattr(key, a))) for key in path]
     return ".".join([_STATE, *map(str, parts)])
 
 
 def _are_finite(params: list[jax.Array], state: list[jax.Array], *, published: str) -> jax.Array:
-    """bool [number of arrays]."""
+    """Check each array for NaN and infinity; bool [number of arrays]."""
     return jnp.stack(
         [jnp.isfinite(x.astype(published)).all() & jnp.isfinite(x).all() for x in params]
         + [jnp.isfinite(x).all() for x in state]

@@ -1,7 +1,7 @@
-"""Checkpoints beside training: the arrays are taken between two steps, and written while the next ones run.
+"""Background checkpoints: arrays are copied between two steps and written while the next steps run.
 
-Invariants: one is in the making at a time; what one holds is the state of a step with a durable commit record;
-nothing waits for one but the next one, a stop, and the end of the run. A disk that is full delays checkpoints, not
+Invariants: at most one checkpoint is being written; a checkpoint holds the state of a step with a durable commit
+record; only the next checkpoint, a stop, and the end of the run wait for it. A full disk delays checkpoints, not
 training: the log has every step.
 """
 
@@ -26,10 +26,10 @@ _log = telemetry.Log("checkpointer")
 
 
 class Checkpointer:
-    """Of one incarnation.
+    """Makes the checkpoints of one incarnation.
 
     Args:
-        group: where checkpoints are written; it fails with Fenced if another trainer has begun.
+        group: runs the writes; it fails with Fenced if another trainer has begun.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Checkpointer:
 
     @property
     def is_due(self) -> bool:
-        """Whether the present weights are to be saved: after so many steps, at the last one, where they are evaluated,
-        or because somebody asks for it.
+        """True if the present weights should be saved: every `save_interval_steps`, at the last step, for an evaluated
+        version, or on request.
         """
         plan, step = self._plan, self._settlement.pending.version.step
         return step > self._taken and (
@@ -60,8 +60,9 @@ class Checkpointer:
         )
 
     async def begin(self) -> None:
-        """Takes the present weights, once the checkpoint before is written. Raises Fenced, and Unavailable if there can
-        be none of them.
+        """Copy the present weights and start writing them, once the previous checkpoint is written.
+
+        Raises Fenced, and Unavailable if the present weights cannot be saved.
         """
         await self._finished()
         settlement, backend = self._settlement, self._parts.backend
@@ -71,9 +72,9 @@ class Checkpointer:
         self._writing = self._group.create_task(self._write(write, state))
 
     async def complete(self) -> None:
-        """Waits until the present weights are saved. Raises Unavailable after a stop."""
+        """Wait until the present weights are saved. Raises Unavailable after a stop."""
         self._status.phase = "saving"
-        await self._waiter.patiently(self._completed)
+        await self._waiter.retry_until_stopped(self._completed)
 
     async def _completed(self) -> None:
         error = await self._finished()
@@ -84,7 +85,7 @@ class Checkpointer:
             raise error
 
     async def _finished(self) -> Unavailable | None:
-        """Waits for the one in the making; what kept it from being made."""
+        """Wait for the checkpoint that is being written; return the error that kept it from being written."""
         writing, self._writing = self._writing, None
         return None if writing is None else await asyncio.shield(writing)
 
@@ -96,7 +97,7 @@ class Checkpointer:
             _log.warning("checkpoint put off", version=str(state.version), reason=str(error))
             status.waits[self] = Wait(error.waits_on or "disk", f"checkpoint of step {state.step}: {error}")
             self._taken = self._settlement.pending.saved.step  # due again after the next step
-            return _alone(error)
+            return _without_traceback(error)
         status.waits.pop(self, None)
         self._settlement.saved(state.version)
         status.saved(state.step)
@@ -105,8 +106,9 @@ class Checkpointer:
         return None
 
     def _forget(self, epoch: int) -> None:
-        """Commit records before the oldest checkpoint that the run's bucket has as well. Raises Fenced: a newer trainer
-        may need what we would remove.
+        """Remove commit records that precede the oldest checkpoint and that the bucket, if any, has.
+
+        Raises Fenced if another trainer has begun: it may need them.
         """
         parts = self._parts
         parts.archive.check_newest(epoch)
@@ -114,7 +116,7 @@ class Checkpointer:
         parts.commits.forget(oldest if parts.bucket is None else min(oldest, parts.bucket.needed_step))
 
 
-def _alone(error: Unavailable) -> Unavailable:
-    """Without what it came of: tracebacks have every array that was to be written."""
+def _without_traceback(error: Unavailable) -> Unavailable:
+    """Drop causes and traceback: their frames hold every array that was to be written."""
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)

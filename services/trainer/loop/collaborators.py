@@ -1,4 +1,4 @@
-"""Everything that the train loop works with."""
+"""Objects that the train loop works with."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from shared.run.commits import CommitLog
 
 @dataclass(frozen=True, slots=True)
 class Collaborators:
-    """What the loop works with. `warm_start` ends early when a stop is asked for; `publish` tells the servers of a
-    version, `beginning` names the beginning of the run; `bucket` follows the run's folder, if the run has one;
-    `has_lost` tells whether the newest version has to be published again; `sinks` get each line of `metrics`.
+    """Objects that the train loop works with.
+
+    `warm_start` returns early if a stop is asked for. `publish` notifies the servers of a version. `beginning`
+    identifies the beginning of the run. `bucket` copies the run's folder to its bucket, if it has one. `has_lost` is
+    true if the newest version must be published again. `sinks` get each line of `metrics`.
     """
 
     backend: Backend

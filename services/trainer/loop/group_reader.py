@@ -1,4 +1,4 @@
-"""Groups on their way from the queue to the buffer, beside training."""
+"""Background reader of groups, from the queue into the buffer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _ATTEND_S = 2.0
 
 
 class GroupReader:
-    """Reads while there is room in the buffer. While there is none, and when nothing has come, it looks whether the
-    queue is still ours.
+    """Reads groups while the buffer has room.
+
+    While it has none, and after an empty read, the reader checks that this trainer still owns the queue.
     """
 
     def __init__(
@@ -38,18 +39,19 @@ class GroupReader:
         self._room = asyncio.Event()
 
     async def run(self) -> None:
-        """Until a stop. Raises Fenced."""
+        """Read until a stop. Raises Fenced."""
         while not self._status.stopping:
             with suppress(Unavailable):  # raised only after a stop, which ends the loop
-                await (self._attend() if self._has_enough() else self._receive())
+                await (self._await_room() if self._has_enough() else self._receive())
 
     def groups_taken(self) -> None:
-        """There may be room again."""
+        """Wake the reader: the buffer may have room again."""
         self._room.set()
 
     def _has_enough(self) -> bool:
-        """What is held makes a step, and more of it would be of no use before that step. (A missing ticket is always
-        waited for.)
+        """True if the buffer can make a step and holds as many groups as may be in flight.
+
+        While a ticket of the next step is missing, the reader goes on.
         """
         plan = self._plan
         return self._status.phase in ("done", "refused") or (
@@ -58,17 +60,17 @@ class GroupReader:
 
     async def _receive(self) -> None:
         count = max(1, min(_READ_COUNT, self._plan.enough - self._buffer.n_waiting))
-        entries = await self._waiter.answer(lambda: self._queue.read(self._epoch, _CONSUMER, count, _READ_BLOCK_MS))
+        entries = await self._waiter.call_queue(lambda: self._queue.read(self._epoch, _CONSUMER, count, _READ_BLOCK_MS))
         if not entries:
-            await self._settlement.attend()
+            await self._settlement.check_queue()
         async with self._settlement.exclusive:
             await self._settlement.drop(await self._buffer.receive(entries))
         self._status.waiting_groups = self._buffer.n_waiting
         self._status.changed.set()
 
-    async def _attend(self) -> None:
+    async def _await_room(self) -> None:
         self._room.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(_ATTEND_S):
                 await self._room.wait()
-        await self._settlement.attend()
+        await self._settlement.check_queue()

@@ -1,7 +1,7 @@
-"""The ledger of tickets as the trainer writes it (format: shared.run.ledger).
+"""Ledger of tickets, as the trainer writes it (format: shared.run.ledger).
 
-Invariants: a ticket has exactly one disposition along the surviving lineage. The file is repaired only by a trainer
-that has fenced all others: until then an older one may still write to it.
+Invariants: a ticket has exactly one disposition along the surviving lineage. Only a trainer that has fenced all others
+repairs the file: until then an older trainer may still write to it.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _log = telemetry.Log("ledger")
 
 
 class LedgerFile:
-    """Dispositions of tickets, one a line."""
+    """File of dispositions, one ticket a line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Durable when it returns. Raises StorageFull; then none of the lines is there."""
+        """Append lines durably. Raises StorageFull, and then writes none of them."""
         text = _text(lines)
         if text:
             storage.append(self._path, text, durable=True)
 
     def read(self) -> list[dict[str, Any]]:
-        """The lines that are of a ledger; `volley verify` names others."""
+        """Read the valid lines; `volley verify` reports the others."""
         return [line for line in map(ledger.parse, storage.whole_lines(self._path)) if line is not None]
 
     def settled(self) -> dict[int, dict[str, Any]]:
-        """The disposition of every ticket that has one: of the highest epoch, rollbacks applied."""
+        """Return the disposition of each ended ticket: that of the highest epoch, rollbacks applied."""
         return ledger.settled(self.read())
 
-    def known(self, state: TrainerState) -> TrainerState:
-        """The checkpoint's state and what the file adds: tickets that ended without training after it stay ended."""
+    def with_ended_tickets(self, state: TrainerState) -> TrainerState:
+        """Add to the checkpoint's state the tickets that ended without training after it; they stay ended."""
         lines = self.read()
         above = max((line["epoch"] for line in lines), default=0) + 1
         settled = ledger.settled([*lines, ledger.rollback(state.step, above)])
@@ -56,19 +56,20 @@ class LedgerFile:
         return state.at(state.step, progress, issued=state.issued, done=done, chain=chain, metrics=state.metrics)
 
     def repair(self, state: TrainerState, epoch: int, check: Check = lambda: None) -> None:
-        """Brings the file in line with the checkpoint: steps of trainers before `epoch` that it does not contain are
-        rolled back, and lines of its own that a crash kept from the file are added. Durable when it returns, what was
-        found there included.
+        """Bring the file in line with the checkpoint. The whole file is durable when it returns.
 
-        Raises WeightsError if tickets have ended, but there is no checkpoint (epoch 0), StorageFull, and what `check`
-        raises.
+        Rolls back steps of trainers before `epoch` that the checkpoint does not contain, and adds lines of the
+        checkpoint that a crash kept from the file.
+
+        Raises WeightsError if tickets have ended, but there is no checkpoint (epoch 0); StorageFull; and any error of
+        `check`.
         """
         if storage.blank_torn_line(self._path, check):
             _log.warning("torn line blanked", file=self._path.name)
         if state.epoch == 0 and (n := len(self.settled())):
             raise WeightsError(
-                f"{self._path} tells how {n} tickets ended, but there is no checkpoint",
-                "restore one, or start a run with another name",
+                f"{self._path} says how {n} tickets ended, but there is no checkpoint",
+                "restore a checkpoint, or start a run with another name",
             )
         self.append(self._rollback(state, epoch))
         settled = self.settled()
@@ -82,7 +83,7 @@ class LedgerFile:
 
 
 def _sync(path: Path) -> None:
-    """Makes a file durable as it is, if there is one. Raises StorageUnavailable."""
+    """Make the present content of a file durable, if it exists. Raises StorageUnavailable."""
     with storage.storage(path.parent):
         if path.exists():
             storage.fsync(path)

@@ -1,11 +1,11 @@
-"""What memory holds and the files or the queue do not know of yet: a value that changes by replacement.
+"""Changes in memory that the files or the queue do not have yet.
 
-A group that is taken for a step is *unrecorded* (memory has changed, neither log nor ledger tells of it), then
-*committed* (its step has a durable record), then *settled* (the ledger names it and the queue has forgotten its
-ticket). A ticket that ends without training is unrecorded, then settled.
+A group that is taken for a step is *unrecorded* (memory has changed, neither log nor ledger says so), then *committed*
+(its step has a durable record), then *settled* (the ledger names it and the queue has forgotten its ticket). A ticket
+that ends without training is unrecorded, then settled.
 
-Invariant: no checkpoint is made of a memory in which something is unrecorded. What could not be recorded stays here, so
-that none is ever made of it.
+Invariant: no checkpoint is made while a change is unrecorded. A change that could not be recorded stays unrecorded, so
+no checkpoint ever holds it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ type Line = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PendingWork:
-    """`state` is that of the newest step with a durable record, or of the beginning; `saved` is the newest durable
-    checkpoint. `finished` are trained tickets that the queue has not forgotten. `metrics` are lines that their file may
-    not durably hold. `unrecorded` are the tickets of every change of memory that is not written down.
+    """Immutable record of the pending work; each method returns a changed copy.
+
+    `state` is the state after the newest step with a durable record, or at the beginning; `saved` is the newest durable
+    checkpoint. `finished` are trained tickets that the queue has not forgotten. `metrics` are lines that may not be
+    durable in metrics.jsonl. `unrecorded` has the tickets of each unrecorded change.
     """
 
     state: TrainerState
@@ -36,7 +38,7 @@ class PendingWork:
 
     @property
     def version(self) -> WeightVersion:
-        """That of the newest step that counts."""
+        """Version of the newest committed step."""
         return self.state.version
 
     @property
@@ -45,23 +47,23 @@ class PendingWork:
         return self.state.step - self.saved.step
 
     def changed(self, tickets: tuple[int, ...]) -> Self:
-        """Memory has changed for these tickets."""
+        """Add an unrecorded change of these tickets."""
         return replace(self, unrecorded=(*self.unrecorded, tickets))
 
     def recorded(self, tickets: tuple[int, ...]) -> Self:
-        """Log or ledger tells of that change."""
+        """Remove a change that log or ledger now records."""
         left = list(self.unrecorded)
         left.remove(tickets)
         return replace(self, unrecorded=tuple(left))
 
     def committed(self, state: TrainerState, finished: Iterable[Finished]) -> Self:
-        """A durable record tells of a step."""
+        """Add a step that has a durable record."""
         return replace(self, state=state, finished=(*self.finished, *finished), metrics=state.metrics)
 
     def settled(self) -> Self:
-        """The queue has forgotten the tickets of all steps."""
+        """Clear `finished`: the queue has forgotten the tickets of all steps."""
         return replace(self, finished=())
 
     def flushed(self) -> Self:
-        """The file of metrics durably holds all lines."""
+        """Clear `metrics`: all lines are durable in metrics.jsonl."""
         return replace(self, metrics=())

@@ -1,8 +1,8 @@
-"""Steps that were refused, because they gave numbers that are not finite: on record, with the groups that made them.
+"""Record of refused steps: those that gave non-finite numbers.
 
 `refused.jsonl` has a line for each; `refused/e000001/s000042-1.zst` holds the groups, in the archive's format, of the
-first refusal of e000001-s000042 (where refused steps are skipped, the same version may be refused again, with other
-groups).
+first refusal of e000001-s000042. If refused steps are skipped, the same version may be refused again, with other
+groups.
 
 Invariant: the groups are moved there before the line is written, and the line is durable before a ticket ends for it.
 """
@@ -27,8 +27,9 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class RefusedStep:
-    """A line. `version` would have been made of `base`; `what` was not finite; `action` is what followed:
-    stop or skip.
+    """A line of refused.jsonl.
+
+    The step would have made `version` from `base`; `what` names the non-finite numbers; `action` is `stop` or `skip`.
     """
 
     version: str
@@ -49,28 +50,28 @@ class RefusedStep:
 
     @property
     def reason(self) -> str:
-        """What was not finite, for a sentence."""
+        """Sentence that names the non-finite numbers."""
         more = len(self.what) - _NAMED
         names = ", ".join(self.what[:_NAMED]) + (f" and {more} more" if more > 0 else "")
         return f"step {self.step} gave numbers that are not finite: {names}"
 
     def sentence(self, run_folder: Path) -> str:
-        """For people, on one line: what happened, and what can be done."""
+        """Message for users, on one line: what happened and what to do."""
         return (
             f"{self.reason}; tickets {', '.join(map(str, self.tickets))}. It was refused, {self.base} is the last good"
             f" version. Lower the learning rate: `volley up {run_folder} trainer.optimizer_config.learning_rate=…`; or"
-            f" look at it again: `volley replay {run_folder} --refused {self.version}`"
+            f" replay the step: `volley replay {run_folder} --refused {self.version}`"
         )
 
 
 class Refusals:
-    """The refusals of one run."""
+    """Refusals of one run."""
 
     def __init__(self, run_folder: Path) -> None:
         self.folder = run_folder
 
     def keep(self, refusal: RefusedStep) -> None:
-        """Durable when it returns; may be repeated after an error. Raises StorageUnavailable."""
+        """Record a refusal durably; may be repeated after an error. Raises StorageUnavailable."""
         version = WeightVersion.parse(refusal.version)
         run = RunFolder(self.folder)
         source, root = archive.path_of(run.archive, version), run.refused_groups
@@ -78,7 +79,7 @@ class Refusals:
         with storage.storage(self.folder):
             root.mkdir(exist_ok=True)
             folder.mkdir(exist_ok=True)
-            if source.exists():  # else it was moved before
+            if source.exists():  # otherwise an earlier try moved it
                 n = sum(found == version for found, _ in archive.refused(root)) + 1
                 source.rename(archive.refused_path(root, version, n))
             for changed in (folder, root, source.parent, self.folder):

@@ -1,5 +1,6 @@
-"""The run's bucket in the trainer's life: it fills an empty folder before anything else, and follows the folder beside
-training. Training waits for it nowhere but there.
+"""The run's bucket: restores an empty folder at startup, then receives the folder's changes in the background.
+
+Training waits for the bucket only at startup.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _log = telemetry.Log("bucket")
 
 
 class RunBucket:
-    """Of one incarnation of the trainer.
+    """Restores and uploads the run's folder for one incarnation of the trainer.
 
     Args:
-        end_s: how long the end of a run waits for it, in seconds.
+        end_s: most seconds that the end of a run waits for the bucket.
     """
 
     def __init__(
@@ -48,17 +49,19 @@ class RunBucket:
         self._limit: asyncio.Timeout | None = None
 
     async def restore(self, asked: Callable[[], Awaitable[QueueState]]) -> WeightVersion | None:
-        """The version that the folder was filled with, if it was empty; one that is not needs no bucket to answer, but
-        where the queue, which is `asked`, knows of a later trainer, or step, than it does: perhaps of another folder.
+        """Restore an empty folder; return the restored version.
 
-        Raises as `FolderRestore.run`, and ConfigError if the bucket answers that it has gone on from another folder.
+        A folder with content needs the bucket only if the queue, whose state `asked` returns, knows a later trainer or
+        step than the folder: the run may have continued in another folder.
+
+        Raises as `FolderRestore.run`, and ConfigError if the bucket has continued from another folder.
         """
         found = None
         if await asyncio.to_thread(lambda: self._restore.is_wanted):
-            found = await self._answer(self._restore.run, "which the empty folder is filled from")
+            found = await self._run_before_stop(self._restore.run, "which the empty folder is restored from")
         elif not await self._is_known() and self._folder.bucket.exists() and await self._is_behind(asked):
-            why = "for the queue knows of a later trainer than the folder: it may have gone on from another one"
-            await self._answer(self._writer.check_known, why)
+            why = "because the queue knows of a later trainer than the folder: another folder may have continued"
+            await self._run_before_stop(self._writer.check_known, why)
         self._is_open = True
         return found
 
@@ -68,14 +71,14 @@ class RunBucket:
         return known.epoch > last or known.version > (newest.step if newest else 0)
 
     async def _is_known(self) -> bool:
-        """Whether the bucket answers soon that it is the folder's, or a new one. Raises ConfigError as its check."""
+        """True if the bucket answers soon, and is new or this folder's. Raises ConfigError as `BucketWriter.check`."""
         with suppress(TimeoutError, Unavailable, Forbidden, NotFound):
             async with asyncio.timeout(_CHECK_S):
                 return await in_thread(self._writer.check)
         return False
 
-    async def _answer[T](self, call: Callable[[], T], why: str) -> T:
-        """Raises Unavailable if a stop does not leave it the time: the next start begins with it again."""
+    async def _run_before_stop[T](self, call: Callable[[], T], why: str) -> T:
+        """Run a blocking call of the bucket. Raises Unavailable if it has not returned a second after a stop."""
         self._status.waits[self] = Wait("disk", f"the run's bucket, {why}")
         try:
             async with self._status.until_stop():
@@ -86,18 +89,19 @@ class RunBucket:
             self._status.waits.pop(self, None)
 
     def check_open(self) -> None:
-        """Raises Unavailable while the folder may still be filled: nobody else writes there."""
+        """Raise Unavailable until the restore is over: nothing else may write to the folder before."""
         if not self._is_open:
-            raise Unavailable("the trainer looks into the run's bucket before its folder takes anything")
+            raise Unavailable("the run's folder is not ready: the trainer may still restore it from the run's bucket")
 
     @property
     def needed_step(self) -> int:
-        """From here on the folder keeps its commit records: the bucket may not have those of later steps."""
+        """First step whose commit record the folder must keep: the bucket may not have later ones."""
         return self._status.bucket_step or 0
 
     async def follow(self, pending: Callable[[], PendingWork], epoch: int) -> None:
-        """Puts what becomes durable into the bucket, until `stop`, and then once more. Raises Fenced if another trainer
-        has begun, and ConfigError if the bucket is not this run's.
+        """Upload everything that becomes durable, until `stop`, and then once more.
+
+        Raises Fenced if another trainer has begun, and ConfigError if the bucket is not this run's.
         """
         self._limit = limit = asyncio.timeout(None)
         try:
@@ -127,7 +131,7 @@ class RunBucket:
                     await self._stop.wait()
 
     def stop(self) -> None:
-        """`follow` ends soon: with all that is durable, or without, where the bucket does not answer."""
+        """End `follow` after one more upload, or after `end_s` if the bucket does not answer."""
         self._stop.set()
         self._limit_end()
 
@@ -136,7 +140,7 @@ class RunBucket:
             self._limit.reschedule(asyncio.get_running_loop().time() + self._end_s)
 
     async def _try(self, now: PendingWork, epoch: int) -> bool:
-        """Whether it is in the bucket."""
+        """Upload the pending work; return True if the bucket has it."""
         status, work = self._status, asyncio.ensure_future(in_thread(lambda: self._upload(now, epoch)))
         try:
             while not (await asyncio.wait({work}, timeout=_PERIOD_S))[0]:

@@ -1,9 +1,8 @@
-"""Commits steps, and ends tickets: in the log first, then in the ledger, then in the queue.
+"""Commit of steps and end of tickets: first in the log, then in the ledger, then in the queue.
 
-Invariants: a step's record is durable before the ledger names its tickets, and the ledger durably names how a ticket
-ended before the queue forgets it. A record never knows of an end that the ledger does not, unless it carries that line
-itself: what is decided in memory and what is written about it happen under one lock. A checkpoint's state is that of
-the record of its step.
+Invariants: a step's record is durable before the ledger names its tickets, and the ledger durably says how a ticket
+ended before the queue forgets it. Each ended ticket in a record has its line in the ledger or in the record itself: one
+lock covers the decision in memory and its lines. A checkpoint has the state of its step's record.
 """
 
 from __future__ import annotations
@@ -35,13 +34,15 @@ _log = telemetry.Log("settlement")
 
 
 class Settlement:
-    """Of one incarnation. `exclusive` is to be held where groups are dropped: from the decision on.
+    """Commits the steps and ends the tickets of one incarnation.
+
+    Hold `exclusive` from the decision to drop groups until `drop` returns.
 
     Args:
-        buffer: whose decisions are settled here; it marks tickets finished.
-        state: at the start of this incarnation; it is durable.
+        buffer: decides which groups are dropped, and marks tickets finished.
+        state: durable state at the start of this incarnation.
         saved: the newest durable checkpoint, which has the weights of `state` or those of an ancestor.
-        last_step: of the run.
+        last_step: last step of the run.
     """
 
     def __init__(
@@ -68,8 +69,9 @@ class Settlement:
 
     @contextmanager
     def unrecorded(self, tickets: Iterable[int]) -> Iterator[None]:
-        """Inside, what these tickets have done to memory is written down. If that fails, they stay unrecorded: there is
-        no checkpoint of this memory any more.
+        """Mark these tickets as unrecorded while the body records them.
+
+        If the body fails, they stay unrecorded, and this memory can no longer be saved as a checkpoint.
         """
         these = tuple(tickets)
         self._pending = self._pending.changed(these)
@@ -84,8 +86,9 @@ class Settlement:
         metrics: Line,
         checksum: str,
     ) -> None:
-        """A step made `version` of these groups, which are in the archive under these digests and `unrecorded`: log and
-        ledger tell of it. Raises as `drop`.
+        """Record in log and ledger that a step made `version` from these groups.
+
+        The groups are `unrecorded`, and in the archive under `digests`. Raises as `drop`.
         """
         lines = tuple(_line(g, TRAINED, version, digest) for g, digest in zip(groups, digests, strict=True))
         async with self.exclusive:
@@ -93,13 +96,15 @@ class Settlement:
             chain = self._chain.trained(lines, metrics)
             files = await asyncio.to_thread(self._files.now)
             state = self._after(version.step, lines, metrics, chain, files)
-            await self._waiter.patiently(lambda: asyncio.to_thread(self._parts.commits.append, state, checksum))
+            await self._waiter.retry_until_stopped(
+                lambda: asyncio.to_thread(self._parts.commits.append, state, checksum)
+            )
             self._pending, self._chain = self._pending.committed(state, [g.finished for g in groups]), chain
             await self._write(lines)
             self._status.durable(version.step)
 
     async def settle(self, metrics: Line) -> None:
-        """Tell metrics.jsonl, the sinks and the queue of the step that was just recorded. Raises as `drop`."""
+        """Report the step just recorded to metrics.jsonl, the sinks and the queue. Raises as `drop`."""
         await self._metrics.append(metrics)
         self._parts.sinks.send("step", metrics)
         async with self.exclusive:
@@ -112,7 +117,7 @@ class Settlement:
             self._pending = self._pending.flushed()
 
     def _after(self, step: int, lines: tuple[Line, ...], metrics: Line, chain: Chain, files: HeldFiles) -> TrainerState:
-        """What the record of the step has to know."""
+        """State for the commit record of the step."""
         pending, buffer = self._pending, self._buffer
         return pending.state.at(
             step,
@@ -129,14 +134,14 @@ class Settlement:
         if unrecorded:
             tickets = ", ".join(str(ticket) for change in unrecorded for ticket in change)
             raise Unavailable(
-                f"step {self._pending.version.step} cannot be saved: what tickets {tickets} did is neither in the log"
-                " nor in the ledger",
-                "make room on the disk of the run; the next start goes on from what is there",
+                f"step {self._pending.version.step} cannot be saved: neither log nor ledger records tickets {tickets}",
+                "free space on the run's disk; the next start resumes from the recorded steps",
             )
 
     async def drop(self, dropped: Sequence[DroppedGroup]) -> None:
-        """Ends tickets without training, as the buffer has decided since `exclusive` is held. Raises Fenced, and
-        Unavailable after a stop.
+        """End tickets without training, as the buffer decided while `exclusive` was held.
+
+        Raises Fenced, and Unavailable after a stop.
         """
         assert self.exclusive.locked()
         if not dropped:
@@ -150,13 +155,13 @@ class Settlement:
             await self._write(lines)
             self._chain = self._chain.ended(lines)
         for one in dropped:
-            await self._tell_of(one)
+            await self._report_dropped(one)
         await self._commit([one.finished for one in dropped])
 
     async def refuse(
         self, groups: Sequence[ReadyGroup], digests: Sequence[str], at: WeightVersion, reason: str
     ) -> None:
-        """Ends the tickets of a step that was refused and undone. Raises as `drop`."""
+        """End the tickets of a step that was refused and undone. Raises as `drop`."""
         async with self.exclusive:
             lines = [_line(g, NONFINITE, at, digest, reason) for g, digest in zip(groups, digests, strict=True)]
             await self._write(lines)
@@ -166,39 +171,40 @@ class Settlement:
         for _ in groups:
             self._status.ended(NONFINITE)
 
-    async def attend(self) -> None:
-        """Ends nothing, but learns whether the queue is still ours; one that was wiped learns the durable step again.
-        Raises as `drop`.
+    async def check_queue(self) -> None:
+        """Check that this trainer still owns the queue, and give a wiped queue the durable step again.
+
+        Ends no ticket. Raises as `drop`.
         """
         async with self.exclusive:
             await self._commit([])
 
     async def savable(self) -> TrainerState:
-        """The state of a checkpoint of the present weights. Raises Unavailable if there can be none."""
-        async with self.exclusive:  # tickets that are being ended are no reason
+        """State for a checkpoint of the present weights. Raises Unavailable if they cannot be saved."""
+        async with self.exclusive:  # not while tickets are being ended: those are unrecorded only briefly
             self._require_recorded(self._pending.unrecorded)
             return self._pending.state
 
     def saved(self, version: WeightVersion) -> None:
-        """A checkpoint is durable."""
+        """Note a durable checkpoint."""
         self._pending = replace(self._pending, saved=version)
 
-    async def _tell_of(self, dropped: DroppedGroup) -> None:
+    async def _report_dropped(self, dropped: DroppedGroup) -> None:
         ticket, reason, detail = dropped.entry.ticket, dropped.reason, dropped.detail
         self._status.ended(reason, dropped.rule)
         log = _log.warning if dropped.is_defect or dropped.rule is None else _log.info
         log("ticket ended without training", ticket=ticket, reason=reason, rule=dropped.rule, detail=detail)
         if dropped.is_defect:
-            await self._waiter.answer(
+            await self._waiter.call_queue(
                 lambda: self._parts.queue.dead_letter(self._pending.state.epoch, dropped.entry, dropped.detail)
             )
 
     async def _commit(self, finished: Sequence[Finished]) -> None:
         epoch, step, void = self._pending.version.epoch, self._pending.version.step, self._buffer.progress.void
-        await self._waiter.answer(lambda: self._parts.queue.commit(epoch, step, finished, void))
+        await self._waiter.call_queue(lambda: self._parts.queue.commit(epoch, step, finished, void))
 
     async def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        await self._waiter.patiently(lambda: asyncio.to_thread(self._parts.ledger.append, lines))
+        await self._waiter.retry_until_stopped(lambda: asyncio.to_thread(self._parts.ledger.append, lines))
 
 
 def _line(

@@ -1,7 +1,7 @@
-"""One step: its groups are archived while the model trains on them, and it counts when both are done.
+"""One step: train on its groups while they are archived, then commit.
 
-A step that gives numbers that are not finite never counts: it is put on record and undone in memory, and its tickets
-end without training, or are open again and the run stops.
+A step that gives non-finite numbers is never committed: it is recorded as refused and undone in memory. Then either
+its tickets end without training, or its tickets reopen and the run stops.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from shared.run.checkpoint_files import PARAMS
 from shared.types import WeightVersion
 
 _MOST_SKIPPED = 3
-"""So many refused steps in a row stop the run: it is not their groups that are wrong."""
+"""Refused steps in a row that stop the run: the fault is not in their groups."""
 _log = telemetry.Log("step")
 
 
 class StepRunner:
-    """The steps of one incarnation.
+    """Runs the steps of one incarnation.
 
     Args:
-        plan: says what follows when a step is refused, and which environment is the main one.
-        buffer: where the groups came from; it learns which tickets are open again.
+        plan: has the action after a refused step, and the main environment.
+        buffer: source of the groups; a refused step reopens its tickets there.
     """
 
     def __init__(
@@ -51,12 +51,19 @@ class StepRunner:
     ) -> None:
         self._plan, self._parts, self._buffer = plan, parts, buffer
         self._settlement, self._status, self._waiter = settlement, status, waiter
-        self._n_refused = 0  # steps in a row, without a good one between
+        self._n_refused = 0  # refused steps in a row
 
     async def run(self, groups: Sequence[ReadyGroup], wait_s: float) -> dict[str, float] | None:
-        """Trains the next step on `groups`, which were waited for so many seconds, and commits it; the seconds that its
-        commit took. None if the step is refused; where the run has to stop then, `status.refused` says why. Raises
-        Fenced, and Unavailable after a stop.
+        """Train the next step on `groups` and commit it.
+
+        Args:
+            wait_s: seconds that the loop waited for the groups.
+
+        Returns:
+            Seconds that the commit took, by part; None if the step is refused. If the run must stop then,
+            `status.refused` has the reason.
+
+        Raises Fenced, and Unavailable after a stop.
         """
         started, before = time.perf_counter(), self._settlement.pending.version
         after = WeightVersion(before.epoch, before.step + 1)
@@ -92,23 +99,25 @@ class StepRunner:
         return timings
 
     async def _train(self, groups: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics | NonFinite:
-        """What came of the step; after an error of this kind the model is of no use any more."""
+        """Train the step; return its metrics, or NonFinite, after which the model in memory is invalid."""
         try:
             return await self._waiter.blocking(self._parts.backend.step, groups, before)
         except NonFinite as error:
             return error
 
     async def _archive(self, version: WeightVersion, groups: Sequence[ReadyGroup]) -> tuple[list[str], float]:
-        """Digests of the archived groups, and the seconds it took, beside the training of the same groups."""
+        """Archive the groups while they are trained on; return their digests and the seconds it took."""
         started = time.perf_counter()
         payloads = [g.payload for g in groups]
-        digests = await self._waiter.patiently(lambda: asyncio.to_thread(self._parts.archive.write, version, payloads))
+        digests = await self._waiter.retry_until_stopped(
+            lambda: asyncio.to_thread(self._parts.archive.write, version, payloads)
+        )
         return digests, time.perf_counter() - started
 
     def _line_of(
         self, metrics: StepMetrics, groups: Sequence[ReadyGroup], seconds: Mapping[str, float]
     ) -> dict[str, Any]:
-        """The step's line of metrics.jsonl; its times are observed."""
+        """Observe the step's times and make its line of metrics.jsonl."""
         for part, took in seconds.items():
             self._status.timed(part, took)
         return step_line(metrics, [one.group for one in groups], seconds, self._plan.env)
@@ -116,8 +125,10 @@ class StepRunner:
     async def _refuse(
         self, error: NonFinite, before: WeightVersion, groups: Sequence[ReadyGroup], digests: Sequence[str]
     ) -> None:
-        """The step is put on record, and undone in memory. Then its tickets end without training; or they are open
-        again, and the run stops: always after several such steps in a row.
+        """Record a refused step and undo it in memory.
+
+        Then its tickets end without training, or they reopen and the run stops. Several refused steps in a row always
+        stop it.
         """
         status, parts = self._status, self._parts
         status.not_finite()
@@ -132,7 +143,7 @@ class StepRunner:
             tickets=refusal.tickets,
             action=refusal.action,
         )
-        await self._waiter.patiently(lambda: asyncio.to_thread(parts.refusals.keep, refusal))
+        await self._waiter.retry_until_stopped(lambda: asyncio.to_thread(parts.refusals.keep, refusal))
         await self._go_back()
         if skip:
             await self._settlement.refuse(groups, digests, before, refusal.reason)
@@ -140,17 +151,18 @@ class StepRunner:
         for one in groups:
             self._buffer.progress.reopen(one.group.ticket)
         sentence = refusal.sentence(parts.refusals.folder)
-        await self._waiter.answer(lambda: parts.queue.leave(before.epoch, sentence))
+        await self._waiter.call_queue(lambda: parts.queue.leave(before.epoch, sentence))
         status.refused = sentence
 
     async def _go_back(self) -> None:
-        """The model as it was before the step, bit for bit: the newest durable checkpoint, and the steps since then
-        trained again, as archived.
+        """Bring the model back to the state before the step, bit for bit.
+
+        Restores the newest durable checkpoint and retrains the archived steps since then.
         """
         parts, pending = self._parts, self._settlement.pending
-        await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.rewind, pending.saved))
+        await self._waiter.retry_until_stopped(lambda: self._waiter.blocking(parts.backend.rewind, pending.saved))
         log = LoggedSteps(parts.archive, parts.commits, pending.state)
         for step in range(pending.saved.step + 1, pending.version.step + 1):
             if (broken := await self._waiter.blocking(log.train, parts.backend, step)) is not None:
-                raise WeightsError(f"{broken.version} cannot be made again: {broken.why}")
-        await self._waiter.blocking(parts.backend.under, self._plan.settings)
+                raise WeightsError(f"{broken.version} cannot be reproduced: {broken.why}")
+        await self._waiter.blocking(parts.backend.apply_settings, self._plan.settings)

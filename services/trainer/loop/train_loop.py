@@ -1,8 +1,8 @@
-"""The steps of one incarnation of the trainer: take groups, train, decide when to make a checkpoint, stop in order.
+"""Main loop of the trainer: take groups, train, publish, make checkpoints, stop in order.
 
-Order of a step, which crash safety rests on: groups archived, then its commit record durable, then ledger durable, then
-queue commit (fenced), then publish. A crash between any two is repaired at the next start from record and ledger.
-Checkpoints are shortcuts through this log.
+A step's order makes it crash-safe: groups archived, then its commit record durable, then ledger durable, then queue
+commit (fenced), then publish. After a crash between any two, the next start repairs the rest from record and ledger.
+Checkpoints only shorten the replay of this log.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _log = telemetry.Log("train_loop")
 
 
 class TrainLoop:
-    """From a queue of our own to the last step.
+    """Trains from the opened queue to the last step.
 
     Args:
-        state: at the start of this incarnation; it is durable.
+        state: durable state at the start of this incarnation.
         saved: the newest durable checkpoint, which has the weights of `state` or those of an ancestor.
     """
 
@@ -53,14 +53,14 @@ class TrainLoop:
         self._buffer = GroupBuffer(state.progress(), state.lineage, plan.rules)
         self._settlement = Settlement(parts, self._buffer, status, waiter, state, saved, plan.max_steps)
         self._reader = GroupReader(plan, parts.queue, state.epoch, self._buffer, self._settlement, status, waiter)
-        self._compared = state.version, set[int]()  # tickets that these weights agree with
+        self._compared = state.version, set[int]()  # tickets on which engine and this version agree
         self._runner = StepRunner(plan, parts, self._buffer, self._settlement, status, waiter)
 
     async def run(self) -> None:
-        """Returns when a stop was asked for and met. Raises Fenced.
+        """Train until a stop. Raises Fenced.
 
-        After the last step, or one that was refused, the queue is still attended to: if it is wiped, those who wait
-        must learn of the last step again.
+        After the last step, or a refused one, the reader keeps checking the queue: after a wipe, waiting services must
+        get the last step again.
         """
         async with asyncio.TaskGroup() as group:
             self._checkpointer = Checkpointer(
@@ -77,7 +77,7 @@ class TrainLoop:
                 bucket.stop()
 
     async def _train(self) -> None:
-        """Steps, then the last checkpoint, also when a stop came while queue or disk were away."""
+        """Train, then make the last checkpoint, even after a stop while queue or disk were unavailable."""
         try:
             await self._steps()
         except* Unavailable as errors:
@@ -98,7 +98,7 @@ class TrainLoop:
                 await self._checkpointer.begin()
             status.checkpoint_wanted = False
             if groups is None and self._parts.has_lost():
-                _log.warning("chunks of the newest version are gone: it is published again", run=status.run)
+                _log.warning("chunks of the newest version are lost, publishing it again", run=status.run)
                 await self._publish({})
             elif groups is None and not await self._has_starved():
                 await self._wait()
@@ -106,7 +106,7 @@ class TrainLoop:
                 waited = time.perf_counter()
 
     async def _take(self) -> list[ReadyGroup] | None:
-        """The groups of the next step, or None if they are not all here; none of them is too old."""
+        """Drop stale groups and take those of the next step; None if not all are here."""
         async with self._settlement.exclusive:
             await self._settlement.drop(self._buffer.expire(self._settlement.pending.version.step))
             await self._compare()
@@ -115,8 +115,9 @@ class TrainLoop:
         return taken
 
     async def _compare(self) -> None:
-        """Ends those of the next groups on whose tokens engine and trainer disagree: the engine may serve other weights
-        than it says. Each is looked at once by the same weights.
+        """Drop those of the next groups on whose tokens engine and trainer disagree.
+
+        The engine may serve other weights than it says. Each version compares a group once.
         """
         bound, present = self._plan.rules.filters.max_logprob_diff, self._settlement.pending.version
         if present != self._compared[0]:
@@ -138,12 +139,12 @@ class TrainLoop:
         return self._buffer.ahead(self._plan.groups_per_step)
 
     async def _has_starved(self) -> bool:
-        """Whether filters have left no groups for a step for too long. Then the run stops, and says why."""
+        """Stop the run, with its reason, if filters have left no groups for a step for too long."""
         why = self._plan.starved(self._buffer.n_filtered, self._settlement.pending.version.step + 1)
         if why is not None:
-            _log.error("no groups are left to train on", run=self._status.run, reason=why)
+            _log.error("filters left no groups to train on", run=self._status.run, reason=why)
             epoch = self._settlement.pending.version.epoch
-            await self._waiter.answer(lambda: self._parts.queue.leave(epoch, why))
+            await self._waiter.call_queue(lambda: self._parts.queue.leave(epoch, why))
             self._status.refused = why
         return why is not None
 
@@ -156,13 +157,13 @@ class TrainLoop:
         status.changed.clear()
 
     async def _publish(self, timings: Mapping[str, float]) -> None:
-        """The step that was just committed; servers load it beside the next one."""
+        """Publish the version just committed; servers load it while the next step runs."""
         backend, version = self._parts.backend, self._settlement.pending.version
-        published = await self._waiter.patiently(lambda: self._waiter.blocking(backend.publish, version))
+        published = await self._waiter.retry_until_stopped(lambda: self._waiter.blocking(backend.publish, version))
         self._publisher.start(published, timings)
 
     async def _last_checkpoint(self) -> None:
-        """Of a stop, or of the end."""
+        """Make the checkpoint of a stop or of the end."""
         try:
             await self._checkpointer.complete()
         except Unavailable as error:
@@ -170,7 +171,7 @@ class TrainLoop:
                 raise
             status = self._status
             _log.warning(
-                "the rest is left to the next start",
+                "last checkpoint not written, the next start replays the log",
                 step=status.step,
                 checkpoint_step=status.checkpoint_step,
                 reason=str(error),

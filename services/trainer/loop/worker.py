@@ -1,8 +1,8 @@
 """One incarnation of the trainer, from an empty process to its end.
 
-Open: recover the weights of the last logged step (or warm start a new model), take over the queue under a new epoch,
-repair what a crash left in the files, make the beginning of that epoch durable and publish its weights. Then the train
-loop, until a stop: it lets the running step end and makes a checkpoint of it.
+Startup: recover the weights of the last logged step (or warm start a new model), take over the queue under a new epoch,
+repair the files after a crash, make the beginning of the epoch durable and publish its weights. Then the train loop
+runs until a stop, which lets the running step end and makes a checkpoint of it.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ _log = telemetry.Log("worker")
 
 
 class TrainerWorker:
-    """The service's worker."""
+    """Worker task of the trainer service."""
 
     def __init__(self, plan: TrainPlan, parts: Collaborators, status: TrainerStatus) -> None:
         self._plan, self._parts, self._status = plan, parts, status
         self._waiter = Waiter(parts.executor, status)
         self._recovery = Recovery(plan, parts, status, self._waiter)
-        self._epoch: int | None = None  # of our own, once the queue is open
+        self._epoch: int | None = None  # this incarnation's, once the queue is open
 
     async def run(self) -> None:
-        """Works until it is cancelled.
+        """Run until cancelled.
 
         Raises:
             Fenced: a newer trainer has taken over.
-            VolleyError: what else ends a run: a model or a checkpoint that cannot be loaded.
+            VolleyError: any other error that ends a run, such as an unreadable model or checkpoint.
         """
         await lifecycle.run(self._life, self._status, self._plan.grace_s, self._leave)
 
     async def _leave(self) -> None:
-        """Tells the queue that this is no crash: groups that we held did not cause it. Best effort."""
+        """Tell the queue that this stop is not a crash caused by the groups held. Best effort."""
         epoch = self._epoch
         if epoch is None:
             return
         try:
-            await self._waiter.hurriedly(lambda: self._parts.queue.leave(epoch, self._status.refused or ""))
+            await self._waiter.call_queue_once(lambda: self._parts.queue.leave(epoch, self._status.refused or ""))
         except (Unavailable, Fenced) as error:
             _log.warning("the queue was not told of the stop", reason=str(error))
 
     async def _life(self, group: asyncio.TaskGroup) -> None:
         status, parts = self._status, self._parts
-        await self._fill()
+        await self._restore_folder()
         found = await self._recovery.recover()
         if found is None:
             status.phase = "warm start"
@@ -72,8 +72,8 @@ class TrainerWorker:
         if status.stopping:
             return
         found, state = await self._take_over(found)
-        await self._waiter.patiently(lambda: asyncio.to_thread(self._repair, found, state.epoch))
-        saved = await self._waiter.patiently(lambda: self._waiter.blocking(self._start, found, state))
+        await self._waiter.retry_until_stopped(lambda: asyncio.to_thread(self._repair, found, state.epoch))
+        saved = await self._waiter.retry_until_stopped(lambda: self._waiter.blocking(self._start, found, state))
         status.step, status.epoch, status.version = state.step, state.epoch, str(state.version)
         status.durable(state.step)
         status.saved(saved.step)
@@ -81,32 +81,35 @@ class TrainerWorker:
         publisher = HandoverPublisher(
             parts.publish, FencedLog(parts.handovers, parts.archive, state.epoch), status, group
         )
-        published = await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.publish, state.version))
+        published = await self._waiter.retry_until_stopped(
+            lambda: self._waiter.blocking(parts.backend.publish, state.version)
+        )
         publisher.start(published, {})
         await TrainLoop(self._plan, parts, status, self._waiter, state, saved, publisher).run()
         await self._leave()
         status.phase = "stopped"
 
-    async def _fill(self) -> None:
-        """The run's folder out of its bucket, if it is empty."""
+    async def _restore_folder(self) -> None:
+        """Restore the run's folder from its bucket, if the folder is empty."""
         if (bucket := self._parts.bucket) is None:
             return
 
         def asked() -> Awaitable[QueueState]:
-            return self._waiter.answer(self._parts.queue.state)
+            return self._waiter.call_queue(self._parts.queue.state)
 
-        if (version := await self._waiter.patiently(lambda: bucket.restore(asked))) is not None:
+        if (version := await self._waiter.retry_until_stopped(lambda: bucket.restore(asked))) is not None:
             known = await asked()
             self._status.branched = (
-                f"the run's folder was empty and is that of {version} in the bucket:"
-                f" {max(0, known.version - version.step)} later steps that the queue knows of are undone,"
-                " and what ended after it is issued again"
+                f"the run's folder was empty and was restored from the bucket at {version}:"
+                f" {max(0, known.version - version.step)} later steps that the queue knows are undone,"
+                " and tickets that ended after it are issued again"
             )
             _log.warning("the lineage branches", run=self._status.run, reason=self._status.branched)
 
     def _start(self, found: Recovered | None, state: TrainerState) -> WeightVersion:
-        """Makes the beginning of the epoch durable: by its first checkpoint, or, where steps were replayed, by a record
-        alone. The newest checkpoint.
+        """Make the beginning of the epoch durable; return the newest checkpoint.
+
+        Writes a checkpoint, or only a commit record if steps were replayed.
         """
         parts = self._parts
         if found is None or not found.n_replayed:
@@ -116,48 +119,53 @@ class TrainerWorker:
         return found.checkpoint
 
     async def _take_over(self, found: Recovered | None) -> tuple[Recovered | None, TrainerState]:
-        """Fences all older trainers; returns what was recovered, and the state of our own epoch.
+        """Fence all older trainers; return the recovery and the state at the start of this epoch.
 
-        Until it is fenced, an older trainer may have made steps durable that we don't know of. Then we begin again,
-        from these; the queue opens only when there are none, so that nobody sees the run go back and come again.
+        Until it is fenced, an older trainer may make more steps durable. Then this one recovers again, from those; it
+        opens the queue only once there are none, so other services never see the run go back.
         """
-        beginning = await self._waiter.patiently(lambda: asyncio.to_thread(self._parts.beginning))
+        beginning = await self._waiter.retry_until_stopped(lambda: asyncio.to_thread(self._parts.beginning))
         for _ in range(_BEGINNINGS):
-            if not await asyncio.to_thread(self._is_newest, found):  # to begin from an older one would forget groups
+            if not await asyncio.to_thread(self._is_newest, found):  # beginning from an older step would lose groups
                 found = await self._recovery.recover()
             self._status.phase = "starting"
-            known = await asyncio.to_thread(self._known, found)
+            known = await asyncio.to_thread(self._with_ended_tickets, found)
             epoch = await self._begin(known)
             if not await self._claim(epoch):
                 continue
-            if await asyncio.to_thread(self._is_newest, found) and await asyncio.to_thread(self._known, found) == known:
-                begun = await asyncio.to_thread(self._begun, known, epoch)
-                await self._waiter.answer(
+            if (
+                await asyncio.to_thread(self._is_newest, found)
+                and await asyncio.to_thread(self._with_ended_tickets, found) == known
+            ):
+                begun = await asyncio.to_thread(self._state_of_epoch, known, epoch)
+                await self._waiter.call_queue(
                     lambda epoch=epoch, begun=begun: self._parts.queue.open(epoch, begun.lineage, beginning)
                 )
                 self._epoch = epoch
                 if found is not None and (found.undone or found.lost):
                     self._status.branched = found.why
-                    await self._put_back(found, known)
+                    await self._requeue_undone(found, known)
                 return found, begun
-        raise Unavailable("other trainers of this run begin at the same time", "let one of them work")
+        raise Unavailable("other trainers of this run keep starting at the same time", "stop all trainers but one")
 
     async def _claim(self, epoch: int) -> bool:
-        """Whether the epoch is ours. From here on no older trainer commits a step or makes a checkpoint: what we see of
-        theirs is all there will be. Raises Fenced if a later epoch was claimed, whose trainer may not have seen our
-        drafts.
+        """Claim the epoch and fence older trainers; False if another trainer has it.
+
+        After this no older trainer commits a step or makes a checkpoint. Raises Fenced if a later epoch was claimed:
+        its trainer may not have seen this one's drafts.
         """
         parts, waiter = self._parts, self._waiter
-        if not await waiter.patiently(lambda: asyncio.to_thread(parts.archive.claim, epoch)):
+        if not await waiter.retry_until_stopped(lambda: asyncio.to_thread(parts.archive.claim, epoch)):
             return False
-        await waiter.patiently(lambda: asyncio.to_thread(parts.commits.fence, epoch))
-        await waiter.patiently(lambda: asyncio.to_thread(parts.checkpoints.fence, epoch))
+        await waiter.retry_until_stopped(lambda: asyncio.to_thread(parts.commits.fence, epoch))
+        await waiter.retry_until_stopped(lambda: asyncio.to_thread(parts.checkpoints.fence, epoch))
         await asyncio.to_thread(parts.archive.check_newest, epoch)
         return True
 
-    async def _put_back(self, found: Recovered, known: TrainerState) -> None:
-        """The groups of logged steps that are undone are in the queue again, to be judged like any others: it has
-        forgotten them. What is not put back is issued again.
+    async def _requeue_undone(self, found: Recovered, known: TrainerState) -> None:
+        """Publish the groups of undone steps to the queue again, which has forgotten them.
+
+        They are admitted like any other group. Tickets of groups that cannot be read are issued again.
         """
         progress = known.progress()
         for version in (*found.undone, *found.lost):
@@ -165,10 +173,10 @@ class TrainerWorker:
                 for payload in await asyncio.to_thread(lambda version=version: list(self._parts.archive.read(version))):
                     ticket = Group.decode(payload).ticket
                     if not progress.is_finished(ticket):
-                        await self._waiter.answer(lambda t=ticket, p=payload: self._parts.queue.publish(t, p))
+                        await self._waiter.call_queue(lambda t=ticket, p=payload: self._parts.queue.publish(t, p))
 
     def _is_newest(self, found: Recovered | None) -> bool:
-        """Whether no other trainer has made a newer step or checkpoint durable."""
+        """True if no other trainer has made a newer step or checkpoint durable."""
         newest = self._recovery.newest()
         known = None if found is None else max([found.state.version, *found.undone])
         if newest == known:
@@ -176,8 +184,8 @@ class TrainerWorker:
         _log.warning("another trainer has gone further", version=str(newest))
         return False
 
-    def _begun(self, known: TrainerState, epoch: int) -> TrainerState:
-        """The state at the start of this epoch; a run whose last step has moved on is no longer done."""
+    def _state_of_epoch(self, known: TrainerState, epoch: int) -> TrainerState:
+        """State at the start of this epoch; a run whose `max_steps` was raised is no longer done."""
         plan = self._plan
         state = known.starting_epoch(
             epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin
@@ -192,16 +200,15 @@ class TrainerWorker:
     async def _begin(self, known: TrainerState) -> int:
         above = await asyncio.to_thread(self._parts.archive.last_epoch)
         progress = (known.low, known.step, known.issued, known.void, known.done)
-        return await self._waiter.answer(lambda: self._parts.queue.begin(*progress, known.epoch, above))
+        return await self._waiter.call_queue(lambda: self._parts.queue.begin(*progress, known.epoch, above))
 
-    def _known(self, found: Recovered | None) -> TrainerState:
-        return self._parts.ledger.known(found.state if found else initial_state(self._plan.seed))
+    def _with_ended_tickets(self, found: Recovered | None) -> TrainerState:
+        return self._parts.ledger.with_ended_tickets(found.state if found else initial_state(self._plan.seed))
 
     def _repair(self, found: Recovered | None, epoch: int) -> None:
-        """Files in line with the state that we go on from. Not before: until they are fenced, older trainers write to
-        them.
+        """Bring the files in line with the recovered state, once older trainers, which write to them, are fenced.
 
-        What trainers after `epoch` wrote stays: we may be replaced by now. Raises Fenced where that is seen.
+        Lines of trainers after `epoch` stay: another one may have taken over. Raises Fenced once that is seen.
         """
         parts, state = self._parts, found.state if found else initial_state(self._plan.seed)
         check = partial(parts.archive.check_newest, epoch)

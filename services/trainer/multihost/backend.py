@@ -59,8 +59,8 @@ class LeadingBackend:
     def start(self, state: TrainerState) -> Path:
         return self._together("start", {"state": state.to_json()}, lambda: self._own.start(state))
 
-    def under(self, settings: Flat) -> None:
-        self._together("under", {"settings": orjson.dumps(settings)}, lambda: self._own.under(settings))
+    def apply_settings(self, settings: Flat) -> None:
+        self._together("under", {"settings": orjson.dumps(settings)}, lambda: self._own.apply_settings(settings))
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         arguments = {"groups": _payloads(held), "version": str(before)}
@@ -119,7 +119,7 @@ class FollowingCalls:
             "warm_start": self._warm_start,
             "warm_step": lambda _: next(self._warm_steps, None),
             "start": lambda given: own.start(_state(given)),
-            "under": lambda given: own.under(orjson.loads(given["settings"])),
+            "under": lambda given: own.apply_settings(orjson.loads(given["settings"])),
             "step": lambda given: own.step(_groups(given), _version(given)),
             "logprob_diffs": lambda given: own.logprob_diffs(_groups(given), _version(given)),
             "rewind": lambda given: own.rewind(_version(given)),

@@ -41,10 +41,10 @@ class RebuiltPolicy:
         self.policy = Policy(model, options, described.to_hf(), frozen)
         self.policy.load_optimizer(restored.optimizer)
 
-    def under(self, config: RunConfig) -> Policy:
+    def policy_for(self, config: RunConfig) -> Policy:
         """The policy that goes on from here under this configuration, as after a restart of the trainer with it."""
         if config != self._config:
-            self.policy.under(from_run.policy_options(config, self._tokens))
+            self.policy.apply_options(from_run.policy_options(config, self._tokens))
             self._config = config
         return self.policy
 

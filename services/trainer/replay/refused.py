@@ -83,7 +83,7 @@ def _again(folder: Path, stored: LoadedConfig, version: WeightVersion, file: Pat
         payloads = archive.read_file(path, run, at)
         held = [ready_group(Group.decode(payload), payload, "") for payload in payloads]
         try:
-            rebuilt.under(recorded.config_of(at.epoch, stored)).step(held, WeightVersion(at.epoch, step - 1))
+            rebuilt.policy_for(recorded.config_of(at.epoch, stored)).step(held, WeightVersion(at.epoch, step - 1))
         except NonFinite as error:
             return error.what
     return ()

@@ -90,7 +90,7 @@ def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
     counts, n, divergence = {"checkpoint": 0, "metric": 0, "checksum": 0}, 0, None
     for step in steps:
         held = [ready_group(group, payload, "") for group, payload in recorded.groups(step)]
-        policy = rebuilt.under(recorded.config_at(step, stored))
+        policy = rebuilt.policy_for(recorded.config_at(step, stored))
         metrics = policy.step(held, WeightVersion(recorded.version(step).epoch, step - 1))
         n, compared = n + 1, []
         if step in recorded.checkpoints:

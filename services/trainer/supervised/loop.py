@@ -94,7 +94,7 @@ class SupervisedLoop:
             str(state.version),
         )
         if resumed:
-            await self._waiter.patiently(lambda: self._waiter.blocking(self._backend.relabel, state))
+            await self._waiter.retry_until_stopped(lambda: self._waiter.blocking(self._backend.relabel, state))
             self._durable = state.version
             status.durable(state.step)
         else:
@@ -158,7 +158,7 @@ class SupervisedLoop:
             position["files"] = dict(self._data.files)
         state = replace(self._state, metrics=tuple(self._unsaved), data=position)
         await self._log.flush()
-        await self._waiter.patiently(lambda: self._waiter.blocking(backend.save, state, self._durable))
+        await self._waiter.retry_until_stopped(lambda: self._waiter.blocking(backend.save, state, self._durable))
         status.timed("save", time.perf_counter() - started)
         self._unsaved, self._durable, status.checkpoint_wanted = [], state.version, False
         status.durable(state.step)

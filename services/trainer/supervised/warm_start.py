@@ -46,7 +46,7 @@ class WarmStart:
         if self.options is None:
             return
         waiter = Waiter(executor, status)
-        await waiter.patiently(lambda: asyncio.to_thread(self.log.clear))
+        await waiter.retry_until_stopped(lambda: asyncio.to_thread(self.log.clear))
         data = (await load(self.data, self.tokenizer, self.client, waiter)).train
         _log.info("data", **data.told())
         steps = backend.warm_start(data.examples, self.options)

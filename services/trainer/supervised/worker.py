@@ -18,7 +18,7 @@ from functools import partial
 from services.trainer import lifecycle
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.conversations.data import RunData
-from services.trainer.resuming import under_settings
+from services.trainer.resuming import resolve_settings
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import FencedLog, StepLog
 from services.trainer.supervised.loop import Backend, SupervisedLoop, SupervisedPlan
@@ -68,7 +68,7 @@ class SupervisedWorker:
         data = await parts.data(waiter)
         _log.info("data", **data.told())
         backend, checkpoints = await waiter.blocking(parts.open_backend)
-        found = await waiter.patiently(lambda: waiter.blocking(backend.restore))
+        found = await waiter.retry_until_stopped(lambda: waiter.blocking(backend.restore))
         status.set_aside = dict(checkpoints.bad)
         found = self._continued(found, data) if found else None
         await waiter.blocking(backend.build)
@@ -91,16 +91,16 @@ class SupervisedWorker:
                 f"the conversations are not those that the run was begun with: {why}",
                 "restore them, or start a run with another name, from its weights with model.path=RUN@VERSION",
             )
-        return under_settings(found, self._plan.settings, self._plan.original)
+        return resolve_settings(found, self._plan.settings, self._plan.original)
 
     async def _begun(self, found: TrainerState | None, checkpoints: CheckpointFolders) -> TrainerState:
         """The state at the start of an epoch that is ours; older trainers are shut out, and files in line with it."""
         archive, plan, known = self._parts.archive, self._plan, found or initial_state(self._plan.seed)
         while True:
             epoch = 1 + max(known.epoch, await asyncio.to_thread(archive.last_epoch))
-            if await self._waiter.patiently(partial(asyncio.to_thread, archive.claim, epoch)):
+            if await self._waiter.retry_until_stopped(partial(asyncio.to_thread, archive.claim, epoch)):
                 break
-        await self._waiter.patiently(partial(asyncio.to_thread, self._repair, known, epoch, checkpoints))
+        await self._waiter.retry_until_stopped(partial(asyncio.to_thread, self._repair, known, epoch, checkpoints))
         files = await asyncio.to_thread(held.at_start, RunFolder(archive.root.parent), known.files)
         state = known.starting_epoch(
             epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin

@@ -101,7 +101,7 @@ async def test_a_stop_ends_a_start_that_waits_for_its_bucket(
         starting = asyncio.create_task(followed.restore(never_behind))
         while not status.limits:
             await asyncio.sleep(0.01)
-        assert "which the empty folder is filled from" in (status.waiting_for or "")
+        assert "which the empty folder is restored from" in (status.waiting_for or "")
         status.stop()
         with pytest.raises(Unavailable, match="did not answer before the stop"):
             await starting
@@ -139,14 +139,14 @@ async def test_a_folder_that_is_behind_the_queue_waits_for_its_bucket(
     monkeypatch.setattr("services.trainer.loop.run_bucket._CHECK_S", 0.05)
     assert await followed.restore(asked) is None
     is_behind, waits = 1, Waiter(ThreadPoolExecutor(1), status)
-    starting = asyncio.create_task(waits.patiently(lambda: followed.restore(asked)))
+    starting = asyncio.create_task(waits.retry_until_stopped(lambda: followed.restore(asked)))
     expected = "does not answer" if how == "away" else "the queue knows of a later trainer"
     async with asyncio.timeout(60):
         while expected not in str(status.waiting_for):
             await asyncio.sleep(0.01)
     bucket.upload(HEAD, of_other)
     goes_on.set()
-    with pytest.raises(ConfigError, match="has gone on from another folder"):
+    with pytest.raises(ConfigError, match="has continued from another folder"):
         await starting
 
 

@@ -29,12 +29,12 @@ def test_a_prefix_of_another_run_is_refused_and_nothing_is_touched(bucket: Bucke
     run.upload()
     before = objects(bucket)
     other, same_name = Run(tmp_path / "other", bucket, name="other"), Run(tmp_path / "again" / "r", bucket)
-    with pytest.raises(ConfigError, match="is that of run r, not of other"):
+    with pytest.raises(ConfigError, match="belongs to run r, not to other"):
         other.upload()
-    with pytest.raises(ConfigError, match="is that of run r, not of other"):
+    with pytest.raises(ConfigError, match="belongs to run r, not to other"):
         restore(bucket, tmp_path / "empty", name="other")
     for call in (same_name.upload, same_name.writer.check):
-        with pytest.raises(ConfigError, match="has gone on from another folder of run r, up to e000001-s000001"):
+        with pytest.raises(ConfigError, match="has continued from another folder of run r, up to e000001-s000001"):
             call()
     assert objects(bucket) == before
 
@@ -42,9 +42,9 @@ def test_a_prefix_of_another_run_is_refused_and_nothing_is_touched(bucket: Bucke
 def test_a_prefix_with_anything_in_it_is_refused(s3: Bucket, tmp_path: Path) -> None:
     s3.upload("other/file", b"of somebody")
     run = Run(tmp_path / "r", s3)
-    with pytest.raises(ConfigError, match="is not empty, and no run's"):
+    with pytest.raises(ConfigError, match="is not empty, and belongs to no run"):
         run.upload()
-    with pytest.raises(ConfigError, match="is not empty, and no run's"):
+    with pytest.raises(ConfigError, match="is not empty, and belongs to no run"):
         restore(s3, tmp_path / "empty")
     assert every(s3) == ["other/file"]
 
@@ -84,7 +84,7 @@ def test_a_trainer_that_was_replaced_puts_nothing(s3: Bucket, tmp_path: Path) ->
     run.step(save=True)
     with pytest.raises(Fenced):
         run.upload()
-    with pytest.raises(ConfigError, match="has gone on from another folder"):
+    with pytest.raises(ConfigError, match="has continued from another folder"):
         writer(s3, run.folder).claim(3)
     assert objects(s3).items() >= {k: v for k, v in before.items() if k != HEAD}.items()
     assert head(s3).version == WeightVersion(2, 1)
@@ -144,7 +144,7 @@ def test_a_head_that_changes_all_the_time_is_waited_for(
 
     with monkeypatch.context() as patch:
         patch.setattr(Bucket, "swap", never)
-        with pytest.raises(Unavailable, match="changes all the time"):
+        with pytest.raises(Unavailable, match="keeps changing"):
             run.upload()
     run.upload()
     assert head(bucket).version == WeightVersion(1, 1)
@@ -168,7 +168,7 @@ def test_a_folder_owns_no_bucket_but_those_that_followed_it(bucket: Bucket, tmp_
     other.upload("other/file", b"of somebody")
     follower = writer(other, run.folder)
     for call in (follower.check, lambda: follower.claim(1)):
-        with pytest.raises(ConfigError, match="is not empty, and no run's"):
+        with pytest.raises(ConfigError, match="is not empty, and belongs to no run"):
             call()
     assert every(other) == ["other/file"]
 
@@ -185,7 +185,7 @@ def test_a_folder_that_lost_an_epoch_is_refused(bucket: Bucket, tmp_path: Path) 
     shutil.rmtree(run.folder.archive / "e000001")
     run.begin(3)
     for call in (run.writer.check, run.upload):
-        with pytest.raises(ConfigError, match="has epoch 1, which this folder has not seen"):
+        with pytest.raises(ConfigError, match="has epoch 1, which this folder lacks"):
             call()
     found, tag = bucket.read_tagged(HEAD, MAX_BYTES)
     with pytest.raises(WeightsError, match="has not seen"):
@@ -225,7 +225,7 @@ def test_what_was_fetched_is_not_placed_once_another_folder_has_gone_on(
             restore(bucket, stale)
     restore(bucket, tmp_path / "new" / "r")
     before = tree(stale)
-    with pytest.raises(ConfigError, match="has gone on from another folder"):
+    with pytest.raises(ConfigError, match="has continued from another folder"):
         restore(bucket, stale)
     assert tree(stale) == before
 
@@ -266,6 +266,6 @@ def test_a_folder_whose_trainer_goes_on_is_waited_for(
 
     with monkeypatch.context() as patch:
         patch.setattr(Bucket, name, slow)
-        with pytest.raises(Unavailable, match="has changed while it was read"):
+        with pytest.raises(Unavailable, match="changed while it was read"):
             restore(bucket, tmp_path / "new" / "r")
     assert restore(bucket, tmp_path / "new" / "r") == WeightVersion(2, 4)

@@ -179,7 +179,7 @@ def test_the_folder_before_is_refused_once_another_is_filled(bucket: Bucket, tmp
                 assert first.process.wait(120) not in (0, -9)
                 first.start()
                 assert first.process.wait(120) == 2
-                assert "has gone on from another folder of run r" in first.log()
+                assert "has continued from another folder of run r" in first.log()
             with producing(spec.url, STEPS * BATCH):
                 finish(second)
             assert second.log().count('"started"') == 1

@@ -1,5 +1,6 @@
-"""The policy's loss, which all algorithms of policy gradients share: a surrogate of ratio and advantage, corrected for
-data that another policy sampled, with a KL penalty and an entropy bonus.
+"""Policy loss of all policy-gradient algorithms.
+
+A surrogate of ratio and advantage, corrected for off-policy data, with a KL penalty and an entropy bonus.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from shared.algorithm_schema import PolicyGradientSection
 
 @dataclass(frozen=True, slots=True)
 class ActorOptions:
-    """`ratio` is of tokens, or of whole sequences (GSPO); `surrogate` is PPO's `clipped` one or CISPO's `weighted` one.
+    """Options of the policy loss.
 
-    `beta` and `kl_mode` are of a KL penalty in the loss, `entropy_coef` of an entropy bonus.
+    `ratio` is of tokens, or of whole sequences (GSPO); `surrogate` is PPO's (`clipped`) or CISPO's (`weighted`). `beta`
+    and `kl_mode` belong to the KL penalty in the loss.
     """
 
     clip: Clip
@@ -37,7 +39,7 @@ class ActorOptions:
 
     @classmethod
     def of(cls, section: PolicyGradientSection) -> Self:
-        """Options that every algorithm reads from its section of the configuration."""
+        """Read the options that all algorithms share from a section of the configuration."""
         high = section.epsilon if section.epsilon is None or section.epsilon_high is None else section.epsilon_high
         return cls(
             clip=Clip(section.epsilon, high, section.epsilon_c),
@@ -51,12 +53,12 @@ class ActorOptions:
 
 
 def actor_loss(scores: TokenScores, batch: Batch, options: ActorOptions) -> tuple[jax.Array, Statistics]:
-    """float32 scalar, and statistics over trainable tokens.
+    """Compute the loss, float32 scalar, and statistics over trainable tokens.
 
     loss = sum over tokens of batch.weight * (correction * surrogate(ratio, A) + beta * KL - entropy_coef * entropy).
 
-    Without a correction, ratios are to the behaviour's log-probabilities. With one they are to the trainer's at the
-    start of the step (`batch.old`, or the present ones when there is one update a step).
+    Without a correction, the ratio's denominator is the behaviour's probability. With one it is the trainer's at the
+    start of the step (`batch.old`, or the present one if there is one update a step).
     """
     mask = batch.mask
     logprobs, behaviour = _masked(scores.logprobs, mask), _masked(batch.behaviour, mask)
@@ -112,5 +114,5 @@ def _of_weights(weights: jax.Array, mask: jax.Array) -> dict[str, Statistic]:
 
 
 def _masked(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Zero at positions that do not count: what stands there may be anything, NaN included."""
+    """Set masked positions to 0; they may hold any value, NaN included."""
     return jnp.where(mask > 0, x, 0.0)

@@ -1,7 +1,7 @@
-"""What every algorithm is: what it needs to know of the tokens, their advantages, and a loss.
+"""Protocol of an algorithm: token values that it needs, advantages, and a loss.
 
 A new algorithm is a module in algorithms/, a section of the configuration in shared/algorithm_schema.py, and a row of
-`registry.ALGORITHMS` that joins both. A new statistic is a line where the loss gives its statistics.
+`registry.ALGORITHMS` that joins both. A new statistic is one more entry in the mapping that a loss returns.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from shared.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What is computed of each token before advantages and loss: log-probabilities of the frozen reference; those of
-    the policy at the start of the step (`old`); the critic's `values`. `entropy`: the loss has a gradient of the
-    policy's entropy. `teacher`: the trajectories come with a teacher's log-probabilities.
+    """Inputs that an algorithm needs.
+
+    Computed for each token before advantages and loss: log-probabilities of the frozen `reference`, those of the policy
+    at the start of the step (`old`), and the critic's `values`. `entropy`: the loss needs the gradient of the policy's
+    entropy. `teacher`: trajectories need a teacher's log-probabilities.
     """
 
     reference: bool = False
@@ -35,7 +37,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A trajectory of T tokens, and what was asked for: float32 [T] each, 0 where nothing was sampled, or None."""
+    """A trajectory of T tokens and its token values, float32 [T], 0 at tokens that were not sampled, or None."""
 
     trajectory: Trajectory
     reference: np.ndarray | None = None
@@ -44,37 +46,38 @@ class Episode:
 
 
 type EpisodeGroup = Sequence[Episode]
-"""The episodes of one ticket."""
+"""Episodes of one ticket."""
 
 
 class Algorithm(Protocol):
-    """How a step's episodes become a gradient."""
+    """An algorithm turns a step's episodes into advantages and a loss."""
 
     @property
     def needs(self) -> Needs: ...
 
     def counts(self, trajectory: Trajectory) -> bool:
-        """Whether its tokens are in the loss. Its reward counts among its group's in any case."""
+        """True if the trajectory's tokens are in the loss. Its reward always counts in its group."""
         ...
 
     def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        """float64 [T] for each episode of each group of one step, finite in float32; 0 where nothing was sampled."""
+        """Compute float64 [T] for each episode of a step, finite in float32; 0 at tokens that were not sampled."""
         ...
 
     def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Statistics]:
-        """float32 scalar and statistics of a micro-batch. Its denominators are those of the step (`batch.weight`),
-        so values and gradients of micro-batches add up.
+        """Compute loss, float32 scalar, and statistics of a micro-batch.
+
+        The denominators are those of the step (`batch.weight`), so values and gradients of micro-batches add up.
         """
         ...
 
 
 class ActorCritic(Algorithm, Protocol):
-    """An algorithm whose advantages rest on the values of a critic, which is trained beside the policy."""
+    """An algorithm whose advantages use a critic, which is trained along with the policy."""
 
     def returns(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        """float64 [T] for each episode of each group: what its values should have been; 0 where nothing was sampled."""
+        """Compute the critic's targets, float64 [T] for each episode; 0 at tokens that were not sampled."""
         ...
 
     def value_loss(self, values: jax.Array, batch: Batch) -> tuple[jax.Array, Statistics]:
-        """As `loss`, of the critic's present values float32 [B, T]."""
+        """Compute loss and statistics as `loss` does, from the critic's present values, float32 [B, T]."""
         ...

@@ -1,12 +1,11 @@
-"""On-policy distillation: a teacher says of every token that the student sampled how likely it is, and the student's
-advantage is how much less likely the token is to itself than to the teacher.
+"""On-policy distillation: a teacher scores every token that the student sampled. The advantage
 
     A_t = - coef * (log p_student(x_t) - log p_teacher(x_t))
 
-is the gradient of the reverse KL(student || teacher) of each token's distribution, estimated from the one token that
-was sampled (k1): the estimator of MiniLLM (arXiv:2306.08543, its single-step part), of GKD with on-policy data and
-reverse KL (arXiv:2306.13649), and of Thinking Machines' "On-Policy Distillation" (2025). The teacher is asked while the
-episode is made, so what it said is part of the data: nobody is asked by a step, or by a replay.
+gives the gradient of the reverse KL(student || teacher) of each token's distribution, estimated from the one sampled
+token (k1): the estimator of MiniLLM (arXiv:2306.08543, its single-step part), of GKD with on-policy data and reverse KL
+(arXiv:2306.13649), and of Thinking Machines' "On-Policy Distillation" (2025). The teacher scores an episode during
+rollout, so its log-probabilities are part of the data: neither a step nor a replay calls it.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ from shared.types import Trajectory
 
 
 class Taught:
-    """Another algorithm with a teacher beside the rewards: `coef` times the reverse KL is taken from the advantage of
-    each token, after these were normalized.
-    """
+    """Another algorithm with a teacher: subtracts `coef` times the reverse KL from each normalized advantage."""
 
     def __init__(self, inner: Algorithm, coef: float) -> None:
         self._inner, self._coef = inner, coef
@@ -52,5 +49,5 @@ class Taught:
 
 
 def penalty(episode: Episode, coef: float) -> np.ndarray:
-    """float64 [T]: what the teacher adds to the advantage of each token."""
+    """Compute float64 [T]: the teacher's part of each token's advantage."""
     return -coef * reverse_kl(episode.trajectory, episode.old)

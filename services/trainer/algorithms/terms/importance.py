@@ -1,13 +1,12 @@
-"""Data of an older or differently computed policy: ratios of probabilities, weights that correct for them, and masks
-that leave out what cannot be corrected.
+"""Off-policy corrections: probability ratios, importance weights, and rejection of tokens.
 
 Names: *behaviour* sampled the tokens (the engine's log-probabilities), *old* is the policy at the start of the step as
-the trainer computes it, *present* the one being differentiated. A loss whose ratio is present / old and whose weight is
-old / behaviour is decoupled PPO (arXiv:2505.24298); with the weight truncated it is truncated importance sampling (TIS,
+the trainer computes it, *present* the policy being differentiated. A loss with ratio present / old and weight
+old / behaviour is decoupled PPO (arXiv:2505.24298); with a truncated weight it is truncated importance sampling (TIS,
 as in verl and Tunix), with a mask it is masked importance sampling (MIS).
 
-Invariant: differences of log-probabilities are clipped to ±20 nats before they are exponentiated, so ratios are finite
-in float32.
+Invariant: differences of log-probabilities are clipped to ±20 nats before exponentiation, so ratios are finite in
+float32.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ _MAX_SEQUENCE_LOG_RATIO = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """`level` of the weight min(ratio, `threshold`): the ratio old / behaviour of a token, or the product of those of a
-    sequence. `rejection` takes tokens (or whole sequences, by the product or by the geometric mean of their ratios)
-    whose ratio is outside `bounds` out of the surrogate: they still count in its denominators, and keep their KL
-    penalty and entropy bonus.
+    """Weights and rejection by the ratio old / behaviour.
+
+    The weight is min(ratio, `threshold`); by `level` the ratio is a token's, or the product of its sequence's ratios.
+    `rejection` removes from the surrogate tokens, or whole sequences (by product or geometric mean of their ratios),
+    whose ratio is outside `bounds`: they still count in its denominators, and keep KL penalty and entropy bonus.
     """
 
     level: Level = "none"
@@ -48,13 +48,14 @@ NONE = Correction()
 
 
 def clipped_difference(ahead: jax.Array, behind: jax.Array) -> jax.Array:
-    """log(ahead / behind) [B, T] from log-probabilities, within ±20."""
+    """Compute log(ahead / behind) [B, T] from log-probabilities, clipped to ±20."""
     return jnp.clip(ahead - behind, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
 
 def of_sequences(x: jax.Array, packing: Packing | None) -> jax.Array:
-    """The sum of x [B, T] over each token's sequence: [B, 1] where a row is one, else [B, T]. What does not count is 0
-    in x.
+    """Sum x [B, T] over each token's sequence: [B, 1] if a row is one sequence, [B, T] if rows are packed.
+
+    x must be 0 at masked tokens.
     """
     if packing is None:
         return x.sum(-1, keepdims=True)
@@ -66,8 +67,10 @@ def of_sequences(x: jax.Array, packing: Packing | None) -> jax.Array:
 
 
 def sequence_ratio(logprobs: jax.Array, old: jax.Array, mask: jax.Array, packing: Packing | None = None) -> jax.Array:
-    """GSPO-token's ratio float32 [B, T] (arXiv:2507.18071, eq. 14): its value at every token is the geometric mean of
-    the sequence's ratios, its gradient that of the token's own log-probability.
+    """Compute GSPO-token's ratio float32 [B, T] (arXiv:2507.18071, eq. 14).
+
+    Its value at every token is the geometric mean of the sequence's ratios; its gradient is that of the token's own
+    log-probability.
     """
     token = clipped_difference(logprobs, old)
     mean = of_sequences(token * mask, packing) / jnp.maximum(of_sequences(mask, packing), 1.0)
@@ -78,8 +81,9 @@ def sequence_ratio(logprobs: jax.Array, old: jax.Array, mask: jax.Array, packing
 def weights(
     old: jax.Array, behaviour: jax.Array, mask: jax.Array, correction: Correction, packing: Packing | None = None
 ) -> jax.Array:
-    """float32 [B, T], no gradient: what each token's loss is multiplied by; of log-probabilities [B, T], which are 0
-    where mask is.
+    """Compute each token's loss weight, float32 [B, T], without gradient.
+
+    The log-probabilities [B, T] are 0 at masked tokens.
     """
     difference = jax.lax.stop_gradient(clipped_difference(old, behaviour)) * mask
     made = jnp.ones_like(mask)

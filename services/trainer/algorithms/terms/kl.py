@@ -1,4 +1,4 @@
-"""How far a policy is from its reference, token by token."""
+"""Per-token estimators of the KL divergence between policy and reference."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MOST = 20.0
 
 
 def estimate(logprobs: jax.Array, reference: jax.Array, mode: KlMode) -> jax.Array:
-    """Per-token estimators float32 [B, T] of KL(policy || reference) after Schulman (joschu.net/blog/kl-approx.html):
-    k1 (`kl`), k2 (`mse_kl`) and k3 (`low_var_kl`); of log-probabilities [B, T].
+    """Estimate KL(policy || reference) per token, float32 [B, T], from log-probabilities [B, T].
 
-    k3, exp(d) - d - 1 of the difference d in nats, overflows float32 beyond 88, and so does the square of its gradient
-    beyond 44. Near 0 its terms cancel, so there it is the beginning of its series, of which d^7/7! is the first term
-    left out. Above 20 it goes on as its tangent: the same slope, so a token that far from the reference is still drawn
-    back. (verl clips d to the same 20, and the value to 10; Tunix' optional clamp is of the value. A clip has no
-    gradient: the token would be free.)
+    Estimators after Schulman (joschu.net/blog/kl-approx.html): k1 (`kl`), k2 (`mse_kl`) and k3 (`low_var_kl`).
+
+    k3, exp(d) - d - 1 of the difference d in nats, overflows float32 for d > 88, and the square of its gradient for
+    d > 44. Near 0 its terms cancel, so it is computed from its series; the first omitted term is d^7/7!. Above 20 it
+    continues as its tangent, whose slope still pulls the token back to the reference. (verl clips d to the same 20, and
+    the value to 10; Tunix' optional clamp is of the value. A clipped value has no gradient.)
     """
     difference = reference - logprobs
     if mode == "kl":

@@ -1,6 +1,6 @@
-"""Log-probabilities of given tokens from hidden states, without ever holding logits of a whole sequence.
+"""Log-probabilities of given tokens from hidden states, without the logits of a whole sequence in memory.
 
-A scan over chunks of T computes logits [B, C, V], reduces them, and is rematerialized in the backward pass: the peak is
+A scan over chunks of T computes logits [B, C, V] and reduces them; the backward pass computes them again. The peak is
 one chunk's logits instead of [B, T, V].
 """
 
@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 Entropy = Literal["none", "value", "gradient"]
-"""Not computed (0); computed, to be told of; computed, to be differentiated."""
+"""Not computed (0); computed for metrics; computed with its gradient."""
 CHUNK = 64
 
 
 class TokenScores(NamedTuple):
-    """float32 [B, T]: log-probability of the target, and entropy of the distribution it was drawn from."""
+    """Log-probability of the target, and entropy of its distribution; float32 [B, T]."""
 
     logprobs: jax.Array
     entropy: jax.Array
@@ -33,13 +33,13 @@ def token_scores(
     softcap: float | None = None,
     chunk: int = CHUNK,
 ) -> TokenScores:
-    """Scores targets int32 [B, T] under softmax(hidden @ head.T / temperature).
+    """Score targets int32 [B, T] under softmax(hidden @ head.T / temperature).
 
     Args:
         hidden: [B, T, D]; position t predicts targets[:, t].
         head: [V, D].
-        entropy: whether the entropy, in nats, is computed, and has a gradient.
-        softcap: c, where the logits x = hidden @ head.T are c · tanh(x / c) before they are divided.
+        entropy: computes the entropy, in nats, and its gradient.
+        softcap: c, which turns the logits x = hidden @ head.T into c · tanh(x / c) before the division.
         chunk: positions per scan step; T is padded up to a multiple of it.
     """
     batch, length, dim = hidden.shape

@@ -1,4 +1,4 @@
-"""Algorithms without a critic: advantages from the rewards of a step's episodes alone, and the actor's loss."""
+"""Base classes of policy-gradient algorithms: token rewards, group-relative advantages, the actor's loss."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from shared.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class RewardOptions:
-    """What a token is rewarded for. `kl_coef` is of a KL penalty in the reward: k1 of the policy that sampled (as the
-    trainer computes it, where that is known) to the reference. `mask_truncated` leaves the tokens of episodes that were
-    cut off out of the loss.
+    """Options of token rewards.
+
+    `kl_coef` scales a KL penalty in the reward: k1 from the sampling policy (as the trainer computes it, if known) to
+    the reference. `mask_truncated` excludes the tokens of truncated episodes from the loss.
     """
 
     credit: Credit = "episode"
@@ -37,7 +38,7 @@ class RewardOptions:
 
     @classmethod
     def of(cls, section: PolicyGradientSection) -> Self:
-        """Options that every algorithm reads from its section of the configuration."""
+        """Read the options that all algorithms share from a section of the configuration."""
         how = section.reward_normalization
         return cls(
             credit=section.credit,
@@ -48,10 +49,9 @@ class RewardOptions:
 
 
 class PolicyGradient[S: PolicyGradientSection](ABC):
-    """The actor's loss on advantages that a subclass gives.
+    """The actor's loss on advantages that a subclass computes.
 
     Args:
-        needs: of the actor alone; a penalty in the reward and `n_updates` above one are added here.
         n_updates: optimizer updates on the data of one step.
     """
 
@@ -65,12 +65,12 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
 
     @classmethod
     def of(cls, section: S, n_updates: int, max_response_length: int) -> Self:
-        """The algorithm that a section of the configuration describes.
+        """Make the algorithm of a section of the configuration.
 
         Args:
-            section: the one that the registry lists for this class.
+            section: of the type that the registry lists for this class.
             n_updates: optimizer updates on the data of one step.
-            max_response_length: tokens of a turn at most.
+            max_response_length: most tokens of a turn.
         """
         return cls(ActorOptions.of(section), RewardOptions.of(section), n_updates)
 
@@ -89,11 +89,11 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
         return actor_loss(scores, batch, self.actor)
 
     def in_loss(self, groups: Sequence[EpisodeGroup]) -> list[np.ndarray]:
-        """bool [T] for each episode, group by group: the tokens that are in the loss."""
+        """Return bool [T] for each episode, group by group: true for tokens in the loss."""
         return [e.trajectory.loss_mask.astype(bool) & self.counts(e.trajectory) for group in groups for e in group]
 
     def token_rewards(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        """float64 [T] for each episode: rewards with what the options add and take."""
+        """Compute rewards float64 [T] for each episode, with penalties and normalization."""
         made = [[self._token_rewards(episode) for episode in group] for group in groups]
         how = self.rewards.normalization
         if how is None:
@@ -123,10 +123,13 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
 
 
 class GroupRelative[S: PolicyGradientSection](PolicyGradient[S]):
-    """Advantages against the other episodes of the same task; `estimator` says how, None as the subclass does.
+    """Advantages relative to the other episodes of the same task.
 
-    With credit by turn, what counts at a turn is the reward of it and all later ones, and it is compared with what the
-    other episodes of the group had left at their turn of the same number (as MT-GRPO does, arXiv:2505.11821).
+    With credit by turn, a turn has the reward of it and of all later turns, compared with the same sum at the other
+    episodes' turn of the same number (as in MT-GRPO, arXiv:2505.11821).
+
+    Args:
+        estimator: None takes the class's own.
     """
 
     estimator: Estimator

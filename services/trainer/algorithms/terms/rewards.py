@@ -1,6 +1,6 @@
-"""What an episode is rewarded for, and where in it: float64, at the tokens that the policy sampled.
+"""Rewards of sampled tokens, float64.
 
-Invariant: without a penalty or a normalization, the rewards of an episode's tokens add up to the episode's reward.
+Invariant: without penalty and normalization, the rewards of an episode's tokens add up to the episode's reward.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _MOST_NATS = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Overlong:
-    """DAPO's soft punishment (arXiv:2503.14476, eq. 13): an episode of more than `longest` - `buffer` sampled tokens
-    loses linearly up to `penalty`, which it loses from `longest` tokens on.
+    """DAPO's soft overlong penalty (arXiv:2503.14476, eq. 13).
+
+    It grows linearly from 0 at `longest` - `buffer` sampled tokens to `penalty` at `longest`, and stays there.
     """
 
     longest: int
@@ -33,16 +34,17 @@ class Overlong:
     penalty: float
 
     def of(self, n_sampled: int) -> float:
-        """What is added to the reward: 0 or less."""
+        """Compute the term to add to the reward, 0 or less."""
         over = n_sampled - (self.longest - self.buffer)
         return -self.penalty * min(1.0, max(0.0, over / self.buffer))
 
 
 @dataclass(frozen=True, slots=True)
 class Normalization:
-    """Of the episodes' rewards, as GRL and RAGEN do it: over the episodes of one task (`state`), of one environment
-    (`inductive`), or of the step (`batch`); to mean 0 and standard deviation 1 (`mean_std`), cut to [-1, 3] with
-    `asym_clip`.
+    """Normalization of episode rewards, as in GRL and RAGEN.
+
+    Pools the episodes of one task (`state`), of one environment (`inductive`), or of the step (`batch`). `mean_std`
+    gives mean 0 and standard deviation 1; `asym_clip` also clips to [-1, 3].
     """
 
     grouping: Grouping
@@ -50,8 +52,10 @@ class Normalization:
 
 
 def of_tokens(trajectory: Trajectory, credit: Credit) -> np.ndarray:
-    """float64 [T]: the episode's reward at its last sampled token; with credit by turn each turn's reward at the last
-    token that was sampled by its end, and what is left of the episode's reward at the last one.
+    """Compute rewards float64 [T]: the episode's reward at its last sampled token.
+
+    With credit by turn, each turn's reward is at the last token sampled before the turn's end, and the rest of the
+    episode's reward at its last sampled token.
     """
     sampled = np.flatnonzero(trajectory.loss_mask)
     made, left = np.zeros(len(trajectory.token_ids)), float(trajectory.reward)
@@ -66,17 +70,17 @@ def of_tokens(trajectory: Trajectory, credit: Credit) -> np.ndarray:
 
 
 def turn_of_tokens(trajectory: Trajectory) -> np.ndarray:
-    """int64 [T]: the how-manieth run of sampled tokens a sampled token is in, from 0; -1 elsewhere."""
+    """Number each run of sampled tokens from 0: int64 [T], -1 at tokens that were not sampled."""
     sampled = trajectory.loss_mask.astype(bool)
     begins = sampled & ~np.concatenate([[False], sampled[:-1]])
     return np.where(sampled, np.cumsum(begins) - 1, -1)
 
 
 def reverse_kl(trajectory: Trajectory, old: np.ndarray | None = None) -> np.ndarray:
-    """float64 [T]: log p(student) - log p(teacher) at sampled tokens, 0 elsewhere. The student is the policy that
-    sampled: as the trainer computes it (`old`, float32 [T]) where that is known.
+    """Compute log p(student) - log p(teacher) at sampled tokens, 0 elsewhere; float64 [T].
 
-    A difference counts for ±20 nats at most, so no token that a teacher all but excludes decides a step.
+    The student is the sampling policy, as the trainer computes it (`old`, float32 [T]) if that is known. Differences
+    are clipped to ±20 nats, so no single token that the teacher nearly excludes dominates a step.
     """
     assert trajectory.teacher_logprobs is not None
     student = trajectory.logprobs if old is None else old
@@ -87,7 +91,7 @@ def reverse_kl(trajectory: Trajectory, old: np.ndarray | None = None) -> np.ndar
 def normalized(
     rewards: Sequence[np.ndarray], groups: Sequence[Sequence[Trajectory]], how: Normalization
 ) -> list[np.ndarray]:
-    """The rewards [G] of each group, normalized over those that belong together."""
+    """Normalize the rewards [G] of each group over its pool."""
     if how.method == "identity":
         return list(rewards)
     keys = [_key(i, group, how.grouping) for i, group in enumerate(groups)]

@@ -1,7 +1,7 @@
-"""What a loss tells besides its value: named statistics that add up over micro-batches, whatever their token counts.
+"""Statistics of a loss that combine exactly over micro-batches with different token counts.
 
-A statistic is a pytree of float32 scalars, so a compiled loss returns it; `joined` combines those of two micro-batches,
-and `value` is the number that a step's line of metrics.jsonl holds.
+A statistic is a pytree of float32 scalars, so a compiled loss can return it; `joined` combines those of two
+micro-batches, and `value` is the number in the step's line of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 
 class Statistic(Protocol):
-    """One of the kinds below."""
+    """Protocol of the kinds below."""
 
     def joined(self, other: Self) -> Self: ...
 
@@ -29,7 +29,7 @@ type Statistics = Mapping[str, Statistic]
 
 
 class Sum(NamedTuple):
-    """Over all tokens of the step."""
+    """Sum over all tokens of the step."""
 
     total: Any
 
@@ -41,7 +41,7 @@ class Sum(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """Over the tokens that count; None if there are none."""
+    """Mean over the unmasked tokens; None if there are none."""
 
     total: Any
     count: Any
@@ -54,7 +54,7 @@ class Mean(NamedTuple):
 
 
 class Largest(NamedTuple):
-    """Of the tokens that count; None if there are none."""
+    """Maximum over the unmasked tokens; None if there are none."""
 
     largest: Any
     count: Any
@@ -67,8 +67,9 @@ class Largest(NamedTuple):
 
 
 class EffectiveShare(NamedTuple):
-    """Kish's effective sample size of the weights w of n tokens, as a share of them: (Σw)² / (n Σw²), in (0, 1]; 0
-    where every weight is 0, None without a token.
+    """Kish's effective sample size of the weights w of n tokens, as a share of n.
+
+    (Σw)² / (n Σw²), in (0, 1]; 0 if every weight is 0, None without tokens.
     """
 
     total: Any
@@ -85,9 +86,7 @@ class EffectiveShare(NamedTuple):
 
 
 class ExplainedVariance(NamedTuple):
-    """1 - Var(error) / Var(wanted) of n predictions, from their sums; None without a token, or where what is wanted
-    does not vary.
-    """
+    """1 - Var(error) / Var(wanted) of n predictions, from their sums; None without tokens or variance of `wanted`."""
 
     count: Any
     wanted: Any
@@ -106,38 +105,38 @@ class ExplainedVariance(NamedTuple):
 
 
 def total(mask: jax.Array) -> Sum:
-    """How many tokens count; mask float32 [B, T]."""
+    """Count the unmasked tokens; mask is float32 [B, T]."""
     return Sum(mask.sum())
 
 
 def mean(x: jax.Array, mask: jax.Array) -> Mean:
-    """Of x [B, T] where mask is 1; what stands elsewhere may be anything, NaN included."""
+    """Average x [B, T] where mask is 1; masked elements may hold any value, NaN included."""
     return Mean(jnp.where(mask > 0, x, 0.0).sum(), mask.sum())
 
 
 def largest(x: jax.Array, mask: jax.Array) -> Largest:
-    """Of x [B, T], which is not negative, where mask is 1."""
+    """Find the maximum of x [B, T], which is not negative, where mask is 1."""
     return Largest(jnp.where(mask > 0, x, 0.0).max(), mask.sum())
 
 
 def effective_share(weights: jax.Array, mask: jax.Array) -> EffectiveShare:
-    """Of weights [B, T] where mask is 1."""
+    """Compute the effective share of the weights [B, T] where mask is 1."""
     held = jnp.where(mask > 0, weights, 0.0)
     return EffectiveShare(held.sum(), jnp.square(held).sum(), mask.sum())
 
 
 def explained_variance(found: jax.Array, wanted: jax.Array, mask: jax.Array) -> ExplainedVariance:
-    """Of predictions and what they should have been, [B, T] each, where mask is 1."""
+    """Compare predictions with their targets, [B, T] each, where mask is 1."""
     r = jnp.where(mask > 0, wanted, 0.0)
     e = jnp.where(mask > 0, wanted - found, 0.0)
     return ExplainedVariance(mask.sum(), r.sum(), jnp.square(r).sum(), e.sum(), jnp.square(e).sum())
 
 
 def joined(parts: list[Statistics]) -> Statistics:
-    """Those of several micro-batches as one; host arrays."""
+    """Combine the statistics of several micro-batches; host arrays."""
     return reduce(lambda a, b: {name: one.joined(b[name]) for name, one in a.items()}, parts)
 
 
 def values(statistics: Statistics) -> dict[str, float | None]:
-    """The numbers, by name."""
+    """Return the statistics' values by name."""
     return {name: one.value() for name, one in statistics.items()}

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Ratios are bounded to [1 - `low`, 1 + `high`]; None does not bound. `dual` c > 1 also bounds the loss of a token
-    with negative advantage A to -c A (dual clip, arXiv:1912.09729).
+    """Clips ratios to [1 - `low`, 1 + `high`]; None does not clip.
+
+    `dual` c > 1 also limits the loss of a token with negative advantage A to -c A (dual clip, arXiv:1912.09729).
     """
 
     low: float | None
@@ -25,8 +26,10 @@ class Clip:
 
 
 def clipped(ratio: jax.Array, advantages: jax.Array, clip: Clip) -> tuple[jax.Array, jax.Array]:
-    """PPO's clipped loss (arXiv:1707.06347, eq. 7), float32 [B, T], and where the bound is what counts, bool [B, T];
-    of ratios and advantages [B, T].
+    """Compute PPO's clipped loss (arXiv:1707.06347, eq. 7) from ratios and advantages [B, T].
+
+    Returns:
+        Loss float32 [B, T], and bool [B, T]: true where the clip applies.
     """
     free = -advantages * ratio
     held = -advantages * clip.bounded(ratio)
@@ -39,8 +42,12 @@ def clipped(ratio: jax.Array, advantages: jax.Array, clip: Clip) -> tuple[jax.Ar
 
 
 def weighted(logprobs: jax.Array, ratio: jax.Array, advantages: jax.Array, clip: Clip) -> tuple[jax.Array, jax.Array]:
-    """CISPO's loss (arXiv:2506.13585, eq. 4), float32 [B, T]: REINFORCE weighted by the clipped ratio, which has no
-    gradient, so no token's gradient is lost to the bound; and where the bound is what counts, bool [B, T].
+    """Compute CISPO's loss (arXiv:2506.13585, eq. 4): REINFORCE weighted by the clipped ratio.
+
+    The ratio has no gradient, so clipping removes no token's gradient.
+
+    Returns:
+        Loss float32 [B, T], and bool [B, T]: true where the clip applies.
     """
     weight = jax.lax.stop_gradient(clip.bounded(ratio))
     return -weight * advantages * logprobs, jax.lax.stop_gradient(weight != ratio)
