@@ -28,7 +28,7 @@ ADD = {"name": "add", "description": "d", "parameters": {"type": "object", "prop
 
 
 def told(*rows, kind="conversations"):
-    return tokenized(TOKENIZER, [(f"row {i}", row) for i, row in enumerate(rows)], kind, 400, "error").told()
+    return tokenized(TOKENIZER, [(f"row {i}", row) for i, row in enumerate(rows)], kind, 400, "error").counts()
 
 
 @pytest.mark.parametrize(

@@ -191,14 +191,14 @@ def test_text_that_begins_with_the_prompt_stays_unless_both_answers_of_a_pair_do
     kept = [f"{completion}<|im_end|>"]
     record, pair = {"prompt": prompt, "completion": completion}, {"prompt": prompt, "chosen": completion}
     assert learned(record) == kept
-    told = tokenized(TOKENIZER, [("here", record)], "conversations", 400, "error").told()
+    told = tokenized(TOKENIZER, [("here", record)], "conversations", 400, "error").counts()
     assert (told["prompt_repeated"], told["prompt_kept"]) == (0, int(said is not None))
     assert learned({**pair, "rejected": "no"}, kind="pairs") == [*kept, "no<|im_end|>"]
     other = f"{ASKED if said is None else prompt[-1]['content'] if isinstance(prompt, list) else prompt} no"
     both = tokenized(TOKENIZER, [("here", {**pair, "rejected": other})], "pairs", 400, "error")
     answers = kept if said is None else [f"{said}<|im_end|>", "no<|im_end|>"]
     assert learned({**pair, "rejected": other}, kind="pairs")[: len(answers)] == answers
-    assert (both.told()["prompt_repeated"], both.told()["prompt_kept"]) == (int(said is not None), 0)
+    assert (both.counts()["prompt_repeated"], both.counts()["prompt_kept"]) == (int(said is not None), 0)
     assert len(conversation(record).messages) == (1 if isinstance(prompt, str) else len(prompt)) + 1
 
 
@@ -297,7 +297,7 @@ def test_what_is_no_conversation_says_why(record: Any, why: str):
 @pytest.mark.parametrize(
     ("record", "why"),
     [
-        ({"messages": TALK}, "no preference pair"),
+        ({"messages": TALK}, "not a preference pair"),
         ({"messages": TALK[:2], "chosen": TALK, "rejected": TALK}, "messages and chosen"),
         ({"prompt": "go", "chosen": "a"}, "no rejected"),
         ({"prompt": "go", "chosen": "a", "rejected": None}, "chosen, but no rejected"),
@@ -344,7 +344,7 @@ def test_calls_that_the_template_leaves_out_are_refused():
         ("a.jsonl", b"PAR1....", "Parquet"),
         ("a.parquet", b"PAR1 and then not", "cannot be read"),
         ("a.arrow", b"no arrow", "cannot be read"),
-        ("a.csv", b"a,b\n", "no data file"),
+        ("a.csv", b"a,b\n", "not a data file"),
         ("a.jsonl", b'{"messages": "' + b"x" * MAX_LINE_BYTES, "line 1 has more than"),
     ],
 )
@@ -464,12 +464,12 @@ def test_what_would_end_a_turn_is_refused_within_it(hermes: ChatTokenizer, said:
 
 def test_tools_that_the_template_leaves_out_are_counted(hermes: ChatTokenizer, tmp_path: Path):
     rows = [("a", {"messages": TALK, "tools": [{"name": "add"}]}), ("b", {"messages": TALK})]
-    assert tokenized(hermes, rows, "conversations", 400, "error").told()["without_tools"] == 1
+    assert tokenized(hermes, rows, "conversations", 400, "error").counts()["without_tools"] == 1
     shows = {"chat_template": "{{ tools | tojson if tools else '' }}" + HERMES}
     folder = shutil.copytree(TINY, tmp_path / "model")
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | shows), encoding="utf-8")
-    assert tokenized(ChatTokenizer(folder), rows, "conversations", 400, "error").told()["without_tools"] == 0
+    assert tokenized(ChatTokenizer(folder), rows, "conversations", 400, "error").counts()["without_tools"] == 0
 
 
 def test_pairs_whose_answers_are_the_same_tokens_are_dropped_and_counted():
@@ -489,7 +489,7 @@ async def test_held_out_conversations_that_are_dropped_or_cut_are_told_too(tmp_p
     settings = DataSettings((train,), (held_out,), 0.0, "conversations", 64, "truncate", 0, "", 0)
     with ThreadPoolExecutor(1) as thread:
         found = await load(settings, TOKENIZER, None, Waiter(thread, TrainerStatus("r", 0)))
-    told, wanted = found.told(), {"examples": 1, "dropped": 1, "truncated": 0}
+    told, wanted = found.counts(), {"examples": 1, "dropped": 1, "truncated": 0}
     wanted |= {"eval_examples": 2, "eval_dropped": 2, "eval_truncated": 1}
     assert {key: told[key] for key in wanted} == wanted
     assert found.digest == digest([found.train.examples, found.held_out])
@@ -509,7 +509,7 @@ def test_what_is_too_long_is_refused_dropped_or_cut_and_counted():
     cut = tokenized(TOKENIZER, rows, "conversations", 64, "truncate")
     assert (len(cut.examples), cut.n_dropped, cut.n_truncated) == (2, 1, 1)  # nothing to learn is left of c
     assert len(cut.examples[1][0].ids) == 64
-    assert cut.told()["learned_tokens"] == sum(one.n_learned for (one,) in cut.examples)
+    assert cut.counts()["learned_tokens"] == sum(one.n_learned for (one,) in cut.examples)
     with pytest.raises(ConfigError, match="none of 1 conversations fits into 64 tokens"):
         tokenized(TOKENIZER, [("c", FAR)], "conversations", 64, "truncate")
 

@@ -93,7 +93,7 @@ def test_without_a_whole_checkpoint_the_trainer_ends_and_nothing_begins_anew(
     for version in checkpoint_files.versions(root):
         flip(root / str(version) / "state.json")
     before = sorted(path.name for path in root.iterdir())
-    with pytest.raises(WeightsError, match=r"none of the 3 checkpoints .* is whole"):
+    with pytest.raises(WeightsError, match=r"none of the 3 checkpoints .* is valid"):
         asyncio.run(Incarnation(stopped_at_3, executor).worker.run())
     assert sorted(path.name for path in root.iterdir()) == before
     assert len(LedgerFile(stopped_at_3 / "ledger.jsonl").settled()) == 6

@@ -263,7 +263,7 @@ def test_what_filters_compare_is_computed_by_the_engine_s_experts() -> None:
 @pytest.mark.parametrize(
     ("shape", "named"),
     [
-        (None, "an episode comes with experts, and the model has none"),
+        (None, "an episode has experts, but the model has none"),
         (RoutingShape(3, 6, 2), "experts of 2 layers, 2 a token, where the model has 3 and 2"),
         (RoutingShape(2, 5, 2), "expert 5 of a model with 5"),
         (SHAPE, None),

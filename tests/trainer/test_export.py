@@ -131,14 +131,14 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(tmp_path: Path) -> 
     shutil.copytree(run, tmp_path / "second")
     trust.accept(RunFolder(tmp_path / "second"))
     shutil.rmtree(tmp_path / "second" / "checkpoints" / "e000001-s000001" / "optimizer")
-    with pytest.raises(WeightsError, match="may just have been removed"):
+    with pytest.raises(WeightsError, match="removed"):
         export.export(tmp_path / "second", out, "latest")
     damaged = max((run / "checkpoints" / "e000001-s000001" / "params").rglob("d/*"), key=lambda f: f.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(WeightsError, match="bytes, expected"):
         export.export(run, out, "latest")
     (tmp_path / "model" / "config.json").unlink()
-    with pytest.raises(WeightsError, match=r"config\.json cannot be read any more"):
+    with pytest.raises(WeightsError, match=r"config\.json cannot be read"):
         export.export(run, out, "e000001-s000000")
     assert not out.exists()
     assert not list(tmp_path.glob(".volley-*"))

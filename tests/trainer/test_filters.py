@@ -285,5 +285,5 @@ async def test_an_engine_that_always_disagrees_stops_the_run(bench: Bench):
     await bench.until(lambda: bench.status.phase == "refused")
     await stopped(running)
     assert bench.status.refused is not None
-    assert "a rollout server computes with other weights" in bench.status.refused
+    assert "a rollout server has other weights" in bench.status.refused
     assert bench.status.tickets == {"filtered": 6}

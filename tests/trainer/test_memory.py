@@ -174,7 +174,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(tmp_path: Path, mo
 def test_what_fits_is_told() -> None:
     found = memory.estimate(SHAPE, MODEL, POLICY)
     memory.check(found, found.peak, "this machine", list)
-    assert found.told().keys() <= {*found.kept, *found.step, "host copies of a checkpoint", "most (step)"}
+    assert found.to_mib().keys() <= {*found.kept, *found.step, "host copies of a checkpoint", "most (step)"}
 
 
 def test_the_limit_is_that_of_the_container_or_of_the_machine(tmp_path: Path) -> None:

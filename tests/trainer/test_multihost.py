@@ -109,8 +109,8 @@ def test_arrays_and_bytes_travel(two):
 
 
 def test_what_the_leader_decides_in_a_call_is_told(two):
-    pair = two({"save": lambda given: pair.follower.told()})
-    together(pair.leader, "save", {}, lambda: pair.leader.tell("value", value="e000001-s000004"))
+    pair = two({"save": lambda given: pair.follower.receive_value()})
+    together(pair.leader, "save", {}, lambda: pair.leader.send("value", value="e000001-s000004"))
     assert pair.done == [("save", "e000001-s000004")]
 
 
@@ -118,7 +118,7 @@ def test_after_an_error_of_the_leader_all_wait_for_the_next_call(two):
     def full() -> None:
         raise StorageFull("no space")
 
-    pair = two({"save": lambda given: pair.follower.told(), "step": lambda given: "made"})
+    pair = two({"save": lambda given: pair.follower.receive_value(), "step": lambda given: "made"})
     for _ in range(2):
         with pytest.raises(StorageFull):
             together(pair.leader, "save", {}, full)
@@ -157,11 +157,11 @@ def test_a_call_of_another_thread_disturbs_none(two):
 
     def save(given: object) -> str:
         begun.set()
-        return pair.follower.told()
+        return pair.follower.receive_value()
 
     def saving() -> None:
         with stream("saves"):
-            together(pair.leader, "save", {}, lambda: go_on.wait(10) and pair.leader.tell("value", value="folder"))
+            together(pair.leader, "save", {}, lambda: go_on.wait(10) and pair.leader.send("value", value="folder"))
 
     pair = two({"step": lambda given: given["n"]})
     beside = threading.Thread(target=pair.follow_saves, args=({"save": save},), daemon=True)
@@ -215,7 +215,7 @@ def test_an_address_that_is_taken_is_said():
     ("other", "reason"),
     [
         ({"process_id": 5}, "process_id=5"),
-        ({"settings": "others"}, "configured otherwise"),
+        ({"settings": "others"}, "its configuration differs"),
         ({"key": b"another token altogether"}, "token"),
     ],
 )

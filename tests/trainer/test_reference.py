@@ -76,7 +76,7 @@ def test_the_estimate_has_it_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
     on_device, aside = (memory.estimate(SHAPE, MODEL, replace(POLICY, offload_reference=off)) for off in (False, True))
     assert (aside.kept["reference"], aside.host_reference) == (0, 4 * N)
     assert aside.peak == on_device.peak
-    assert aside.told()["reference on the host"] == on_device.told()["reference"]
+    assert aside.to_mib()["reference on the host"] == on_device.to_mib()["reference"]
     elsewhere = [replace(one, on_host=False) for one in (on_device, aside)]
     assert elsewhere[0].peak - elsewhere[1].peak == 4 * N
     hints = memory.knobs(SHAPE, MODEL, POLICY, None, elsewhere[0])

@@ -1,4 +1,4 @@
-"""What a backend is opened with, and what comes of it: between the trainer's wiring and whatever trains."""
+"""Inputs and outputs of `open_backend`, the seam between the trainer's wiring and its backend."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from shared.schema import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class BackendInputs:
-    """What a backend is made from; `folder` holds the model's config.json and tokenizer, `origin` the first weights if
-    it is set; versions go to `publications`, lines of metrics to `sinks`.
+    """Inputs of `open_backend`.
+
+    `folder` holds the model's config.json and tokenizer; `origin`, if set, has the first weights. The backend publishes
+    versions to `publications` and sends lines of metrics to `sinks`.
     """
 
     config: RunConfig
@@ -36,8 +38,10 @@ class BackendInputs:
 
 @dataclass(frozen=True, slots=True)
 class OpenedBackend:
-    """`backend` trains on groups whose ids obey `tokens`, and keeps its `checkpoints`; `warm_start` readies a new model
-    before step 0; `close` lets go of the trainer's other processes.
+    """Outputs of `open_backend`.
+
+    `backend` trains on groups within the limits of `tokens`, and writes `checkpoints`. `warm_start` trains a new model
+    before step 0. `close` releases the trainer's other processes.
     """
 
     backend: Backend

@@ -1,7 +1,7 @@
-"""All that blocks: model, optimizer and checkpoint folders behind plain calls, for one thread.
+"""Blocking backend of RL: model, optimizer and checkpoint folders, for one thread.
 
-Order of calls: `restore`, `build`, then of a new run `warm_start` and `start`; of one that goes on `start`, or `step`
-for each logged step and `save`; then `step` and `save` in turn.
+Order of calls: `restore`, `build`; then for a new run `warm_start` and `start`, for a resumed one `start`, or `step`
+for each logged step; then `step` and `save` in turn.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _log = telemetry.Log("backend")
 
 
 class ModelCheckpoints(Protocol):
-    """The part of `CheckpointFolders` that the model is restored from and saved to."""
+    """Methods of `CheckpointFolders` that restore and save the model."""
 
     def newest(self) -> RestoredCheckpoint | None: ...
 
@@ -76,7 +76,7 @@ class ModelCheckpoints(Protocol):
 
 
 class ModelPublications(Protocol):
-    """The part of `Publications` that versions of the model go to."""
+    """Methods of `Publications` that publish versions of the model."""
 
     def publish(
         self,
@@ -92,14 +92,15 @@ class ModelPublications(Protocol):
 
 
 class TunixBackend:
-    """The trainer's heavy half. Every method blocks; none may run beside another.
+    """Backend of RL with Tunix models. Every method blocks; calls must not overlap.
 
     Args:
-        warm_start: the layout of a new run's warm start, if it has one.
-        publications: where versions are published; without it none are.
-        options_under: the options of the policy under other settings than its own; without it there are no others.
+        warm_start: layout of a new run's warm start, if it has one.
+        publications: publishes versions; None publishes none.
+        options_under: makes the policy's options under other settings; None if settings never change.
 
-    `memory` is what `build` reckons that training takes, in MiB, `plan` on what and with how many sequences at once.
+    `memory` is the memory that training takes by the estimate of `build`, in MiB; `plan` describes mesh, devices and
+    micro-batches.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class TunixBackend:
     ) -> None:
         self._publications = publications
         self._options_under = options_under
-        self._in_force: Flat = {}  # empty: its own
+        self._in_force: Flat = {}  # empty: the configuration's own
         self._options, self._described, self._policy_options, self._checkpoints = model, described, policy, checkpoints
         self._warm_start_layout = warm_start
         self.memory: Mapping[str, float] = {}
@@ -126,20 +127,21 @@ class TunixBackend:
 
     @property
     def n_devices(self) -> int:
-        """Of the mesh."""
+        """Number of devices of the mesh."""
         return math.prod(self._options.mesh_shape)
 
     def restore(self) -> TrainerState | None:
-        """Reads the newest checkpoint; None if the run is new. Raises WeightsError."""
+        """Read the newest checkpoint; None if the run is new. Raises WeightsError."""
         self._restored = self._checkpoints.newest()
         return self._restored.state if self._restored else None
 
     def build(self) -> None:
-        """Makes the model, from the checkpoint if there is one, if it can be trained in the memory there is. Raises
-        ConfigError, WeightsError.
+        """Make the model, from the checkpoint if there is one.
+
+        Raises ConfigError, also if memory does not suffice to train it, and WeightsError.
         """
         if not self.memory:
-            self.memory = self._reckoned()
+            self.memory = self._estimated_memory()
         self._model = self._policy = None
         self._model = built(self._options, self._described, self._checkpoints, self._restored)
         if self._restored is not None:
@@ -147,7 +149,7 @@ class TunixBackend:
             self._restored = replace(self._restored, params={}, optimizer={})  # the policy has them
 
     def _resumed(self, model: Model, restored: RestoredCheckpoint) -> Policy:
-        """Raises NonFinite."""
+        """Make the policy of a restored checkpoint. Raises NonFinite."""
         reference = self._checkpoints.params_of(restored.state.reference) if restored.state.reference else None
         policy = Policy(model, self._policy_options, self._described.to_hf(), reference)
         self._in_force = {}
@@ -156,27 +158,25 @@ class TunixBackend:
         self._adapter = restored.adapter
         return policy
 
-    def _reckoned(self) -> dict[str, float]:
-        """Raises ConfigError if the memory there is does not suffice."""
+    def _estimated_memory(self) -> dict[str, float]:
+        """Estimate the memory that training takes, in MiB by part. Raises ConfigError if it is not available."""
         parts = self._described, self._options, self._policy_options
         warm_start = self._warm_start_layout if self._restored is None else None
         found = memory.estimate(*parts, warm_start)
         limit, on = memory.available(jax.local_devices()[0])
         policy = self._policy_options
         self.plan = plan(self._options, policy.layout, policy.rows_per_step, found)
-        _log.info("memory", mib=found.told(), limit_mib=limit >> 20, on=on, plan=self.plan)
+        _log.info("memory", mib=found.to_mib(), limit_mib=limit >> 20, on=on, plan=self.plan)
         memory.check(found, limit, on, lambda: memory.knobs(*parts, warm_start, found))
-        return found.told()
+        return found.to_mib()
 
     def warm_start(self, examples: Sequence[Example], options: SupervisedOptions) -> Iterator[SupervisedMetrics]:
-        """Supervised steps on the built model, one for each item asked for."""
+        """Train the built model lazily, one supervised step an item."""
         assert self._model is not None
         return supervised.warm_start(self._model, examples, options)
 
     def start(self, state: TrainerState) -> Path:
-        """The first checkpoint of this incarnation, of the weights that `build` has made; returns its folder. Raises
-        NonFinite.
-        """
+        """Write the first checkpoint of this incarnation, of the built model; return its folder. Raises NonFinite."""
         if self._restored is not None:
             folder = self._checkpoints.relabel(self._restored, state)
             self._restored = None
@@ -187,32 +187,33 @@ class TunixBackend:
             self._model = with_adapters(self._model, self._described, options)
         self._policy = Policy(self._model, self._policy_options, self._described.to_hf(), None)
         if options.lora is not None:
-            self._policy.check("the weights that RL begins with")
+            self._policy.check("the first weights of RL")
             base = self._checkpoints.save_base(state.version, self._policy.base())
             self._adapter = Adapter(options.lora.rank, options.lora.alpha, base)
         return self.save(state, None)
 
     def apply_settings(self, settings: Flat) -> None:
-        """What follows is trained under these settings; model and optimizer stay, bit for bit. Raises ConfigError."""
+        """Train the next steps under these settings; model and optimizer do not change. Raises ConfigError."""
         assert self._policy is not None
         if self._options_under is not None and settings != self._in_force:
             self._policy.apply_options(self._options_under(settings))
             self._in_force = settings
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
-        """One step of RL on the groups; `before` is the version of the present weights. Raises NonFinite: then
-        `rewind`.
+        """Train one RL step on the groups; `before` is the version of the present weights.
+
+        Raises NonFinite; the weights are then invalid until `rewind`.
         """
         assert self._policy is not None
         return self._policy.step(held, before)
 
     def checksum(self) -> str:
-        """Of the bits of all parameters under training."""
+        """Checksum of the bits of all trained parameters."""
         assert self._policy is not None
         return self._policy.checksum()
 
     def checksums(self) -> Checksums:
-        """Of all that a checkpoint of the present weights holds. Raises NonFinite."""
+        """Checksums of everything that a checkpoint of the present weights would hold. Raises NonFinite."""
         assert self._policy is not None
         leaves, _, model, probe = self._policy.published()
         described = checksums.description(model, leaves, self._adapter, probe)
@@ -225,22 +226,22 @@ class TunixBackend:
         return self._policy.logprob_diffs(held, present)
 
     def rewind(self, version: WeightVersion) -> None:
-        """Model and optimizer are again, bit for bit, those of a checkpoint of this incarnation. Raises WeightsError,
-        Unavailable.
+        """Restore model and optimizer, bit for bit, from a checkpoint of this incarnation.
+
+        Raises WeightsError, Unavailable.
         """
         assert self._policy is not None
         restored = self._checkpoints.restored(version)
         self._policy.load(restored.params, restored.optimizer)
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
-        """A durable checkpoint of the present weights; returns its folder. Raises NonFinite; then nothing of it is
-        there.
-        """
+        """Write a durable checkpoint of the present weights; return its folder. Raises NonFinite before writing."""
         return self._checkpoints.save(state, self._contents(), base)
 
     def take(self, state: TrainerState, base: WeightVersion) -> Callable[[], Path]:
-        """`save` for later, in any thread: the present arrays are copied, to the host if all of them are this
-        process's. Raises NonFinite.
+        """Copy the present arrays; the returned function saves them later, in any thread.
+
+        Arrays are copied to the host, or on their devices if other processes hold shards. Raises NonFinite.
         """
         self._restored = None
         return partial(self._checkpoints.save, state, copied(self._contents()), base)
@@ -250,8 +251,9 @@ class TunixBackend:
         return replace(self._policy.contents(), adapter=self._adapter)
 
     def publish(self, version: WeightVersion) -> PublishedVersion:
-        """Makes chunks of the present weights, as `version`; they are announced by somebody else. Raises NonFinite,
-        StorageFull.
+        """Write the chunks of the present weights as `version`; the caller announces it.
+
+        Raises NonFinite, StorageFull.
         """
         assert self._policy is not None
         assert self._publications is not None
@@ -263,7 +265,7 @@ class TunixBackend:
 
 
 def copied(contents: CheckpointContents) -> CheckpointContents:
-    """The same arrays, which no later step changes."""
+    """Copy the arrays; later steps do not change the copy."""
     master = None if contents.master is None else _copies(contents.master)
     return replace(contents, params=_copies(contents.params), optimizer=_copies(contents.optimizer), master=master)
 
@@ -278,8 +280,9 @@ def _copies(arrays: Arrays) -> dict[str, Any]:
 def built(
     options: ModelOptions, described: ModelConfig, checkpoints: ModelCheckpoints, restored: RestoredCheckpoint | None
 ) -> Model:
-    """The model with the weights of a checkpoint of its run, of the version of another run that it begins with, or of
-    its folder. Raises ConfigError, WeightsError.
+    """Build the model with the weights of the restored checkpoint, of its origin in another run, or of its folder.
+
+    Raises ConfigError, WeightsError.
     """
     if restored is not None:
         leaves = restored_leaves(restored, checkpoints.base_of(restored))
@@ -291,7 +294,7 @@ def built(
     model = assembled(described, options, leaves, adapted=restored is not None and restored.adapter is not None)
     if isinstance(leaves, FileLeaves) and (unread := leaves.unread):
         _log.warning(
-            "the model's files hold tensors that config.json has no place for: they are ignored, as by transformers",
+            "ignoring tensors of the model's files that config.json does not describe, as transformers does",
             tensors=len(unread),
             first=unread[:5],
         )
@@ -299,30 +302,28 @@ def built(
 
 
 def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:
-    """Raises ConfigError if the tokenizer can make ids that the model has no embedding for."""
+    """Raise ConfigError if the tokenizer can make ids without an embedding in the model."""
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"the tokenizer's largest id is {tokenizer.vocab_size - 1}, the model's vocabulary has {model.vocab_size}",
-            "do they belong together?",
+            "use the tokenizer of this model",
         )
 
 
 def note_tokenizer(tokenizer: ChatTokenizer) -> None:
-    """Log once if transformers 5 makes other tokens of a text."""
+    """Log a warning if transformers 5 tokenizes differently."""
     if tokenizer.note is not None:
-        _log.warning("transformers 5 reads the tokenizer otherwise", note=tokenizer.note)
+        _log.warning("transformers 5 tokenizes differently", note=tokenizer.note)
 
 
 def note_positions(config: RunConfig, model: ModelConfig) -> None:
-    """Log once if sequences may be longer than the model was trained for."""
+    """Log a warning if sequences may be longer than the model was trained for."""
     if (note := beyond_positions(config, model)) is not None:
-        _log.warning("the context is longer than the model's", note=note)
+        _log.warning("the context is longer than the model was trained for", note=note)
 
 
 def assembled(described: ModelConfig, options: ModelOptions, leaves: Leaves, *, adapted: bool = True) -> Model:
-    """The model on its mesh, with the adapters that the options ask for if it is to be `adapted`. Raises ConfigError,
-    WeightsError.
-    """
+    """Build the model on its mesh, with the adapters of the options if `adapted`. Raises ConfigError, WeightsError."""
     mesh = make_mesh(options.mesh_shape, options.mesh_axes)
     lora = options.lora if adapted else None
     splash = uses_splash(options.attention, mesh.devices.flat[0].platform)
@@ -330,13 +331,13 @@ def assembled(described: ModelConfig, options: ModelOptions, leaves: Leaves, *, 
 
 
 def with_adapters(model: Model, described: ModelConfig, options: ModelOptions) -> Model:
-    """The model with the adapters that the options ask for beside its weights; they change nothing yet."""
+    """Add the adapters of the options to the model; at first they do not change its output."""
     present = params_of(model)
     return assembled(described, options, initial_adapter(lambda name, _: present[name], options.seed))
 
 
 def merged(restored: RestoredCheckpoint, base: Mapping[str, HostArray]) -> RestoredCheckpoint:
-    """The checkpoint as one of full weights. Raises WeightsError if its adapters do not fit the base."""
+    """Convert the checkpoint to full weights. Raises WeightsError if its adapters do not fit the base."""
     if restored.adapter is None:
         return restored
     try:
@@ -347,8 +348,9 @@ def merged(restored: RestoredCheckpoint, base: Mapping[str, HostArray]) -> Resto
 
 
 def restored_leaves(restored: RestoredCheckpoint, base: Mapping[str, HostArray] | None = None) -> Leaves:
-    """The checkpoint's parameters for `build`, and those of the base that its adapters are of; asking for one it lacks
-    raises WeightsError.
+    """Return the parameters of the checkpoint, and of its adapters' base, for `build`.
+
+    A missing parameter, or one of another shape, raises WeightsError.
     """
     params: Mapping[str, HostArray] = {**(base or {}), **restored.params}
 
@@ -358,7 +360,7 @@ def restored_leaves(restored: RestoredCheckpoint, base: Mapping[str, HostArray] 
             raise WeightsError(
                 f"checkpoint {restored.folder.name} is of another model: {name} is"
                 f" {'missing' if found is None else list(found.shape)}",
-                "continue with the model the run was started with, or give it another run.name",
+                "resume with the model that the run was started with, or choose another run.name",
             )
         return found
 

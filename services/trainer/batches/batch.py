@@ -1,13 +1,13 @@
-"""Groups to fixed-shape batches of whole sequences: one a row, right-padded, or several (see `packing`).
+"""Fixed-shape batches of whole sequences: one sequence a row, right-padded, or several (see `packing`).
 
 Invariants:
-- position t of `targets`, `mask`, `behaviour`, `advantages` and `current` belongs to the token at t + 1: what the
+- position t of `targets`, `mask`, `behaviour`, `advantages` and `current` belongs to the token at t + 1, which the
   hidden state at t predicts;
-- a micro-batch has one of few lengths (the buckets), and of each one of few numbers of rows, so compiled shapes are
-  bounded;
-- `weight` carries the *global* denominators of the step, so losses and gradients of the micro-batches add up to those
-  of the whole batch, whatever their token counts, and however the sequences are packed;
-- what stands at a position with mask 0 never matters, and is finite.
+- a micro-batch has one of few lengths (the buckets), and for each length one of few numbers of rows, so the number of
+  compiled shapes is bounded;
+- `weight` has the *global* denominators of the step, so losses and gradients of micro-batches add up to those of the
+  whole batch, for any token counts and any packing;
+- values at positions with mask 0 do not affect the result, and are finite.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ Aggregation = Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-t
 class Batch:
     """One micro-batch of B rows and T positions; a pytree for JAX.
 
-    ids, targets: int32 [B, T]. mask: float32 [B, T], 1 where the target was sampled by the policy.
-    behaviour, advantages: float32 [B, T]. current: float32 [B, T], 1 where sampled by the weights now being trained.
-    weight: float32 of the token in the loss of the whole step, [B, 1] where a row is one sequence, [B, T] where
-    sequences are packed; `packing` says where these lie, and is None of the former. reference, old: float32 [B, T]
-    log-probabilities of the reference model and of the policy at the start of the step; values, returns: float32
-    [B, T], what the critic expected before the token at the start of the step, and what it should have. None where the
-    objective does not need them. routed: int16 or int32 [B, T, L, k], the experts that the engine has sent the token at
-    t to in each layer, -1 where they are not known; None where they are of no token of the step. What several sequences
-    begin with is packed once only where its experts are the same as well.
+    ids, targets: int32 [B, T].
+    mask: float32 [B, T], 1 where the policy sampled the target.
+    behaviour, advantages: float32 [B, T].
+    current: float32 [B, T], 1 where the weights now being trained sampled the target.
+    weight: float32, the token's weight in the loss of the whole step; [B, 1] if a row is one sequence, [B, T] if
+        sequences are packed.
+    packing: places of the packed sequences; None if a row is one sequence.
+    reference, old: float32 [B, T], log-probabilities of the reference and of the policy at the start of the step.
+    values, returns: float32 [B, T], the critic's value before the token at the start of the step, and its target.
+    routed: int16 or int32 [B, T, L, k], the experts to which the engine sent the token at t in each layer, -1 if not
+        known. Sequences share a packed prefix only if its experts are the same too.
+
+    The optional arrays are None if the objective does not need them; `routed` if no token of the step has experts.
     """
 
     ids: np.ndarray
@@ -78,8 +82,9 @@ jax.tree_util.register_dataclass(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence: ids int32 [T], mask [T], behaviour log-probabilities [T], current [T], advantages [T]; and [T] each
-    what `Batch` may have, in every row of a step or in none. routed: [n, L, k], of the first n tokens.
+    """One sequence: arrays [T] as in `Batch`, ids int32.
+
+    Optional arrays are in every row of a step or in none; `routed` is [n, L, k], of the first n tokens.
     """
 
     ids: np.ndarray
@@ -99,16 +104,18 @@ class Row:
 
     @property
     def own_from(self) -> int:
-        """How many tokens from the first on no loss is computed of: of them no token that counts is predicted."""
+        """Number of leading tokens that predict no token of the loss."""
         counted = np.flatnonzero(self.mask[1:])
         return int(counted[0]) if len(counted) else len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """`buckets`: lengths in tokens, ascending. `rows`: rows of a micro-batch. `pad_id`: filler, never a target with
-    mask 1. With `tokens` sequences are packed, into micro-batches of at most so many positions, whose rows divide over
-    `shards`, and `rows` is how many there are at most of the longest; without, a row is one sequence.
+    """Shapes of micro-batches.
+
+    `buckets` are lengths in tokens, ascending; `rows` is the number of rows; `pad_id` fills positions, never a target
+    with mask 1. With `tokens`, sequences are packed into micro-batches of at most so many positions, whose rows divide
+    over `shards`, and `rows` is the most rows of the longest length; otherwise a row is one sequence.
     """
 
     buckets: tuple[int, ...]
@@ -118,7 +125,7 @@ class BatchLayout:
     shards: int = 1
 
     def bucket(self, length: int) -> int:
-        """The smallest bucket that holds `length` tokens. Raises DecodeError if none does."""
+        """Return the smallest bucket that holds `length` tokens. Raises DecodeError if none does."""
         for size in self.buckets:
             if length <= size:
                 return size
@@ -132,7 +139,7 @@ class BatchLayout:
 
 
 def policy_row(trajectory: Trajectory, trained: WeightVersion) -> Row:
-    """An episode, without advantages yet; `trained` is the version of the weights about to be updated."""
+    """Make the row of an episode, without advantages; `trained` is the version of the weights to be updated."""
     n = len(trajectory.token_ids)
     current = np.zeros(n, np.uint8)
     for span in trajectory.versions:
@@ -142,12 +149,12 @@ def policy_row(trajectory: Trajectory, trained: WeightVersion) -> Row:
 
 
 def left_out(row: Row) -> Row:
-    """The row without a trainable token."""
+    """Mask all tokens of a row."""
     return replace(row, mask=np.zeros_like(row.mask))
 
 
 def supervised_row(ids: Sequence[int] | np.ndarray, mask: Sequence[int] | np.ndarray) -> Row:
-    """A demonstration: mask 1 on the tokens to imitate."""
+    """Make the row of a demonstration: mask 1 on the tokens to imitate."""
     n = len(ids)
     return Row(
         np.asarray(ids, np.int32),
@@ -159,10 +166,10 @@ def supervised_row(ids: Sequence[int] | np.ndarray, mask: Sequence[int] | np.nda
 
 
 def row_weights(rows: Sequence[Row], mode: Aggregation, max_response_length: int) -> np.ndarray:
-    """float64 [N]: the weight of every token of a row in the loss of the whole step.
+    """Compute float64 [N]: the weight of each row's tokens in the loss of the whole step.
 
-    `sequence-mean-token-scale` (Dr. GRPO) divides by the constant `max_response_length`, in tokens. Rows without a
-    trainable token count for nothing.
+    `sequence-mean-token-scale` (Dr. GRPO) divides by the constant `max_response_length`, in tokens. Rows without
+    trainable tokens are not counted.
     """
     tokens = np.array([row.n_tokens for row in rows], np.float64)
     filled = max(1, int((tokens > 0).sum()))
@@ -176,15 +183,17 @@ def row_weights(rows: Sequence[Row], mode: Aggregation, max_response_length: int
 
 
 def micro_batches(rows: Sequence[Row], weights: np.ndarray, layout: BatchLayout, n_micro: int) -> list[Batch]:
-    """The sequences, of which each token has the weight [N] of its own, in micro-batches. Raises as `arranged`."""
+    """Make micro-batches of the sequences; `weights` [N] are those of their tokens. Raises as `arranged`."""
     return assembled(rows, weights, arranged(rows, layout, n_micro), layout.pad_id)
 
 
 def arranged(rows: Sequence[Row], layout: BatchLayout, n_micro: int) -> list[MicroBatch]:
-    """Which sequences are in which micro-batch, and where: exactly `n_micro` of one sequence a row, similar lengths
-    together and empty rows at the end; or as many packed ones as it takes.
+    """Assign the sequences to micro-batches and places.
 
-    Raises DecodeError if a sequence is longer than the longest bucket, or if there are more than places for one a row.
+    Without packing, exactly `n_micro` micro-batches, similar lengths together, empty rows at the end; packed, as many
+    as needed.
+
+    Raises DecodeError if a sequence is longer than the longest bucket, or if unpacked rows do not hold all sequences.
     """
     if layout.tokens is not None:
         shapes = RowShapes(layout.buckets, layout.tokens, layout.shards)
@@ -193,7 +202,7 @@ def arranged(rows: Sequence[Row], layout: BatchLayout, n_micro: int) -> list[Mic
     if len(rows) > n_micro * layout.rows:
         raise DecodeError(
             f"{len(rows)} sequences do not fit into {n_micro} x {layout.rows} rows",
-            "groups are larger than num_generations",
+            "check that groups have at most num_generations episodes",
         )
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     parts = [order[i * layout.rows : (i + 1) * layout.rows] for i in range(n_micro)]
@@ -201,7 +210,7 @@ def arranged(rows: Sequence[Row], layout: BatchLayout, n_micro: int) -> list[Mic
 
 
 def _distinct(rows: Sequence[Row]) -> list[np.ndarray]:
-    """int32 [n] of each row: equal numbers where tokens and their experts are equal, for only these share a place."""
+    """Number the tokens of each row, int32 [n]: equal numbers for equal tokens and experts, which may share a place."""
     if all(row.routed is None for row in rows):
         return [row.ids for row in rows]
     number: dict[bytes, int] = {}
@@ -221,9 +230,7 @@ def _padded(rows: Sequence[Row], part: Sequence[int], layout: BatchLayout) -> Mi
 
 
 def by_row(tables: Sequence[np.ndarray], rows: Sequence[Row], parts: Sequence[MicroBatch]) -> list[np.ndarray]:
-    """What was computed of micro-batches, [B, T] each in the places of `targets`, as float32 [T] for each sequence: at
-    the tokens that count, 0 elsewhere.
-    """
+    """Convert tables [B, T] of micro-batches, aligned with `targets`, to float32 [T] for each sequence; masked: 0."""
     made = [np.zeros(len(row.ids), np.float32) for row in rows]
     for table, part in zip(tables, parts, strict=True):
         for place in part.places:
@@ -233,7 +240,7 @@ def by_row(tables: Sequence[np.ndarray], rows: Sequence[Row], parts: Sequence[Mi
 
 
 def efficiency(parts: Sequence[MicroBatch]) -> dict[str, float]:
-    """`computed_tokens`: positions of all micro-batches; `packing_efficiency`: the share of them that hold a token."""
+    """Measure `computed_tokens`, all positions, and `packing_efficiency`, the share of them that hold a token."""
     computed = sum(rows * length for rows, length in (part.shape for part in parts))
     return {
         "computed_tokens": float(computed),
@@ -242,7 +249,7 @@ def efficiency(parts: Sequence[MicroBatch]) -> dict[str, float]:
 
 
 def assembled(rows: Sequence[Row], weights: np.ndarray, parts: Sequence[MicroBatch], pad_id: int) -> list[Batch]:
-    """The sequences in their places; each token has its sequence's weight [N]."""
+    """Fill micro-batches with the sequences in their places; each token has its sequence's weight [N]."""
     has = tuple(name for name in _OPTIONAL if rows and getattr(rows[0], name) is not None)
     made = [_assemble(rows, weights, part, pad_id, has) for part in parts]
     like = next((row.routed for row in rows if row.routed is not None), None)
@@ -269,7 +276,7 @@ def _assemble(rows: Sequence[Row], weights: np.ndarray, part: MicroBatch, pad_id
 
 
 def _packing(part: MicroBatch) -> Packing:
-    """What fills a row up sees itself."""
+    """Describe the packing for attention; filler positions attend to themselves."""
     positions, sequences = np.zeros(part.shape, np.int32), np.zeros(part.shape, np.int32)
     visible_until = np.broadcast_to(np.arange(1, part.shape[1] + 1, dtype=np.int32), part.shape).copy()
     for number, place in enumerate(part.places):
@@ -287,12 +294,12 @@ def _table(rows: Sequence[Row], name: str, part: MicroBatch) -> np.ndarray:
 
 
 def routed_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Of `Batch.routed`, where trajectories have experts of `dtype`: the smallest that also holds -1."""
+    """Smallest dtype of `Batch.routed` that holds experts of `dtype` and -1."""
     return np.result_type(dtype, np.int8)
 
 
 def _routed(rows: Sequence[Row], part: MicroBatch, like: np.ndarray) -> np.ndarray:
-    """[B, T, L, k] of experts `like` [n, L, k]."""
+    """Make the table [B, T, L, k] of experts; `like` [n, L, k] gives shape and dtype."""
     made = np.full((*part.shape, *like.shape[1:]), -1, routed_dtype(like.dtype))
     for place in part.places:
         known = rows[place.sequence].routed

@@ -1,14 +1,14 @@
-"""Several sequences in a row, what they begin with in common once: which sequence lies where.
+"""Packing of sequences into rows, with shared prefixes stored once.
 
-The sequences of a row are a trie, laid out depth first (see models.attention). Shared is only what no loss is computed
-of: a prompt without its last token, of which the first sampled one is predicted.
+The sequences of a row are a trie, laid out depth first (see models.attention). Sequences share only tokens that predict
+no token of the loss: a prompt without its last token, which predicts the first sampled one.
 
-Rows are filled greedily: prompt by prompt, the largest first, each sequence into the row that holds the most of its
-prompt already, and of those into the fullest where it fits (best fit decreasing, if nothing is shared). Which of the
-lengths rows are begun with is tried out, longer sequences aside; a row that stays emptier is cut to the smallest length
-that holds it.
+Rows are filled greedily: prompt by prompt, the largest first, each sequence into the row that already holds most of its
+prompt, and of those into the fullest with room (best fit decreasing, if nothing is shared). Each row length is tried as
+the default, and the cheapest result is used; longer sequences get a longer row. At the end each row is cut to the
+smallest length that holds it.
 
-Invariant: the same sequences in the same order lie in the same places.
+Invariant: the same sequences in the same order get the same places.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from itertools import pairwise
 import numpy as np
 
 _EVEN_LENGTH = 1024
-"""Tokens of a row whose attention to each other costs about as much as the rest of the model. On a CPU it was measured
-as some 400 for a hidden size of 64 and 2,000 for one of 576; it only decides which lengths rows are begun with.
+"""Row length, in tokens, at which attention costs about as much as the rest of the model. On a CPU about 400 were
+measured for a hidden size of 64 and 2,000 for 576; the value only decides which row length is chosen.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`columns` int64 [n], ascending: where the tokens of the `sequence` lie in `row` of a micro-batch."""
+    """Place of a `sequence` in a micro-batch: the `columns` of its tokens in `row`, int64 [n], ascending."""
 
     sequence: int
     row: int
@@ -37,7 +37,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Which sequences are in the `shape` [B, T]; with `packed` false one a row, from its beginning."""
+    """Places of sequences in a micro-batch of `shape` [B, T]; if not `packed`, each row has one, from column 0."""
 
     shape: tuple[int, int]
     places: tuple[Place, ...]
@@ -45,7 +45,7 @@ class MicroBatch:
 
     @property
     def n_tokens(self) -> int:
-        """Positions that hold a token: those after the last one of a row are filler."""
+        """Number of positions that hold a token; those after a row's last one are filler."""
         ends: dict[int, int] = {}
         for place in self.places:
             ends[place.row] = max(ends.get(place.row, 0), int(place.columns[-1]) + 1)
@@ -54,24 +54,29 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class RowShapes:
-    """`lengths` of rows, ascending; at most `tokens` positions in a micro-batch, whose rows divide over `shards`."""
+    """Shapes of packed rows.
+
+    `lengths` ascend; a micro-batch has at most `tokens` positions, and its rows divide over `shards`.
+    """
 
     lengths: tuple[int, ...]
     tokens: int
     shards: int
 
     def fitting(self, n_tokens: int) -> int:
-        """The smallest length that holds so many."""
+        """Return the smallest length that holds `n_tokens`."""
         return next(length for length in self.lengths if n_tokens <= length)
 
     @property
     def affordable(self) -> list[int]:
-        """The lengths of which one row for each shard is within `tokens`, and the shortest in any case."""
+        """Lengths of which one row for each shard is within `tokens`, and always the shortest."""
         return [length for length in self.lengths if length * self.shards <= self.tokens] or [self.lengths[0]]
 
     def at_once(self, length: int) -> list[int]:
-        """How many rows of this length a micro-batch may have: as many as `tokens` allow, a quarter of that, and so on,
-        down to one for each shard. What is left of a step's rows goes into smaller ones, so none is computed in vain.
+        """Numbers of rows of this length that a micro-batch may have, descending.
+
+        As many as `tokens` allow, a quarter of that, and so on, down to one for each shard: the last rows of a step use
+        smaller micro-batches, which have few empty rows.
         """
         rows = max(1, self.tokens // length // self.shards)
         return [rows // 4**k * self.shards for k in range(rows.bit_length()) if rows // 4**k] + [self.shards]
@@ -79,7 +84,7 @@ class RowShapes:
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """A row's sequences in depth-first order, and the columns of each one's tokens."""
+    """Sequences of a row in depth-first order, and the columns of their tokens."""
 
     length: int
     sequences: tuple[int, ...]
@@ -87,8 +92,9 @@ class _Filled:
 
 
 def packed(sequences: Sequence[np.ndarray], own_from: Sequence[int], shapes: RowShapes) -> list[MicroBatch]:
-    """Places for all sequences, at least one, none longer than the longest row: ids int32 [n] each, of which the first
-    `own_from` may be shared.
+    """Pack sequences of ids int32 [n]; of each the first `own_from` tokens may be shared.
+
+    There is at least one sequence, and none is longer than the longest row.
     """
     prompts = _Prompts(sequences, own_from)
     tried = [_filled(prompts, length, shapes) for length in shapes.affordable]
@@ -96,7 +102,7 @@ def packed(sequences: Sequence[np.ndarray], own_from: Sequence[int], shapes: Row
 
 
 class _Prompts:
-    """What sequences may share, as the distinct ones in lexicographic order: neighbours have the most in common."""
+    """Distinct prompts in lexicographic order, so that neighbours share the longest prefixes."""
 
     def __init__(self, sequences: Sequence[np.ndarray], own_from: Sequence[int]) -> None:
         self.n_tokens = [len(ids) for ids in sequences]
@@ -104,20 +110,20 @@ class _Prompts:
         distinct = sorted(set(keys))
         rank = {key: i for i, key in enumerate(distinct)}
         self.of = [rank[key] for key in keys]
-        """The number of each sequence's prompt."""
+        """Number of each sequence's prompt."""
         arrays = [np.frombuffer(key, ">i4") for key in distinct]
         self.lengths = np.array([len(prompt) for prompt in arrays], np.int64)
         self._neighbours = np.array([_common(a, b) for a, b in pairwise(arrays)], np.int64)
 
     def in_common(self, prompt: int) -> np.ndarray:
-        """int64 [number of prompts]: tokens that each has in common with this one, from the first on."""
+        """Compute int64 [number of prompts]: the length of the prefix that each shares with this one."""
         before = np.minimum.accumulate(self._neighbours[:prompt][::-1])[::-1]
         after = np.minimum.accumulate(self._neighbours[prompt:])
         return np.concatenate([before, self.lengths[prompt : prompt + 1], after])
 
     @cached_property
     def by_size(self) -> list[tuple[int, list[int]]]:
-        """(prompt, its sequences, the longest first), those with the most tokens first."""
+        """Prompts with their sequences, longest first; prompts with the most tokens first."""
         held: dict[int, list[int]] = {}
         for i in sorted(range(len(self.of)), key=lambda i: -self.n_tokens[i]):
             held.setdefault(self.of[i], []).append(i)
@@ -136,7 +142,7 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _filled(prompts: _Prompts, length: int, shapes: RowShapes) -> list[_Filled]:
-    """Rows that hold all sequences, of at most `length` tokens where no sequence is longer."""
+    """Fill rows of at most `length` tokens, or longer for a longer sequence, with all sequences."""
     room = np.zeros(len(prompts.of), np.int64)
     rows = list[list[int]]()
     seen_rows, seen_prompts = list[int](), list[int]()
@@ -162,7 +168,7 @@ def _filled(prompts: _Prompts, length: int, shapes: RowShapes) -> list[_Filled]:
 
 
 def _chosen(left: np.ndarray, shared: np.ndarray) -> int | None:
-    """The row that shares the most, and has the least left; None if there is none with enough room."""
+    """Choose the row with the longest shared prefix, then with the least room left; None if none has enough room."""
     fits = np.flatnonzero(left >= 0)
     return int(fits[np.lexsort((left[fits], -shared[fits]))[0]]) if len(fits) else None
 
@@ -179,7 +185,7 @@ def _laid_out(row: Sequence[int], prompts: _Prompts, shapes: RowShapes) -> _Fill
 
 
 def _cost(rows: Sequence[_Filled], shapes: RowShapes) -> float:
-    """Of computing them, in tokens without attention."""
+    """Estimate the cost of the rows, in units of a token without attention."""
     lengths = [row.length for row in rows]
     n = {length: -(-lengths.count(length) // shapes.shards) * shapes.shards for length in sorted(set(lengths))}
     return sum(count * length * (1 + length / _EVEN_LENGTH) for length, count in n.items())

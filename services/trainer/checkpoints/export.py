@@ -1,7 +1,9 @@
-"""A version of a run as a Hugging Face folder: `python -m services.trainer.checkpoints.export RUN_DIR FOLDER --version
-V`, which prints what it wrote, or an error as a problem body. It reads the run's folder, and changes nothing in it.
+"""Export of a run's version as a Hugging Face folder.
 
-The tensors are the published parameters bit by bit, in the run's `model.dtype`: what the rollout servers compute with.
+`python -m services.trainer.checkpoints.export RUN_DIR FOLDER --version V` prints what it wrote, or an error as a
+problem body. It only reads the run's folder.
+
+The tensors are the published parameters bit for bit, in the run's `model.dtype`, as the rollout servers load them.
 Adapters are merged into their base.
 """
 
@@ -39,7 +41,7 @@ _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMER
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 written, 1 failed, 2 wrong usage."""
+    """Export and return the exit code: 0 written, 1 failed, 2 wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m services.trainer.checkpoints.export")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("folder", type=Path)
@@ -48,28 +50,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     os.environ |= _QUIET
     try:
-        told = export(arguments.run_dir, arguments.folder, arguments.version, adapter_only=arguments.adapter)
-        _tell({"ok": True, **told})
+        summary = export(arguments.run_dir, arguments.folder, arguments.version, adapter_only=arguments.adapter)
+        _print_line({"ok": True, **summary})
     except VolleyError as error:
-        _tell(problem(error))
+        _print_line(problem(error))
         return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
 def export(run_dir: Path, folder: Path, version: str, *, adapter_only: bool = False) -> dict[str, Any]:
-    """Writes `folder`, whole or not at all, and tells what is in it, with a `warning` if transformers reads it
-    otherwise than Volley. With `adapter_only` these are a run's adapters as PEFT saves them, else full weights.
+    """Write `folder` atomically; return a summary, with a `warning` if transformers reads it differently than Volley.
 
-    Raises ConfigError (no run, no such version, no adapters, the folder is taken), WeightsError (the checkpoint is not
-    whole), StorageFull.
+    Writes full weights, or, with `adapter_only`, the adapters as PEFT saves them.
+
+    Raises ConfigError (no run, no such version, no adapters, the folder exists), WeightsError (the checkpoint is
+    damaged), StorageFull.
     """
     if not RunFolder(run_dir).config.exists():
-        raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
+        raise ConfigError(f"{run_dir} is not the folder of a run: it holds no config.yaml", "name the folder of a run")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty", "name another folder, or remove it")
     found = origin.find(f"{run_dir}@{version}", None)
     if found is None:
-        raise ConfigError(f"{run_dir}@{version} is a folder, so no version of a run can be meant", "rename it")
+        raise ConfigError(f"{run_dir}@{version} is a folder, so it cannot name a version of a run", "rename the folder")
     model = hub.model_of(found)
     manifest, params = _verified(found.checkpoint, merge=not adapter_only)
     if adapter_only and manifest.adapter is None:
@@ -86,8 +89,8 @@ def export(run_dir: Path, folder: Path, version: str, *, adapter_only: bool = Fa
         if folder.exists():
             folder.rmdir()
         draft.rename(folder)
-    told = {"version": manifest.version, "tensors": len(tensors), "dtype": ", ".join(_dtypes(tensors))}
-    return told if warning is None else {**told, "warning": warning}
+    summary = {"version": manifest.version, "tensors": len(tensors), "dtype": ", ".join(_dtypes(tensors))}
+    return summary if warning is None else {**summary, "warning": warning}
 
 
 def _dtypes(tensors: Mapping[str, np.ndarray]) -> list[str]:
@@ -95,7 +98,7 @@ def _dtypes(tensors: Mapping[str, np.ndarray]) -> list[str]:
 
 
 def _hugging_face(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """As Hugging Face's files have them: experts one by one."""
+    """Convert parameters to the tensors of Hugging Face's files, with experts one by one."""
     tensors: dict[str, np.ndarray] = {}
     for leaf, value in params.items():
         name, array = hf_name(leaf), np.ascontiguousarray(to_hf(leaf, value))
@@ -107,8 +110,10 @@ def _hugging_face(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _write_adapter(
     draft: Path, folder: Path, root: Path, manifest: Manifest, model: Path, tensors: Mapping[str, np.ndarray]
 ) -> str | None:
-    """Write the adapters, and their base beside them where the model's folder holds other weights: after a warm start,
-    from another run's version, or from random ones. PEFT would apply the adapters to those without a word.
+    """Write the adapters, and their base too if the model's folder holds other weights.
+
+    It does after a warm start, or if the run began from another run's version or random weights. PEFT would silently
+    apply the adapters to the wrong weights.
     """
     assert manifest.adapter is not None
     base, warning = _whole(read_base(root, manifest.adapter, OrbaxArrays())), None
@@ -123,7 +128,7 @@ def _write_adapter(
 
 
 def _holds(model: Path, params: Mapping[str, np.ndarray]) -> bool:
-    """Compare the folder's weights with these, bit by bit in their dtype."""
+    """Compare the folder's weights with these, bit for bit in their dtype."""
     try:
         leaves = safetensors_leaves(model, weight_files(model))
         return all(
@@ -135,7 +140,7 @@ def _holds(model: Path, params: Mapping[str, np.ndarray]) -> bool:
 
 
 def _verified(checkpoint: Path, *, merge: bool) -> tuple[Manifest, Mapping[str, np.ndarray]]:
-    """What the checkpoint holds; adapters merged into their base, if `merge`.
+    """Verify a checkpoint; return manifest and parameters, adapters merged into their base if `merge`.
 
     Raises WeightsError, also if the run's trainer removes the checkpoint meanwhile.
     """
@@ -151,7 +156,7 @@ def _verified(checkpoint: Path, *, merge: bool) -> tuple[Manifest, Mapping[str, 
         raise WeightsError(f"the adapters of {checkpoint} do not fit their base: {error}") from error
     except OSError as error:
         raise WeightsError(
-            f"{checkpoint} cannot be read: {error}", "if the run goes on, its trainer may just have removed it"
+            f"{checkpoint} cannot be read: {error}", "try again: the run's trainer may have removed the checkpoint"
         ) from error
 
 
@@ -162,8 +167,10 @@ def _whole(arrays: Mapping[str, HostArray]) -> dict[str, np.ndarray]:
 def _write_model(
     draft: Path, described: Mapping[str, Any], model: Path, tensors: Mapping[str, np.ndarray]
 ) -> str | None:
-    """Write weights, tokenizer, generation_config.json and config.json: the run's description of its model, with the
-    dtype of its tensors and the special tokens. Returns how transformers reads it otherwise than Volley, if it does.
+    """Write weights, tokenizer, generation_config.json and config.json.
+
+    config.json is the run's description of its model, with the dtype of the tensors and the special tokens. Returns how
+    transformers reads the folder differently than Volley, or None.
     """
     save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt"})
     has_tokenizer = exported_files.copy_tokenizer(model, draft)
@@ -171,14 +178,14 @@ def _write_model(
         given = orjson.loads((model / CONFIG).read_bytes())
         tokens = exported_files.token_ids(draft, ModelConfig.parse(described).eos_token_ids, given)
     except (OSError, ValueError, TypeError) as error:
-        raise WeightsError(f"the model's {model / CONFIG} cannot be read any more: {error}") from error
+        raise WeightsError(f"the model's {model / CONFIG} cannot be read: {error}") from error
     exported_files.write_json(draft / CONFIG, {**described, **tokens, "torch_dtype": _dtypes(tensors)[0]})
     exported_files.write_json(draft / GENERATION_CONFIG, tokens)
     return exported_files.difference(draft) if has_tokenizer else None
 
 
 def _peft_config(found: Adapter, base: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """adapter_config.json."""
+    """Make the content of adapter_config.json."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -192,7 +199,7 @@ def _peft_config(found: Adapter, base: Path, tensors: Mapping[str, np.ndarray]) 
     }
 
 
-def _tell(line: Mapping[str, Any]) -> None:
+def _print_line(line: Mapping[str, Any]) -> None:
     sys.stdout.write(orjson.dumps(line).decode() + "\n")
     sys.stdout.flush()
 

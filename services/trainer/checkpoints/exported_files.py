@@ -1,7 +1,8 @@
-"""Tokenizer and generation settings of an exported folder, so that transformers 4 and 5 read what Volley reads.
+"""Tokenizer and generation settings of an exported folder, for transformers 4 and 5 to read as Volley does.
 
-Volley reads tokenizer.json as it is. AutoTokenizer of transformers 5 does so only for some values of `tokenizer_class`:
-for others, or without one, it makes the pre-tokenizer anew by the model's type, which gives other token ids.
+Volley reads tokenizer.json unchanged. AutoTokenizer of transformers 5 does so only for some values of
+`tokenizer_class`: for others, or without one, it builds the pre-tokenizer from the model's type, which gives other
+token ids.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
 
 
 def token_ids(folder: Path, end_ids: Iterable[int], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Special tokens of config.json and generation_config.json: `end_ids` and the tokenizer's own end a text.
+    """Special tokens for config.json and generation_config.json: `end_ids` and the tokenizer's own end a text.
 
-    generation_config.json says nothing else, which is greedy decoding, as Volley evaluates. The penalties and sampling
-    settings of the model's own file were used neither in training nor in evaluation.
+    generation_config.json has nothing else, which means greedy decoding, as in Volley's evaluation. Neither training
+    nor evaluation used the penalties and sampling settings of the model's own file.
     """
     tokens: dict[str, Any] = {key: config[key] for key in _TOKENS if key in config}
     ends = set(end_ids)
@@ -77,14 +78,14 @@ def token_ids(folder: Path, end_ids: Iterable[int], config: Mapping[str, Any]) -
 
 
 def difference(folder: Path) -> str | None:
-    """Load the folder with transformers: how it reads tokenizer, chat template or end tokens otherwise, if it does."""
+    """Load the folder with transformers; describe a difference in tokenizer, chat template or end tokens, if any."""
     from transformers import AutoTokenizer, GenerationConfig
 
     ours = ChatTokenizer(folder, datetime.datetime.now().astimezone().date())  # the date that transformers writes
     try:
         theirs: Any = AutoTokenizer.from_pretrained(folder)
         generation: Any = GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # noqa: BLE001 - it names no exceptions of its own
+    except Exception as error:  # noqa: BLE001 - transformers documents no exceptions
         return f"transformers cannot read it: {type(error).__name__}: {error}"
     if any(theirs.encode(text, add_special_tokens=False) != ours.encode(text) for text in _TEXTS):
         return (
@@ -103,15 +104,15 @@ def difference(folder: Path) -> str | None:
 
 
 def _rendered(tokenizer: Any, turns: Messages, tools: Tools) -> list[int] | None:
-    """Ids of the prompt that transformers makes; None if the template refuses the conversation."""
+    """Render the prompt's ids with transformers; None if the template refuses the conversation."""
     try:
         return tokenizer.apply_chat_template(turns, tools=tools or None, add_generation_prompt=True, return_dict=False)
-    except Exception:  # noqa: BLE001 - those of the template, and of Python within it
+    except Exception:  # noqa: BLE001 - raised by the template, or by Python within it
         return None
 
 
 def _prompt(tokenizer: ChatTokenizer, turns: Messages, tools: Tools) -> list[int] | None:
-    """Ids of the prompt that Volley makes; None if the template refuses the conversation."""
+    """Render the prompt's ids with Volley; None if the template refuses the conversation."""
     with suppress(InputError):
         return tokenizer.render_prompt(turns, tools)
     return None

@@ -1,4 +1,4 @@
-"""A checkpoint against the log of its run (see shared.run.checksums)."""
+"""Check of a checkpoint against the log of its run (see shared.run.checksums)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from shared.run.folder import RunFolder
 
 
 def check_log(folder: Path, arrays: ArrayFiles) -> None:
-    """Raises WeightsError if a whole checkpoint holds other arrays than the log of its run tells, or describes them
-    otherwise, and Unavailable if one of them cannot be read now.
+    """Check a valid checkpoint's arrays and description against the log of its run.
+
+    Raises WeightsError if they differ, and Unavailable if one of them cannot be read now.
     """
 
     def of_version(name: str) -> Manifest | None:
@@ -24,8 +25,8 @@ def check_log(folder: Path, arrays: ArrayFiles) -> None:
         return None
 
     manifest, (state, _) = checkpoint_files.read_manifest(folder), states.read(folder)
-    if not (told := checksums.told_in(RunFolder(folder.parent.parent), state)):
+    if not (logged := checksums.told_in(RunFolder(folder.parent.parent), state)):
         return
-    why = checksums.misdescribed(manifest, state, told, of_version)
-    if why or (why := checksums.contradiction(arrays.checksums(folder), told)):
-        raise WeightsError(f"{folder.name}: {why}", "somebody has changed the checkpoint: choose another version")
+    why = checksums.misdescribed(manifest, state, logged, of_version)
+    if why or (why := checksums.contradiction(arrays.checksums(folder), logged)):
+        raise WeightsError(f"{folder.name}: {why}", "the checkpoint was changed: choose another version")

@@ -1,4 +1,4 @@
-"""Named arrays in an Orbax folder. The one module of the trainer that knows Orbax."""
+"""Named arrays in an Orbax folder. Only this module of the trainer imports Orbax."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from shared.run.checksums import Checksums
 
 
 class OrbaxArrays:
-    """The checkpoints' `ArrayFiles`, in the format that rollout servers load."""
+    """`ArrayFiles` of checkpoints, in the format that rollout servers load."""
 
     def write(self, folder: Path, arrays: Arrays) -> None:
-        """Not compressed: the files are written once, read soon, and removed. Raises OSError."""
+        """Write arrays, uncompressed: the files are written once, read soon, and removed. Raises OSError."""
 
         def save() -> None:
             with ocp.Checkpointer(_handler(arrays)) as checkpointer:
@@ -33,27 +33,28 @@ class OrbaxArrays:
         _raising_os_errors(save)
 
     def write_shards(self, folder: Path, arrays: Arrays) -> None:
-        """Into an existing folder: one copy of the shards that lie on this process's devices. Every process of the mesh
-        does so, then one of them calls `finish`. Raises OSError.
+        """Write one copy of the shards on this process's devices into an existing folder.
+
+        Every process of the mesh does so, then one of them calls `finish`. Raises OSError.
         """
         args = ocp.args.PyTreeSave(_nest(arrays))
         _raising_os_errors(lambda: _handler(arrays).save(epath.Path(folder), args=args))
 
     def finish(self, folder: Path) -> None:
-        """Makes one checkpoint of what all processes wrote. Raises OSError."""
+        """Combine the shards of all processes into one checkpoint. Raises OSError."""
         _raising_os_errors(lambda: _handler({}).finalize(epath.Path(folder)))
 
     def read(self, folder: Path) -> dict[str, HostArray]:
-        """Each array is read when it is used. Raises WeightsError, and Unavailable if it cannot be read now."""
+        """Open arrays, which are read when used. Raises WeightsError, and Unavailable if they cannot be read now."""
         return dict(open_arrays(folder))
 
     def checksums(self, folder: Path) -> Checksums:
-        """Of a checkpoint. Raises WeightsError, and Unavailable if it cannot be read now."""
+        """Compute checksums of a checkpoint. Raises WeightsError, and Unavailable if it cannot be read now."""
         return checksums_of(folder)
 
 
 def _handler(arrays: Arrays) -> ocp.PyTreeCheckpointHandler:
-    """With at most a gigabyte of the arrays, or the largest of them, in host memory at once."""
+    """Make a handler that holds about a gigabyte of arrays, or the largest one, in host memory at once."""
     largest = max((math.prod(value.shape) * value.dtype.itemsize for value in arrays.values()), default=0)
     return ocp.PyTreeCheckpointHandler(
         use_ocdbt=True,
@@ -64,8 +65,10 @@ def _handler(arrays: Arrays) -> ocp.PyTreeCheckpointHandler:
 
 
 def _raising_os_errors(call: Callable[[], None]) -> None:
-    """Raises OSError for what the system refused. Orbax leaves the arrays of a save that failed in cycles with its
-    traceback, which Python would collect much later than their memory is needed.
+    """Run a call; translate Orbax's errors from the system to OSError.
+
+    Orbax leaves the arrays of a failed save in reference cycles with the traceback; they are collected at once, because
+    their memory is needed.
     """
     try:
         call()
@@ -74,13 +77,15 @@ def _raising_os_errors(call: Callable[[], None]) -> None:
             raise
     else:
         return
-    gc.collect()  # here, where nothing refers to the first error any more
+    gc.collect()  # here nothing refers to the first error any more
     raise found
 
 
 def _without_late_answers() -> None:
-    """When a save fails, Orbax closes its event loop under the arrays that TensorStore still writes, and leaves tasks
-    whose errors nobody takes; each of them would print a traceback that says no more than the error of the save does.
+    """Silence tracebacks that repeat the error of a failed save.
+
+    Orbax closes its event loop while TensorStore still writes arrays, and leaves tasks whose errors are never
+    retrieved; each would print a traceback.
     """
     report = sys.unraisablehook
 
@@ -90,7 +95,7 @@ def _without_late_answers() -> None:
             and isinstance(found.exc_value, RuntimeError)
             and str(found.exc_value) == "Event loop is closed"
         )
-        if not late:  # what Python itself reports names an object
+        if not late:  # Python's own reports name an object
             report(found)
 
     def is_news(record: logging.LogRecord) -> bool:

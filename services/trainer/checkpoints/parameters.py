@@ -1,9 +1,10 @@
-"""The arrays of a run's checkpoints by the checksums that its log tells: `python -m
-services.trainer.checkpoints.parameters RUN_DIR VERSION…`, which writes {ok, checksums, damaged}, both by version, after
-each of them; the last line holds all.
+"""Checksums of the arrays of a run's checkpoints, as the run's log has them.
 
-It reads a folder that anybody may have filled: no more of an array than the files have bytes, a part at a time, in a
-process whose memory and CPU time are bounded.
+`python -m services.trainer.checkpoints.parameters RUN_DIR VERSION…` writes {ok, checksums, damaged}, both by version,
+after each version; the last line holds all.
+
+The folder is untrusted: the process reads no more of an array than the files have bytes, a part at a time, and limits
+its own memory and CPU time.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from shared.run.state import OPTIMIZER
 _MASTER, _OPTIMIZER, _CRITIC = "master.", "optimizer.", "critic."
 _BESIDE_BYTES = 768 * 2**20
 _COPIES = 2
-"""Of an array in memory: as it lies in the file, and in numpy."""
+"""Copies of an array in memory: the file's bytes, and numpy's."""
 _CPU_S, _BYTES_A_SECOND = 20, 10**7
 _PART = 2**22
-"""Elements that are read at once, if a row has no more."""
+"""Most elements that are read at once, unless one row has more."""
 _PRECISION = {"bfloat16": (2.0**-7, 2.0**-126), "float16": (2.0**-10, 2.0**-14)}
-"""Relative, and the smallest normal number: devices differ in how they round, and in numbers below that."""
+"""Relative precision and smallest normal number: devices round differently, and flush smaller numbers differently."""
 _WORDS: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _GOLDEN, _FIRST, _SECOND = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: always 0; what a checkpoint is damaged by is told."""
+    """Print the checksums; return exit code 0, also for damaged checkpoints, which are printed as such."""
     run_dir, *versions = sys.argv[1:] if argv is None else argv
     found, damaged = dict[str, Checksums](), dict[str, str]()
     for version in versions:
@@ -57,32 +58,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def checksums_of(folder: Path) -> Checksums:
-    """Checksums of the parameters under training in a checkpoint and of the optimizer's state, those of a critic
-    included, as in `Policy.checksum` and `optimizer_checksum`.
+    """Compute the checksums of a checkpoint's trained parameters and optimizer state, with those of a critic.
 
-    Raises WeightsError if its arrays are none, or others than its manifest says, and Unavailable.
+    They equal `Policy.checksum` and `optimizer_checksum`.
+
+    Raises WeightsError if the arrays are invalid, or differ from the manifest, and Unavailable.
     """
     manifest = checkpoint_files.read_manifest(folder)
     params, training = open_arrays(folder / manifest.path), open_arrays(folder / OPTIMIZER)
-    _as_described(manifest, params)
+    _check_description(manifest, params)
     master = {name.removeprefix(_MASTER): value for name, value in training.items() if name.startswith(_MASTER)}
     state = {name.removeprefix(_OPTIMIZER): value for name, value in training.items() if name.startswith(_OPTIMIZER)}
     critic = {f"critic {name}": value for name, value in state.items() if name.startswith(_CRITIC)}
     if master:
-        _as_rounded(master, params)
+        _check_rounding(master, params)
     return {PARAMS: checksum({**(master or params), **critic}), OPTIMIZER: checksum(state)}
 
 
 def checksum(arrays: Mapping[str, StoredArray | np.ndarray]) -> str:
-    """The same as `services.trainer.learner.checksum.checksum`, of arrays in files."""
+    """Compute `services.trainer.learner.checksum.checksum` of arrays in files."""
     names = sorted(arrays)
-    told = hashlib.sha256("\n".join(names).encode())
-    told.update(np.array([_sum(arrays[name]) for name in names], np.uint32).tobytes())
-    return told.hexdigest()[:32]
+    digest = hashlib.sha256("\n".join(names).encode())
+    digest.update(np.array([_sum(arrays[name]) for name in names], np.uint32).tobytes())
+    return digest.hexdigest()[:32]
 
 
-def _as_described(manifest: Manifest, params: Mapping[str, StoredArray]) -> None:
-    """Raises WeightsError."""
+def _check_description(manifest: Manifest, params: Mapping[str, StoredArray]) -> None:
+    """Raise WeightsError if shapes or dtypes differ from the manifest."""
     described = {leaf.key: (leaf.shape, leaf.dtype) for leaf in manifest.tree}
     found = {name: (value.shape, str(value.dtype)) for name, value in params.items()}
     for name in sorted(described.keys() | found.keys()):
@@ -91,22 +93,22 @@ def _as_described(manifest: Manifest, params: Mapping[str, StoredArray]) -> None
             raise WeightsError(f"{manifest.version}: its manifest says of {name[:100]} {said}, its files {there}"[:300])
 
 
-def _as_rounded(master: Mapping[str, StoredArray], params: Mapping[str, StoredArray]) -> None:
-    """Raises WeightsError unless `params` are the float32 `master` in the precision that is published."""
+def _check_rounding(master: Mapping[str, StoredArray], params: Mapping[str, StoredArray]) -> None:
+    """Raise WeightsError unless `params` are the float32 `master`, rounded to the published dtype."""
     for name in sorted(master.keys() | params.keys()):
         exact, rounded = master.get(name), params.get(name)
         if exact is None or rounded is None or exact.shape != rounded.shape:
-            raise WeightsError(f"{name[:100]} is not in parameters and optimizer alike")
+            raise WeightsError(f"{name[:100]} differs in presence or shape between parameters and optimizer")
         if exact.dtype != np.float32 or str(rounded.dtype) not in _PRECISION:
             raise WeightsError(f"{name[:100]} is of {rounded.dtype}, and the optimizer holds it in {exact.dtype}")
         relative, least = _PRECISION[str(rounded.dtype)]
         for one, other in zip(_parts(exact), _parts(rounded), strict=True):
             if not np.allclose(one, other.astype(np.float32), relative, least, equal_nan=True):
-                raise WeightsError(f"{name[:100]} is not what the optimizer holds of it in {rounded.dtype}")
+                raise WeightsError(f"{name[:100]} is not the optimizer's value rounded to {rounded.dtype}")
 
 
 def _sum(leaf: StoredArray | np.ndarray) -> int:
-    """Sum of the hashes of all elements, modulo 2**32."""
+    """Sum the hashes of all elements, modulo 2**32."""
     if leaf.dtype.itemsize not in _WORDS:
         raise WeightsError(f"a parameter is of {leaf.dtype}")
     total, at = 0, 0
@@ -126,7 +128,7 @@ def _sum(leaf: StoredArray | np.ndarray) -> int:
 
 
 def _parts(leaf: StoredArray | np.ndarray) -> Iterator[np.ndarray]:
-    """All elements in their order, some rows at a time; a chunk of a file is read twice at most."""
+    """Yield all elements in order, some rows at a time; each chunk of a file is read at most twice."""
     if not leaf.shape:
         yield np.asarray(leaf[...]).reshape(1)
         return
@@ -139,8 +141,9 @@ def _parts(leaf: StoredArray | np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _limit(n_bytes: int) -> None:
-    """Bound memory and CPU time of this process by the bytes that it is to read. The system ends it beyond them: a
-    database of some kilobytes may unpack to gigabytes in TensorStore.
+    """Limit memory and CPU time of this process by the bytes that it will read.
+
+    The system kills it beyond that: a database of a few kilobytes may unpack to gigabytes in TensorStore.
     """
     limits = {
         resource.RLIMIT_DATA: _BESIDE_BYTES + _COPIES * n_bytes,

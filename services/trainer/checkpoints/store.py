@@ -1,17 +1,18 @@
-"""Checkpoints: `{root}/{version}/{params/, optimizer/, state.json, manifest.json}`. How arrays become files is behind a
-seam.
+"""Checkpoint folders: `{root}/{version}/{params/, optimizer/, state.json, manifest.json}`.
+
+`ArrayFiles` writes and reads the arrays.
 
 Invariants:
-- a folder has its name if and only if it is whole: it is made under another name, its manifest last, and renamed when
-  durable;
-- once `fence` has returned, no trainer of an earlier epoch gives a folder its name: drafts are made in the folder of
-  their epoch, which `fence` makes for its own epoch and takes away from all earlier ones;
-- `params/` is what rollout servers load; `optimizer/` is what only a resume needs (and the float32 parameters, where
-  the published ones are rounded), so a resume is bit-exact;
-- with adapters `params/` holds these alone, and the weights that they are of lie once, in
-  `{root}/base/{digest}/params/`, durable before the first checkpoint that names them;
+- a folder has its name if and only if it is complete: it is made under another name, its manifest last, and renamed
+  once durable;
+- once `fence` has returned, no trainer of an earlier epoch gives a folder its name: drafts are made in a folder of
+  their epoch; `fence` creates that of its own epoch and removes those of earlier ones;
+- rollout servers load `params/`; only a resume needs `optimizer/`, which also has the float32 parameters if the
+  published ones are rounded, so a resume is bit-exact;
+- with adapters `params/` holds only those; their base is stored once, in `{root}/base/{digest}/params/`, durable before
+  the first checkpoint that names it;
 - a folder whose digests differ, or whose steps a later trainer undid, is never restored: the next older one is used,
-  and once all older trainers are fenced the damaged one is set aside as `{root}/bad/{version}`.
+  and once all older trainers are fenced the damaged one is moved to `{root}/bad/{version}`.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ _log = telemetry.Log("checkpoint")
 
 
 class CheckpointFolders:
-    """The checkpoint folders of one run. All methods block.
+    """Checkpoint folders of one run. All methods block.
 
     Args:
-        root: where the version folders are; made if missing.
-        max_to_keep: how many steps stay; beside them the reference version, and the one that solved the most
-            held-out tasks.
+        root: parent of the version folders; created if missing.
+        max_to_keep: steps to keep, in addition to the reference version and the one that solved the most held-out
+            tasks.
 
-    `bad` are the versions that `newest` found damaged, with the reason.
+    `bad` has the versions that `newest` found damaged, with the reason.
     """
 
     def __init__(self, root: Path, run: str, max_to_keep: int, arrays: ArrayFiles) -> None:
@@ -72,35 +73,36 @@ class CheckpointFolders:
         self.root.mkdir(parents=True, exist_ok=True)
 
     def newest(self) -> RestoredCheckpoint | None:
-        """The newest checkpoint that is whole and not undone, or None if there is none at all. Changes nothing.
+        """Restore the newest checkpoint that is valid and not undone; None if there are no checkpoints. Reads only.
 
-        Raises WeightsError if there are checkpoints, but none to go on from, ConfigError if one is of another run, and
-        Unavailable if one cannot be read now: that is no damage, and nothing durable is undone for it.
+        Raises WeightsError if there are checkpoints, but none is valid; ConfigError if one is of another run; and
+        Unavailable if one cannot be read now: it may be undamaged, so no older one is used.
         """
         for version in reversed(self._candidates()):
             try:
                 return self._restore(version)
             except (WeightsError, Forbidden) as error:
-                if (self.root / str(version)).exists():  # else another trainer has removed it
+                if (self.root / str(version)).exists():  # otherwise another trainer has removed it
                     self.bad[str(version)] = str(error)
-                    _log.error("checkpoint passed over", version=str(version), reason=str(error))
+                    _log.error("checkpoint skipped", version=str(version), reason=str(error))
         if n := len(checkpoint_files.versions(self.root)):
             raise WeightsError(
-                f"none of the {n} checkpoints in {self.root} is whole", "restore one, or start a run with another name"
+                f"none of the {n} checkpoints in {self.root} is valid",
+                "restore a checkpoint, or start a run with another name",
             )
         return None
 
     def head(self) -> WeightVersion | None:
-        """The version of the newest checkpoint there is now, those left out that `newest` passed over."""
+        """Return the version of the newest checkpoint, without those that `newest` skipped."""
         return next(reversed(self._candidates()), None)
 
     def oldest_step(self) -> int:
-        """Of the newest checkpoints that are retained: what the log says of earlier steps, nobody needs to go on."""
+        """Return the oldest step of the retained checkpoints: a resume does not need earlier steps of the log."""
         retained = _retained(checkpoint_files.versions(self.root), self._max_to_keep)
         return min((version.step for version in retained), default=0)
 
     def metrics(self) -> list[Mapping[str, Any]]:
-        """The lines of metrics that any retained checkpoint carries, the newest checkpoint's first."""
+        """Return the lines of metrics in all retained checkpoints, the newest checkpoint's first."""
         lines: list[Mapping[str, Any]] = []
         for version in reversed(self._candidates()):
             with suppress(WeightsError, Unavailable):  # damaged, or removed by another trainer
@@ -108,8 +110,9 @@ class CheckpointFolders:
         return lines
 
     def fence(self, epoch: int) -> None:
-        """Opens the folder that drafts of `epoch`, which is claimed, are made in, and removes those of earlier epochs,
-        with what crashes left there. Whoever still makes a checkpoint there ends with Fenced. Raises StorageFull.
+        """Create the drafts folder of the claimed `epoch`, and remove those of earlier epochs with their leftovers.
+
+        A trainer that still writes a checkpoint there gets Fenced. Raises StorageFull.
         """
         with storage.storage(self.root):
             (self.root / _drafts(epoch)).mkdir(exist_ok=True)
@@ -121,8 +124,9 @@ class CheckpointFolders:
                 self._remove(leftover.name)
 
     def repair(self) -> None:
-        """Sets damaged checkpoints aside, and names those that checkpoints.jsonl does not; earlier trainers are fenced
-        by now. Raises StorageFull.
+        """Move damaged checkpoints to `bad/`, and add missing ones to checkpoints.jsonl.
+
+        Earlier trainers must be fenced. Raises StorageFull.
         """
         with storage.storage(self.root):
             for version in self.bad:
@@ -139,10 +143,10 @@ class CheckpointFolders:
                 )
 
     def save(self, state: TrainerState, contents: CheckpointContents, base: WeightVersion | None) -> Path:
-        """Makes the version `state.version` durable, then removes old ones. Returns its folder.
+        """Write `state.version` durably, then remove old versions; return its folder.
 
-        Raises StorageFull, WeightsError if its state is more than a reader takes, and Fenced if a later epoch has
-        called `fence`, or its own has not; then nothing of it is there.
+        Raises StorageFull, WeightsError if its state is larger than a reader accepts, and Fenced if a later epoch has
+        called `fence`, or its own has not; then no folder is left.
         """
         training = training_arrays(contents)
         with self._draft(state.version) as draft:
@@ -167,7 +171,7 @@ class CheckpointFolders:
             return self._install(draft, manifest, checkpoint_files.digest_files(draft, OPTIMIZER), state)
 
     def save_base(self, version: WeightVersion, params: Arrays) -> BaseWeights:
-        """Makes what the adapters of a run are of durable, before `version`, the first of them. Raises as `save`."""
+        """Write the adapters' base durably, before `version`, the first checkpoint with adapters. Raises as `save`."""
         with self._draft(version) as draft:
             storage.check_room(draft, _n_bytes(params))
             with storage.held(draft):
@@ -182,8 +186,9 @@ class CheckpointFolders:
         return base
 
     def relabel(self, restored: RestoredCheckpoint, state: TrainerState) -> Path:
-        """The restored checkpoint again, as the first version of a new epoch. Files are linked, not copied, and their
-        digests are those that were verified when it was restored. Raises as `save`.
+        """Save the restored checkpoint as the first version of a new epoch.
+
+        Files are linked, not copied; their digests were verified by the restore. Raises as `save`.
         """
         with self._draft(state.version) as draft:
             with storage.held(draft):
@@ -194,22 +199,22 @@ class CheckpointFolders:
             return self._install(draft, manifest, states.read(restored.folder)[1], state)
 
     def restored(self, version: WeightVersion) -> RestoredCheckpoint:
-        """A checkpoint with optimizer and all. Raises WeightsError, and Unavailable if it cannot be read now."""
+        """Restore a checkpoint with its optimizer. Raises WeightsError, and Unavailable if it cannot be read now."""
         return restore(self.root / str(version), self._arrays)
 
     def params_of(self, version: str) -> Mapping[str, HostArray]:
-        """The float32 parameters of a version, exact where the published ones are rounded. Raises WeightsError."""
+        """Read a version's float32 parameters, exact even if the published ones are rounded. Raises WeightsError."""
         return restore(self.root / version, self._arrays).params
 
     def base_of(self, restored: RestoredCheckpoint) -> dict[str, HostArray]:
-        """What the adapters of a checkpoint of any run are of; empty if it has none. Raises as `read_base`."""
+        """Read the base of a checkpoint's adapters, of any run; empty if it has none. Raises as `read_base`."""
         return read_base(restored.folder.parent, restored.adapter, self._arrays) if restored.adapter else {}
 
     def foreign(self, origin: Origin) -> RestoredCheckpoint:
-        """A checkpoint of another run, to start from. Raises ConfigError if it is not whole, or not the one it was."""
+        """Restore a checkpoint of another run, to start from. Raises ConfigError if it is damaged or was changed."""
         try:
             if checkpoint_files.digest(origin.checkpoint / checkpoint_files.MANIFEST) != origin.manifest:
-                raise WeightsError("its manifest is another one than when the run was begun")
+                raise WeightsError("its manifest has changed since the run was started")
             found = restore(origin.checkpoint, self._arrays)
             check_log(origin.checkpoint, self._arrays)
             return found
@@ -217,11 +222,11 @@ class CheckpointFolders:
             there = ", ".join(map(str, checkpoint_files.versions(origin.checkpoint.parent))) or "none"
             raise ConfigError(
                 f"model.path={origin.path} cannot be used: {error}",
-                f"choose another version of run {origin.run}: retained are {there}",
+                f"choose another version of run {origin.run}; retained are {there}",
             ) from error
 
     def _candidates(self) -> list[WeightVersion]:
-        """Oldest first."""
+        """Versions that may be restored, oldest first."""
         found = set(checkpoint_files.versions(self.root))
         logged = commits.versions(RunFolder(self.root.parent).archive)
         return [v for v in states.surviving(sorted({*found, *logged})) if v in found and str(v) not in self.bad]
@@ -237,7 +242,7 @@ class CheckpointFolders:
 
     @contextmanager
     def _draft(self, version: WeightVersion) -> Iterator[Path]:
-        """A folder for a checkpoint in the making, which is gone at the end unless it was renamed."""
+        """Make a draft folder for a checkpoint; it is removed at the end unless it was renamed."""
         draft = self.root / _drafts(version.epoch) / f"{version}-{os.getpid()}"
         self._restore_root(version.epoch)
         shutil.rmtree(draft, ignore_errors=True)
@@ -249,9 +254,7 @@ class CheckpointFolders:
                 shutil.rmtree(draft, ignore_errors=True)
 
     def _restore_root(self, epoch: int) -> None:
-        """Makes the folder of checkpoints again if somebody removed it: the weights are in memory. Not for a trainer
-        that was replaced.
-        """
+        """Create the folder of checkpoints again if it was removed, unless a newer trainer has begun."""
         folder = RunFolder(self.root.parent)
         if not self.root.exists() and max(archive.epochs(folder.archive), default=0) == epoch:
             with storage.storage(folder.path):
@@ -277,7 +280,7 @@ class CheckpointFolders:
         return folder
 
     def _retain(self, state: TrainerState) -> None:
-        """Nothing goes once a newer trainer has begun: it may need what we would remove."""
+        """Remove old checkpoints, unless a newer trainer has begun: it may need them."""
         found = checkpoint_files.versions(self.root)
         if found[-1] != state.version:
             return
@@ -290,7 +293,7 @@ class CheckpointFolders:
         self._retain_base(state.version)
 
     def _retain_base(self, version: WeightVersion) -> None:
-        """A trainer that ended before its first checkpoint leaves the base of it."""
+        """Remove bases of trainers that ended before their first checkpoint."""
         bases = list((self.root / checkpoint_files.BASE).glob("*"))
         if len(bases) > 1:
             adapter = checkpoint_files.read_manifest(self.root / str(version)).adapter
@@ -299,8 +302,8 @@ class CheckpointFolders:
                     shutil.rmtree(base, ignore_errors=True)
 
     def _remove(self, name: str) -> None:
-        """Renamed first: a half-removed folder is not a checkpoint, and whoever still writes into a draft misses it
-        whole.
+        """Rename, then remove a folder: a partly removed one is never a checkpoint, and a trainer that still writes
+        into a draft loses all of it.
         """
         away = self.root / f"{_DRAFT}removed-{name}-{os.getpid()}"
         with suppress(FileNotFoundError):
@@ -309,9 +312,9 @@ class CheckpointFolders:
 
 
 def restore(folder: Path, arrays: ArrayFiles) -> RestoredCheckpoint:
-    """Reads a checkpoint and changes nothing.
+    """Verify and read a checkpoint; changes nothing.
 
-    Raises WeightsError if it is not whole, or not what its folder's name says, and Unavailable if it cannot be read
+    Raises WeightsError if it is damaged or its version is not its folder's name, and Unavailable if it cannot be read
     now.
     """
     manifest, state = states.verify(folder)
@@ -322,13 +325,13 @@ def restore(folder: Path, arrays: ArrayFiles) -> RestoredCheckpoint:
         if not np.isfinite(value).all():
             raise WeightsError(
                 f"{folder.name}: {name} is not finite",
-                "a step that gave such numbers was saved; older ones may be whole",
+                "use an older checkpoint: this one holds the weights of a non-finite step",
             )
     return found
 
 
 def opened(folder: Path, arrays: ArrayFiles) -> RestoredCheckpoint:
-    """A checkpoint that was verified. Raises WeightsError, and Unavailable if it cannot be read now."""
+    """Read a verified checkpoint. Raises WeightsError, and Unavailable if it cannot be read now."""
     manifest, (state, _) = checkpoint_files.read_manifest(folder), states.read(folder)
     try:
         training = arrays.read(folder / OPTIMIZER)
@@ -339,14 +342,15 @@ def opened(folder: Path, arrays: ArrayFiles) -> RestoredCheckpoint:
 
 
 def training_arrays(contents: CheckpointContents) -> dict[str, Array]:
-    """What only a resume needs, as it is stored."""
+    """Collect the stored arrays that only a resume needs."""
     training = {f"optimizer.{k}": v for k, v in contents.optimizer.items()}
     return training | {f"{_MASTER}.{k}": v for k, v in (contents.master or {}).items()}
 
 
 def read_base(root: Path, adapter: Adapter, arrays: ArrayFiles) -> dict[str, HostArray]:
-    """What adapters below `root` are of, in the dtype it is published in. Raises WeightsError, and Unavailable if it
-    cannot be read now.
+    """Read the base of adapters below `root`, in its published dtype.
+
+    Raises WeightsError, and Unavailable if it cannot be read now.
     """
     checkpoint_files.verify_base(root, adapter.base)
     try:
@@ -364,8 +368,9 @@ def _tree(params: Arrays) -> tuple[ManifestLeaf, ...]:
 
 
 def _retained(found: Sequence[WeightVersion], n: int) -> set[WeightVersion]:
-    """The `n` newest, and one of each of the `n` newest steps: restarts without progress do not use up what can be gone
-    back to.
+    """Select the `n` newest versions, and one of each of the `n` newest steps.
+
+    So restarts without progress do not displace older steps.
     """
     alive = states.surviving(found)
     of_step = {version.step: version for version in alive}
@@ -377,7 +382,7 @@ def _drafts(epoch: int) -> str:
 
 
 def _epoch_of(drafts: str) -> int:
-    """0 for what is being removed."""
+    """Return the epoch of a drafts folder; 0 for a folder that is being removed."""
     digits = drafts.removeprefix(f"{_DRAFT}e")
     return int(digits) if digits.isdecimal() else 0
 

@@ -1,4 +1,4 @@
-"""Arrays of an Orbax folder that are read when they are used, and only the part that is asked for: `array[index]`."""
+"""Lazy arrays of an Orbax folder: `array[index]` reads only that part."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from shared.run import array_files
 
 
 class StoredArray:
-    """One of them; `numpy.asarray` reads it whole. Reading raises WeightsError, and Unavailable if it cannot be read
-    now. `chunk_rows` is how many rows lie together.
+    """A lazy array; `numpy.asarray` reads it whole. `chunk_rows` is the number of rows in a chunk of its file.
+
+    Reading raises WeightsError, and Unavailable if it cannot be read now.
     """
 
     def __init__(self, folder: Path, array: Any) -> None:
@@ -33,5 +34,5 @@ class StoredArray:
 
 
 def open_arrays(folder: Path) -> dict[str, StoredArray]:
-    """All of a folder, by flat name. Raises as reading does, and WeightsError for arrays that no trainer writes."""
+    """Open all arrays of a folder, by flat name. Raises as reading, and WeightsError for arrays of no trainer."""
     return {name: StoredArray(folder, array) for name, array in array_files.open_arrays(folder).items()}

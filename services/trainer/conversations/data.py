@@ -1,4 +1,4 @@
-"""The conversations of a warm start or of a run, from files or from an environment, as tokens."""
+"""Tokenized conversations of a warm start or of a run, from files or from an environment."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ _NAMED = 50
 
 @dataclass(frozen=True, slots=True)
 class DataSettings:
-    """`train` files, or where there are none `n_demonstrations` of the training split of `env`; measured on `held_out`
-    files and on the share `held_out_fraction` of what is trained on. `longest` is in tokens.
+    """Sources and limits of the data.
+
+    Trains on `train` files, or, without any, on `n_demonstrations` of the training split of `env`. Evaluates on
+    `held_out` files and on the share `held_out_fraction` of the training data. `longest` is in tokens.
     """
 
     train: tuple[Path, ...]
@@ -47,9 +49,10 @@ class DataSettings:
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """What is trained on, and what is measured on; `digest` is of all their tokens, reckoned once. `eval` is what the
-    files for that held, and is part of `held_out`. `files` are the digests of all files, by path: they tell which one
-    changed where `digest` has.
+    """Training and held-out examples of a run.
+
+    `digest` is that of all their tokens. `eval` is the data of the evaluation files, a part of `held_out`. `files` are
+    the digests of all files, by path: if `digest` changes, they identify the changed file.
     """
 
     train: Dataset
@@ -61,15 +64,15 @@ class RunData:
     def __post_init__(self) -> None:
         object.__setattr__(self, "digest", digest([self.train.examples, self.held_out]))
 
-    def told(self) -> dict[str, int]:
-        """How many of what; `eval_` before what is said of files to measure on."""
-        of_files = self.eval.told_of_others() if self.eval else {}
-        counts = self.train.told() | {"eval_examples": len(self.held_out)}
+    def counts(self) -> dict[str, int]:
+        """Counts for the log; those of evaluation files begin with `eval_`."""
+        of_files = self.eval.counts_of_changed() if self.eval else {}
+        counts = self.train.counts() | {"eval_examples": len(self.held_out)}
         return counts | {f"eval_{name}": count for name, count in of_files.items()}
 
 
 def data_settings(config: RunConfig) -> DataSettings:
-    """A warm start measures nothing: RL does, by what is solved."""
+    """Read the settings. A warm start holds nothing out: RL evaluates by solved tasks."""
     sft, alone = config.sft, config.is_supervised
     return DataSettings(
         train=sft.train,
@@ -91,16 +94,16 @@ async def load(
     waiter: Waiter,
     kept: Path | None = None,
 ) -> RunData:
-    """Reads, renders and divides.
+    """Read, tokenize and split the data.
 
     Args:
-        client: who is asked for demonstrations where there are no files.
-        kept: a file for these, so that a resumed run has the same; not asked for again once it is there.
+        client: source of demonstrations if there are no files.
+        kept: file that stores the demonstrations, so that a resumed run has the same ones.
 
     Raises:
-        ConfigError: what cannot be read or trained on, with its place.
+        ConfigError: a record cannot be read or trained on; names its place.
         NotFound: no such environment.
-        Unavailable: a stop, while the environment was away.
+        Unavailable: a stop while the environment was unavailable.
     """
     found = records(settings.train, "train") if settings.train else await _shown(settings, client, waiter, kept)
     return await waiter.blocking(_read, settings, tokenizer, found)
@@ -112,8 +115,8 @@ async def _shown(
     if kept is None or not await asyncio.to_thread(kept.exists):
         if client is None:
             raise ConfigError(f"{kept} is missing", "start a run with another name")
-        patient = PatientDemonstrator(client, waiter)
-        made = as_records(settings.env, await fetch(patient, settings.env, settings.n_demonstrations, settings.seed))
+        retrying = RetryingDemonstrator(client, waiter)
+        made = as_records(settings.env, await fetch(retrying, settings.env, settings.n_demonstrations, settings.seed))
         if kept is None:
             return made
         text = b"".join(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for _, record in made)
@@ -129,7 +132,7 @@ def _read(settings: DataSettings, tokenizer: ChatTokenizer, found: Iterable[tupl
     train, held_out = split(whole.examples, settings.held_out_fraction, settings.seed)
     files = rendered(records(settings.held_out, "eval")) if settings.held_out else None
     if n := sum(one.n_without_tools for one in (whole, files) if one):
-        _log.warning("the chat template leaves out the tools: the model is not shown them", conversations=n)
+        _log.warning("the chat template omits the tools, so the model does not see them", conversations=n)
     for name, one in (("train", whole), ("eval", files)):
         if one and one.unused:
             _log.info("columns not used", data=name, columns=", ".join(one.unused[:_NAMED]), n=len(one.unused))
@@ -145,10 +148,8 @@ def _read(settings: DataSettings, tokenizer: ChatTokenizer, found: Iterable[tupl
 
 
 @dataclass(frozen=True, slots=True)
-class PatientDemonstrator:
-    """The environment service, each call repeated while it is away, so that what has been fetched is not
-    fetched again.
-    """
+class RetryingDemonstrator:
+    """Client of the environment service that retries each call alone, so that fetched demonstrations are kept."""
 
     client: Demonstrator
     waiter: Waiter

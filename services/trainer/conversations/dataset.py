@@ -1,7 +1,7 @@
-"""Conversations as tokens: which of them fit, which are held out, and in which order they are passed over.
+"""Tokenized conversations: length limits, held-out split, and order of examples.
 
-Invariants: a conversation becomes the very tokens that a rollout of it would record, end-of-turn tokens included; which
-examples step s trains on follows from the seed and s alone, so a checkpoint's step is its place in the data.
+Invariants: a conversation becomes exactly the tokens that a rollout of it would record, end-of-turn tokens included;
+the examples of step s depend only on the seed and s, so a checkpoint's step is its position in the data.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ type Kind = Literal["conversations", "pairs"]
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """ids int32 [T]; mask uint8 [T], 1 on the tokens to learn."""
+    """Tokens of a conversation: ids int32 [T]; mask uint8 [T], 1 on the tokens to learn."""
 
     ids: np.ndarray
     mask: np.ndarray
 
     @property
     def n_learned(self) -> int:
-        """Tokens to learn that something stands before."""
+        """Number of tokens to learn, without a first token, which nothing predicts."""
         return int(self.mask[1:].sum())
 
 
 type Example = tuple[TokenSequence, ...]
-"""One sequence; of a preference pair the chosen one and the rejected one."""
+"""One sequence, or the chosen and the rejected one of a preference pair."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """`examples` that are used; how many others were too long and dropped, and how many of these were truncated; how
-    many pairs were dropped because both answers are the same tokens, of how many examples the chat template leaves out
-    the tools, and in how many an answer began with the prompt, which was taken out there, or kept in text that may
-    quote it; how many rows have a flag that says not to learn them. `unused` are the names of columns that nothing
-    reads.
+    """Examples and counts of rows that were changed or dropped.
+
+    `n_dropped` rows were too long, `n_truncated` examples were shortened, `n_identical` pairs were dropped because both
+    answers have the same tokens. The chat template omits the tools of `n_without_tools` examples. Answers began with
+    the prompt in `n_prompt_repeated` examples, where it was removed, and in `n_prompt_kept`, where it may be a quote.
+    `n_not_learned` rows have a flag not to learn them. `unused` are names of columns that are not read.
     """
 
     examples: Sequence[Example]
@@ -60,14 +61,14 @@ class Dataset:
     n_not_learned: int = 0
     unused: Sequence[str] = ()
 
-    def told(self) -> dict[str, int]:
-        """How many of what."""
+    def counts(self) -> dict[str, int]:
+        """Counts for the log."""
         tokens = sum(one.n_learned for example in self.examples for one in example)
         counts = {"examples": len(self.examples), "learned_tokens": tokens}
-        return counts | self.told_of_others()
+        return counts | self.counts_of_changed()
 
-    def told_of_others(self) -> dict[str, int]:
-        """How many are not there as they were given."""
+    def counts_of_changed(self) -> dict[str, int]:
+        """Counts of rows that were changed or dropped."""
         counts = {"dropped": self.n_dropped, "truncated": self.n_truncated}
         counts |= {"identical": self.n_identical, "without_tools": self.n_without_tools}
         counts |= {"prompt_repeated": self.n_prompt_repeated, "prompt_kept": self.n_prompt_kept}
@@ -77,10 +78,10 @@ class Dataset:
 def tokenized(
     tokenizer: ChatTokenizer, records: Iterable[tuple[str, Any]], kind: Kind, longest: int, too_long: TooLong
 ) -> Dataset:
-    """Of (place, record) all that fit into `longest` tokens, or are made to fit: `truncate` keeps the beginning.
+    """Tokenize records of (place, record) that fit into `longest` tokens; `truncate` keeps the beginning of others.
 
-    Raises ConfigError naming the place: a record that cannot be read, one that is too long where that is an error; and
-    if none is left.
+    Raises ConfigError, with the place, for a record that cannot be read, or is too long if `too_long` is `error`; and
+    if no example is left.
     """
     examples, n, unused = list[Example](), Counter[str](), dict[str, None]()
     for place, record in records:
@@ -105,9 +106,9 @@ def tokenized(
         examples.append(example)
     if not examples and n["identical"]:
         n_pairs, n_dropped, n_identical = n["dropped"] + n["identical"], n["dropped"], n["identical"]
-        told = f"of {n_pairs} pairs {n_dropped} are too long, and {n_identical} have one answer twice"
-        hint = "chosen and rejected have to differ within the length that is trained on"
-        raise ConfigError(f"{told}, in tokens as they are trained on", hint)
+        counted = f"of {n_pairs} pairs {n_dropped} are too long, and {n_identical} have one answer twice"
+        hint = "give pairs whose chosen and rejected answers differ within the longest of trainer.length_buckets"
+        raise ConfigError(f"{counted}, in tokens", hint)
     if not examples and n["not_learned"] and not n["dropped"]:
         raise ConfigError("every row has a flag that says not to learn it", "drop or rename the column of the flag")
     if not examples:
@@ -120,8 +121,9 @@ _LONGER = "raise trainer.length_buckets, or choose another sft.too_long"
 
 
 def _rendered(tokenizer: ChatTokenizer, record: Any, kind: Kind, place: str) -> tuple[Example, list[str]]:
-    """And what has to be counted: whether the chat template leaves out its tools, and an answer repeats the prompt. The
-    example is empty if the row is not to be learned.
+    """Tokenize a record; return the example and the names of the counts it adds to.
+
+    The example is empty if a flag says not to learn the row.
     """
     try:
         if not is_row_learned(record):
@@ -152,8 +154,9 @@ def _variant(tokenizer: ChatTokenizer, given: Conversation) -> ChatTokenizer:
 
 
 def split(examples: Sequence[Example], held_out: float, seed: int) -> tuple[list[Example], list[Example]]:
-    """Those to train on, and the share that is held out: one at least, chosen by the seed. Raises ConfigError if none
-    is left to train on.
+    """Split examples into those to train on and the held-out share, at least one, chosen by the seed.
+
+    Raises ConfigError if none is left to train on.
     """
     if not held_out:
         return list(examples), []
@@ -166,7 +169,7 @@ def split(examples: Sequence[Example], held_out: float, seed: int) -> tuple[list
 
 
 def digest(parts: Iterable[Sequence[Example]]) -> str:
-    """blake3 over all tokens and masks, in hex: what a resumed run must find again."""
+    """Compute blake3 of all tokens and masks, in hex; it must be the same when a run resumes."""
     found = blake3.blake3()
     for examples in parts:
         found.update(len(examples).to_bytes(8, "little"))
@@ -176,15 +179,17 @@ def digest(parts: Iterable[Sequence[Example]]) -> str:
 
 
 def n_steps(max_steps: int, epochs: int | None, n_examples: int, batch_size: int) -> int:
-    """`max_steps` if they are given, else enough for so many epochs, one by default; the last batch goes on into the
-    next.
+    """Return `max_steps` if set, or else the steps of `epochs` (one by default).
+
+    The last batch continues into the next epoch.
     """
     return max_steps or -(-(epochs or 1) * n_examples // batch_size)
 
 
 def batches(n_examples: int, batch_size: int, seed: int, after: int = 0) -> Iterator[np.ndarray]:
-    """Of each step after step `after` the indices of its examples, int64 [batch_size]; without end. Every epoch has an
-    order of its own, and a batch goes on into the next one.
+    """Yield without end the indices of examples, int64 [batch_size], of each step after `after`.
+
+    Every epoch has its own order, and a batch continues into the next epoch.
     """
     return islice(_from_the_start(n_examples, batch_size, seed), after, None)
 

@@ -1,4 +1,4 @@
-"""Demonstrations that an environment makes of its training tasks: fetched, and as records like those of a file."""
+"""Demonstrations of training tasks from an environment, converted to records like those of a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPLIT = "train"
 
 
 class Demonstrator(Protocol):
-    """The part of the environment's client that is used here."""
+    """Methods of the environment's client that are used here."""
 
     async def num_tasks(self, env: str, split: str) -> int: ...
 
@@ -24,8 +24,9 @@ class Demonstrator(Protocol):
 
 
 async def fetch(client: Demonstrator, env: str, n: int, seed: int) -> list[DemonstrationReply]:
-    """Up to `n` demonstrations of distinct training tasks, chosen by `seed`, in that order. Raises what the client
-    raises.
+    """Fetch up to `n` demonstrations of distinct training tasks, chosen by `seed`, in a fixed order.
+
+    Raises the client's errors.
     """
     total = await client.num_tasks(env, _SPLIT)
     rng = np.random.default_rng([seed, 0x5F7])
@@ -45,7 +46,7 @@ async def fetch(client: Demonstrator, env: str, n: int, seed: int) -> list[Demon
 
 
 def as_records(env: str, shown: Sequence[DemonstrationReply]) -> list[tuple[str, dict[str, Any]]]:
-    """(place, record) of each."""
+    """Convert demonstrations to (place, record)."""
     return [
         (f"demonstration {i} of {env}", {"messages": list(one.messages), "tools": list(one.tools)})
         for i, one in enumerate(shown)

@@ -1,7 +1,6 @@
-"""Records of data files: JSON (see shared.files.rows), Parquet, Arrow, and folders of them as Hugging Face's datasets
-have them.
+"""Records of data files: JSON (see shared.files.rows), Parquet, Arrow, and folders in Hugging Face's layout.
 
-A record comes with the place it was found at, which every error about it names.
+Each record comes with its place, which every error about it names.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ _WORD = re.compile(r"[A-Za-z]+")
 
 
 def records(paths: Sequence[Path], split: Split) -> Iterator[tuple[str, Any]]:
-    """(place, record) of all files in their order; of a folder those of its `split`. Raises ConfigError, also for a
-    file without a record.
+    """Yield (place, record) of all files in order; of a folder, those of its `split`.
+
+    Raises ConfigError, also for a file without a record.
     """
     for path in paths:
         for file in files_of(path, split):
@@ -34,17 +34,18 @@ def records(paths: Sequence[Path], split: Split) -> Iterator[tuple[str, Any]]:
                 found = True
                 yield place, record
             if not found:
-                raise ConfigError(f"{file} holds no record", "is it complete?")
+                raise ConfigError(f"{file} holds no record", "check that the file is complete")
 
 
 def files_of(path: Path, split: Split) -> list[Path]:
-    """The file itself; of a folder those with the name of the split in their path, of train also all where no name
-    tells. Raises ConfigError if there is none.
+    """List the file itself, or a folder's files whose path names the split.
+
+    If no path names a split, all files are `train`. Raises ConfigError if there is none.
     """
     if not path.is_dir():
         if _kind(path) not in (*_LINES, *_TABLES):
             known = ", ".join((*_LINES, *_TABLES))
-            raise ConfigError(f"{path} is no data file", f"known are {known}, those of JSON also with .gz, and folders")
+            raise ConfigError(f"{path} is not a data file", f"give {known}, JSON with .gz, or a folder")
         return [path]
     found = sorted(
         file
@@ -52,7 +53,9 @@ def files_of(path: Path, split: Split) -> list[Path]:
         if _kind(file) in (".jsonl", ".ndjson", *_TABLES) and not any(p.startswith(".") for p in file.parts[-2:])
     )
     if not found:
-        raise ConfigError(f"the folder {path} holds no data", "files of it end in .jsonl or .parquet")
+        raise ConfigError(
+            f"the folder {path} holds no data", "its files must end in .jsonl, .ndjson, .parquet or .arrow"
+        )
     named = {file: _split_of(file.relative_to(path)) for file in found}
     if not any(named.values()) and split == "train":
         return found
@@ -63,12 +66,12 @@ def files_of(path: Path, split: Split) -> list[Path]:
 
 
 def _kind(file: Path) -> str:
-    """Its suffix; of a packed one the suffix before .gz."""
+    """Return the suffix, or the one before .gz."""
     return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
 
 
 def _split_of(file: Path) -> Split | None:
-    """By the first word of its name, or of a folder it lies in."""
+    """Return the split that the first word of the file's name, or of a parent folder's, names."""
     words = [word[0].lower() for part in (file.name, *file.parts[:-1]) if (word := _WORD.match(part))]
     splits: tuple[Split, ...] = ("train", "eval")
     return next((split for word in words for split in splits if word in _NAMES[split]), None)

@@ -1,6 +1,6 @@
-"""Flags that take a message or a row out of the loss, under the names that other trainers use.
+"""Flags that exclude a message or a row from the loss, under the names that other trainers use.
 
-A key whose name may say what is learned is honoured or refused, never ignored.
+A key whose name may be such a flag is applied or refused, never ignored.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ FLAGS = (
     *("train", "training", "trainable", "is_trainable", "train_on_turn", "learn", "learnable", "learned"),
     *("loss", "loss_mask", "loss_weight", "loss_scale", "compute_loss", "calculate_loss", "weight"),
 )
-"""1 or true means that it is learned, 0 or false that it is not."""
+"""1 or true: learned; 0 or false: not learned."""
 OPPOSITES = ("no_loss", "no_train", "no_training", "skip_loss", "ignore_loss", "exclude_from_loss")
-"""1 or true means that it is not learned, 0 or false says nothing."""
+"""1 or true: not learned; 0 or false: no effect."""
 SKIP = "skip"
-"""Of a row, one of the opposites; of a message it may mean more than the loss."""
+"""In a row, one of the opposites; in a message it may mean more than the loss."""
 _VALUES = {"true": True, "1": True, "false": False, "0": False}
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _NAMES = re.compile(
@@ -29,12 +29,12 @@ _NAMES = re.compile(
 
 
 def may_say(key: str) -> bool:
-    """Whether the name of a key may say what is learned."""
+    """True if a key's name may be such a flag."""
     return any(_NAMES.match(word.lower()) for word in _WORD.findall(key))
 
 
 def is_learned(message: Mapping[str, Any], at: str) -> bool:
-    """Read from the flags of a message if its tokens are learned. Raises InputError."""
+    """Return whether a message's flags let its tokens be learned. Raises InputError."""
     found = _read(message, at, OPPOSITES, _MESSAGE)
     if message["role"] != "assistant":
         if wrong := next((key for key in found if found[key]), None):
@@ -44,25 +44,27 @@ def is_learned(message: Mapping[str, Any], at: str) -> bool:
 
 
 def is_row_learned(row: Any) -> bool:
-    """Read from the flags of a row if it is learned. Raises InputError."""
+    """Return whether a row's flags let it be learned. Raises InputError."""
     return not isinstance(row, Mapping) or all(_read(row, "the row", (*OPPOSITES, SKIP), _ROW).values())
 
 
 def check_parts(content: Any, at: str) -> None:
-    """Raises InputError if a part of the content has a flag that takes it out of the loss."""
+    """Raise InputError if a part of the content has a flag that excludes it from the loss."""
     for part in content if isinstance(content, list) else ():
         found = _read(part, f"a part of {at}", OPPOSITES, _MESSAGE) if isinstance(part, Mapping) else {}
         if named := next((key for key in found if not found[key]), None):
-            raise InputError(f"{at} has a part with {named}: parts of a message cannot be left out of the loss", _HINT)
+            raise InputError(
+                f"{at} has a part with {named}: parts of a message cannot be excluded from the loss", _HINT
+            )
 
 
 def without(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as the chat template sees it."""
+    """Remove the flags, for the chat template."""
     return {key: value for key, value in message.items() if key not in (*FLAGS, *OPPOSITES)}
 
 
 def _read(given: Mapping[str, Any], at: str, opposites: tuple[str, ...], hint: str) -> dict[str, bool]:
-    """Whether it is learned, by flag."""
+    """Read the flags: true for each that lets it be learned."""
     found = dict[str, bool]()
     for key, value in given.items():
         if value is None:
@@ -74,8 +76,8 @@ def _read(given: Mapping[str, Any], at: str, opposites: tuple[str, ...], hint: s
         elif may_say(key):
             raise InputError(f"{at} has the flag {key}, whose meaning differs between programs", hint)
     if any(found.values()) and not all(found.values()):
-        told = ", ".join(f"{key}: {given[key]!r}" for key in found)
-        raise InputError(f"{at} has flags that contradict each other: {told}", hint)
+        named = ", ".join(f"{key}: {given[key]!r}" for key in found)
+        raise InputError(f"{at} has flags that contradict each other: {named}", hint)
     return found
 
 
@@ -89,4 +91,4 @@ def _meant(value: Any, key: str, at: str, hint: str) -> bool:
 _HINT = "write train: false in a message that is not to be learned"
 _MESSAGE = f"{_HINT}, and remove or rename a key that says something else"
 _ROW = "write train: false in a row that is not to be learned, and drop or rename a column that says something else"
-_ONLY = "only what the assistant says is learned: remove the flag"
+_ONLY = "only the assistant's messages are learned: remove the flag"

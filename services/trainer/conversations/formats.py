@@ -1,15 +1,15 @@
-"""One record of a data file as a conversation, or as a pair of them.
+"""Conversion of a record of a data file to a conversation or a preference pair.
 
 The formats are those of Hugging Face's datasets:
 
-    {"messages": [{"role": …, "content": …}, …], "tools": […]}      all that the assistant says is learned
-    {"prompt": …, "completion": …}                                  only the completion
-    {"prompt": …, "chosen": …, "rejected": …}, or without a prompt  a pair; what both begin with is the prompt
+    {"messages": [{"role": …, "content": …}, …], "tools": […]}      the assistant's messages are learned
+    {"prompt": …, "completion": …}                                  only the completion is learned
+    {"prompt": …, "chosen": …, "rejected": …}, or without a prompt  a pair; the common beginning is the prompt
 
-Prompts and completions are text (a user's message, the assistant's) or lists of messages; what repeats the prompt has
-it once (see `prompts`). A message of the assistant or a row with `train: false`, or another flag of that meaning (see
-`flags`), is not learned. Beside them a row may have `system`, `functions` and `chat_template_kwargs`. Other columns are
-not used; those that hold images or sounds are refused.
+Prompts and completions are text (one message of the user, or of the assistant) or lists of messages; an answer that
+repeats the prompt is shortened (see `prompts`). An assistant's message or a row with `train: false`, or another such
+flag (see `flags`), is not learned. A row may also have `system`, `functions` and `chat_template_kwargs`. Other columns
+are not used; images and sounds are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FORMATS = ("messages", "completion", "chosen")
 _MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 _OTHERS = ("system", "tools", "functions", "chat_template_kwargs")
 COLUMNS = (*_FORMATS, "rejected", "prompt", *_OTHERS, *_MEDIA)
-"""All that is looked at in a record, beside flags."""
+"""Keys of a record that are read, apart from flags."""
 _ARGUMENTS = (
     *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt"),
     *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
@@ -36,14 +36,16 @@ _ARGUMENTS = (
 )
 """Other arguments of `apply_chat_template`, and a variable that it sets."""
 _EXPECTED = "expected messages, or prompt and completion; pairs have chosen and rejected"
-_UNPAIRED = "keep the good answers, and drop or rename label; or make pairs of chosen and rejected"
+_UNPAIRED = "keep the good answers, and drop or rename label; or make pairs of chosen and rejected answers"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """`messages` end with the assistant's last one; `learned` says of each whether its tokens are. `variables` are
-    those that the chat template gets beside them. `repeats_prompt`: the answer began with the prompt, which is there
-    once now. `keeps_prompt`: it begins with the prompt's text, and keeps it.
+    """A conversation that ends with the assistant's last message.
+
+    `learned` says for each message whether its tokens are learned. `variables` are those of the chat template.
+    `repeats_prompt`: the answer began with the prompt, which was removed. `keeps_prompt`: it begins with the prompt's
+    text, which was kept.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -63,7 +65,7 @@ class PreferencePair:
 
 
 def conversation(record: Any) -> Conversation:
-    """Raises InputError naming what is wrong."""
+    """Convert a record to a conversation. Raises InputError."""
     found = _format(record)
     if found == "chosen":
         raise InputError("it is a preference pair", "train on pairs with mode=dpo (`volley dpo`)")
@@ -83,9 +85,9 @@ def conversation(record: Any) -> Conversation:
 
 
 def preference_pair(record: Any) -> PreferencePair:
-    """The two may be equal: only their tokens tell (see `dataset`). Raises InputError naming what is wrong."""
+    """Convert a record to a pair, whose answers may be equal: `dataset` compares their tokens. Raises InputError."""
     if _format(record) != "chosen":
-        raise InputError("it is no preference pair", "pairs have chosen and rejected, and mostly a prompt")
+        raise InputError("it is not a preference pair", "give chosen and rejected, and usually a prompt")
     for one, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if record.get(other) is None:
             raise InputError(f"it has {one}, but no {other}")
@@ -104,7 +106,7 @@ type _Messages = list[dict[str, Any]]
 
 
 def _shared(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Tools and variables of the row's conversations. Raises InputError."""
+    """Read the tools and variables of the row's conversations. Raises InputError."""
     if media := next((key for key in _MEDIA if record.get(key)), None):
         raise InputError(f"it has {media}: images and sounds cannot be trained on", f"drop the row or its {media}")
     tools, functions = read_tools(record.get("tools")), read_tools(record.get("functions"), "functions")
@@ -115,13 +117,13 @@ def _shared(record: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(variables, dict | None):
         raise InputError(f"chat_template_kwargs is {kind(variables)}, not an object")
     if wrong := next((key for key in variables or {} if key in _ARGUMENTS), None):
-        raise InputError(f"chat_template_kwargs has {wrong}, which is no variable of a chat template", "leave it out")
+        raise InputError(f"chat_template_kwargs has {wrong}, which is not a variable of a chat template", "remove it")
     wrapped = [one if "function" in one else {"type": "function", "function": one} for one in functions]
     return {"tools": tools or wrapped, "variables": variables or {}}
 
 
 def _with_system(record: Mapping[str, Any], messages: _Messages) -> _Messages:
-    """The messages after the row's system prompt, if it has one. Raises InputError if they begin with another one."""
+    """Prepend the row's system prompt, if it has one. Raises InputError if the messages begin with another one."""
     if not record.get("system"):
         return messages
     (system,) = read_messages([{"role": "system", "content": record["system"]}], "system")
@@ -133,8 +135,9 @@ def _with_system(record: Mapping[str, Any], messages: _Messages) -> _Messages:
 
 
 def _answers(record: Mapping[str, Any], keys: Sequence[str]) -> tuple[_Messages, list[_Messages], dict[str, bool]]:
-    """The prompt, empty if there is none; without it what the record has under each of `keys`; which of the notes of a
-    `Conversation` hold.
+    """Split a record into its prompt, empty if there is none, and the answers under `keys` without the prompt.
+
+    Also returns `repeats_prompt` and `keeps_prompt` of `Conversation`.
     """
     given, answers = record.get("prompt"), [record[key] for key in keys]
     prompt = [] if given is None else _side(given, "user", "prompt")
@@ -152,17 +155,17 @@ def _answers(record: Mapping[str, Any], keys: Sequence[str]) -> tuple[_Messages,
 
 
 def _begins_with(messages: _Messages, prompt: Any) -> bool:
-    """Whether the prompt, if there is one, is the first of the messages, after a system prompt of theirs or with it."""
-    wanted, told = (
+    """True if the messages begin with the prompt, if any, perhaps after a system prompt of their own."""
+    wanted, given = (
         [(one["role"], one["content"].strip()) for one in side]
         for side in ([] if prompt is None else _side(prompt, "user", "prompt"), messages)
     )
-    own = 1 if told[0][0] in ("system", "developer") else 0
-    return wanted in (told[: len(wanted)], told[own : own + len(wanted)])
+    own = 1 if given[0][0] in ("system", "developer") else 0
+    return wanted in (given[: len(wanted)], given[own : own + len(wanted)])
 
 
 def _in_common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """How many messages both begin with; the last one of the assistant is an answer in any case."""
+    """Count the messages that both begin with, without the assistant's last one, which is always an answer."""
     same = [a == b for a, b in zip(chosen, rejected, strict=False)]
     last = [
         max((i for i, one in enumerate(side) if one["role"] == "assistant"), default=0) for side in (chosen, rejected)
@@ -171,7 +174,7 @@ def _in_common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
 
 
 def unread(record: Any) -> list[str]:
-    """Names of the columns of a record that are not looked at."""
+    """Return the names of a record's columns that are not read."""
     return [key for key in record if key not in COLUMNS and not flags.may_say(key)] if isinstance(record, dict) else []
 
 
@@ -183,7 +186,7 @@ def _format(record: Any) -> str:
         return "chosen"
     if not found:
         keys = ", ".join(map(str, list(record)[:8])) or "nothing"
-        raise InputError(f"no conversation is in it: it has {keys}", _EXPECTED)
+        raise InputError(f"it holds no conversation: it has {keys}", _EXPECTED)
     if found == ["messages", "chosen"] and record["messages"] == record["chosen"]:
         return "chosen"
     if len(found) > 1:
@@ -192,8 +195,10 @@ def _format(record: Any) -> str:
 
 
 def _whole(messages: _Messages, first: int, others: Mapping[str, Any]) -> Conversation:
-    """Up to the assistant's last message; of those from number `first` on the assistant's are learned. Args: others:
-    the other fields of the conversation.
+    """Make a conversation of the messages up to the assistant's last one; the assistant's from `first` on are learned.
+
+    Args:
+        others: other fields of the conversation.
     """
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
@@ -202,19 +207,19 @@ def _whole(messages: _Messages, first: int, others: Mapping[str, Any]) -> Conver
     for i, (one, following) in enumerate(pairwise(messages)):
         if one["role"] == following["role"] == "assistant":
             raise InputError(
-                f"messages {i} and {i + 1} are both the assistant's", "join them, or put an answer between"
+                f"messages {i} and {i + 1} are both the assistant's", "join them, or put another message between"
             )
     if messages[0]["role"] == "assistant":
-        raise InputError("it begins with the assistant", "there has to be something that it answers")
-    told = [flags.is_learned(one, f"message {i}") for i, one in enumerate(messages)]
-    learned = [i >= first and one for i, one in enumerate(told)]
+        raise InputError("it begins with the assistant's message", "begin with a message that it answers")
+    are_learned = [flags.is_learned(one, f"message {i}") for i, one in enumerate(messages)]
+    learned = [i >= first and one for i, one in enumerate(are_learned)]
     if not any(learned):
         raise InputError("every message of the assistant has train: false, so there is nothing to learn")
     return Conversation([flags.without(one) for one in messages], learned, **others)
 
 
 def _side(value: Any, role: str, key: str) -> list[dict[str, Any]]:
-    """Text as one message of `role`, or a list of messages."""
+    """Convert text to one message of `role`; read a list of messages."""
     return [{"role": role, "content": value}] if isinstance(value, str) else _messages(value, key)
 
 

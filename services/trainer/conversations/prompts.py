@@ -1,8 +1,8 @@
-"""The prompt of a record, which its answers may repeat.
+"""Removal of prompts that the answers of a record repeat.
 
-Many public data sets hold the prompt in a column of its own and again at the beginning of every answer. There it is
-taken out of messages, and of the text of a pair of which both answers begin with it. Any other text that begins with
-the prompt may be an answer that quotes it, and stays, as TRL leaves it.
+Many public data sets have the prompt in its own column and again at the beginning of every answer. It is removed from
+answers that are messages, and from a pair's texts if both begin with it. Any other text that begins with the prompt may
+quote it, and is kept, as in TRL.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _WORDS, _CHARACTERS = 3, 12
 
 
 def divided(prompt: Messages, side: Messages, key: str) -> tuple[Messages, Messages]:
-    """The prompt and the answer to it, of messages that may begin with the prompt, or with the end of it.
+    """Split messages that may begin with the prompt, or with its end, into prompt and answer.
 
-    Messages that begin with the assistant's are an answer as they are. Raises InputError if it cannot be told which
-    messages are the prompt. Args: key: of `side`, for messages.
+    Messages that begin with the assistant's are an answer. Raises InputError if the prompt is ambiguous; its message
+    names `key`.
     """
     if not prompt or side[0]["role"] == "assistant":
         return prompt, side
-    told = [*map(_said, prompt)], [*map(_said, side)]
+    bare = [*map(_without_flags, prompt)], [*map(_without_flags, side)]
     for n in range(min(len(prompt), len(side)), 0, -1):
-        if told[0][-n:] == told[1][:n]:
+        if bare[0][-n:] == bare[1][:n]:
             return prompt, side[n:]
     for at in range(1, len(side) - len(prompt)):
-        if told[1][at : at + len(prompt)] == told[0]:
+        if bare[1][at : at + len(prompt)] == bare[0]:
             return side[: at + len(prompt)], side[at + len(prompt) :]
     if side and side[0]["role"] in ("system", "developer"):
         raise InputError(f"prompt and {key} both begin a conversation: which of them is the prompt?", _ONE)
@@ -39,13 +39,13 @@ def divided(prompt: Messages, side: Messages, key: str) -> tuple[Messages, Messa
     return prompt, side
 
 
-_ONE = "leave out the column prompt, or begin the answer with the assistant's message"
+_ONE = "remove the column prompt, or begin the answer with the assistant's message"
 
 
 def without_prompt(prompt: str, answers: Sequence[str]) -> list[str]:
-    """Texts of the answers without the prompt, if there are several and all of them begin with it.
+    """Remove the prompt from the answers' texts, if there are several and all begin with it.
 
-    Answers that are the prompt and nothing else stay, unless another one goes on after it.
+    Answers that consist only of the prompt are kept, unless another one continues after it.
     """
     goes_on = any(one.strip() != prompt.strip() for one in answers)
     if len(answers) < 2 or not goes_on or not all(repeats(prompt, one) for one in answers):
@@ -54,7 +54,7 @@ def without_prompt(prompt: str, answers: Sequence[str]) -> list[str]:
 
 
 def repeats(prompt: str, answer: str) -> bool:
-    """Whether an answer begins with the prompt. A short prompt that is a word or two may begin one by chance."""
+    """True if an answer begins with the prompt; a prompt of a word or two may begin one by chance."""
     prompt, answer = prompt.strip(), answer.strip()
     if not prompt or not answer.startswith(prompt):
         return False
@@ -65,5 +65,5 @@ def repeats(prompt: str, answer: str) -> bool:
     return is_long and not rest[:1].isalnum()
 
 
-def _said(message: Mapping[str, Any]) -> dict[str, Any]:
+def _without_flags(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**flags.without(message), "content": message["content"].strip()}

@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files. The one module that knows pyarrow."""
+"""Rows of Parquet and Arrow files. Only this module imports pyarrow."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ _UNREADABLE = (pa.ArrowException, ValueError, OverflowError)
 
 
 def rows(file: Path, columns: Collection[str], is_read: Callable[[str], bool]) -> Iterator[dict[str, Any]]:
-    """Rows as JSON would hold them, of those `columns` that there are and of others whose name `is_read`; further ones
-    are null. A struct of Arrow has the fields of all rows: those that are null are left out.
+    """Yield rows as JSON would hold them: `columns` and columns whose name `is_read`; others are null.
 
-    Raises ConfigError naming the file, and the row if one holds a value that Python does not have: text that is no
-    UTF-8, a date after its last one.
+    An Arrow struct has the fields of all rows; null ones are omitted.
+
+    Raises ConfigError that names the file, and the row of a value that Python cannot represent: text that is not UTF-8,
+    a date after Python's last one.
     """
     try:
         with open_file(file) as opened:
             n, (schema, batches) = 0, _batches(file, opened)
-            found = _known(file, schema, columns, is_read)
+            found = _columns_to_read(file, schema, columns, is_read)
             unread = dict.fromkeys(name for name in schema.names if name not in found)
             for batch in batches(found):
                 for row in _values(batch, f"{file}, row", n):
@@ -37,11 +38,11 @@ def rows(file: Path, columns: Collection[str], is_read: Callable[[str], bool]) -
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}", "give an existing file") from error
     except _UNREADABLE as error:
-        raise ConfigError(f"{file} cannot be read: {_first_line(error)}", "is the file complete?") from error
+        raise ConfigError(f"{file} cannot be read: {_first_line(error)}", "check that the file is complete") from error
 
 
 def _batches(file: Path, opened: Any) -> tuple[Any, Callable[[list[str]], Iterator[Any]]]:
-    """The schema, and the batches of the columns with given names."""
+    """Return the schema, and a function from names of columns to their batches."""
     if file.suffix == ".parquet":
         whole = pq.ParquetFile(opened)
         return whole.schema_arrow, lambda names: whole.iter_batches(_ROWS, columns=names)
@@ -55,15 +56,15 @@ def _batches(file: Path, opened: Any) -> tuple[Any, Callable[[list[str]], Iterat
     return whole.schema, lambda names: (batch.select(names) for batch in found)
 
 
-def _known(file: Path, schema: Any, columns: Collection[str], is_read: Callable[[str], bool]) -> list[str]:
+def _columns_to_read(file: Path, schema: Any, columns: Collection[str], is_read: Callable[[str], bool]) -> list[str]:
     if not any(name in columns for name in schema.names):
         there = ", ".join(schema.names[:8]) or "no column"
-        raise ConfigError(f"{file} holds no conversation: it has {there}", f"known are {', '.join(columns)}")
+        raise ConfigError(f"{file} holds no conversation: it has {there}", f"use the columns {', '.join(columns)}")
     return [name for name in schema.names if name in columns or is_read(name)]
 
 
 def _values(batch: Any, place: str, first: int) -> list[dict[str, Any]]:
-    """Raises ConfigError naming the first row that has none, counted from `first`."""
+    """Convert a batch to rows. Raises ConfigError that names the first invalid row, counted from `first`."""
     try:
         return batch.to_pylist()
     except _UNREADABLE:
@@ -71,8 +72,8 @@ def _values(batch: Any, place: str, first: int) -> list[dict[str, Any]]:
             try:
                 batch.slice(i, 1).to_pylist()
             except _UNREADABLE as error:
-                told = f"{place} {first + i} cannot be read: {_first_line(error)}"
-                raise ConfigError(told, "text has to be UTF-8") from error
+                why = f"{place} {first + i} cannot be read: {_first_line(error)}"
+                raise ConfigError(why, "store text as UTF-8") from error
         raise
 
 

@@ -1,8 +1,9 @@
-"""Rules by which a group that can be read is not trained on: each is a function of the group alone, or of the group and
-the present weights, so that whoever decides again decides the same.
+"""Filters: rules that exclude valid groups from training.
 
-A filtered group is void: another ticket takes its place, so a step has always its number of groups. (DAPO calls this
-*dynamic sampling*, arXiv:2503.14476, section 3.2.) What can never be trained on is found when a group is decoded:
+Each is a pure function of the group, or of the group and the present weights, so a replayed decision is the same.
+
+A filtered group is void: another ticket replaces it, so a step always has its number of groups (*dynamic sampling* in
+DAPO, arXiv:2503.14476, section 3.2). Groups that can never be trained on are found when they are decoded: see
 shared.types.
 """
 
@@ -18,13 +19,15 @@ from shared.outcomes import FILTERS, FilterRule
 from shared.types import Group
 
 type GroupRule = Callable[[Group], str | None]
-"""Why the group is not trained on, for people; None if it is."""
+"""Returns the reason, for users, to exclude a group; None to keep it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilterOptions:
-    """`rules` are names of `GROUP_RULES`. `max_logprob_diff` in nats, None for no such rule. `max_num_gen_batches`: for
-    one step so many times its number of groups may be filtered, then the run stops.
+    """Options of the filters.
+
+    `rules` are names of `GROUP_RULES`. `max_logprob_diff` is in nats; None disables that filter. The run stops if
+    `max_num_gen_batches` times a step's number of groups are filtered before it.
     """
 
     rules: tuple[FilterRule, ...] = ()
@@ -36,12 +39,12 @@ NO_FILTERS = FilterOptions()
 
 
 def has_variance(group: Group) -> bool:
-    """Whether the rewards of its episodes differ by more than rounding: only then do group-relative advantages."""
+    """True if the episodes' rewards differ by more than rounding; otherwise group-relative advantages are 0."""
     return not are_equal(np.array([one.reward for one in group.trajectories], np.float64))
 
 
 def zero_variance(group: Group) -> str | None:
-    """Its episodes all did equally well: group-relative advantages are 0, and there is nothing to learn."""
+    """Exclude a group with equal rewards: its group-relative advantages are 0."""
     if has_variance(group):
         return None
     return f"all {len(group.trajectories)} rewards are {group.trajectories[0].reward:g}"
@@ -51,7 +54,7 @@ GROUP_RULES: Mapping[FilterRule, GroupRule] = {"zero_variance": zero_variance}
 
 
 def verdict(group: Group, rules: Sequence[FilterRule]) -> tuple[FilterRule, str] | None:
-    """The first rule that the group is filtered by, and why; None if none is."""
+    """Return the first rule that excludes the group, and the reason; None if none does."""
     for rule in rules:
         why = GROUP_RULES[rule](group)
         if why is not None:
@@ -60,8 +63,9 @@ def verdict(group: Group, rules: Sequence[FilterRule]) -> tuple[FilterRule, str]
 
 
 def shares_without_variance(groups: Sequence[Group]) -> dict[str, float]:
-    """`zero_variance_groups` and `zero_variance_tokens` of a step: the shares of its groups, and of its sampled tokens,
-    whose group has rewards without variance.
+    """Measure `zero_variance_groups` and `zero_variance_tokens` of a step.
+
+    They are the shares of its groups, and of its sampled tokens, whose group has equal rewards.
     """
     tokens = [sum(one.n_sampled for one in group.trajectories) for group in groups]
     flat = [not has_variance(group) for group in groups]
@@ -72,14 +76,14 @@ def shares_without_variance(groups: Sequence[Group]) -> dict[str, float]:
 ADVICE: Mapping[FilterRule, str] = {
     "zero_variance": "the tasks are too easy or too hard for the model: choose others, set"
     " trainer.filters.zero_variance=false, or raise trainer.filters.max_num_gen_batches",
-    "logprob": "a rollout server computes with other weights, or in another way, than the trainer: restart it, or raise"
+    "logprob": "a rollout server has other weights than the trainer, or computes otherwise: restart it, or raise"
     " trainer.filters.logprob",
 }
-_DEFECT = "what makes these groups is at fault; Redis keeps the newest of them, and the log names each"
+_DEFECT = "the producer of these groups is faulty: see the log, which names each, and Redis, which keeps the newest"
 
 
 def starved(n_filtered: Mapping[FilterRule, int], step: int) -> str:
-    """For people, on one line: why no group was left for a step, and what can be done."""
+    """Message for users, on one line: why no group is left for a step, and what to do."""
     most = max(n_filtered, key=lambda rule: n_filtered[rule])
     counts = ", ".join(f"{n} by {rule} ({FILTERS[rule]})" for rule, n in sorted(n_filtered.items()))
     return (

@@ -1,8 +1,8 @@
-"""Groups between the queue and the optimizer: which are trained next, and which end without training, and why.
+"""Buffer of groups between queue and optimizer: selects the groups of the next step, and drops others.
 
-Invariants: every entry that comes in leaves either in a step or as a `DroppedGroup` with a reason; order `ticket` makes
-the sequence of steps a pure function of the groups' content, filters included: those that look at a group alone decide
-the same whenever it comes. No I/O here.
+Invariants: every entry leaves either in a step or as a `DroppedGroup` with a reason. With order `ticket` the sequence
+of steps is a pure function of the groups' content, filters included: those that depend on a group alone decide the same
+whenever it arrives. No I/O here.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ MAX_DELIVERIES = 3
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRules:
-    """What a group must satisfy. `max_staleness` in steps, `longest` in tokens, ids below `vocab_size`, at most
-    `group_size` episodes; `has_teacher`: with a teacher's log-probabilities; experts, where a group brings
-    any, of the model that `routing` is of.
+    """Requirements for groups.
+
+    `max_staleness` is in steps, `longest` in tokens; ids are below `vocab_size`; a group has at most `group_size`
+    episodes. With `has_teacher` episodes need a teacher's log-probabilities. Experts, if present, must match `routing`.
     """
 
     order: Order
@@ -48,9 +49,7 @@ class AdmissionRules:
 
 @dataclass(frozen=True, slots=True)
 class ReadyGroup:
-    """A group ready for training. `payload` are its wire bytes; `oldest` and `newest` are the versions that sampled its
-    tokens.
-    """
+    """A group ready for training; `payload` is its wire bytes, `oldest` and `newest` are the versions of its tokens."""
 
     group: Group
     payload: bytes
@@ -65,8 +64,9 @@ class ReadyGroup:
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroup:
-    """A ticket that ends without training. `versions` are the oldest and newest of its tokens, if it has any; `rule`
-    is which filter it was.
+    """A ticket that ends without training.
+
+    `versions` are the oldest and newest of its tokens, if it has any; `rule` is the filter that dropped it.
     """
 
     entry: StreamEntry
@@ -77,7 +77,7 @@ class DroppedGroup:
 
     @property
     def is_defect(self) -> bool:
-        """Whether nobody meant to make such a group: it is worth being looked at."""
+        """True if the group points to a defect: it is sent to the dead letters."""
         return self.reason == "poison" or (self.reason == "filtered" and self.rule != "zero_variance")
 
     @property
@@ -106,35 +106,33 @@ class GroupBuffer:
         return len(self._waiting)
 
     async def receive(self, entries: Sequence[StreamEntry]) -> list[DroppedGroup]:
-        """`offer` for each, in their order; large groups are decoded beside the event loop. Those that were dropped."""
+        """Offer the entries in order; return those dropped. Large groups are decoded off the event loop."""
         groups = [
             await by_size(len(e.payload), lambda e=e: self._decoded(e)) if self._is_read(e) else None for e in entries
         ]
         return [dropped for dropped in map(self.offer, entries, groups) if dropped is not None]
 
     def _decoded(self, entry: StreamEntry) -> Group | DecodeError:
-        """The group of an entry, or why it is none of this model; large ones take a while."""
+        """Decode the group of an entry; return the error if it is invalid or not of this model. May block."""
         try:
             group = Group.decode(entry.payload)
             for routed in (t.routed_experts for t in group.trajectories if t.routed_experts is not None):
                 if self._rules.routing is None:
-                    raise DecodeError("an episode comes with experts, and the model has none")
+                    raise DecodeError("an episode has experts, but the model has none")
                 self._rules.routing.check(routed)
         except DecodeError as error:
             return error
         return group
 
     def _is_read(self, entry: StreamEntry) -> bool:
-        """Whether what it holds counts. What may have killed its readers is not looked at."""
+        """True if the entry should be decoded: it is new, and was not delivered so often that it may kill readers."""
         return not self._is_known(entry) and entry.deliveries < MAX_DELIVERIES
 
     def _is_known(self, entry: StreamEntry) -> bool:
         return self.progress.is_finished(entry.ticket) or entry.ticket in self._waiting
 
     def offer(self, entry: StreamEntry, group: Group | DecodeError | None = None) -> DroppedGroup | None:
-        """Takes an entry in; a `DroppedGroup` if its ticket ends here and now. `group`: what `_decoded` made of
-        it, if it was read.
-        """
+        """Add an entry; return a `DroppedGroup` if its ticket ends at once. `group` is the result of `_decoded`."""
         self.highest = max(self.highest, entry.ticket)
         if self._is_known(entry):
             return None
@@ -165,9 +163,7 @@ class GroupBuffer:
         return None
 
     def expire(self, step: int) -> list[DroppedGroup]:
-        """Ends the groups that are too old to be trained at `step`, and those of another run: of weights that are not
-        made yet.
-        """
+        """Drop groups that are too old for `step`, and groups of versions that do not exist yet: of another run."""
         now = WeightVersion(self._lineage[-1][0], step)
         foreign = [(h, e) for h, e in self._waiting.values() if h.newest > now]
         old = [
@@ -178,28 +174,28 @@ class GroupBuffer:
         for held, _ in (*foreign, *old):
             del self._waiting[held.group.ticket]
         superseded = [
-            self._drop(e, "superseded", f"{h.newest} is not made yet", (h.oldest, h.newest)) for h, e in foreign
+            self._drop(e, "superseded", f"{h.newest} does not exist yet", (h.oldest, h.newest)) for h, e in foreign
         ]
         return superseded + [
             self._drop(e, "stale", f"{step - h.oldest.step} steps old", (h.oldest, h.newest)) for h, e in old
         ]
 
     def has(self, n: int) -> bool:
-        """Whether the next `n` groups are here."""
+        """True if the next `n` groups are here."""
         return len(self._next(n)) == n
 
     def ahead(self, n: int) -> list[ReadyGroup]:
-        """The next `n` groups, which stay; none while they are not all here."""
+        """Return the next `n` groups without taking them; none while they are not all here."""
         tickets = self._next(n)
         return [self._waiting[ticket][0] for ticket in tickets] if len(tickets) == n else []
 
     def filter(self, ticket: int, rule: FilterRule, why: str) -> DroppedGroup:
-        """Ends a group that waits."""
+        """Drop a waiting group."""
         held, entry = self._waiting.pop(ticket)
         return self._drop(entry, "filtered", why, (held.oldest, held.newest), rule)
 
     def take(self, n: int) -> list[ReadyGroup] | None:
-        """The next `n` groups, or None if they are not all here yet."""
+        """Take the next `n` groups, or None if they are not all here yet."""
         tickets = self._next(n)
         if len(tickets) < n:
             return None
@@ -210,7 +206,7 @@ class GroupBuffer:
         return taken
 
     def _next(self, n: int) -> list[int]:
-        """Up to `n` tickets; in order `ticket` up to the first that is not here."""
+        """Find up to `n` next tickets; in order `ticket`, up to the first that is not here."""
         if self._rules.order == "arrival":
             return list(itertools.islice(self._waiting, n))
         tickets: list[int] = []
@@ -226,7 +222,7 @@ class GroupBuffer:
     def _check(self, group: Group, entry: StreamEntry) -> None:
         if len(entry.payload) > MAX_GROUP_BYTES:
             raise DecodeError(
-                f"a group of {len(entry.payload)} bytes could not be archived, the most is {MAX_GROUP_BYTES}"
+                f"a group of {len(entry.payload)} bytes could not be archived: at most {MAX_GROUP_BYTES} are allowed"
             )
         if group.ticket != entry.ticket:
             raise DecodeError(f"the group says ticket {group.ticket}")
@@ -241,7 +237,7 @@ class GroupBuffer:
             if int(trajectory.token_ids.max()) >= self._rules.vocab_size:
                 raise DecodeError(f"token id {int(trajectory.token_ids.max())} is outside the vocabulary")
             if self._rules.has_teacher and trajectory.teacher_logprobs is None:
-                raise DecodeError("an episode comes without its teacher's log-probabilities")
+                raise DecodeError("an episode has no teacher log-probabilities")
 
     def _drop(
         self,
@@ -263,5 +259,5 @@ def ready_group(group: Group, payload: bytes, entry_id: str) -> ReadyGroup:
 
 
 def sampled_by(group: Group) -> set[WeightVersion]:
-    """The versions that sampled its tokens."""
+    """Return the versions that sampled the group's tokens."""
     return {WeightVersion.parse(span.version) for trajectory in group.trajectories for span in trajectory.versions}

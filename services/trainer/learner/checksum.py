@@ -21,9 +21,9 @@ def checksum(arrays: Mapping[str, jax.Array]) -> str:
     """Compute the checksum of named arrays, with elements of up to four bytes, on any devices."""
     names = sorted(arrays)
     sums = jax.device_get([_sum(arrays[name]) for name in names])
-    told = hashlib.sha256("\n".join(names).encode())
-    told.update(np.array(sums, np.uint32).tobytes())
-    return told.hexdigest()[:32]
+    digest = hashlib.sha256("\n".join(names).encode())
+    digest.update(np.array(sums, np.uint32).tobytes())
+    return digest.hexdigest()[:32]
 
 
 @jax.jit

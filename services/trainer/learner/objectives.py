@@ -89,8 +89,8 @@ class Imitation:
     def update(self, examples: Sequence[Example]) -> Measures:
         rows = _rows(examples)
         update = self.learner.update(self._updates.batches(rows, row_weights(rows, "token-mean", 1)))
-        told = update.statistics
-        return {"loss": told["nll"] or 0.0, "grad_norm": update.grad_norm, "tokens": told["tokens"] or 0.0}
+        statistics = update.statistics
+        return {"loss": statistics["nll"] or 0.0, "grad_norm": update.grad_norm, "tokens": statistics["tokens"] or 0.0}
 
     def evaluate(self, examples: Sequence[Example]) -> Measures:
         nll, tokens = 0.0, 0

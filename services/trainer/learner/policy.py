@@ -110,13 +110,16 @@ class Policy:
 
         Raises NonFinite with the names of the non-finite values; the weights are then invalid until `load`.
         """
-        batches, told = self._batches(held, before)
+        batches, statistics = self._batches(held, before)
         self._probed = None
         updates = [self._update(batches, before.step) for _ in range(self._options.n_iterations)]
         after = WeightVersion(before.epoch, before.step + 1)
-        told |= {"compiled_shapes": float(self._learner.n_shapes)}
+        statistics |= {"compiled_shapes": float(self._learner.n_shapes)}
         made = StepMetrics(
-            step=after.step, version=str(after), **step_metrics.of_groups(held, before.step), **_measured(updates, told)
+            step=after.step,
+            version=str(after),
+            **step_metrics.of_groups(held, before.step),
+            **_measured(updates, statistics),
         )
         numbers = {name: value for name, value in asdict(made).items() if isinstance(value, float)}
         self._require_finite(str(after), [name for name, value in numbers.items() if not math.isfinite(value)])
@@ -131,8 +134,8 @@ class Policy:
         every = [np.full((len(b.ids), 1), 1.0 / n_tokens, np.float32) for b in batches]
         valued = self._critic.update(batches, every)
         update = self._learner.update(batches, apply=step >= setup.warmup_steps)
-        told = {**update.statistics, **valued.statistics, "critic/grad_norm": valued.grad_norm}
-        return replace(update, statistics=told)
+        statistics = {**update.statistics, **valued.statistics, "critic/grad_norm": valued.grad_norm}
+        return replace(update, statistics=statistics)
 
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
         """Compute each group's mean |log p(trainer) - log p(rollout)|, in nats; the weights do not change.
@@ -258,12 +261,12 @@ def _measured(updates: Sequence[Update], of_batches: Mapping[str, float]) -> dic
     Metrics are means over the updates; the comparison with the rollout is that of the first update.
     """
     first = updates[0].statistics
-    told = {
+    statistics = {
         name: first[name] if name.startswith(_COMPARED) else _mean([u.statistics[name] for u in updates])
         for name in first
     }
     loss, norm = (float(np.mean([getattr(u, name) for u in updates])) for name in ("loss", "grad_norm"))
-    return {"loss": loss, "grad_norm": norm, **step_metrics.of_statistics({**told, **of_batches})}
+    return {"loss": loss, "grad_norm": norm, **step_metrics.of_statistics({**statistics, **of_batches})}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

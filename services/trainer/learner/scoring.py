@@ -62,10 +62,10 @@ def objective(model: Model, loss: Loss, temperature: float, entropy: Entropy = "
     def of_params(params: Params, batch: Batch) -> tuple[jax.Array, Statistics]:
         now = bound(params)
         hidden, differing = routed_states(now, batch.ids, batch.packing, batch.routed)
-        value, told = loss(_scored(now, hidden, batch.targets, temperature, entropy), batch)
+        value, statistics = loss(_scored(now, hidden, batch.targets, temperature, entropy), batch)
         if batch.routed is not None:
-            told = {**told, "routing_diff": mean(differing, batch.mask * (batch.routed[:, :, 0, 0] >= 0))}
-        return value, told
+            statistics = {**statistics, "routing_diff": mean(differing, batch.mask * (batch.routed[:, :, 0, 0] >= 0))}
+        return value, statistics
 
     return of_params
 

@@ -104,19 +104,19 @@ class Learner:
     def update(self, batches: Sequence[Batch], *, apply: bool = True) -> Update:
         """Take one optimizer step and wait for it. Without `apply`, only measure it."""
         total: Any = None
-        losses, told = list[Any](), list[Any]()
+        losses, parts = list[Any](), list[Any]()
         self._shapes |= {batch.ids.shape for batch in batches}
         with self.mesh:
             for batch in batches:
                 (loss, found), gradient = self._gradient(self._params, self._frozen, self.placed(batch))
                 total = gradient if total is None else self._add(total, gradient)
                 losses.append(loss)
-                told.append(found)
+                parts.append(found)
             if apply:
                 self._params, self._state = self._apply(self._params, self._state, total)
             norm = self._state[0].norm if apply else optax.global_norm(total)
-            losses, told, norm = jax.device_get((losses, told, norm))
-        of_step = statistics.values(statistics.joined(told))
+            losses, parts, norm = jax.device_get((losses, parts, norm))
+        of_step = statistics.values(statistics.joined(parts))
         return Update(float(np.sum(losses)), float(norm), of_step)
 
     def placed(self, batch: Batch) -> Batch:

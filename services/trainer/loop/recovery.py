@@ -167,10 +167,10 @@ class Recovery:
 
     async def _contradicted(self, checkpoint: TrainerState) -> str | None:
         """Compare the built model with the checksums in the log; return how they differ. Raises Unavailable."""
-        told = await asyncio.to_thread(checksums.told_in, RunFolder(self._parts.commits.root.parent), checkpoint)
-        if not told:
+        logged = await asyncio.to_thread(checksums.told_in, RunFolder(self._parts.commits.root.parent), checkpoint)
+        if not logged:
             return None
-        why_not = checksums.contradiction(await self._waiter.blocking(self._parts.backend.checksums), told)
+        why_not = checksums.contradiction(await self._waiter.blocking(self._parts.backend.checksums), logged)
         return None if why_not is None else f"{checkpoint.version}: {why_not}"
 
     def _head(self, checkpoint: TrainerState) -> TrainerState:

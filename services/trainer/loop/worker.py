@@ -60,7 +60,7 @@ class TrainerWorker:
         try:
             await self._waiter.call_queue_once(lambda: self._parts.queue.leave(epoch, self._status.refused or ""))
         except (Unavailable, Fenced) as error:
-            _log.warning("the queue was not told of the stop", reason=str(error))
+            _log.warning("cannot tell the queue about the stop", reason=str(error))
 
     async def _life(self, group: asyncio.TaskGroup) -> None:
         status, parts = self._status, self._parts
@@ -101,7 +101,7 @@ class TrainerWorker:
             known = await asked()
             self._status.branched = (
                 f"the run's folder was empty and was restored from the bucket at {version}:"
-                f" {max(0, known.version - version.step)} later steps that the queue knows are undone,"
+                f" {max(0, known.version - version.step)} later steps that the queue knows of are undone,"
                 " and tickets that ended after it are issued again"
             )
             _log.warning("the lineage branches", run=self._status.run, reason=self._status.branched)

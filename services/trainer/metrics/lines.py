@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl and sft.jsonl: every line of the trainer is assembled here."""
+"""Assembly of the lines of metrics.jsonl and sft.jsonl."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from shared.types import Group, WeightVersion
 def step_line(
     metrics: StepMetrics, groups: Sequence[Group], seconds: Mapping[str, float], main_env: str
 ) -> dict[str, Any]:
-    """Return the line of metrics.jsonl of a step of RL, as it is read back from the file.
+    """Return an RL step's line of metrics.jsonl, as it is read back from the file.
 
     Args:
-        groups: that the step was trained on.
-        seconds: by part of the step: `step` and `wait` at least.
-        main_env: the environment of the run that has no figures of its own.
+        groups: groups of the step.
+        seconds: by part of the step, at least `step` and `wait`.
+        main_env: main environment; groups of it alone get no figures by environment.
     """
     line = asdict(metrics)
     more = line.pop("more") | shares_without_variance(groups) | of_environments(groups, main_env)
@@ -33,17 +33,17 @@ def step_line(
 
 
 def supervised_line(
-    told: Mapping[str, Any], version: WeightVersion, epochs: float, held_out: Mapping[str, float]
+    measured: Mapping[str, Any], version: WeightVersion, epochs: float, held_out: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return a line of sft.jsonl of a supervised run.
 
     Args:
-        told: of the step, see `supervised_step`, or of the data before the first one.
-        epochs: how often the data have been trained on.
-        held_out: figures on held-out data, by name; empty where none were measured.
+        measured: metrics of the step (see `supervised_step`), or counts of the data before the first one.
+        epochs: passes over the data so far.
+        held_out: metrics on held-out data, by name; empty if not evaluated.
     """
-    measured = {f"eval_{name}": value for name, value in held_out.items()}
-    return {**told, **measured, "epoch": epochs, "version": str(version), "time": time.time()}
+    evaluated = {f"eval_{name}": value for name, value in held_out.items()}
+    return {**measured, **evaluated, "epoch": epochs, "version": str(version), "time": time.time()}
 
 
 def supervised_step(metrics: SupervisedMetrics, step_s: float) -> dict[str, Any]:
@@ -51,5 +51,5 @@ def supervised_step(metrics: SupervisedMetrics, step_s: float) -> dict[str, Any]
 
 
 def warm_start_line(metrics: SupervisedMetrics) -> dict[str, Any]:
-    """Return a line of sft.jsonl of the warm start of a run of RL."""
+    """Return a warm start's line of sft.jsonl."""
     return metrics.to_line() | {"time": time.time()}

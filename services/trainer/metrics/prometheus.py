@@ -1,6 +1,4 @@
-"""The trainer's Prometheus metrics. The measures of the last step have the names of `metrics.jsonl`; what a step adds
-up is counted.
-"""
+"""Prometheus metrics of the trainer: gauges of the last step, named as in `metrics.jsonl`, and counters of totals."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ _OF_THE_LAST_STEP = {
     "entropy": "Mean entropy of the policy in nats a token",
     "clip_fraction": "Share of the tokens whose ratio was clipped",
     "logprob_abs_diff": "Mean |log p(trainer) - log p(rollout)| in nats a token",
-    "logprob_abs_diff_current": "The same over tokens sampled with the weights that were trained; NaN without any",
-    "logprob_abs_diff_current_max": "The largest of these; NaN without any",
+    "logprob_abs_diff_current": "The same over tokens sampled with the weights being trained; NaN without any",
+    "logprob_abs_diff_current_max": "Largest difference over these tokens; NaN without any",
     "staleness_mean": "Mean staleness of a group in steps, by its oldest token",
     "staleness_max": "Largest staleness of a group in steps",
 }
@@ -35,14 +33,13 @@ _LAST |= {
     for name, what in {
         "zero_variance_groups": "groups whose rewards are equal",
         "zero_variance_tokens": "sampled tokens whose group has equal rewards",
-        "routing_diff": "layers, in the mean over tokens, whose experts are others than the trainer's choice;"
-        " NaN without any",
+        "routing_diff": "layers, averaged over tokens, whose experts differ from the trainer's choice; NaN without any",
     }.items()
 }
-_EPOCH = Gauge("volley_trainer_epoch", "Epoch of the trainer: how often one has begun on this run", registry=REGISTRY)
+_EPOCH = Gauge("volley_trainer_epoch", "Epoch of the trainer: number of its starts on this run", registry=REGISTRY)
 _STEP = Gauge(
     "volley_trainer_step",
-    "Step of the newest weights; a restart takes it back to that of the newest checkpoint",
+    "Step of the newest weights; a restart sets it back to the newest checkpoint's",
     registry=REGISTRY,
 )
 DURABLE = Gauge("volley_trainer_durable_step", "Newest step that is durable in the log", registry=REGISTRY)
@@ -59,7 +56,7 @@ _SEQUENCE_TOKENS = Counter(
 )
 _GROUPS = Counter("volley_trainer_groups", "Groups trained on", registry=REGISTRY)
 _EPISODES = Counter("volley_trainer_episodes", "Episodes trained on", registry=REGISTRY)
-REFUSED = Counter("volley_trainer_refused_steps", "Steps that gave numbers that are not finite", registry=REGISTRY)
+REFUSED = Counter("volley_trainer_refused_steps", "Steps refused because of non-finite numbers", registry=REGISTRY)
 TICKETS = Counter("volley_trainer_tickets", "Tickets by how they ended", ["disposition"], registry=REGISTRY)
 FILTERED = Counter("volley_trainer_filtered_groups", "Groups that were filtered", ["rule"], registry=REGISTRY)
 PART_SECONDS = Histogram(
@@ -75,7 +72,7 @@ for _gauge in _LAST.values():
 
 
 def show(kind: LineKind, line: Line) -> None:
-    """Show the last step, and count what steps add up."""
+    """Set the gauges to the last step, and add it to the counters."""
     if kind == "step":
         _show_step(line)
     elif kind == "supervised" and line["step"]:

@@ -1,4 +1,4 @@
-"""What a step is measured by, in numpy float64; the fields of a line of `metrics.jsonl`."""
+"""Metrics of an RL step, computed in numpy float64: the fields of a line of `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _MOST_COMPONENTS = 64
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One optimizer step.
+    """Metrics of one step; `version` is that of the resulting weights.
 
-    Per token: `kl` to the reference model (0 without one), `logprob_abs_diff` mean |log p(trainer) - log p(rollout)|,
-    `logprob_abs_diff_current` and `…_max` mean and largest over tokens sampled with the weights being trained (None
-    without), `clip_fraction`, `entropy` (nats). Per episode: `reward_*`, `success`, `truncation_rate`. Per group:
-    `staleness_*` in steps, of its oldest token. `tokens` are trained ones, `sequence_tokens` all. `version` is that of
-    the weights made. `ends` are shares of the episodes by how they ended and `end_tokens` their mean sampled tokens;
-    `faults` are turns by what was wrong in them, `failed_attempts` those these episodes took, by class of error;
-    `retried_tokens` is the mean length of episodes that took any (None without): compare it with that of all to see
-    whether it is the long ones that fail. `more` are further statistics of the algorithm, which the line holds under
-    their own names.
+    Per token: `kl` to the reference model (0 without one); `logprob_abs_diff`, the mean |log p(trainer) -
+    log p(rollout)|; `logprob_abs_diff_current` and `…_max`, mean and largest over tokens sampled with the weights being
+    trained (None without); `clip_fraction`; `entropy` (nats). Per episode: `reward_*`, `success`, `truncation_rate`.
+    Per group: `staleness_*` in steps, of its oldest token. `tokens` counts trained tokens, `sequence_tokens` all.
+
+    `ends` are shares of episodes by how they ended, `end_tokens` their mean sampled tokens. `faults` counts turns by
+    fault; `failed_attempts` counts failed attempts of these episodes by class of error; `retried_tokens` is the mean
+    sampled tokens of episodes with failed attempts (None without): if it exceeds the overall mean, long episodes fail
+    more. `more` has further statistics of the algorithm, which the line holds under their own names.
     """
 
     step: int
@@ -61,7 +61,7 @@ class StepMetrics:
 
 
 def of_groups(held: Sequence[ReadyGroup], step: int) -> dict[str, Any]:
-    """The fields that come from the data alone; `step` is that of the weights before the update."""
+    """Compute the fields that depend only on the data; `step` is that of the weights before the update."""
     trajectories = [t for h in held for t in h.group.trajectories]
     rewards = np.array([t.reward for t in trajectories], np.float64)
     staleness = [max(0, step - h.oldest.step) for h in held]
@@ -81,8 +81,9 @@ def of_groups(held: Sequence[ReadyGroup], step: int) -> dict[str, Any]:
 
 
 def of_environments(groups: Sequence[Group], main: str) -> dict[str, float | int]:
-    """`env/NAME/reward_mean`, `…/success` (means over episodes) and `…/groups` of each environment; nothing where all
-    are of the run's main one.
+    """Compute `env/NAME/reward_mean`, `…/success` (means over episodes) and `…/groups` of each environment.
+
+    Empty if all groups are of the main environment.
     """
     by_env: dict[str, list[Group]] = {}
     for group in groups:
@@ -99,8 +100,9 @@ def of_environments(groups: Sequence[Group], main: str) -> dict[str, float | int
 
 
 def of_components(groups: Sequence[Group]) -> dict[str, float]:
-    """`reward/NAME` for each component of the rewards, its mean over the episodes of this step (0 where an episode does
-    not have it); nothing where there is but one.
+    """Compute `reward/NAME`, the mean of each reward component over the episodes of this step.
+
+    An episode without the component counts 0. Empty if there is only one component.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     names = sorted({name for t in trajectories for name in t.reward_components})[:_MOST_COMPONENTS]
@@ -111,8 +113,9 @@ def of_components(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def of_teacher(groups: Sequence[Group]) -> dict[str, float]:
-    """`teacher_kl`: reverse KL to the teacher of the policy that sampled, its mean over sampled tokens (k1, nats);
-    nothing where nobody was asked.
+    """Compute `teacher_kl`: reverse KL from the sampling policy to the teacher, mean over sampled tokens (k1, nats).
+
+    Empty without a teacher.
     """
     shown = [t for group in groups for t in group.trajectories if t.teacher_logprobs is not None]
     n_tokens = sum(t.n_sampled for t in shown)
@@ -146,9 +149,9 @@ _FIELDS = (
 )
 
 
-def of_statistics(told: Mapping[str, float | None]) -> dict[str, Any]:
-    """The fields that a loss tells, by name; what has no field of its own is in `more`."""
+def of_statistics(statistics: Mapping[str, float | None]) -> dict[str, Any]:
+    """Convert a loss's statistics to fields; those without a field of their own are in `more`."""
     maybe = ("logprob_abs_diff_current", "logprob_abs_diff_current_max")
-    fields = {name: told.get(name) if name in maybe else told.get(name) or 0.0 for name in _FIELDS}
-    more = {name: value for name, value in told.items() if name not in _FIELDS and name != "tokens"}
-    return {**fields, "tokens": int(told["tokens"] or 0), "more": more}
+    fields = {name: statistics.get(name) if name in maybe else statistics.get(name) or 0.0 for name in _FIELDS}
+    more = {name: value for name, value in statistics.items() if name not in _FIELDS and name != "tokens"}
+    return {**fields, "tokens": int(statistics["tokens"] or 0), "more": more}

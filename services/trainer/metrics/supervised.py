@@ -1,4 +1,4 @@
-"""What a supervised step tells."""
+"""Metrics of a supervised step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class SupervisedMetrics:
-    """A line of `sft.jsonl`: the loss in nats (mean over learned tokens, or over pairs), `tokens` learned from, and
-    what else the objective tells.
+    """Metrics for a line of `sft.jsonl`.
+
+    `loss` is in nats (mean over learned tokens, or over pairs), `tokens` counts learned tokens, `more` has further
+    metrics of the objective.
     """
 
     step: int

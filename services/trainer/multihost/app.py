@@ -1,5 +1,7 @@
-"""Wires a process that computes with process 0 of its trainer: no queue, no clients, a backend that does what it is
-told. It serves /health, /ready and /metrics like the trainer.
+"""Wiring of a follower: a process that computes with process 0 of its trainer.
+
+It has no queue and no clients; its backend makes the calls that process 0 sends. It serves /health, /ready and /metrics
+like the trainer.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ async def open_follower(config: RunConfig, options: GroupOptions) -> AsyncIterat
 
 
 class FollowerWorker:
-    """Computes in a thread of its own, until process 0 is gone, which ends this process too.
+    """Computes in a thread until process 0 ends, which ends this process too.
 
     Args:
-        compute: what that thread does; it is given a function to be called when the model is there.
-        grace_s: how long after a stop process 0 may still need us, for a last checkpoint.
+        compute: runs in that thread; calls its second argument once the model is built.
+        grace_s: seconds after a stop in which process 0 may still need this process, for a last checkpoint.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class FollowerWorker:
         self._follower = Follower(options, self._leader_lost)
 
     async def run(self) -> None:
-        """Works until it is cancelled. Raises VolleyError."""
+        """Run until cancelled. Raises VolleyError."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
@@ -90,7 +92,7 @@ class FollowerWorker:
 
 
 def _save(follower: Follower, calls: Calls) -> None:
-    """Beside the steps."""
+    """Write checkpoints while steps run."""
     try:
         with stream(SAVES), suppress(ProcessLost):
             follow(follower, calls)
@@ -99,7 +101,7 @@ def _save(follower: Follower, calls: Calls) -> None:
 
 
 def _end_after_crash() -> NoReturn:
-    """Nobody waits for a process that has lost its place."""
+    """End the process at once: out of step with the others, it cannot continue."""
     _log.exception(CRASHED)
     os._exit(1)
 

@@ -1,6 +1,6 @@
-"""The model of a trainer of several processes: what process 0 is asked to do, all do.
+"""Backend of a trainer of several processes: each call of process 0 runs in all of them.
 
-Calls carry the groups' wire bytes and versions, so that every process makes the same batches of them.
+Calls carry the groups' wire bytes and versions, so every process makes the same batches.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from shared.types import Group, WeightVersion
 
 
 class LeadingBackend:
-    """Process 0's `Backend`: each call is made of all processes, and is over when all have ended it. An error that any
-    of them meets is raised. `restore`, which comes first, raises ProcessesMissing until all are there.
+    """`Backend` of process 0: each call runs in all processes and returns when all have finished.
+
+    An error of any process is raised. `restore`, the first call, raises ProcessesMissing until all have joined.
     """
 
     def __init__(self, own: TunixBackend, leader: Leader) -> None:
@@ -93,7 +94,7 @@ class LeadingBackend:
         return self._together("publish", {"version": str(version)}, lambda: self._own.publish(version))
 
     def close(self) -> None:
-        """Of an incarnation that ends in order: all processes leave together."""
+        """End the incarnation in order: all processes leave together."""
         self._leader.end()
         leave_devices()
         self._leader.close()
@@ -103,7 +104,7 @@ class LeadingBackend:
 
 
 class FollowingCalls:
-    """What another process does for each call, on a backend of its own."""
+    """Calls of a follower, on its own backend."""
 
     def __init__(self, own: TunixBackend, warm_start: SupervisedOptions | None) -> None:
         self._own, self._options = own, warm_start
@@ -111,7 +112,7 @@ class FollowingCalls:
         self._write: Callable[[], object] = _nothing_taken
 
     def table(self) -> Calls:
-        """By the call's name."""
+        """Return the functions of calls by name."""
         own = self._own
         return {
             "restore": lambda _: own.restore(),
@@ -130,7 +131,7 @@ class FollowingCalls:
         }
 
     def saving(self) -> Calls:
-        """Those of the stream of checkpoints that are written beside steps, for another thread."""
+        """Return the functions of the stream `SAVES`, which another thread follows."""
         return {"write_taken": lambda _: self._write()}
 
     def _take(self, given: Mapping[str, Any]) -> None:
@@ -143,7 +144,7 @@ class FollowingCalls:
 
 
 def _nothing_taken() -> None:
-    raise AssertionError("a checkpoint is written after it was taken")
+    raise AssertionError("a checkpoint must be taken before it is written")
 
 
 def _payloads(held: Sequence[ReadyGroup]) -> list[bytes]:

@@ -1,9 +1,9 @@
-"""The checkpoint folders of a trainer of several processes, which all reach the same files.
+"""Checkpoint folders of a trainer of several processes on a shared file system.
 
-Process 0 decides (which checkpoint is whole, where a new one is made, when it gets its name), every process reads and
-writes the arrays that lie on its own devices.
+Process 0 decides which checkpoint is valid, where a new one is written and when it gets its name. Every process reads
+and writes the arrays of its own devices.
 
-Invariant: a folder gets its name after every process has said that what it wrote is there.
+Invariant: a folder gets its name after every process has reported that its arrays are written.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shared.types import WeightVersion
 
 
 class SharedArrays(OrbaxArrays):
-    """Process 0's: a folder of arrays is written when all have written their shards."""
+    """Arrays of process 0: a folder is complete once all processes have written their shards."""
 
     def __init__(self, leader: Leader) -> None:
         self._leader = leader
 
     def write(self, folder: Path, arrays: Arrays) -> None:
         folder.mkdir()
-        number = self._leader.tell("write", value=str(folder))
+        number = self._leader.send("write", value=str(folder))
         try:
             self.write_shards(folder, arrays)
         finally:
@@ -43,7 +43,7 @@ class SharedArrays(OrbaxArrays):
 
 
 class LeadingCheckpoints(CheckpointFolders):
-    """Process 0's: what it found or made, the others are told."""
+    """Checkpoint folders of process 0, which sends its results to the followers."""
 
     def __init__(self, root: Path, run: str, max_to_keep: int, leader: Leader) -> None:
         super().__init__(root, run, max_to_keep, SharedArrays(leader))
@@ -51,93 +51,96 @@ class LeadingCheckpoints(CheckpointFolders):
 
     def newest(self) -> RestoredCheckpoint | None:
         found = super().newest()
-        self._tell(None if found is None else found.folder.name)
+        self._send(None if found is None else found.folder.name)
         return found
 
     def save(self, state: TrainerState, contents: CheckpointContents, base: WeightVersion | None) -> Path:
-        return self._told(super().save(state, contents, base))
+        return self._send_name(super().save(state, contents, base))
 
     def save_base(self, version: WeightVersion, params: Arrays) -> BaseWeights:
         base = super().save_base(version, params)
-        self._tell(asdict(base) | {"files": [], "tree": []})
+        self._send(asdict(base) | {"files": [], "tree": []})
         return base
 
     def relabel(self, restored: RestoredCheckpoint, state: TrainerState) -> Path:
-        return self._told(super().relabel(restored, state))
+        return self._send_name(super().relabel(restored, state))
 
     def restored(self, version: WeightVersion) -> RestoredCheckpoint:
         found = super().restored(version)
-        self._tell(found.folder.name)
+        self._send(found.folder.name)
         return found
 
     def params_of(self, version: str) -> Mapping[str, HostArray]:
         found = super().params_of(version)
-        self._tell(version)
+        self._send(version)
         return found
 
     def base_of(self, restored: RestoredCheckpoint) -> dict[str, HostArray]:
         found = super().base_of(restored)
-        self._tell(None)
+        self._send(None)
         return found
 
     def foreign(self, origin: Origin) -> RestoredCheckpoint:
         found = super().foreign(origin)
-        self._tell(None)
+        self._send(None)
         return found
 
-    def _told(self, folder: Path) -> Path:
-        self._tell(folder.name)
+    def _send_name(self, folder: Path) -> Path:
+        self._send(folder.name)
         return folder
 
-    def _tell(self, value: Any) -> None:
-        self._leader.tell("value", value=value)
+    def _send(self, value: Any) -> None:
+        self._leader.send("value", value=value)
 
 
 class FollowingCheckpoints:
-    """Any other process's; see `CheckpointFolders`. What process 0 has verified is read without a second look."""
+    """Checkpoint folders of a follower; see `CheckpointFolders`. Only process 0 verifies checkpoints."""
 
     def __init__(self, root: Path, follower: Follower) -> None:
         self.root, self._follower, self._arrays = root.absolute(), follower, OrbaxArrays()
 
     def newest(self) -> RestoredCheckpoint | None:
-        version = self._follower.told()
+        version = self._follower.receive_value()
         return None if version is None else self._opened(self.root / version)
 
     def save(self, state: TrainerState, contents: CheckpointContents, base: WeightVersion | None) -> Path:
         self._write(contents.params)
         self._write(training_arrays(contents))
-        return self.root / self._follower.told()
+        return self.root / self._follower.receive_value()
 
     def save_base(self, version: WeightVersion, params: Arrays) -> BaseWeights:
         self._write(params)
-        return BaseWeights(self._follower.told()["digest"], (), ())
+        return BaseWeights(self._follower.receive_value()["digest"], (), ())
 
     def relabel(self, restored: RestoredCheckpoint, state: TrainerState) -> Path:
-        return self.root / self._follower.told()
+        return self.root / self._follower.receive_value()
 
     def restored(self, version: WeightVersion) -> RestoredCheckpoint:
-        return self._opened(self.root / self._follower.told())
+        return self._opened(self.root / self._follower.receive_value())
 
     def params_of(self, version: str) -> Mapping[str, HostArray]:
-        return self._opened(self.root / self._follower.told()).params
+        return self._opened(self.root / self._follower.receive_value()).params
 
     def base_of(self, restored: RestoredCheckpoint) -> Mapping[str, HostArray]:
-        self._follower.told()
+        self._follower.receive_value()
         adapter: Adapter | None = restored.adapter
         if adapter is None:
             return {}
         return self._arrays.read(adapter.base.folder(restored.folder.parent) / PARAMS)
 
     def foreign(self, origin: Origin) -> RestoredCheckpoint:
-        self._follower.told()
+        self._follower.receive_value()
         return self._opened(origin.checkpoint)
 
     def _opened(self, folder: Path) -> RestoredCheckpoint:
         return store.opened(folder, self._arrays)
 
     def _write(self, arrays: Arrays) -> None:
-        """Our shards of the next folder that process 0 makes. Raises the error that either of us met."""
-        asked = self._follower.asked()
+        """Write this process's shards of the next folder of process 0, and report the result.
+
+        Raises an error of process 0.
+        """
+        asked = self._follower.receive_message()
         error: VolleyError | None = None
         try:
             with storage(self.root):

@@ -1,8 +1,8 @@
-"""One connection between two processes of a trainer: whole messages both ways, over TCP.
+"""Connection between two processes of a trainer: messages both ways over TCP.
 
-Each end proves that it knows the run's service token before anything else is read (HMAC of the other's nonce), and
-sends a sign of life every second. Who closes the connection, or is silent for `SILENCE_S`, is lost: the kernel tells of
-a process that was killed at once.
+Each end first proves that it knows the run's service token (HMAC of the other's nonce), then sends a heartbeat every
+second. A peer that closes the connection, or is silent for `SILENCE_S`, is lost; the kernel reports a killed process at
+once.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ type Message = Mapping[str, Any]
 
 
 class Connection:
-    """Messages of one peer, in streams by the name that they carry, each in its order; any thread may send, one
-    receives those of a stream.
-    """
+    """Messages of one peer, in named streams, each in order. Any thread may send; one thread receives each stream."""
 
     def __init__(self, sock: socket.socket, peer: int) -> None:
         self._sock, self.peer = sock, peer
@@ -43,26 +41,24 @@ class Connection:
         self._closed = threading.Event()
 
     def watch(self, lost: Callable[[int, str], None]) -> None:
-        """From now on messages are taken in, and `lost` is told of a peer that is gone, with the reason, unless we have
-        closed the connection ourselves.
-        """
+        """Start receiving. `lost` gets the peer's number and the reason if it disconnects before `close`."""
         self._sock.settimeout(SILENCE_S)
         for work in (lambda: self._read(lost), self._live):
             threading.Thread(target=work, name=f"peer-{self.peer}", daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Raises OSError if the peer is gone."""
+        """Send a message. Raises OSError if the peer is gone."""
         data = codec.pack(message)
         with self._sending:
             self._sock.sendall(_LENGTH.pack(len(data)))
             self._sock.sendall(data)
 
     def receive(self, stream: str, timeout_s: float | None = None) -> Message | None:
-        """The next message; None once the connection has ended. Raises TimeoutError."""
+        """Wait for the next message; None once the connection has ended. Raises TimeoutError."""
         try:
             message = self._queue(stream).get(timeout=timeout_s)
         except queue.Empty:
-            raise TimeoutError(f"process {self.peer} said nothing for {timeout_s:g} s") from None
+            raise TimeoutError(f"process {self.peer} sent nothing for {timeout_s:g} s") from None
         if message is None:
             self._queue(stream).put(None)
         return message
@@ -101,13 +97,13 @@ class Connection:
             try:
                 self.send({"kind": _ALIVE})
             except OSError:
-                return  # the reader tells of it
+                return  # the reader reports it
 
 
 def greet(sock: socket.socket, key: bytes, given: Message) -> Message:
-    """Of who connects: proves that we know the key, says who we are, and returns what the other end answers.
+    """Greet as the connecting end: prove the key, send `given`, return the other end's answer.
 
-    Raises OSError, DecodeError, Forbidden (the other end does not know the key, or will not have us).
+    Raises OSError, DecodeError, Forbidden (the other end does not know the key, or refuses this process).
     """
     sock.settimeout(_GREETING_S)
     theirs, ours = _expected(sock)["nonce"], os.urandom(32)
@@ -117,13 +113,14 @@ def greet(sock: socket.socket, key: bytes, given: Message) -> Message:
     if "refused" in answer:
         raise Forbidden(f"process 0 of the trainer refuses this one: {answer['refused']}")
     if not hmac.compare_digest(bytes(answer["proof"]), _proof(key, b"listens", ours, answer["about"])):
-        raise Forbidden("who listens for the processes of the trainer does not know the run's service token")
+        raise Forbidden("the listener at services.trainer.coordinator_address does not know the run's service token")
     return codec.unpack(answer["about"])
 
 
 def welcome(sock: socket.socket, key: bytes, answer: Callable[[Message], Message]) -> Message:
-    """Of who listens: what the other end says of itself, once it has proven that it knows the key. `answer` gives what
-    it is told, and raises Forbidden for one that does not belong here.
+    """Greet as the listening end: check the other end's key; return what it says of itself.
+
+    `answer` makes the reply, and raises Forbidden for a process that does not belong to this trainer.
 
     Raises OSError, DecodeError, Forbidden.
     """
@@ -153,25 +150,25 @@ def _send(sock: socket.socket, message: Message) -> None:
 
 
 def _expected(sock: socket.socket) -> Message:
-    """Raises DecodeError for what is no part of a greeting."""
+    """Read a message of a greeting. Raises DecodeError for any other message."""
     message = _message(sock, _GREETING_BYTES)
     if message is None or not all(isinstance(value, bytes | str) for value in message.values()):
-        raise DecodeError("this is not how processes of a trainer greet each other")
+        raise DecodeError("a message is not a greeting of a trainer's process")
     return message
 
 
 def _message(sock: socket.socket, most: int | None = None) -> Message | None:
-    """None at the end of the connection. Raises OSError, DecodeError."""
+    """Read a message; None at the end of the connection. Raises OSError, DecodeError."""
     head = _exactly(sock, _LENGTH.size)
     if head is None:
         return None
     (length,) = _LENGTH.unpack(head)
     if most is not None and length > most:
-        raise DecodeError(f"a greeting of {length} bytes")
+        raise DecodeError(f"a greeting has {length} bytes, more than {most}")
     body = _exactly(sock, length)
     message = None if body is None else codec.unpack(body, "message")
     if message is not None and not isinstance(message, dict):
-        raise DecodeError("a message that is no object")
+        raise DecodeError("a message is not an object")
     return message
 
 

@@ -1,4 +1,4 @@
-"""JAX over several processes: their devices become those of one mesh."""
+"""JAX over several processes, whose devices form one mesh."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import jax
 
 _WAIT_S, _LEAVE_S = 120, 5
 _SILENT_S = 100
-"""Processes that are gone are noticed by the trainer's own connections, sooner."""
+"""JAX's heartbeat timeout; the trainer's own connections notice a lost process sooner."""
 
 
 def join_devices(coordinator: str, n_processes: int, process_id: int, n_devices: int) -> None:
-    """Before anything is computed. On CPUs each process gets its part of `n_devices`, unless XLA_FLAGS says how many it
-    has; others have what is there.
+    """Join the processes' devices, before any computation.
+
+    On CPUs each process gets its share of `n_devices`, unless XLA_FLAGS sets the number; otherwise it has its devices.
     """
     if (jax.config.jax_platforms or "") == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
             jax.config.update("jax_num_cpu_devices", max(1, n_devices // n_processes))
-    jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is ours
+    jax.config.update("jax_enable_preemption_service", False)  # the service handles SIGTERM itself
     jax.distributed.initialize(
         coordinator,
         n_processes,
@@ -32,7 +33,8 @@ def join_devices(coordinator: str, n_processes: int, process_id: int, n_devices:
 
 
 def leave_devices() -> None:
-    """Of all processes together, when there is nothing more to compute: else the first one that ends takes the others
-    with it. Nothing, if they were never joined.
+    """Leave JAX's cluster; all processes together, after the last computation.
+
+    Without this the first process that ends would end the others. Does nothing if they never joined.
     """
     jax.distributed.shutdown()

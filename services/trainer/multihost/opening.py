@@ -1,4 +1,4 @@
-"""The backend with Tunix in it, and its warm start, from the run's configuration."""
+"""Construction of the Tunix backend and its warm start from the run's configuration."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def open_backend(given: BackendInputs) -> OpenedBackend:
 
 
 def open_following(config: RunConfig, follower: Follower) -> FollowingCalls:
-    """What another process than the trainer's first one computes. Raises ConfigError."""
+    """Open the backend of a follower. Raises ConfigError."""
     run = RunFolder(config.run.folder.absolute())
     found = origin.find(config.model.path, kept_in(run.path))
     if found is not None:
@@ -85,7 +85,7 @@ def _backend(
     checkpoints: ModelCheckpoints,
     publications: ModelPublications,
 ) -> tuple[TunixBackend, TokenLimits, SupervisedOptions | None]:
-    """And the options of the warm start, if the run has one."""
+    """Make the backend, its token limits, and the options of the warm start, if the run has one."""
     model = replace(from_run.model_options(config, folder), origin=origin)
     described = ModelConfig.read(model.folder)
     check_vocabulary(tokenizer, described)

@@ -1,4 +1,4 @@
-"""Which process of the trainer this is, read once from the run's configuration."""
+"""Options of a trainer of several processes, read once from the run's configuration."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from shared.schema import RunConfig
 from shared.web.access import Role, token_for
 
 _OWN = ("model.path", "model.content")
-"""Settings that each process has for itself; it compares the content of its model's folder."""
+"""Settings that may differ between processes; each checks the content of its own model folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """`n` processes, of which this is number `process_id`; process 0 listens at `address` (host, port), and `key` is
-    what they know each other by. `settings` is a digest of what all of them must be configured alike:
-    model.path aside, which may lead elsewhere on each host.
+    """Options of process `process_id` of `n`.
+
+    Process 0 listens at `address` (host, port); `key` authenticates the processes. `settings` is a digest of the
+    settings that all must share; model.path may differ on each host.
     """
 
     n: int
@@ -31,7 +32,7 @@ class GroupOptions:
 
 
 def group_options(config: RunConfig) -> GroupOptions | None:
-    """None for a trainer of one process. Raises ConfigError."""
+    """Read the options; None for a trainer of one process. Raises ConfigError."""
     endpoint, mesh = config.services.trainer, config.trainer.mesh
     n = endpoint.num_processes
     if n == 1:
@@ -39,18 +40,18 @@ def group_options(config: RunConfig) -> GroupOptions | None:
     if config.is_supervised:
         raise ConfigError(
             f"services.trainer.num_processes={n}: a run of mode={config.mode} is trained by one process",
-            "leave it out",
+            "remove services.trainer.num_processes",
         )
     if endpoint.coordinator_address is None:
         raise ConfigError(
             f"services.trainer.num_processes={n} needs services.trainer.coordinator_address",
-            "HOST:PORT of process 0, as the other processes reach it; `volley train` chooses it itself",
+            "set it to HOST:PORT of process 0, as the other processes reach it; `volley train` chooses it itself",
         )
     if mesh.n_devices % n:
         raise ConfigError(
             f"trainer.mesh.shape={list(mesh.shape)}: {mesh.n_devices} devices do not divide over"
             f" services.trainer.num_processes={n}",
-            "the mesh is of the devices of all processes, each of which has as many",
+            "choose a mesh whose number of devices is a multiple of it: every process has the same number",
         )
     host, _, port = endpoint.coordinator_address.rpartition(":")
     token = token_for(config.services.token_files, Role.SERVICE) or ""

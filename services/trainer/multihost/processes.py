@@ -1,10 +1,10 @@
-"""The processes of one trainer, as a leader and those who follow it.
+"""Processes of one trainer: a leader and followers.
 
-Process 0 leads: it alone talks to Redis and to other services. The others do what it does on the model, call by call,
-because every process of a JAX program has to run the same computations in the same order. What the leader decides by
-itself inside a call (which checkpoint is whole, where one is written) it tells; a call is over when all have ended it.
+Process 0 leads: only it talks to Redis and to other services. The followers repeat its calls on the model, because
+every process of a JAX program must run the same computations in the same order. The leader sends them its decisions
+inside a call (which checkpoint is valid, where one is written). A call returns when all processes have finished it.
 
-Invariant: after a call that raised, whoever raised it, all processes wait for the next one; or the incarnation ends.
+Invariant: after a call that raised in any process, all processes wait for the next call, or the incarnation ends.
 """
 
 from __future__ import annotations
@@ -39,31 +39,33 @@ _OUTCOME_S = 600.0
 _log = telemetry.Log("processes")
 
 _STREAM = ContextVar("stream", default="calls")
-"""Which calls a thread leads or follows: there may be others beside them, of another thread."""
+"""Stream of calls that a thread leads or follows; other threads may have other streams."""
 
 SAVES = "saves"
-"""The stream of checkpoints that are written beside the steps."""
+"""Stream of checkpoints that are written while steps run."""
 
 type Calls = Mapping[str, Callable[[Mapping[str, Any]], object]]
-"""What is done for a call, by its name."""
+"""Functions of calls, by name."""
 type Lost = Callable[[VolleyError], None]
 
 
 def end_process(error: VolleyError) -> NoReturn:
-    """At once: a thread that waits in a collective for a process that is gone cannot be called back, and what is not
-    durable is done again by the next incarnation, as after a kill.
+    """End the process at once.
+
+    A thread in a collective that waits for a lost process cannot be interrupted; the next incarnation repeats the work
+    that is not durable, as after a kill.
     """
     _log.error("this incarnation of the trainer ends", error=type(error).__name__, detail=str(error))
     os._exit(1)
 
 
 class Leader:
-    """Process 0's end.
+    """Process 0's end of the connections.
 
     Args:
-        lost: is told, in a thread of its own, of a process that is gone once all were there.
+        lost: called, in another thread, with the error if a process is lost after all had joined.
 
-    Raises ConfigError if the address cannot be listened at.
+    Raises ConfigError if it cannot listen at the address.
     """
 
     def __init__(self, options: GroupOptions, lost: Lost = end_process) -> None:
@@ -75,12 +77,13 @@ class Leader:
 
     @property
     def n(self) -> int:
-        """Processes, this one included."""
+        """Number of processes, this one included."""
         return self._options.n
 
     def assemble(self, wait_s: float = _ASSEMBLE_S) -> str | None:
-        """Waits until all processes are there; then returns the address of JAX's coordinator, which all of them are
-        told, and None if this was done before. Raises ProcessesMissing.
+        """Wait until all processes have joined; send them, and return, the address of JAX's coordinator.
+
+        Returns None if this was done before. Raises ProcessesMissing.
         """
         if self._complete:
             return None
@@ -97,30 +100,30 @@ class Leader:
         host = self._options.address[0]
         with hold_free(host) as held:
             coordinator = f"{host}:{held.getsockname()[1]}"
-        self.tell("start", coordinator=coordinator)
+        self.send("start", coordinator=coordinator)
         return coordinator
 
-    def tell(self, kind: str, **fields: Any) -> int:
-        """To all that follow; returns the message's number, to which `outcomes` belong."""
+    def send(self, kind: str, **fields: Any) -> int:
+        """Send a message to all followers; return its number, for `outcomes`."""
         number = next(self._numbers)
         message = {"kind": kind, "number": number, "stream": _STREAM.get(), **fields}
         for connection in list(self._there.values()):
             try:
                 connection.send(message)
             except OSError as error:
-                self._gone(connection.peer, str(error))
+                self._report_lost(connection.peer, str(error))
         return number
 
     def outcomes(self, number: int, wait_s: float = _OUTCOME_S) -> None:
-        """Waits until all that follow have done what message `number` asked for. Raises the first of their errors."""
+        """Wait until all followers have finished message `number`. Raises the first of their errors."""
         errors = [self._outcome(connection, number, wait_s) for connection in list(self._there.values())]
         if found := [error for error in errors if error is not None]:
             raise found[0]
 
     def end(self) -> None:
-        """Nothing more is to be done: who goes from now on is not lost."""
+        """Tell the followers to end; one that disconnects from now on is not lost."""
         self._complete = False
-        self.tell("end")
+        self.send("end")
 
     def close(self) -> None:
         self._listener.close()
@@ -132,26 +135,26 @@ class Leader:
         try:
             given = welcome(sock, self._options.key, self._checked)
         except (OSError, DecodeError, Forbidden, KeyError, TypeError) as error:
-            _log.warning("no process of this trainer", reason=str(error))
+            _log.warning("rejected a connection, not a process of this trainer", reason=str(error))
             sock.close()
             return
         peer = given["process_id"]
         if (former := self._there.pop(peer, None)) is not None:
             former.close()
         self._there[peer] = connection = Connection(sock, peer)
-        connection.watch(self._gone)
-        _log.info("process is there", process=peer)
+        connection.watch(self._report_lost)
+        _log.info("process joined", process=peer)
 
     def _checked(self, given: Message) -> Message:
-        """Raises Forbidden."""
+        """Check a process that joins; return the reply. Raises Forbidden."""
         options, peer = self._options, given.get("process_id")
         if type(peer) is not int or not 0 < peer < options.n:
             raise Forbidden(f"services.trainer.process_id={peer} is not one of 1 to {options.n - 1}")
         if given.get("settings") != options.settings:
-            raise Forbidden("it is configured otherwise: give every process the same configuration")
+            raise Forbidden("its configuration differs: give every process the same configuration")
         return {"n": options.n}
 
-    def _gone(self, peer: int, reason: str) -> None:
+    def _report_lost(self, peer: int, reason: str) -> None:
         if self._complete:
             self._lost(ProcessLost(f"process {peer} of the trainer is gone: {reason}"))
         self._there.pop(peer, None)
@@ -169,10 +172,10 @@ class Leader:
 
 
 class Follower:
-    """The end of any other process.
+    """A follower's end of the connection.
 
     Args:
-        lost: is told, in a thread of its own, that process 0 is gone.
+        lost: called, in another thread, with the error if process 0 is lost.
     """
 
     def __init__(self, options: GroupOptions, lost: Lost = end_process) -> None:
@@ -180,8 +183,9 @@ class Follower:
         self._connection: Connection | None = None
 
     def join(self) -> str:
-        """Waits for process 0, and for all others; returns the address of JAX's coordinator. Raises ConfigError if
-        process 0 will not have us, ProcessLost.
+        """Wait for process 0 and all others; return the address of JAX's coordinator.
+
+        Raises ConfigError if process 0 refuses this process, and ProcessLost.
         """
         options = self._options
         about = {"process_id": options.process_id, "settings": options.settings}
@@ -194,21 +198,21 @@ class Follower:
                 raise ConfigError(error.detail) from error
             except (OSError, DecodeError, KeyError, TypeError):
                 time.sleep(_AGAIN_S)
-        self._connection.watch(self._gone)
+        self._connection.watch(self._report_lost)
         return self._next()["coordinator"]
 
     def call(self) -> Message | None:
-        """The next call; None when the leader ends. Raises ProcessLost."""
+        """Wait for the next call; None when the leader ends. Raises ProcessLost."""
         while (message := self._next())["kind"] not in ("call", "end"):
-            pass  # of a call that we ended before
+            pass  # belongs to a call that has ended here
         return message if message["kind"] == "call" else None
 
-    def told(self) -> Any:
-        """What the leader decided, inside a call. Raises the error that it met."""
-        return self.asked()["value"]
+    def receive_value(self) -> Any:
+        """Receive the leader's decision inside a call. Raises the leader's error."""
+        return self.receive_message()["value"]
 
-    def asked(self) -> Message:
-        """The same, with its number."""
+    def receive_message(self) -> Message:
+        """Receive the leader's message inside a call. Raises the leader's error."""
         message = self._next()
         if (error := _error_in(message)) is not None:
             raise error
@@ -217,13 +221,13 @@ class Follower:
         return message
 
     def report(self, number: int, error: VolleyError | None = None) -> None:
-        """Says that we have done what message `number` asked for, or why not."""
+        """Report that message `number` is finished, or its error."""
         assert self._connection is not None
         try:
-            told = {"number": number, "problem": None if error is None else problem(error), "stream": _STREAM.get()}
-            self._connection.send(told)
+            message = {"number": number, "problem": None if error is None else problem(error), "stream": _STREAM.get()}
+            self._connection.send(message)
         except OSError as gone:
-            self._gone(0, str(gone))
+            self._report_lost(0, str(gone))
 
     def close(self) -> None:
         if self._connection is not None:
@@ -236,13 +240,13 @@ class Follower:
             raise ProcessLost("process 0 of the trainer is gone")
         return message
 
-    def _gone(self, peer: int, reason: str) -> None:
+    def _report_lost(self, peer: int, reason: str) -> None:
         self._lost(ProcessLost(f"process {peer} of the trainer is gone: {reason}"))
 
 
 @contextmanager
 def stream(name: str) -> Iterator[None]:
-    """Inside, calls are led, or followed, that have nothing to do with those of other streams."""
+    """Lead or follow calls of the named stream inside the context."""
     token = _STREAM.set(name)
     try:
         yield
@@ -251,25 +255,26 @@ def stream(name: str) -> Iterator[None]:
 
 
 def together[R](leader: Leader, name: str, arguments: Mapping[str, Any], ours: Callable[[], R]) -> R:
-    """Does `ours` while all others do the call `name`; returns its result when all have ended. Raises its error, or the
-    first of theirs.
+    """Run `ours` while the followers run the call `name`; return its result when all have finished.
+
+    Raises its error, or the first of theirs.
     """
-    number = leader.tell("call", name=name, arguments=dict(arguments))
+    number = leader.send("call", name=name, arguments=dict(arguments))
     try:
         result = ours()
     except VolleyError as error:
-        leader.tell("failed", problem=problem(error))
+        leader.send("failed", problem=problem(error))
         try:
             leader.outcomes(number)
         except VolleyError as theirs:
-            _log.warning("a process met an error too", call=name, detail=str(theirs))
+            _log.warning("a follower failed too", call=name, detail=str(theirs))
         raise
     leader.outcomes(number)
     return result
 
 
 def follow(follower: Follower, calls: Calls) -> None:
-    """Does what the leader does, until it ends. Raises ProcessLost."""
+    """Run the leader's calls until it ends. Raises ProcessLost."""
     while (message := follower.call()) is not None:
         error: VolleyError | None = None
         try:
@@ -296,5 +301,5 @@ def _listener(address: tuple[str, int]) -> socket.socket:
         reason = host_problem(error) or error.strerror or str(error)
         raise ConfigError(
             f"services.trainer.coordinator_address={host}:{port}: cannot listen there: {reason}",
-            "it is the address of process 0, at which the trainer's other processes reach it",
+            "set it to a free address of process 0's host that the trainer's other processes can reach",
         ) from error

@@ -1,8 +1,7 @@
-"""What a trainer of several processes publishes: process 0 makes the chunks, and each array is gathered there from all,
-one after the other.
+"""Publishing by a trainer of several processes: arrays are gathered one by one; process 0 makes the chunks.
 
-Invariant: all processes gather the same arrays in the same order, whatever process 0 meets meanwhile: a disk that is
-full ends the publishing, not the gathering.
+Invariant: all processes gather the same arrays in the same order, even if process 0 fails meanwhile: a full disk ends
+the publishing, not the gathering.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shared.types import WeightVersion
 
 
 class LeadingPublications:
-    """Process 0's, around `Publications`."""
+    """`Publications` of process 0."""
 
     def __init__(self, own: Publications, leader: Leader) -> None:
         self._own, self._leader = own, leader
@@ -43,7 +42,7 @@ class LeadingPublications:
             published = self._own.publish(version, leaves, gathered.takes(), model, probe, adapter)
         finally:
             gathered.rest()
-        self._leader.tell("value", value=None)
+        self._leader.send("value", value=None)
         return published
 
     def base(self, epoch: int, leaves: Sequence[ManifestLeaf], arrays: Arrays) -> WeightTree:
@@ -55,13 +54,13 @@ class LeadingPublications:
             base = self._own.base(epoch, leaves, gathered.takes())
         finally:
             gathered.rest()
-        self._leader.tell("value", value=None)
+        self._leader.send("value", value=None)
         self._base = base
         return base
 
 
 class FollowingPublications:
-    """Any other process's: takes part in the gathering, and publishes nothing."""
+    """Publications of a follower, which only takes part in gathering."""
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
@@ -76,22 +75,22 @@ class FollowingPublications:
         probe: Probe | None,
         adapter: PublishedAdapter | None = None,
     ) -> PublishedVersion:
-        """Raises the error that process 0 met."""
+        """Gather the arrays. Raises the error of process 0."""
         _Gathered(leaves, arrays).rest()
-        self._follower.told()
+        self._follower.receive_value()
         return PublishedVersion(version, Chunk("", 0), "", 0, 0, {})
 
     def base(self, epoch: int, leaves: Sequence[ManifestLeaf], arrays: Arrays) -> WeightTree:
-        """Raises the error that process 0 met."""
+        """Gather the base once. Raises the error of process 0."""
         if self._base is None:
             _Gathered(leaves, arrays).rest()
-            self._follower.told()
+            self._follower.receive_value()
             self._base = WeightTree(tuple(leaves), ())
         return self._base
 
 
 class _Gathered:
-    """Arrays in the order in which chunks are made of them; each is gathered once."""
+    """Arrays in the order in which they are cut into chunks; each is gathered once."""
 
     def __init__(self, leaves: Sequence[ManifestLeaf], arrays: Arrays) -> None:
         self._left: dict[str, Callable[[], np.ndarray]] = {leaf.key: arrays[leaf.key] for leaf in in_order(leaves)}
@@ -100,7 +99,7 @@ class _Gathered:
         return {name: partial(self._take, name) for name in self._left}
 
     def rest(self) -> None:
-        """Those that nobody took."""
+        """Gather the arrays that were not taken."""
         for name in list(self._left):
             self._take(name)
 

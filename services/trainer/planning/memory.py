@@ -1,8 +1,8 @@
-"""How much memory training will take, reckoned before anything is loaded or compiled, and refused if it is not there.
+"""Estimate of the memory that training takes, before anything is loaded or compiled.
 
-Parameters, optimizer state, gradients and copies are counted by their shapes and how the mesh divides them. What one
-micro-batch needs beside them is read off the traced gradient function: the most bytes that are live at once when its
-operations run in their order. XLA merges operations and reorders them; `docs/memory.md` says how far it is from that.
+Parameters, optimizer state, gradients and copies are counted by their shapes and shardings. The activations of a
+micro-batch come from the traced gradient function: the most bytes that are live at once if its operations run in order.
+XLA fuses and reorders operations; `docs/memory.md` says how far it is from that.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ _OPERATIONS = (
 )
 _ELEMENTWISE = frozenset(_OPERATIONS.split())
 _REDUCTIONS = frozenset({"argmax", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"})
-_TRACED = (2, 3)  # layers: the others need as much as the third
+_TRACED = (2, 3)  # numbers of layers that are traced; each further layer adds as much as the third
 _MIB = 2**20
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """In bytes, on each device: `kept` is there all the time, by what it is; a `phase` needs so much beside it (the
-    warm start instead of it). `host_copies` are in host memory while a checkpoint is written, beside the steps, and
-    `host_reference` all the time: where the devices are the host, they are part of what a step needs.
+    """Bytes on each device.
+
+    `kept` is always in memory, by part; `step` is added in a step; the warm start needs `warm_start` in place of both;
+    writing a checkpoint adds `published`. Host memory holds `host_reference` always, and `host_copies` while a
+    checkpoint is written; if the devices are the host (`on_host`), these count too.
     """
 
     kept: Mapping[str, int]
@@ -60,7 +62,7 @@ class MemoryEstimate:
 
     @property
     def phases(self) -> dict[str, int]:
-        """The most that each phase holds."""
+        """Peak bytes of each phase."""
         kept = sum(self.kept.values()) + (self.host_reference if self.on_host else 0)
         beside = self.host_copies if self.on_host else 0
         found = {"step": kept + sum(self.step.values()) + beside, "checkpoint": kept + self.published}
@@ -70,8 +72,8 @@ class MemoryEstimate:
     def peak(self) -> int:
         return max(self.phases.values())
 
-    def told(self) -> dict[str, float]:
-        """In MiB, for a log and for /status."""
+    def to_mib(self) -> dict[str, float]:
+        """Convert the parts of the largest phase to MiB, for the log and /status."""
         phase = max(self.phases, key=self.phases.__getitem__)
         parts = dict(self.warm_start) if phase == "warm start" else {**self.kept, **self.step}
         parts |= {"reference on the host": self.host_reference, "host copies of a checkpoint": self.host_copies}
@@ -82,8 +84,12 @@ class MemoryEstimate:
 def estimate(
     described: ModelConfig, model: ModelOptions, policy: PolicyOptions, warm_start: BatchLayout | None = None
 ) -> MemoryEstimate:
-    """Args: warm_start: the layout of a warm start of all parameters, if there is one. Raises ConfigError for a mesh of
-    more devices than there are.
+    """Estimate the memory of training.
+
+    Args:
+        warm_start: layout of the warm start, if there is one.
+
+    Raises ConfigError if the mesh has more devices than there are.
     """
     needs, n_micro = policy.algorithm.needs, policy.layout.n_micro(policy.rows_per_step)
     leaves = _leaves(described, model)
@@ -94,7 +100,7 @@ def estimate(
     kept = {
         "parameters": n_params,
         "optimizer": 4 * _MOMENTS * n_trained,
-        "reference": 0 if policy.offload_reference else reference,  # its pass is over before there are gradients
+        "reference": 0 if policy.offload_reference else reference,  # its pass ends before the gradients
         "critic": 4 * (1 + _MOMENTS) * critic,
     }
     activations = _activations(described, model, policy)
@@ -117,7 +123,7 @@ def estimate(
 def _warm_start(
     described: ModelConfig, model: ModelOptions, policy: PolicyOptions, activations: int, layout: BatchLayout | None
 ) -> dict[str, int]:
-    """All parameters are trained, and their activations are as many as the rows of the micro-batch."""
+    """Estimate the warm start, which trains all parameters; activations scale with the rows of its micro-batch."""
     if layout is None:
         return {}
     n = sum(count for count, _ in _leaves(described, replace(model, lora=None)).values())
@@ -131,17 +137,18 @@ def _warm_start(
 
 
 def check(found: MemoryEstimate, limit: int, on: str, helps: Callable[[], Sequence[tuple[str, int]]]) -> None:
-    """Raises ConfigError with the figures if training cannot fit into `limit` bytes, which is that of `on`; `helps`
-    gives what would save how many bytes.
+    """Raise ConfigError if training does not fit into the `limit` bytes of `on`.
+
+    The hint lists the settings of `helps` and the bytes that each saves.
     """
     if found.peak <= limit:
         return
-    parts = ", ".join(f"{name} {value:,.0f}" for name, value in found.told().items())
+    parts = ", ".join(f"{name} {value:,.0f}" for name, value in found.to_mib().items())
     knobs = sorted(((saved, knob) for knob, saved in helps() if saved > 0), reverse=True)
     hint = ", ".join(f"{knob} (saves {saved / _MIB:,.0f} MiB)" for saved, knob in knobs)
     raise ConfigError(
         f"training takes {found.peak / _MIB:,.0f} MiB and {on} has {limit / _MIB:,.0f} MiB for it; in MiB: {parts}",
-        hint or "a smaller model, or a mesh of more devices, is what is left",
+        hint or "choose a smaller model, or a mesh of more devices",
     )
 
 
@@ -152,7 +159,7 @@ def knobs(
     warm_start: BatchLayout | None,
     found: MemoryEstimate,
 ) -> list[tuple[str, int]]:
-    """Settings that would lower the peak, each alone, and by how many bytes."""
+    """List settings that would lower the peak, and by how many bytes each does alone."""
     shards = dict(zip(model.mesh_axes, model.mesh_shape, strict=True)).get("fsdp", 1)
     tries: list[tuple[str, ModelOptions, PolicyOptions]] = []
     if policy.layout.rows > shards:
@@ -187,8 +194,9 @@ def _tried(
 
 
 def available(device: jax.Device) -> tuple[int, str]:
-    """How many bytes training may take, and of what: a device that tells its limit, else this machine or the container,
-    of which this process has some already.
+    """Return the bytes that training may take, and the name of the device or host that limits them.
+
+    A device that reports no limit uses the memory of this machine or container, less what this process already has.
     """
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
@@ -198,7 +206,7 @@ def available(device: jax.Device) -> tuple[int, str]:
 
 
 def host_limit(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> tuple[int, str]:
-    """The memory of this machine, or what its container may have of it, in bytes."""
+    """Return the memory of this machine, or the limit of its container, in bytes, and its name."""
     whole = next(
         int(line.split()[1]) * 1024
         for line in meminfo.read_text(encoding="utf-8").splitlines()
@@ -215,12 +223,12 @@ def host_limit(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/pro
 
 
 def resident(statm: Path = Path("/proc/self/statm")) -> int:
-    """What this process holds in memory, in bytes."""
+    """Return the resident memory of this process in bytes."""
     return int(statm.read_text(encoding="utf-8").split()[1]) * 4096
 
 
 def _leaves(described: ModelConfig, model: ModelOptions) -> dict[str, tuple[int, int]]:
-    """Of each parameter how many elements a device holds, and the bytes of one."""
+    """Return for each parameter the number of elements on a device, and the bytes of one."""
     mesh = make_mesh(model.mesh_shape, model.mesh_axes)
     _, state = abstract(described, model.dtype, model.remat, mesh, model.lora)
     found: dict[str, tuple[int, int]] = {}
@@ -233,7 +241,7 @@ def _leaves(described: ModelConfig, model: ModelOptions) -> dict[str, tuple[int,
 
 
 def _activations(described: ModelConfig, model: ModelOptions, policy: PolicyOptions) -> int:
-    """Bytes on a device for the largest micro-batch: the rows are divided over fsdp."""
+    """Estimate the bytes on a device for the largest micro-batch, whose rows are divided over fsdp."""
     n = described.num_hidden_layers
     if n <= _TRACED[1]:
         return _traced(described, model, policy)
@@ -247,7 +255,7 @@ def _traced(described: ModelConfig, model: ModelOptions, policy: PolicyOptions) 
 
 
 def of_micro_batch(described: ModelConfig, model: ModelOptions, policy: PolicyOptions) -> tuple[Any, tuple[Any, ...]]:
-    """The gradient function as one device of the mesh computes it, and what it is called with, of shapes only."""
+    """Return the gradient function of one device of the mesh, and its arguments as shapes."""
     mesh = make_mesh((1, 1), ("fsdp", "tp"))
     splash = uses_splash(model.attention, mesh.devices.flat[0].platform)
     shapes: Model = nnx.merge(*abstract(described, model.dtype, model.remat, mesh, model.lora, splash=splash))
@@ -267,7 +275,7 @@ def _rows_of_device(model: ModelOptions, policy: PolicyOptions) -> int:
 
 
 def micro_batch(described: ModelConfig, model: ModelOptions, policy: PolicyOptions, n_rows: int) -> Any:
-    """A micro-batch of `n_rows` of the longest bucket, of shapes only."""
+    """Make a micro-batch of `n_rows` of the longest bucket, as shapes."""
     needs, length = policy.algorithm.needs, policy.layout.buckets[-1]
     row, some = supervised_row([0] * length, [1] * length), np.zeros(length, np.float32)
     row = replace(row, reference=some if needs.reference else None, old=some if needs.old else None)
@@ -285,9 +293,10 @@ def micro_batch(described: ModelConfig, model: ModelOptions, policy: PolicyOptio
 
 
 def live_bytes(jaxpr: core.Jaxpr, *, outermost: bool = True) -> int:
-    """The most bytes of intermediate values that are live at once, if the equations run in their order: neither inputs
-    nor, of the outermost function, results count, nor what one elementwise operation makes for the next alone. What an
-    equation's own functions need is added to what lives around it.
+    """Compute the most bytes of intermediate values that are live at once, if the equations run in order.
+
+    Not counted: inputs, results of the outermost function, and values that one elementwise operation passes only to the
+    next. The need of an equation's inner functions is added to the values live around it.
     """
     ends: dict[Any, int] = {}
     for i, equation in enumerate(jaxpr.eqns):
@@ -310,7 +319,7 @@ def live_bytes(jaxpr: core.Jaxpr, *, outermost: bool = True) -> int:
 
 
 def _is_merged(equation: Any, following: Any) -> bool:
-    """Whether XLA makes one loop of the two."""
+    """True if XLA fuses the two into one loop."""
     return equation.primitive.name in _ELEMENTWISE and following.primitive.name in _ELEMENTWISE | _REDUCTIONS
 
 

@@ -1,4 +1,4 @@
-"""What is about to be trained on what, in one line: mesh, memory, and how many sequences are where."""
+"""One-line description of the training setup: mesh, memory, and micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIB = 2**20
 
 
 def plan(model: ModelOptions, layout: BatchLayout, rows_per_step: int, memory: MemoryEstimate) -> str:
-    """Args: rows_per_step: sequences. Every process of the trainer holds the same share of a micro-batch."""
+    """Describe the setup; `rows_per_step` is in sequences. Each process holds an equal share of a micro-batch."""
     sizes = dict(zip(model.mesh_axes, model.mesh_shape, strict=True))
     n, processes = math.prod(model.mesh_shape), jax.process_count()
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())

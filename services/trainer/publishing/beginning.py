@@ -1,6 +1,6 @@
-"""The name of the run's beginning: a run that is begun anew in an emptied folder has another one.
+"""Name of the run's beginning: a run that starts again in an emptied folder has another one.
 
-Invariant: while the folder holds a checkpoint or a commit record, the name stays, also if `published/` is removed.
+Invariant: while the folder holds a checkpoint or a commit record, the name stays, even if `published/` is removed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _NAME = re.compile(r"[0-9a-f]{16}")
 
 
 def beginning(published: Path) -> str:
-    """Reads the name, from a copy where it is lost, or draws one. Blocks. Raises StorageFull, StorageDenied.
+    """Read the name, or a copy of it, or draw one. Blocks. Raises StorageFull, StorageDenied.
 
     Args:
-        published: the folder of the run's chunks, directly below the run's.
+        published: folder of the run's chunks, directly below the run's folder.
     """
     folder = RunFolder(published.parent)
     first, copy = published / BEGINNING, folder.beginning

@@ -1,9 +1,8 @@
-"""What a trainer publishes: the chunks and manifests of its newest versions, in a folder of its own.
+"""Published weights: chunks and manifests of the newest versions, in a folder of the incarnation's own.
 
-Invariants: a version is visible to servers only once it was announced, after the step it is of was committed; the
-newest announced one is kept whole, with the one before it, which servers may still be pulling, and what makes it of
-the last ones; an incarnation has a folder of its own below `root`, so a trainer that was replaced removes nothing of
-its successor's.
+Invariants: servers see a version only once it is announced, after its step was committed. The newest announced version
+is kept whole, with the one before it, which servers may still be pulling, and the deltas from the last versions. Each
+incarnation has its own folder below `root`, so a replaced trainer removes nothing of its successor's.
 """
 
 from __future__ import annotations
@@ -42,19 +41,20 @@ from shared.types import WeightVersion
 _MIN_KEPT, _MAX_KEPT = 2, 4
 _ASKED_S = 10.0
 _N_DELTAS = 8
-"""A server that missed so many versions takes whole chunks."""
+"""Versions with deltas; a server that missed more pulls whole chunks."""
 _N_THREADS = 4
-"""That hash, compare and write chunks, while the next array is taken."""
+"""Threads that hash, compare and write chunks while the next array is copied."""
 
 type Arrays = Mapping[str, Callable[[], np.ndarray]]
-"""What takes each array to the host, by name, in the dtype it is published in."""
+"""Functions that copy each array to the host, by name, in its published dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion:
-    """`manifest` says digest and size of the version's manifest, `digest` is that of its weights, in hex. `timings` are
-    durations in seconds, `n_bytes` the size of the weights, `delta_bytes` that of what makes some of their chunks of
-    those of the version before.
+    """A version whose chunks are written.
+
+    `manifest` has digest and size of the version's manifest; `digest` is that of its weights, in hex; `n_bytes` is the
+    size of the weights, `delta_bytes` that of the deltas from the version before; `timings` are seconds.
     """
 
     version: WeightVersion
@@ -67,18 +67,18 @@ class PublishedVersion:
 
 @dataclass
 class _Kept:
-    """A version's chunks, and when one of them was last asked for, by the monotonic clock."""
+    """A version's chunks, and the monotonic time of their last request."""
 
     chunks: frozenset[str]
     asked: float = 0.0
 
 
 class Publications:
-    """Every method may block. One thread publishes; any may read.
+    """Chunks of the newest versions. Every method may block. One thread publishes; any may read.
 
     Args:
-        root: where they lie. Nobody else needs it, and nothing is lost with it but the time to make it again.
-        run: its name.
+        root: folder of the chunks; if it is lost, they are made again.
+        run: name of the run.
     """
 
     def __init__(self, root: Path, run: str) -> None:
@@ -87,10 +87,10 @@ class Publications:
         self._kept = list[_Kept]()
         self._base: WeightTree | None = None
         self._last: WeightTree | None = None
-        self._deltas = deque[dict[str, Delta]](maxlen=_N_DELTAS)  # of the last versions, by the chunk that each makes
+        self._deltas = deque[dict[str, Delta]](maxlen=_N_DELTAS)  # of the last versions, by the resulting chunk
         self.newest: PublishedVersion | None = None
         self.has_lost = False
-        """Tell if a chunk of the newest version was asked for and is gone, so that it has to be published again."""
+        """True if a requested chunk of the newest version is missing, so the version must be published again."""
 
     def publish(
         self,
@@ -101,8 +101,9 @@ class Publications:
         probe: Probe | None,
         adapter: PublishedAdapter | None = None,
     ) -> PublishedVersion:
-        """Makes chunks of the arrays, and a manifest of them; nobody is told of it before `announce`. With an `adapter`
-        they are those of adapters.
+        """Write the arrays' chunks and manifest, which servers see only after `announce`.
+
+        With an `adapter` the arrays are those of adapters.
 
         Raises StorageFull, StorageDenied.
         """
@@ -110,8 +111,10 @@ class Publications:
         self.has_lost = False
         store = self._open(version.epoch)
         weights, take_s = self._written(store, leaves, arrays, self._last)
-        told = PublishedManifest(self._run, self.beginning(), str(version), weights, model, probe, time.time(), adapter)
-        manifest, data = self._with_deltas(told)
+        plain = PublishedManifest(
+            self._run, self.beginning(), str(version), weights, model, probe, time.time(), adapter
+        )
+        manifest, data = self._with_deltas(plain)
         deltas = manifest.deltas
         digest, self._last = store.put(data), weights
         made_of = [delta.chunk.blake3 for delta in deltas.values()]
@@ -123,7 +126,7 @@ class Publications:
         )
 
     def _with_deltas(self, manifest: PublishedManifest) -> tuple[PublishedManifest, bytes]:
-        """And its JSON, with the deltas of as many versions as a reader takes: of the largest models few."""
+        """Add deltas of as many versions as fit into a manifest; return it and its JSON."""
         while True:
             deltas = {name: delta for of_version in self._deltas for name, delta in of_version.items()}
             made = replace(manifest, deltas=deltas)
@@ -133,7 +136,7 @@ class Publications:
             self._deltas.popleft()
 
     def base(self, epoch: int, leaves: Sequence[ManifestLeaf], arrays: Arrays) -> WeightTree:
-        """What adapters are of, as chunks; it stays. Raises as `publish`."""
+        """Write the chunks of the adapters' base once, and keep them. Raises as `publish`."""
         store = self._open(epoch)
         if self._base is None:
             self._base = self._written(store, leaves, arrays, None)[0]
@@ -141,16 +144,17 @@ class Publications:
         return self._base
 
     def announce(self, published: PublishedVersion) -> None:
-        """It is the newest version that servers may load."""
+        """Make it the newest version that servers may load."""
         self.newest = published
 
     def read(self, digest: str) -> bytes:
-        """A chunk or a manifest of a version that is kept. Raises NotFound, and WeightsError or Unavailable if it
-        cannot be read.
+        """Read a chunk or a manifest of a kept version.
+
+        Raises NotFound, and WeightsError or Unavailable if it cannot be read.
         """
         kept = [one for one in self._kept if digest in one.chunks]
         if self._chunks is None or not kept:
-            raise NotFound(f"chunk {digest} is of no version that is kept")
+            raise NotFound(f"chunk {digest} belongs to none of the kept versions")
         for one in kept:
             one.asked = time.monotonic()
         try:
@@ -166,8 +170,9 @@ class Publications:
     def _written(
         self, store: ChunkFolder, leaves: Sequence[ManifestLeaf], arrays: Arrays, before: WeightTree | None
     ) -> tuple[WeightTree, float]:
-        """And the seconds that taking the arrays to the host has cost. What makes chunks of those of the tree `before`
-        is the last of `_deltas` then.
+        """Write the arrays' chunks; return their tree, and the seconds that copies to the host took.
+
+        Appends to `_deltas` the deltas from the chunks of the tree `before`.
         """
         taken = 0.0
 
@@ -188,7 +193,7 @@ class Publications:
                 return chunk, None
             try:
                 delta = encode(store.read(base.blake3), data, width)
-            except (NotFound, ValueError):  # somebody removed it, or cut it short: the chunk itself is there
+            except (NotFound, ValueError):  # the base was removed or truncated; the chunk itself is written
                 return chunk, None
             return chunk, None if delta is None else Delta(base.blake3, Chunk(store.put(delta), len(delta)))
 
@@ -198,7 +203,7 @@ class Publications:
         return WeightTree(tuple(leaves), tuple(chunk for chunk, _ in kept)), taken
 
     def _open(self, epoch: int) -> ChunkFolder:
-        """A new folder at the first call, and those of earlier trainers are gone."""
+        """Open this incarnation's folder; the first call creates it and removes those of earlier trainers."""
         if self._chunks is None:
             ours = f"e{epoch:06d}-{secrets.token_hex(4)}"
             self._chunks = ChunkFolder(self._root / ours)
@@ -208,11 +213,11 @@ class Publications:
         return self._chunks
 
     def beginning(self) -> str:
-        """Name of the run's beginning (see `publishing.beginning`). Blocks on disk."""
+        """Name of the run's beginning (see `publishing.beginning`). Blocks."""
         return beginning(self._root)
 
     def _retain(self, store: ChunkFolder, chunks: frozenset[str]) -> None:
-        """The newest versions, and those that somebody is pulling."""
+        """Keep the newest versions and those that servers are pulling; remove other chunks."""
         since = time.monotonic() - _ASKED_S
         older = self._kept[-_MAX_KEPT + 1 :]
         n_old = max(0, len(older) - _MIN_KEPT + 1)
@@ -222,7 +227,7 @@ class Publications:
 
 
 def _beside[T](work: Callable[..., T], given: Iterable[tuple[Any, ...]]) -> Iterator[T]:
-    """`work` on each of `given`, in threads and in order; of `given` few are taken ahead."""
+    """Map `work` over `given` in threads, in order; at most a few items are taken ahead."""
     with ThreadPoolExecutor(_N_THREADS, "publish") as pool:
         begun = deque[Future[T]]()
         for one in given:

@@ -1,13 +1,11 @@
-"""Tells every rollout server of new weights, all at once and beside training, and records how long that took. Best
-effort: servers also ask for the newest version themselves, at the address that the configuration names.
+"""Notification of rollout servers about new weights, in the background, with timings.
 
-Who did not take the newest version, or began anew with an older one, is told again: steps may wait for its tokens, and
-then no newer version would ever be sent.
+Best effort: servers also ask for the newest version themselves, at the configured address. Servers that missed the
+newest version, or restarted on an older one, are notified again: a step may wait for their tokens, and until then no
+newer version is sent. A server also gets the addresses of some other servers, drawn at random, which pass chunks on.
 
-A server is told of other servers too, some of them drawn by chance: they pass on what they have.
-
-Invariants: only committed steps are announced; a failure is logged and counted, and never stops training; a newer
-version that waits makes an older one superfluous; a server that does not answer delays no other.
+Invariants: only committed steps are announced; a failure is logged and counted, and never stops training; a waiting
+newer version cancels an older one; a server that does not answer delays no other.
 """
 
 from __future__ import annotations
@@ -34,27 +32,29 @@ _log = telemetry.Log("publish")
 _N_PEERS = 8
 _AGAIN_S = 1.0
 _LOOK_S = 5.0
-"""Between two looks at who serves what: longer than servers take to say so."""
+"""Seconds between two checks of the served versions: longer than servers take to report theirs."""
 _UPDATES = telemetry.Counter(
     "volley_trainer_weight_updates", "Weight updates sent to rollout servers", ["outcome"], registry=telemetry.REGISTRY
 )
 
 
 class RolloutServer(Protocol):
-    """The part of the rollout server's client that is used here."""
+    """Methods of the rollout server's client that are used here."""
 
     async def update_weights(self, offer: WeightOffer, mode: str) -> dict[str, Any]: ...
 
 
 type Connect = Callable[[str], AbstractAsyncContextManager[RolloutServer]]
 type Served = Mapping[str, WeightVersion | None]
-"""What each server says that it serves, by its address; None if that is not known, or no version of the run."""
+"""Version that each server reports, by address; None if unknown, or not a version of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What one server answered. `seconds` is the whole call; `timings` are the server's own figures; `error` is None on
-    success. `engine` is the engine that took the version (see `DeclaredEngine.to_json`), if the server says it.
+    """Response of one server.
+
+    `seconds` is the whole call, `timings` are the server's; `error` is None on success. `engine` is the engine that
+    took the version (see `DeclaredEngine.to_json`), if the server reports it.
     """
 
     url: str
@@ -65,12 +65,14 @@ class Delivery:
 
 
 class Publisher:
-    """Args:
-    own: the trainer's address, for the servers.
-    servers: those that are there.
-    announce: makes a version the newest that can be asked for.
-    connect: opens a client.
-    mode: what happens to running requests.
+    """Notifies all rollout servers of a version.
+
+    Args:
+        own: address of the trainer, for the servers.
+        servers: lists the present servers.
+        announce: makes a version the newest that servers can request.
+        connect: opens a client.
+        mode: treatment of running requests.
     """
 
     def __init__(
@@ -88,9 +90,10 @@ class Publisher:
         self._taken = dict[str, WeightVersion]()
 
     async def publish(self, published: PublishedVersion) -> Sequence[Delivery]:
-        """Announces the version, and tells all servers of it, but those for which a newer one came before its turn. One
-        that is offered again after a newer one is neither announced nor told of; one that is offered again before, only
-        to those that did not take it, or say that they serve an older one.
+        """Announce the version and notify all servers, except those that a newer version reaches first.
+
+        Does nothing if a newer version was announced before. If this version was, only servers that did not take it, or
+        report an older one, are notified.
         """
         if published.version < self._newest:
             return []
@@ -100,19 +103,17 @@ class Publisher:
         try:
             served = await self._servers()
         except VolleyError as error:
-            _log.warning("no list of rollout servers", version=str(published.version), reason=str(error))
+            _log.warning("cannot list rollout servers", version=str(published.version), reason=str(error))
             return []
         urls = [*served]
         self._taken = {url: version for url, version in self._taken.items() if url in served}
-        told = [url for url in urls if not (again and self._has(url, served[url]))]
+        targets = [url for url in urls if not (again and self._has(url, served[url]))]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._in_turn(url, published, urls)) for url in told]
+            tasks = [group.create_task(self._in_turn(url, published, urls)) for url in targets]
         return [delivery for task in tasks if (delivery := task.result()) is not None]
 
     async def sources(self) -> Sequence[str]:
-        """Who may have chunks of the newest version, for a server that asks; only the trainer while nobody else is
-        known.
-        """
+        """Return addresses that may have chunks of the newest version; only the trainer's if no server is known."""
         try:
             return self._sources([*await self._servers()], "")
         except VolleyError:
@@ -154,9 +155,12 @@ class Publisher:
 
 
 class HandoverPublisher:
-    """Publishes the versions of one incarnation and puts each hand-over on record.
+    """Publishes the versions of one incarnation and logs each handover.
 
-    Args: publish: see `Publisher.publish`; log: handovers.jsonl; group: where publishing goes on beside training.
+    Args:
+        publish: see `Publisher.publish`.
+        log: handovers.jsonl.
+        group: runs the publishing while training goes on.
     """
 
     def __init__(
@@ -170,8 +174,10 @@ class HandoverPublisher:
         self._newest: PublishedVersion | None = None
 
     def start(self, published: PublishedVersion, timings: Mapping[str, float]) -> None:
-        """Begins to publish the version of a step that is committed; `timings` are the seconds of the hand-over until
-        now, but for those of the version itself. The group fails with Fenced if another trainer has begun.
+        """Start publishing the version of a committed step.
+
+        `timings` are the seconds of the handover so far, without those in `published`. The group fails with Fenced if
+        another trainer has begun.
         """
         self._newest = published
         self._group.create_task(self._hand_over(published, {**timings, **published.timings}))

@@ -1,4 +1,4 @@
-"""HTTP to what the trainer publishes: which version is the newest, and its chunks."""
+"""HTTP routes of published weights: the newest version and its chunks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NEWEST = {
 
 @dataclass(frozen=True, slots=True)
 class PublishingState:
-    """What the routes work on; lives in `app.state.publishing`. `sources` are the addresses that may have chunks."""
+    """State of the routes, in `app.state.publishing`; `sources` lists addresses that may have chunks."""
 
     publications: Publications
     uplink: Uplink
@@ -49,7 +49,7 @@ Here = Annotated[PublishingState, Depends(_state)]
 
 @router.get("/weights/newest", openapi_extra=declares(answer=_NEWEST))
 async def newest(request: Request, state: Here) -> Response:
-    """The newest version: its manifest's blake3 and size, and who may have it and its chunks."""
+    """The newest version: blake3 and size of its manifest, and addresses that may have its chunks."""
     found = state.publications.newest
     if found is None:
         raise WeightsUnpublished("this trainer has published no weights yet")
@@ -59,5 +59,5 @@ async def newest(request: Request, state: Here) -> Response:
 
 @router.get("/weights/chunks/{digest}", openapi_extra=declares_bytes(200, 206))
 async def chunk(request: Request, digest: ChunkDigest, state: Here) -> Response:
-    """A chunk or a manifest of one of the newest versions, by its blake3; `Range: bytes=N-` gives the rest."""
+    """A chunk or a manifest of one of the newest versions, by its blake3. `Range: bytes=N-` resumes a download."""
     return await state.uplink.answer(request, digest)

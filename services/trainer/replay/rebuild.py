@@ -1,6 +1,4 @@
-"""The policy as it was at a checkpoint, for training again, under one configuration or several in turn; changes nothing
-in the folder.
-"""
+"""Policy restored from a checkpoint, for retraining under one or several configurations. Reads the folder only."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ from shared.schema import RunConfig
 
 
 class RebuiltPolicy:
-    """What a run's trainer has: model, optimizer and reference of a checkpoint; `root` holds all of them.
+    """Model, optimizer and reference of a checkpoint; `root` is the folder of checkpoints.
 
     Raises ConfigError, WeightsError.
     """
 
     def __init__(self, config: RunConfig, checkpoint: Path, root: Path) -> None:
         folder = model_folder(config.model.path, root.parent)
-        with_content(config, folder)  # else its steps would come out otherwise, and nobody could tell why
+        with_content(config, folder)  # raises if the model changed: its steps would differ without a reason
         restored = restore(checkpoint, OrbaxArrays())
         adapter, reference = restored.adapter, restored.state.reference
         base = read_base(root, adapter, OrbaxArrays()) if adapter else None
@@ -42,7 +40,7 @@ class RebuiltPolicy:
         self.policy.load_optimizer(restored.optimizer)
 
     def policy_for(self, config: RunConfig) -> Policy:
-        """The policy that goes on from here under this configuration, as after a restart of the trainer with it."""
+        """Return the policy under this configuration, as after a restart of the trainer with it."""
         if config != self._config:
             self.policy.apply_options(from_run.policy_options(config, self._tokens))
             self._config = config
@@ -50,6 +48,6 @@ class RebuiltPolicy:
 
 
 def tensors_of(policy: Policy) -> dict[str, Mapping[str, Any]]:
-    """The float32 parameters under training and the optimizer's state, as a resume would restore them."""
+    """Return the trained float32 parameters and the optimizer state, as a resume would restore them."""
     contents = policy.contents()
     return {"params": contents.params if contents.master is None else contents.master, "optimizer": contents.optimizer}

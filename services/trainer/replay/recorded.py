@@ -1,4 +1,4 @@
-"""What a run's folder says of its steps, for training them again. Reads only."""
+"""Recorded steps of a run's folder, for retraining. Reads only."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ _MAX_DETAIL = 300
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """What a run's folder says: the newest durable state, checkpoints of its lineage by step, metrics and checksums of
-    the parameters by version.
+    """Records of a run's steps.
+
+    `head` is the newest durable state, `checkpoints` those of its lineage by step; `metrics`, and `checksums` of the
+    parameters, are by version.
     """
 
     folder: Path
@@ -40,7 +42,7 @@ class RecordedStep:
 
     @classmethod
     def read(cls, folder: Path, run: str) -> RecordedStep:
-        """Raises WeightsError if no checkpoint is whole."""
+        """Read the records. Raises WeightsError if no checkpoint is valid."""
         root = RunFolder(folder).checkpoints
         records = {record.version: record for record in _records(RunFolder(folder).archive)}
         head = max((_head(root), *(record.state for record in records.values())), key=lambda state: state.version)
@@ -59,34 +61,34 @@ class RecordedStep:
         return WeightVersion(self.head.lineage[0][0] if epoch is None else epoch, step)
 
     def config_at(self, step: int, stored: LoadedConfig) -> RunConfig:
-        """The stored configuration with the settings that were in force when `step` was trained."""
+        """Return the stored configuration with the settings that `step` was trained with."""
         return self.config_of(self.version(step).epoch, stored)
 
     def config_of(self, epoch: int, stored: LoadedConfig) -> RunConfig:
-        """The stored configuration with the settings that were in force in `epoch`."""
+        """Return the stored configuration with the settings of `epoch`."""
         return config.apply_settings(stored.config, pinned.in_force(self.head.settings, epoch))
 
     def groups(self, step: int) -> list[tuple[Group, bytes]]:
-        """The groups that made `step`, with their wire bytes. Raises DecodeError."""
+        """Read the groups of `step`, with their wire bytes. Raises DecodeError."""
         payloads = archive.read(RunFolder(self.folder).archive, self.run, self.version(step))
         return [(Group.decode(payload), payload) for payload in payloads]
 
     def bounds(self, first: int, last: int | None) -> range:
-        """The steps to train. Raises ConfigError naming the checkpoints there are."""
+        """Return the steps to train. Raises ConfigError that names the retained checkpoints."""
         end = self.head.step if last is None else last
         if first not in self.checkpoints:
             there = ", ".join(map(str, sorted(self.checkpoints)))
-            raise ConfigError(f"there is no checkpoint of step {first}", f"retained are steps {there}")
+            raise ConfigError(f"there is no checkpoint of step {first}", f"choose another; retained are steps {there}")
         if not first < end <= self.head.step:
             raise ConfigError(
                 f"there is nothing to replay from step {first} to {end}",
-                f"the newest durable step is {self.head.step}",
+                f"choose steps up to the newest durable one, {self.head.step}",
             )
         return range(first + 1, end + 1)
 
 
 def _records(root: Path) -> Iterator[CommitRecord]:
-    """Those that are whole."""
+    """Yield the readable commit records."""
     for version in commits.versions(root):
         with suppress(WeightsError, Unavailable):
             yield commits.read(root, version)
@@ -98,22 +100,22 @@ def _head(root: Path) -> TrainerState:
             return states.verify(root / str(version))[1]
         except (WeightsError, Forbidden):
             continue
-    raise WeightsError(f"no checkpoint in {root} is whole")
+    raise WeightsError(f"no checkpoint in {root} is valid")
 
 
 def _metrics(path: Path) -> dict[str, dict[str, Any]]:
-    """The lines by version. Raises DecodeError naming one that is none."""
+    """Read the lines by version. Raises DecodeError that names an invalid line."""
     found: dict[str, dict[str, Any]] = {}
     for number, text in enumerate(storage.whole_lines(path), start=1):
         try:
             line = codec.from_record(text, "it", MAX_LINE_VALUES)
             WeightVersion.parse(line["version"])
             if not all(isinstance(line[name], int | float | None) for name in COMPARED_METRICS):
-                raise TypeError("a number is none")
+                raise TypeError("a metric is not a number")
         except (KeyError, TypeError, DecodeError) as error:
             raise DecodeError(
                 f"line {number} of {path} is not a line of metrics: {error}"[:_MAX_DETAIL],
-                "`volley verify` names what else",
+                "run `volley verify` for the full list of problems",
             ) from error
         found[line["version"]] = line
     return found

@@ -1,6 +1,4 @@
-"""Trains a refused step again: the groups that were kept, on the retained checkpoint before it, and the steps between.
-Reads only.
-"""
+"""Replay of a refused step: retrains the steps since the checkpoint before it, then its kept groups. Reads only."""
 
 from __future__ import annotations
 
@@ -16,13 +14,14 @@ from shared.run import archive
 from shared.run.folder import RunFolder
 from shared.types import Group, WeightVersion
 
-_NEVER_REFUSED = "`refused.jsonl` in the run's folder names those there are"
+_NEVER_REFUSED = "choose a version that `refused.jsonl` in the run's folder names"
 _MAX_DETAIL = 300
 
 
 def replay(folder: Path, name: str) -> dict[str, Any]:
-    """{ok, steps, refused, recorded}: `recorded` is what was not finite then, `refused` what is not now, `ok` if it is
-    the same.
+    """Retrain a refused step; return {ok, steps, refused, recorded}.
+
+    `recorded` names the non-finite numbers of the refusal, `refused` those of the replay; `ok` if they are the same.
 
     Raises ConfigError, WeightsError, DecodeError.
     """
@@ -36,8 +35,9 @@ def replay(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _recorded(folder: Path, name: str) -> list[str]:
-    """What was not finite when `name` was last refused. Raises DecodeError naming a line that is none, ConfigError
-    without one.
+    """Read the non-finite numbers of the last refusal of `name`.
+
+    Raises DecodeError that names an invalid line, and ConfigError if `name` was never refused.
     """
     path, what = RunFolder(folder).refused, None
     for number, text in enumerate(storage.whole_lines(path), start=1):
@@ -49,21 +49,19 @@ def _recorded(folder: Path, name: str) -> list[str]:
 
 
 def _parsed(text: bytes, where: str) -> tuple[str, list[str]]:
-    """Version, and what was not finite."""
+    """Parse version and non-finite numbers."""
     line = codec.from_json(text, where)
     try:
         version, what = str(WeightVersion.parse(line["version"])), line["what"]
         if not isinstance(what, list) or not all(isinstance(name, str) for name in what):
-            raise TypeError("`what` is no list of names")
+            raise TypeError("`what` is not a list of names")
     except (KeyError, TypeError, DecodeError) as error:
-        raise DecodeError(
-            f"{where} is not that of a refusal: {error!r}"[:_MAX_DETAIL], "put the run's own file back"
-        ) from error
+        raise DecodeError(f"{where} is not a refusal: {error!r}"[:_MAX_DETAIL], "restore the run's own file") from error
     return version, what
 
 
 def _again(folder: Path, stored: LoadedConfig, version: WeightVersion, file: Path) -> tuple[str, ...]:
-    """What is not finite after the step; empty if it all is."""
+    """Retrain up to the step; return the names of its non-finite numbers."""
     from services.trainer.groups.group_buffer import ready_group
     from services.trainer.replay.rebuild import RebuiltPolicy
 
@@ -71,7 +69,7 @@ def _again(folder: Path, stored: LoadedConfig, version: WeightVersion, file: Pat
     recorded = RecordedStep.read(folder, run)
     before = [step for step in recorded.checkpoints if step < version.step]
     if not before:
-        raise ConfigError(f"there is no checkpoint before {version}", "choose a newer one")
+        raise ConfigError(f"there is no checkpoint before {version}", "choose a newer version")
     start = max(before)
     first = version if start + 1 == version.step else recorded.version(start + 1)
     rebuilt = RebuiltPolicy(

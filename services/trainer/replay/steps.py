@@ -1,9 +1,8 @@
-"""Trains archived groups again: from a retained checkpoint, in recorded order, compared bit for bit with what was
-recorded.
+"""Replay of archived groups from a retained checkpoint, compared bit for bit with the records.
 
 `python -m services.trainer.replay.steps RUN_DIR --from-step K [--to-step M]`, or `RUN_DIR --refused VERSION` (see
-`refused`), writes a JSON line a step to stdout, then the result, or an error as a problem body. It reads only. The same
-backend (devices, libraries, compiler flags) is needed for equal bits.
+`refused`), writes a JSON line a step to stdout, then the result, or an error as a problem body. It reads only. Equal
+bits need the same backend (devices, libraries, compiler flags).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _MAX_DETAIL = 300
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """`what` is "metric", "checksum", or the part of the checkpoint; `max_abs_diff` is None where it is no number."""
+    """First difference: `what` is "metric", "checksum", or the part of the checkpoint; `max_abs_diff` may be None."""
 
     step: int
     what: str
@@ -38,7 +37,7 @@ class Divergence:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 the same, 1 diverged or failed, 2 wrong usage."""
+    """Replay and return the exit code: 0 same, 1 diverged or failed, 2 wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m services.trainer.replay.steps")
     parser.add_argument("run_dir", type=Path)
     begin = parser.add_mutually_exclusive_group(required=True)
@@ -49,19 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result = _replayed(arguments)
     except VolleyError as error:
-        _tell(problem(error))
+        _print_line(problem(error))
         return 2 if isinstance(error, ConfigError) else 1
-    except (OSError, ValueError) as error:  # of Orbax, when a trainer removes the checkpoint that is being read
-        _tell(
+    except (OSError, ValueError) as error:  # from Orbax, if a trainer removes the checkpoint during the read
+        _print_line(
             problem(
                 WeightsError(
                     f"{arguments.run_dir} cannot be replayed: {error}"[:_MAX_DETAIL],
-                    "has a checkpoint just been removed?",
+                    "try again: the run's trainer may have removed the checkpoint",
                 )
             )
         )
         return 1
-    _tell(result)
+    _print_line(result)
     return 0 if result["ok"] else 1
 
 
@@ -73,8 +72,9 @@ def _replayed(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
-    """{ok, steps, first_divergence, compared_checkpoints, compared_metrics, compared_checksums}; ends with the first
-    divergence.
+    """Retrain steps until the first divergence.
+
+    Returns {ok, steps, first_divergence, compared_checkpoints, compared_metrics, compared_checksums}.
 
     Raises ConfigError, WeightsError, DecodeError.
     """
@@ -107,7 +107,7 @@ def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
             divergence = divergence or of_metrics(step, asdict(metrics), line)
         for what in compared:
             counts[what] += 1
-        _tell({"step": step, "loss": metrics.loss, "compared": _verdict(compared, divergence)})
+        _print_line({"step": step, "loss": metrics.loss, "compared": _verdict(compared, divergence)})
         if divergence is not None:
             break
     if not any(counts.values()):
@@ -167,7 +167,7 @@ def _difference(a: Any, b: Any) -> float | None:
     return largest if np.isfinite(largest) else None
 
 
-def _tell(line: Mapping[str, Any]) -> None:
+def _print_line(line: Mapping[str, Any]) -> None:
     sys.stdout.write(orjson.dumps(line).decode() + "\n")
     sys.stdout.flush()
 

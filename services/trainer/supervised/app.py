@@ -1,5 +1,6 @@
-"""Wires a trainer that learns from files: the training thread, the data, routes. No queue, no rollout server; the
-environment service only where it makes the demonstrations.
+"""Wiring of a supervised trainer: training thread, data, routes.
+
+It has no queue and no rollout server, and needs the environment service only for demonstrations.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def supervised_plan(config: RunConfig, origin: Origin | None) -> SupervisedPlan:
 
 
 def _opened(config: RunConfig, model: Path, tokenizer: ChatTokenizer, origin: Origin | None) -> OpenedBackend:
-    """Imports JAX and Tunix, which takes longer than to find what is wrong with the data. Raises ConfigError."""
+    """Import JAX and Tunix, after the data are checked, which is faster. Raises ConfigError."""
     with uncollected():
         from services.trainer.supervised.opening import open_backend
     return open_backend(config, model, tokenizer, origin)

@@ -1,5 +1,4 @@
-"""All that blocks in a run of supervised training: model, optimizer and checkpoint folders behind plain calls, for one
-thread.
+"""Blocking backend of supervised training: model, optimizer and checkpoint folders, for one thread.
 
 Order of calls: `restore`, `build`, `open`, then `save` or `relabel`, then `step`, `evaluate` and `save` in turn.
 """
@@ -28,7 +27,7 @@ from shared.types import WeightVersion
 
 
 class SupervisedBackend:
-    """The heavy half of a run. Every method blocks; none may run beside another."""
+    """Backend of supervised training. Every method blocks; calls must not overlap."""
 
     def __init__(
         self, model: ModelOptions, described: ModelConfig, options: SupervisedOptions, checkpoints: CheckpointFolders
@@ -42,23 +41,24 @@ class SupervisedBackend:
         self._adapter: Adapter | None = None
 
     def restore(self) -> TrainerState | None:
-        """Reads the newest checkpoint; None if the run is new. Raises WeightsError."""
+        """Read the newest checkpoint; None if the run is new. Raises WeightsError."""
         self._restored = self._checkpoints.newest()
         return self._restored.state if self._restored else None
 
     def build(self) -> None:
-        """Makes the model, from the checkpoint if there is one. Raises ConfigError, WeightsError."""
+        """Make the model, from the checkpoint if there is one. Raises ConfigError, WeightsError."""
         self._model = built(self._options, self._described, self._checkpoints, self._restored)
 
     def open(self, examples: Sequence[Example]) -> int:
-        """Readies the steps after the checkpoint's on these examples; returns the number of the last one. Raises
-        NonFinite, WeightsError.
+        """Prepare the steps after the checkpoint's on these examples; return the number of the last step.
+
+        Raises NonFinite, WeightsError.
         """
         assert self._model is not None
         found, options = self._restored, self.training
         if found is None and self._options.lora is not None:
             self._model = with_adapters(self._model, self._described, self._options)
-        self._objective = objective = self._made(self._model, options, len(examples))
+        self._objective = objective = self._objective_for(self._model, options, len(examples))
         self._published = PublishedWeights(objective.scorer, self._described.to_hf(), self._options.dtype)
         if found is not None:
             objective.learner.load_optimizer_state(found.optimizer)
@@ -67,7 +67,7 @@ class SupervisedBackend:
         self._steps = supervised.steps(objective, examples, options, found.state.step if found else 0)
         return options.steps(len(examples))
 
-    def _made(self, model: Model, options: SupervisedOptions, n_examples: int) -> SupervisedObjective:
+    def _objective_for(self, model: Model, options: SupervisedOptions, n_examples: int) -> SupervisedObjective:
         updates = options.updates(n_examples)
         if options.beta is None:
             return Imitation(model, updates)
@@ -76,7 +76,7 @@ class SupervisedBackend:
         return Preferences(model, updates, options.beta, reference, offload=options.offload_reference)
 
     def step(self) -> SupervisedMetrics | None:
-        """The next one; None after the last. Raises NonFinite."""
+        """Train the next step; None after the last. Raises NonFinite."""
         return next(self._steps, None)
 
     def evaluate(self, examples: Sequence[Example]) -> Mapping[str, float]:
@@ -85,16 +85,14 @@ class SupervisedBackend:
         return self._objective.evaluate(examples)
 
     def relabel(self, state: TrainerState) -> Path:
-        """The restored checkpoint as the first one of this incarnation; returns its folder."""
+        """Save the restored checkpoint as the first one of this incarnation; return its folder."""
         assert self._restored is not None
         folder = self._checkpoints.relabel(self._restored, state)
         self._restored = None
         return folder
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
-        """A durable checkpoint of the present weights; returns its folder. Raises NonFinite; then nothing of it is
-        there.
-        """
+        """Write a durable checkpoint of the present weights; return its folder. Raises NonFinite before writing."""
         assert self._objective is not None
         assert self._published is not None
         learner, lora = self._objective.learner, self._options.lora

@@ -1,7 +1,7 @@
-"""The steps of one incarnation of a supervised run: train, measure, tell, save; stop in order.
+"""Main loop of a supervised run: train, evaluate, log, save, stop in order.
 
-Order of a checkpoint: lines written, then the checkpoint durable, which carries the lines since the last one. A crash
-between any two is repaired at the next start from the newest checkpoint.
+Order of a checkpoint: lines written, then the checkpoint durable, which carries the lines since the last one. After a
+crash between the two, the next start repairs the file from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SupervisedPlan:
-    """`grace_s` to end in; `keep_reference` for DPO. `settings`, `original` and `origin` as in `TrainPlan`."""
+    """Plain values that the loop needs; see `TrainPlan`. `keep_reference` is for DPO."""
 
     seed: int
     batch_size: int
@@ -59,11 +59,11 @@ class SupervisedPlan:
 
 
 class SupervisedLoop:
-    """From an epoch of our own to the last step.
+    """Trains from the start of an epoch to the last step.
 
     Args:
-        state: at the start of this epoch; `resumed` says whether a checkpoint of an earlier one has been restored.
-        last: the number of the last step.
+        state: at the start of this epoch.
+        last: number of the last step.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class SupervisedLoop:
         self._durable: WeightVersion | None = None
 
     async def run(self, *, resumed: bool) -> None:
-        """Returns when a stop was asked for and met. Raises Fenced, NonFinite."""
+        """Train until a stop; `resumed` if a checkpoint was restored. Raises Fenced, NonFinite."""
         status, state = self._status, self._state
         status.max_steps, status.step, status.epoch, status.version = (
             self._last,
@@ -98,7 +98,7 @@ class SupervisedLoop:
             self._durable = state.version
             status.durable(state.step)
         else:
-            await self._tell({"step": 0, "max_steps": self._last, **self._data.told()})
+            await self._log_line({"step": 0, "max_steps": self._last, **self._data.counts()})
             await self._save()
         await self._steps()
         await self._until_stop()
@@ -126,25 +126,25 @@ class SupervisedLoop:
         phase = "done" if metrics.step >= self._last else "rl"
         self._state = replace(self._state, step=metrics.step, phase=phase)
         self._status.learned(metrics, str(self._state.version))
-        await self._tell(supervised_step(metrics, step_s))
+        await self._log_line(supervised_step(metrics, step_s))
 
-    async def _tell(self, told: Mapping[str, Any]) -> None:
-        """Write the line of the present step, with what is measured then, and send it to the sinks."""
+    async def _log_line(self, measured: Mapping[str, Any]) -> None:
+        """Write the line of the present step, with an evaluation if one is due, and send it to the sinks."""
         held_out = await self._measured()
-        line = supervised_line(told, self._state.version, self._passed() / self._n_examples, held_out)
+        line = supervised_line(measured, self._state.version, self._passed() / self._n_examples, held_out)
         self._unsaved.append(line)
         await self._log.append(line)
         self._sinks.send("supervised", line)
 
     async def _measured(self) -> Mapping[str, float]:
-        """On what is held out, where it is time for it: figures by name."""
+        """Evaluate on the held-out examples if it is due; metrics by name."""
         step, every = self._state.step, self._plan.eval_every_n_steps
         if not self._data.held_out or not (step in (0, self._last) or (every and step % every == 0)):
             return {}
         return await self._waiter.blocking(self._backend.evaluate, self._data.held_out)
 
     async def _save(self) -> None:
-        """Durable with the weights: the place in the data, and the lines since the last checkpoint."""
+        """Make a checkpoint, with the position in the data and the lines since the last one."""
         status, backend, started = self._status, self._backend, time.perf_counter()
         status.phase = "saving"
         epoch, offset = divmod(self._passed(), self._n_examples)
@@ -168,7 +168,7 @@ class SupervisedLoop:
         return len(self._data.train.examples)
 
     def _passed(self) -> int:
-        """Examples, each counted as often as it was trained on."""
+        """Number of examples trained on, with repetitions."""
         return self._state.step * self._plan.batch_size
 
     async def _until_stop(self) -> None:

@@ -1,4 +1,4 @@
-"""The backend with Tunix in it, from a run's configuration."""
+"""Construction of the supervised Tunix backend from a run's configuration."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from shared.schema import RunConfig
 def open_backend(
     config: RunConfig, folder: Path, tokenizer: ChatTokenizer, origin: Origin | None
 ) -> tuple[SupervisedBackend, CheckpointFolders]:
-    """`folder` holds the model's config.json and tokenizer, `origin` the first weights if it is set. Raises
-    ConfigError.
+    """Open the backend; `folder` holds the model's config.json and tokenizer, `origin`, if set, the first weights.
+
+    Raises ConfigError.
     """
     model = replace(from_run.model_options(config, folder), origin=origin)
     described = ModelConfig.read(model.folder)

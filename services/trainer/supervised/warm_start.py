@@ -1,4 +1,4 @@
-"""The warm start as the loop sees it: have conversations, then train step by step, and stop when asked."""
+"""Warm start: load conversations, then train step by step until the end or a stop."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _log = telemetry.Log("warm_start")
 
 
 class WarmStarting(Protocol):
-    """The part of a backend that it needs."""
+    """Method of a backend that the warm start calls."""
 
     def warm_start(self, examples: Sequence[Example], options: SupervisedOptions) -> Iterator[SupervisedMetrics]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """Supervised steps on these data; none if `options` is None."""
+    """Supervised steps on the configured data; none if `options` is None."""
 
     data: DataSettings
     options: SupervisedOptions | None
@@ -42,13 +42,13 @@ class WarmStart:
     sinks: MetricsFanout
 
     async def __call__(self, backend: WarmStarting, status: TrainerStatus, executor: Executor) -> None:
-        """Ends early when the status asks to stop. Raises ConfigError, NotFound."""
+        """Train; return early if a stop is asked for. Raises ConfigError, NotFound."""
         if self.options is None:
             return
         waiter = Waiter(executor, status)
         await waiter.retry_until_stopped(lambda: asyncio.to_thread(self.log.clear))
         data = (await load(self.data, self.tokenizer, self.client, waiter)).train
-        _log.info("data", **data.told())
+        _log.info("data", **data.counts())
         steps = backend.warm_start(data.examples, self.options)
         while (metrics := await waiter.blocking(next, steps, None)) is not None:
             line = warm_start_line(metrics)

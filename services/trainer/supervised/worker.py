@@ -1,10 +1,10 @@
-"""A run of supervised training (mode sft, dpo), from an empty process to its end. Its data are files, no queue.
+"""One incarnation of a supervised run (mode sft, dpo), from an empty process to its end. It has files, no queue.
 
-Open: read the data, restore the newest checkpoint, claim an epoch, repair what a crash left in the files. Then the loop
-makes the first checkpoint of that epoch and the steps.
+Startup: read the data, restore the newest checkpoint, claim an epoch, repair the files after a crash. Then the loop
+makes the first checkpoint of that epoch and trains.
 
-Invariants: a checkpoint's step says which examples come next, so a killed run goes on bit by bit as if it had not been;
-it goes on with the same tokens or not at all; each step has one line in sft.jsonl.
+Invariants: a checkpoint's step determines the next examples, so a killed run continues bit for bit as an uninterrupted
+one; a run resumes with the same tokens or not at all; each step has one line in sft.jsonl.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ _log = telemetry.Log("supervised")
 
 @dataclass(frozen=True, slots=True)
 class SupervisedParts:
-    """What the worker works with; `data` reads and tokenizes, before the backend is opened. `archive` only says whose
-    epoch it is; `sinks` get each line of `log`.
+    """Objects that the worker works with.
+
+    `data` reads and tokenizes, before the backend is opened. `archive` only holds claims of epochs. `sinks` get each
+    line of `log`.
     """
 
     open_backend: Callable[[], OpenedBackend]
@@ -51,22 +53,25 @@ class SupervisedParts:
 
 
 class SupervisedWorker:
-    """The service's worker."""
+    """Worker task of a supervised trainer."""
 
     def __init__(self, plan: SupervisedPlan, parts: SupervisedParts, status: TrainerStatus) -> None:
         self._plan, self._parts, self._status = plan, parts, status
         self._waiter = Waiter(parts.executor, status)
 
     async def run(self) -> None:
-        """Works until it is cancelled. Raises Fenced, and VolleyError for what else ends a run: a file, a model or a
-        checkpoint that cannot be loaded.
+        """Run until cancelled.
+
+        Raises:
+            Fenced: a newer trainer has taken over.
+            VolleyError: any other error that ends a run, such as an unreadable file, model or checkpoint.
         """
-        await lifecycle.run(self._life, self._status, self._plan.grace_s, _nobody_waits)
+        await lifecycle.run(self._life, self._status, self._plan.grace_s, _leave_nothing)
 
     async def _life(self, _group: asyncio.TaskGroup) -> None:
         status, parts, waiter = self._status, self._parts, self._waiter
         data = await parts.data(waiter)
-        _log.info("data", **data.told())
+        _log.info("data", **data.counts())
         backend, checkpoints = await waiter.blocking(parts.open_backend)
         found = await waiter.retry_until_stopped(lambda: waiter.blocking(backend.restore))
         status.set_aside = dict(checkpoints.bad)
@@ -75,7 +80,7 @@ class SupervisedWorker:
         if status.stopping:
             return
         status.phase = "starting"
-        state = await self._begun(found, checkpoints)
+        state = await self._begin_epoch(found, checkpoints)
         last = await waiter.blocking(backend.open, data.train.examples)
         _log.info("started", run=status.run, version=str(state.version), resumed=found is not None)
         log = FencedLog(parts.log, parts.archive, state.epoch)
@@ -83,18 +88,18 @@ class SupervisedWorker:
         await loop.run(resumed=found is not None)
 
     def _continued(self, found: TrainerState, data: RunData) -> TrainerState:
-        """Raises ConfigError if the run is not that of this configuration and of these data."""
+        """Check the restored state; raise ConfigError if configuration or data contradict it."""
         was = found.data or {}
         if was.get("digest") != data.digest:
             why = _changed(was.get("files"), data.files)
             raise ConfigError(
                 f"the conversations are not those that the run was begun with: {why}",
-                "restore them, or start a run with another name, from its weights with model.path=RUN@VERSION",
+                "restore the files, or start a run with another name from these weights: model.path=RUN@VERSION",
             )
         return resolve_settings(found, self._plan.settings, self._plan.original)
 
-    async def _begun(self, found: TrainerState | None, checkpoints: CheckpointFolders) -> TrainerState:
-        """The state at the start of an epoch that is ours; older trainers are shut out, and files in line with it."""
+    async def _begin_epoch(self, found: TrainerState | None, checkpoints: CheckpointFolders) -> TrainerState:
+        """Claim an epoch, fence older trainers and repair the files; return the state at the epoch's start."""
         archive, plan, known = self._parts.archive, self._plan, found or initial_state(self._plan.seed)
         while True:
             epoch = 1 + max(known.epoch, await asyncio.to_thread(archive.last_epoch))
@@ -115,19 +120,21 @@ class SupervisedWorker:
 
 
 def _changed(was: Mapping[str, str] | None, now: Mapping[str, str]) -> str:
-    """Which file is another one, by path and digest."""
+    """Describe which file has changed, by path and digest."""
     if not was:
         return "other files, tokenizer or chat template"
     for path, digest in now.items():
         if path in was and was[path] != digest:
             return f"{path} has changed: its digest is {digest[:_SHOWN]}, it was {was[path][:_SHOWN]}"
     if sorted(was.values()) == sorted(now.values()):
-        return "the files are the same; their order, the tokenizer, the chat template or this version is another"
+        return "the files are the same, but their order, the tokenizer, the chat template or Volley's version differs"
     gone = sorted(path for path in was if was[path] not in now.values())
     new = sorted(path for path in now if now[path] not in was.values())
-    told = [f"{path} ({was[path][:_SHOWN]}) is missing" for path in gone[:1]]
-    return ", ".join([*told, *(f"{path} ({now[path][:_SHOWN]}) is new" for path in new[:1])]) or "files were left out"
+    changes = [f"{path} ({was[path][:_SHOWN]}) is missing" for path in gone[:1]]
+    return (
+        ", ".join([*changes, *(f"{path} ({now[path][:_SHOWN]}) is new" for path in new[:1])]) or "files were left out"
+    )
 
 
-async def _nobody_waits() -> None:
+async def _leave_nothing() -> None:
     """There is no queue to leave."""

@@ -132,7 +132,7 @@ def test_a_trainer_goes_on_without_its_folder(bucket: Bucket, tmp_path: Path, mo
         process.start()
         with producing(spec.url, STEPS * BATCH):
             status = process.wait(lambda s: s["branched"])
-            assert "is that of e000001-s000004 in the bucket: 4 later steps" in status["branched"]
+            assert "from the bucket at e000001-s000004: 4 later steps" in status["branched"]
             finish(process)
     assert check(tmp_path, bucket).lineage == ((1, 0), (1002, 4))
 
