@@ -19,7 +19,7 @@ _log = telemetry.Log("worker")
 
 
 async def run(work: Work, status: TrainerStatus, grace_s: float, leave: Leave) -> None:
-    """Run `work` until this task is cancelled, which is the stop.
+    """Run `work` until this task is cancelled, then wait for its stop.
 
     Args:
         work: returns when the status asks to stop.
