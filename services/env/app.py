@@ -1,5 +1,7 @@
-"""Wires the env service: catalogue, submissions, sandboxes, episodes, routes. The environment of the run is tried at
-start, so that bad settings and missing files end the service with one line instead of failing its first episode.
+"""Wires the env service: catalogue, submissions, sandboxes, episodes, routes.
+
+At startup the service makes the first tasks of the run's environments, so that wrong settings and missing files end it
+with one line instead of failing its first episode.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
 
 @asynccontextmanager
 async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
-    """The service from plain settings. Raises ConfigError."""
+    """Open the service from plain settings. Raises ConfigError."""
     runner = ThreadRunner(settings.n_threads, settings.deadline_s, settings.max_episodes)
     sandboxes = Sandboxes(max_running=settings.max_sandboxes)
     pool = WorkerPool(
@@ -64,11 +66,11 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
         content = ContentRecord(settings.folder, store, allow_changed_code=settings.allow_changed_code)
         await submissions.open()
         for full_name, source in settings.sources.items():
-            await configured(submissions, full_name, source)
+            await submit_configured(submissions, full_name, source)
         try_out_all(settings, catalogue)
         await try_out_tools(settings, catalogue)
         check_rewarded(settings, catalogue)
-        await content.ensure_all(_played(settings, catalogue))
+        await content.ensure_all(_environments_of_run(settings, catalogue))
         pool.expect(content.expected())
         episodes = Episodes(
             max_episodes=settings.max_episodes,
@@ -102,8 +104,8 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
             runner.close()
 
 
-def _played(settings: EnvSettings, catalogue: Catalogue) -> list[CatalogueEntry]:
-    """The run's environments, and those that were added to it."""
+def _environments_of_run(settings: EnvSettings, catalogue: Catalogue) -> list[CatalogueEntry]:
+    """The run's environments, and those added to the run later."""
     names = {settings.env, *settings.others}
     return [entry for entry in catalogue.entries() if entry.name in names or entry.name not in KINDS]
 
@@ -121,7 +123,7 @@ def _submissions(
 def open_catalogue(
     settings: EnvSettings, runner: ThreadRunner, toolbox: Toolbox | None = None, pool: WorkerPool | None = None
 ) -> Catalogue:
-    """The built-in environments and their variants. Raises ConfigError."""
+    """Build the catalogue of built-in environments and their variants. Raises ConfigError."""
     try:
         return Catalogue(runner, settings.configs, settings.folder / "variants.json", settings.variants, toolbox, pool)
     except InputError as error:
@@ -129,17 +131,18 @@ def open_catalogue(
         raise ConfigError(f"{keys}: {error.detail}", error.hint) from error
 
 
-async def configured(submissions: Submissions, full_name: str, source: ConfiguredSource) -> None:
-    """Has the environment of a file that the configuration names: validated when the run begins, later what is kept of
-    it. Raises ConfigError, Unavailable.
+async def submit_configured(submissions: Submissions, full_name: str, source: ConfiguredSource) -> None:
+    """Submit an environment that the configuration names by file, or load the version stored when the run began.
+
+    Raises ConfigError, Unavailable.
     """
 
     def read() -> Submission:
         content, archive = content_of(source.found)
         if hashlib.sha256(content).hexdigest() != source.sha256:
             raise ConfigError(
-                f"{source.found.path} is not any more what the run's configuration was made with",
-                "put it back as it was, or start another run",
+                f"{source.found.path} has changed since the run's configuration was made",
+                "restore the file, or start another run",
             )
         return Submission(full_name.partition("@")[0], content, source.found.entry, source.config, 0.0, archive)
 
@@ -150,8 +153,9 @@ async def configured(submissions: Submissions, full_name: str, source: Configure
 
 
 def try_out_all(settings: EnvSettings, catalogue: Catalogue) -> None:
-    """Makes the first tasks of the run's environments; those of submitted ones were made when they were validated.
-    Raises ConfigError.
+    """Make the first tasks of the run's built-in environments. Raises ConfigError.
+
+    Submitted environments did so when they were validated.
     """
     for key, name in ((f"data.env={settings.env}", settings.env), *((f"data.mixture.{n}", n) for n in settings.others)):
         try:
@@ -162,7 +166,7 @@ def try_out_all(settings: EnvSettings, catalogue: Catalogue) -> None:
 
 
 async def try_out_tools(settings: EnvSettings, catalogue: Catalogue) -> None:
-    """The same for the tools of the run's environments. Raises ConfigError."""
+    """Check the tools of the run's environments. Raises ConfigError."""
     for name in (settings.env, *settings.others):
         tools = catalogue.tools(name) if catalogue.has(name) else None
         try:
@@ -173,8 +177,9 @@ async def try_out_tools(settings: EnvSettings, catalogue: Catalogue) -> None:
 
 
 def check_rewarded(settings: EnvSettings, catalogue: Catalogue) -> None:
-    """Rewards may be configured for an environment that is submitted later, but not for one whose name is nearly that
-    of an environment of the run that has none. Raises ConfigError.
+    """Reject rewards for a name that is nearly, but not exactly, an environment of the run.
+
+    Other unknown names get a warning, because an environment may be submitted later. Raises ConfigError.
     """
     bare = [name for name in (settings.env, *settings.others) if name not in settings.rewards]
     plain = [name.partition("@")[0] for name in bare]
@@ -184,9 +189,9 @@ def check_rewarded(settings: EnvSettings, catalogue: Catalogue) -> None:
         if near := get_close_matches(name, {*bare, *plain} - settings.rewards.keys(), n=1, cutoff=0.8):
             raise ConfigError(
                 f"data.rewards.{name}: there is no such environment; the run plays {near[0]}, which has no rewards",
-                f"write data.rewards.{near[0]}; an environment that is yet to come needs a name less like it",
+                f"write data.rewards.{near[0]}; to submit {name} later, give it a less similar name",
             )
-        _log.warning("rewards are configured for an environment that there is not, or not yet", env=name)
+        _log.warning("rewards are configured for an environment that does not exist yet", env=name)
 
 
 def _why_not(catalogue: Catalogue, env: str) -> str | None:

@@ -1,7 +1,7 @@
-"""Where an environment's code runs, as the service sees it: asynchronous calls, each with a deadline, that raise
-VolleyErrors alone.
+"""Protocols through which the service calls an environment's code: asynchronous, each call with a deadline.
 
-Invariants: the event loop never runs environment code; what one environment does costs the others nothing but time.
+Calls raise VolleyErrors only. Invariants: the event loop never runs environment code; an environment can delay the
+others but not fail them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ CALL_SECONDS = telemetry.Histogram(
 
 @lru_cache(maxsize=1024)
 def call_seconds(env: str, call: Call) -> telemetry.Histogram:
-    """Where the durations of one environment's calls are counted; looked up once, for steps are many."""
+    """Histogram of one environment's calls, cached because steps are frequent."""
     return CALL_SECONDS.labels(env, call)
 
 
 class LiveEpisode(Protocol):
-    """One conversation in progress: a readable id of its task, the messages the assistant answers first, JSON schemas
-    of the tools in OpenAI's shape, and the database that its task is about, as the SQL tool takes it.
+    """One conversation in progress.
+
+    `task` is a readable id of its task, `opening` the messages that the assistant answers first, `tools` JSON schemas
+    in OpenAI's shape, and `database` the task's database in the SQL tool's format.
     """
 
     @property
@@ -45,35 +47,38 @@ class LiveEpisode(Protocol):
     def database(self) -> str | None: ...
 
     async def step(self, message: Message) -> StepResult:
-        """Answers one assistant message. Raises Busy (repeat it), Conflict (repeat the one before; neither harms the
-        episode), GivenUp, VolleyError for a defect.
+        """Answer one assistant message.
+
+        Raises Busy (repeat this request) and Conflict (repeat the request before it), neither of which harms the
+        episode; GivenUp; VolleyError for a defect.
         """
         ...
 
     async def close(self) -> None:
-        """Frees what the episode holds; it is not stepped again. Repeating it changes nothing; never raises."""
+        """Free what the episode holds; it is not stepped again. Idempotent; never raises."""
         ...
 
 
 @runtime_checkable
 class FinishedEpisode(Protocol):
-    """An episode that is worth something also where its client takes it no further."""
+    """An episode that can be graded before its end, when its client stops."""
 
     async def finish(self) -> StepResult:
-        """Truncated, with what it is worth as it stands. Raises what `LiveEpisode.step` does."""
+        """End the episode as truncated, with the reward of its present state. Raises what `LiveEpisode.step` does."""
         ...
 
 
-async def finished(episode: LiveEpisode) -> StepResult:
-    """What an episode is worth that its client takes no further: truncated, mostly without a reward."""
+async def finish_early(episode: LiveEpisode) -> StepResult:
+    """End an episode early: truncated, and without a reward unless it is a `FinishedEpisode`."""
     if isinstance(episode, FinishedEpisode):
         return await episode.finish()
     return StepResult((), 0.0, False, True, Info({}, False))
 
 
 class Backend(Protocol):
-    """One environment. Every call raises NotFound (split or task), Busy, GivenUp, and VolleyError for a defect of the
-    environment.
+    """Interface to one environment.
+
+    Every call raises NotFound (split or task), Busy, GivenUp, and VolleyError for a defect of the environment.
     """
 
     async def splits(self) -> tuple[str, ...]: ...
@@ -81,7 +86,7 @@ class Backend(Protocol):
     async def num_tasks(self, split: str) -> int: ...
 
     async def task(self, split: str, index: int) -> str:
-        """A readable id that is unique to the task."""
+        """Readable id of a task, unique to it."""
         ...
 
     async def reset(self, split: str, index: int, seed: int) -> LiveEpisode: ...
@@ -89,13 +94,14 @@ class Backend(Protocol):
     async def demonstration(self, split: str, index: int) -> Demonstration: ...
 
     def why_stuck(self) -> str | None:
-        """Why its calls are refused, or fail, for now; None if they do not."""
+        """Reason why its calls are refused or fail at present; None if they do not."""
         ...
 
 
 class KnownSplits:
-    """What a backend answers of its splits where their sizes were told once. `splits_of` is the number of tasks of each
-    split; who inherits sets both.
+    """Mixin for a backend whose numbers of tasks per split, `splits_of`, are known in advance.
+
+    A subclass sets `name` and `splits_of`.
     """
 
     name: str
@@ -110,7 +116,7 @@ class KnownSplits:
 
 
 class EnvironmentDescription(Protocol):
-    """What a submitted environment says of itself. `entry` is the class of its file, if it came as one."""
+    """A submitted environment's description of itself. `entry` is the class in its file, None if it is not a file."""
 
     @property
     def protocol(self) -> str: ...
@@ -129,10 +135,10 @@ class EnvironmentDescription(Protocol):
 
 
 class SubmittedBackend(Backend, Protocol):
-    """A backend of something submitted, which is validated before it is used.
+    """Backend of a submission, validated before it is used.
 
-    `splits_of` is the number of tasks of each split. `is_remote`: it is played at somebody else's server, which nothing
-    makes repeat itself. `log`: the newest lines that it printed, and how its episodes failed.
+    `splits_of` is the number of tasks of each split. `is_remote`: its episodes run on a server elsewhere and may not be
+    reproducible. `log`: the newest lines that it printed, and the failures of its episodes.
     """
 
     @property
@@ -148,5 +154,5 @@ class SubmittedBackend(Backend, Protocol):
     def log(self) -> deque[str]: ...
 
     async def describe(self) -> EnvironmentDescription:
-        """Raises VolleyError where it cannot be used."""
+        """Raises VolleyError if it cannot be used."""
         ...

@@ -1,9 +1,9 @@
-"""The environments this service offers, by name: the built-in ones, configured variants of them, and submitted ones.
+"""Catalogue of environments by name: built-in ones, configured variants of them, and submitted ones.
 
-Invariants: a name never changes its meaning (of a submitted environment, `adder@2` is such a name; `adder` stands for
-the version in use), and at most MAX_VARIANTS variants can be added, so that the catalogue is bounded. Variants outlive
-the process: they are in a file before they are answered. Files of a dataset are set by whoever runs the service, never
-through a request.
+Invariants: a name never changes its meaning (for submitted environments `adder@2` is such a name; `adder` stands for
+the version in use). At most MAX_VARIANTS variants can be added, so the catalogue is bounded. Variants are written to a
+file before the request is answered, so they outlive the process. Only the service's configuration sets the files of a
+dataset; a request cannot.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentKind[C: BaseModel]:
-    """A built-in environment: its configuration model, how it is built, and the keys a request may not set. One that
-    runs programs in sandboxes is built with a `Toolbox` too, and stays in the service, which has them.
+    """A built-in environment: its configuration model, its constructor, and the keys that a request may not set.
+
+    `in_sandbox`: it runs programs in sandboxes, so it is also built with a `Toolbox` and stays in the service's
+    process.
     """
 
     config: type[C]
@@ -70,13 +72,15 @@ KINDS: Mapping[str, EnvironmentKind[Any]] = {
     "code": EnvironmentKind(CodeConfig, Code, frozenset({"train", "eval"}), in_sandbox=True),
     "text_to_sql": EnvironmentKind(TextToSqlConfig, TextToSql, frozenset({"train", "eval", "databases"})),
 }
-"""An environment is added here."""
+"""Registry of built-in environments; a new one is added here."""
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    """One environment on offer. `kind` is the built-in it comes from, or how it was submitted; `weight` its share of a
-    live run beside the run's own environment of weight 1, 0 if it joins none.
+    """One environment on offer.
+
+    `kind` is the built-in that it comes from, or the form of its submission; `weight` is its share in a live run,
+    relative to 1 for the run's own environment, and 0 if it does not join.
     """
 
     name: str
@@ -97,7 +101,7 @@ class CatalogueEntry:
 
 
 class VariantRecord(BaseModel):
-    """What was asked for: `base` with some settings changed."""
+    """A registered variant: `base` with some settings changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     base: str
@@ -109,10 +113,16 @@ _VARIANTS = TypeAdapter(dict[str, VariantRecord])
 
 
 class Catalogue:
-    """Args: configs: settings of built-in environments that differ from their defaults, by name; variants: the file
-    that keeps what is registered; configured: variants of the configuration, (base, settings) by name; toolbox: what
-    the tools of environments run on; pool: processes that episodes run in, if not in threads of the service. Raises
-    NotFound, InputError, ConfigError (the file cannot be read).
+    """Environments on offer.
+
+    Args:
+        configs: settings of built-in environments that differ from their defaults, by name.
+        variants: file that stores registered variants.
+        configured: variants from the configuration, (base, settings) by name.
+        toolbox: resources that the tools of environments use.
+        pool: processes for episodes; None runs them in threads of the service.
+
+    Raises NotFound, InputError, ConfigError (the file cannot be read).
     """
 
     def __init__(
@@ -137,13 +147,13 @@ class Catalogue:
             try:
                 self._entries[name] = self._variant(name, record)
             except InputError as error:
-                _log.warning("a registered variant is left out", env=name, reason=str(error))
+                _log.warning("registered variant skipped", env=name, reason=str(error))
         for name, (base, config) in (configured or {}).items():
             check_name(name)
             self._entries[name] = self._variant(name, VariantRecord(base=base, config=dict(config)))
 
     def get(self, name: str) -> CatalogueEntry:
-        """Raises NotFound listing the environments there are."""
+        """The entry of that name. Raises NotFound, which lists the available environments."""
         entry = self._entries.get(name)
         if entry is None:
             raise NotFound(f"there is no environment {name[:80]!r}", f"available: {', '.join(self._entries)}")
@@ -156,7 +166,7 @@ class Catalogue:
         return tuple(self._entries.values())
 
     def offer(self, entry: CatalogueEntry, *names: str) -> None:
-        """Puts an environment on offer under each of `names`, in place of what had them."""
+        """Offer an environment under each of `names`, replacing earlier entries."""
         for name in names:
             self._entries[name] = entry
 
@@ -164,41 +174,41 @@ class Catalogue:
         self._entries.pop(name, None)
 
     def built_in(self, name: str) -> InThreads | None:
-        """A built-in environment or a variant, as it is in the service itself; None for a submitted one. Raises
-        NotFound.
-        """
+        """A built-in environment or variant in the service's own process; None for a submitted one. Raises NotFound."""
         return _local(self.get(name).backend)
 
     def tools(self, name: str) -> ToolSet | None:
-        """The tools that an environment gives its episodes. Raises NotFound."""
+        """Tools that an environment gives its episodes. Raises NotFound."""
         return tools_of(self.get(name))
 
     async def register(
         self, name: str, base: str, config: Mapping[str, Any], weight: float = 0.0
     ) -> tuple[CatalogueEntry, bool]:
-        """Adds `base` with some settings changed under a new name; the same request again changes nothing.
+        """Add `base` with some settings changed under a new name. Idempotent.
 
-        It is made and tried out in threads of `base`.
+        The variant is built and its first tasks are made in threads of `base`. Returns the entry and whether it is new.
 
-        Returns the entry and whether it is new. Raises NotFound (base), InputError (name, settings, too few tasks),
-        Forbidden (private settings), Conflict (the name has another meaning), Unavailable (full), StorageUnavailable.
+        Raises NotFound (base), InputError (name, settings, too few tasks), Forbidden (private settings), Conflict (the
+        name exists with other settings), Unavailable (full), StorageUnavailable.
         """
         check_name(name)
         parent, running = self.get(base), self.built_in(base)
         if running is None:
-            raise InputError(f"{base} is a submitted environment", "variants are made of the built-in ones")
+            raise InputError(
+                f"{base} is a submitted environment", "name a built-in environment or a variant of one as base"
+            )
         for key in sorted(KINDS[parent.kind].private & config.keys()):
             raise Forbidden(
-                f"{parent.kind}: {key} cannot be set by a request", "it belongs in the configuration of the service"
+                f"{parent.kind}: {key} cannot be set by a request", "set it in the configuration of the service"
             )
         check_requested(split_config(parent.kind, config)[1])
         entry = self._built_in(name, parent.kind, {**parent.config, **config}, weight)
-        if (known := self._known(entry)) is not None:
+        if (known := self._existing(entry)) is not None:
             return known, False
         await running.call("list", lambda: try_out(_environment(entry)))
         if (tools := tools_of(entry)) is not None:
             await tools.check()
-        if (known := self._known(entry)) is not None:
+        if (known := self._existing(entry)) is not None:
             return known, False
         self._keep(name, VariantRecord(base=base, config=dict(config), weight=weight))
         self._entries[name] = entry
@@ -219,11 +229,11 @@ class Catalogue:
         backend: Backend = InProcesses(local, kind, dict(shown), self._pool) if self._pool and outside else local
         if tools.tools:
             if self._toolbox is None:
-                raise InputError(f"{name}: there are no tools here")
+                raise InputError(f"{name}: tools are not available in this service")
             backend = WithTools(name, backend, ToolSet(self._toolbox, tools))
             shown |= tools.model_dump(mode="json", exclude_unset=True)
         elif "tool_use" in tools.model_fields_set:
-            raise InputError(f"{name}: tool_use says how tools are used, and there are none", "name some in tools")
+            raise InputError(f"{name}: tool_use is set but tools is empty", "list tools in tools, or remove tool_use")
         return CatalogueEntry(name, kind, shown, backend, weight)
 
     def _made(self, kind: str, config: BaseModel) -> Environment | AsyncEnvironment:
@@ -231,11 +241,11 @@ class Catalogue:
         if not KINDS[kind].in_sandbox:
             return KINDS[kind].build(config)
         if self._toolbox is None:
-            raise InputError(f"{kind}: there are no sandboxes here")
+            raise InputError(f"{kind}: sandboxes are not available in this service")
         return KINDS[kind].build(config, self._toolbox)
 
-    def _known(self, wanted: CatalogueEntry) -> CatalogueEntry | None:
-        """The entry that is there already, None where there is room for it. Raises Conflict, Unavailable."""
+    def _existing(self, wanted: CatalogueEntry) -> CatalogueEntry | None:
+        """The existing entry, or None if there is room for a new one. Raises Conflict, Unavailable."""
         known = self._entries.get(wanted.name)
         if known is not None and (known.kind, known.config, known.weight) != (
             wanted.kind,
@@ -267,9 +277,7 @@ def check_name(name: str) -> None:
 
 
 def try_out(environment: Tasks) -> None:
-    """Makes the first task of every split. Raises InputError naming the settings that allow none, or make them too
-    rare.
-    """
+    """Make the first task of every split. Raises InputError naming the settings that leave no tasks or too few."""
     for split in environment.splits:
         environment.task(split, 0)
 
@@ -303,7 +311,7 @@ def _read(file: Path | None) -> Mapping[str, VariantRecord]:
     try:
         return _VARIANTS.validate_json(file.read_bytes())
     except (OSError, ValidationError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}", "put it back as it was, or remove it") from error
+        raise ConfigError(f"{file} cannot be read: {error}", "restore the file, or remove it") from error
 
 
 def _valid(kind: str, config: Mapping[str, Any]) -> BaseModel:

@@ -1,8 +1,8 @@
-"""Digests of what decides the tasks of an environment: its data files, what was submitted, the package that makes them.
+"""Digests of everything that determines an environment's tasks: data files, submitted code, package version.
 
-Invariant: what an environment was first played with in a run is in a file beside the submitted environments before an
-episode of it begins, and an environment that differs from it is not played. Only content counts: the same bytes at
-another path are the same.
+Invariant: before the first episode of an environment in a run, its content is recorded in a file beside the submitted
+environments; an environment that differs from the record is not played. Only content counts: the same bytes at another
+path are equal.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from shared.run.data import combined
 FILE = "data.json"
 _SPLITS = ("train", "eval")
 _PACKAGES = {"reasoning_gym": "reasoning-gym", "gymnasium": "gymnasium"}
-"""The package whose version decides the tasks of a kind of environment."""
+"""Package whose version determines the tasks of a kind of environment."""
 _SHOWN = 16
 _SOURCE = "source"
-"""The part that is the code of a submitted environment."""
+"""Name of the part that is a submitted environment's code."""
 
 
 class ContentPart(BaseModel):
-    """`digest` is blake3 of the bytes at the path `source`, in hex; of a package its version."""
+    """One part: `digest` is the hexadecimal blake3 of the file at `source`, or the version of a package."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     source: str
@@ -42,50 +42,52 @@ class ContentPart(BaseModel):
 
 
 type Content = Mapping[str, ContentPart]
-"""By part: `train`, `eval`, `databases/NAME`, `tools/database`, `source`, `package`."""
+"""Parts by name: `train`, `eval`, `databases/NAME`, `tools/database`, `source`, `package`."""
 _RECORD = TypeAdapter(dict[str, dict[str, ContentPart]])
 
 
 class ContentRecord:
-    """Args:
-    folder: of the service, where the record is.
-    store: of the submitted environments.
-    allow_changed_code: whether a submitted environment is played although its files are not those of the record.
+    """Record of the content that a run has played.
+
+    Args:
+        folder: folder of the service, which holds the record.
+        store: the submitted environments.
+        allow_changed_code: play a submitted environment although its files differ from the record.
     """
 
     def __init__(self, folder: Path, store: SubmissionStore, *, allow_changed_code: bool = False) -> None:
         self._file, self._store = folder / FILE, store
         self._allowed = frozenset({_SOURCE}) if allow_changed_code else frozenset[str]()
-        self._known: dict[str, Content] = {}
-        self._alone = asyncio.Lock()
+        self._contents: dict[str, Content] = {}
+        self._lock = asyncio.Lock()
 
     def of(self, name: str) -> dict[str, Any] | None:
-        """As GET /environments tells it; None for an environment without content of its own, or not played yet."""
-        parts = self._known.get(name)
+        """The environment's content as GET /environments returns it; None if it has none or was not played yet."""
+        parts = self._contents.get(name)
         if not parts:
             return None
         digests = combined({part: one.digest for part, one in parts.items()})
         return {"digests": digests, "parts": {part: one.model_dump() for part, one in parts.items()}}
 
     async def ensure_all(self, entries: Iterable[CatalogueEntry]) -> None:
-        """Raises as `ensure`."""
+        """Record the content of each entry. Raises what `ensure` does."""
         for entry in entries:
             await self.ensure(entry)
 
     def expected(self) -> dict[str, str]:
         """Digests of data files by path, for the processes that read them."""
-        found = (one for parts in self._known.values() for part, one in parts.items() if part in _SPLITS)
+        found = (one for parts in self._contents.values() for part, one in parts.items() if part in _SPLITS)
         return {one.source: one.digest for one in found}
 
     async def ensure(self, entry: CatalogueEntry) -> None:
-        """Records the content of an environment that has none yet.
+        """Record the environment's content if it has no record yet.
 
-        Raises ConfigError if it is not the content that the run has played, or cannot be read; StorageUnavailable.
+        Raises ConfigError if it differs from the record or cannot be read; StorageUnavailable.
         """
-        if entry.name in self._known:
+        if entry.name in self._contents:
             return
-        async with self._alone:
-            self._known[entry.name] = await asyncio.to_thread(self._checked, entry)
+        async with self._lock:
+            self._contents[entry.name] = await asyncio.to_thread(self._checked, entry)
 
     def _checked(self, entry: CatalogueEntry) -> Content:
         found = dict(_parts(entry, self._store))
@@ -105,19 +107,19 @@ class ContentRecord:
 def _changed(env: str, part: str, was: ContentPart, now: ContentPart) -> ConfigError:
     if part == "package":
         return ConfigError(
-            f"{env}: {now.source} {now.digest} is installed, the run has played it with {was.digest}",
+            f"{env}: {now.source} {now.digest} is installed, but the run began with {was.digest}",
             f"install {now.source}=={was.digest}, or start a new run",
         )
     moved = "" if was.source == now.source else f" (then at {was.source})"
     return ConfigError(
         f"{env}: {now.source} has changed since the run began: its digest is {now.digest[:_SHOWN]}, it was "
         f"{was.digest[:_SHOWN]}{moved}",
-        "put the file back as it was, or start a new run: tasks and evaluations before and after would differ",
+        "restore the file, or start a new run: tasks and evaluations before and after the change would differ",
     )
 
 
 def _parts(entry: CatalogueEntry, store: SubmissionStore) -> Iterator[tuple[str, ContentPart]]:
-    """Raises ConfigError for a file that cannot be read."""
+    """List the parts of an entry's content. Raises ConfigError for a file that cannot be read."""
     config = entry.config
     if (package := _PACKAGES.get(entry.kind)) is not None:
         yield "package", ContentPart(source=package, digest=metadata.version(package))
@@ -138,7 +140,7 @@ def _parts(entry: CatalogueEntry, store: SubmissionStore) -> Iterator[tuple[str,
 
 
 def _databases(kind: str, config: Mapping[str, Any]) -> Iterable[Path]:
-    """Databases that tasks of text-to-SQL name."""
+    """Databases named by the tasks of text-to-SQL."""
     if kind != "text_to_sql" or not config.get("databases"):
         return ()
     files = [Path(path) for part in _SPLITS if isinstance(path := config.get(part), str)]
@@ -154,7 +156,7 @@ def _of_file(path: Path) -> ContentPart:
 
 
 def _of_tree(folder: Path) -> str:
-    """blake3 over names and digests of all files below a folder."""
+    """blake3 over names and digests of all files in a folder, recursively."""
     found = blake3.blake3()
     for path in sorted(one for one in folder.rglob("*") if one.is_file() and "__pycache__" not in one.parts):
         found.update(f"{path.relative_to(folder)}\0{digest(path)}\0".encode())
@@ -167,4 +169,4 @@ def _read(file: Path) -> dict[str, dict[str, ContentPart]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValidationError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}", "put it back as it was") from error
+        raise ConfigError(f"{file} cannot be read: {error}", "restore the file") from error

@@ -1,11 +1,11 @@
-"""What an environment is: tasks in splits, and episodes that answer an assistant's message with Gymnasium's five-tuple.
+"""Vocabulary of environments: tasks in splits, episodes, and steps in Gymnasium's five-tuple.
 
 Invariants
 - An `Environment` is immutable once built and shared by all its episodes; an `Episode` belongs to one client.
 - `(split, index)` names the same task in every process; `(split, index, seed)` gives the same episode for the same
   messages.
-- All of it is synchronous, CPU-only code that knows nothing of HTTP. It runs in threads: two episodes at once, one
-  episode never.
+- The code is synchronous, CPU-only and independent of HTTP. It runs in threads: two episodes may run at once, two steps
+  of one episode never do.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from shared.errors import NotFound
 TRAIN, EVAL = "train", "eval"
 
 MAX_REWARD = 1e6
-"""Largest size of a configured reward: sums of them stay far from infinity."""
+"""Largest size of a configured reward, which keeps sums of rewards far from infinity."""
 
 MAX_EXPECTED = 4000
-"""Characters of a right answer that an episode tells: a judge grades by it."""
+"""Most characters of the right answer that an episode returns for a judge to grade by."""
 
 type Fault = Literal["format", "invalid_action", "tool"]
-"""What a model can do wrong in a turn: its answer holds nothing to read, names an unknown action, or calls a tool in
-vain.
-"""
+"""Model's mistake in a turn: an unreadable answer, an unknown action, or a failed tool call."""
 
 
 class Message(TypedDict):
@@ -44,10 +42,10 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """What an answer says beside the five-tuple's numbers.
+    """Part of a step's result beside the five-tuple's numbers.
 
     `reward_components` sums to the step's reward; `success` says whether the task is solved; `error` is the model's
-    fault of this turn, if there was one; `extra` is the environment's own.
+    mistake in this turn, if any; `extra` holds the environment's own fields.
     """
 
     reward_components: Mapping[str, float]
@@ -73,8 +71,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A conversation of one task, from the first message to the assistant's last; `success` says whether it solves the
-    task; `tools` are those that its episodes have.
+    """A conversation of one task, from the first message to the assistant's last.
+
+    `success` says whether it solves the task; `tools` are the tools that episodes of the task have.
     """
 
     messages: tuple[Message, ...]
@@ -87,7 +86,7 @@ class Episode(Protocol):
 
     @property
     def opening(self) -> tuple[Message, ...]:
-        """The messages the assistant answers first; read once, before the first step."""
+        """Messages that the assistant answers first. Read once, before the first step."""
         ...
 
     @property
@@ -96,20 +95,23 @@ class Episode(Protocol):
         ...
 
     def step(self, message: Message) -> StepResult:
-        """Answers one assistant message. Never called again once the result says `over`."""
+        """Answer one assistant message. Not called again after a result that is `over`."""
         ...
 
 
 @runtime_checkable
 class DatabaseEpisode(Episode, Protocol):
-    """An episode about a database, which the SQL tool opens: JSON text as its library takes it."""
+    """An episode about a database that the SQL tool opens.
+
+    `database` is JSON text in the format of the tool's library.
+    """
 
     @property
     def database(self) -> str: ...
 
 
 class AsyncEpisode(Protocol):
-    """An episode that waits instead of computing: its step is a coroutine of the event loop."""
+    """An episode whose step is a coroutine on the event loop, for steps that wait instead of computing."""
 
     @property
     def opening(self) -> tuple[Message, ...]: ...
@@ -118,7 +120,7 @@ class AsyncEpisode(Protocol):
     def tools(self) -> Sequence[Mapping[str, Any]]: ...
 
     async def step(self, message: Message) -> StepResult:
-        """As `Episode.step`; must not block. Raises Busy to be asked again."""
+        """Answer one assistant message, without blocking the loop. Raises Busy if the client should repeat it."""
         ...
 
 
@@ -133,24 +135,24 @@ class Tasks(Protocol):
         ...
 
     def task(self, split: str, index: int) -> str:
-        """A readable id that is unique to the task. Raises NotFound outside 0 <= index < num_tasks(split)."""
+        """Readable id of a task, unique to it. Raises NotFound outside 0 <= index < num_tasks(split)."""
         ...
 
     def demonstration(self, split: str, index: int) -> Demonstration:
-        """A conversation to learn from; one that does not solve its task says so. Raises NotFound."""
+        """A conversation to learn from; its `success` is False if it does not solve the task. Raises NotFound."""
         ...
 
 
 class Environment(Tasks, Protocol):
-    """What the author of an environment implements."""
+    """Interface that the author of an environment implements."""
 
     def reset(self, split: str, index: int, seed: int) -> Episode:
-        """A new episode; `seed` drives whatever is random after the task is chosen. Raises NotFound."""
+        """Start an episode; `seed` drives everything random after the choice of the task. Raises NotFound."""
         ...
 
 
 class AsyncEnvironment(Tasks, Protocol):
-    """The same, of episodes that wait; `reset` still runs in a thread."""
+    """An environment whose episodes are `AsyncEpisode`s; `reset` still runs in a thread."""
 
     def reset(self, split: str, index: int, seed: int) -> AsyncEpisode: ...
 
@@ -172,9 +174,9 @@ def check_task(env: str, counts: Mapping[str, int], split: str, index: int) -> N
 
 
 def fingerprint(message: Message) -> str:
-    """Equal for equal messages: tells a repeated request from another one that reuses its id."""
+    """Digest of a message, which tells a repeated request from another one with the same id."""
     try:
         content = orjson.dumps(message, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # half of a surrogate pair, or an integer beyond 64 bits, which only Python writes
+    except TypeError:  # a lone surrogate, or an integer beyond 64 bits: orjson cannot write either
         content = json.dumps(message, sort_keys=True).encode()
     return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,13 +1,13 @@
-"""Episodes in progress: who they are, how long they live, and that a repeated request has one effect.
+"""Episodes in progress: their ids, their lifetime, and the idempotence of requests.
 
 Invariants
-- `request_id` makes create and step idempotent: the same request again gets the same answer, another one under the same
-  id a 409.
-- An episode is stepped by one request at a time, never after its end, and never after a call into it failed.
-- At most `max_episodes` exist, each answers at most MAX_STEPS messages; one that is not touched for `ttl_s` is
+- `request_id` makes create and step idempotent: a repeated request gets the same answer; a different request with the
+  same id gets a 409.
+- One request at a time steps an episode, never after its end, and never after a call into it failed.
+- At most `max_episodes` exist, each answers at most MAX_STEPS messages, and one that is unused for `ttl_s` is
   forgotten.
-- What an episode holds (a process, where its code is sandboxed) is freed when it is over, has failed, or is forgotten.
-  Nobody else's request waits for that.
+- An episode's resources (a process, if its code is sandboxed) are freed when it ends, fails, or is forgotten. No other
+  client's request waits for that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from services.env.backend import LiveEpisode, finished
+from services.env.backend import LiveEpisode, finish_early
 from services.env.catalogue import CatalogueEntry
 from services.env.episode_types import Message, StepResult, fingerprint
 from services.env.rewards.rewards import Rewards
@@ -40,9 +40,9 @@ from shared.errors import (
 from shared.process import telemetry
 
 MAX_STEPS = 1000
-_FINISHED = "finished"
+_FINISHED = "finish_early"
 _SLOW_S = 5.0
-"""Seconds after which a call that is not answered is named."""
+"""Seconds after which an unanswered call is reported."""
 
 _OPEN = telemetry.Gauge("volley_env_episodes", "Episodes in memory", registry=telemetry.REGISTRY)
 _EVENTS = telemetry.Counter(
@@ -54,8 +54,10 @@ _EVENTS = telemetry.Counter(
 
 
 class EpisodeCall(NamedTuple):
-    """A call into an environment. `sample` is equal for an episode that is played again; turn 0 is the reset; `failure`
-    is set for one that is the environment's.
+    """One call into an environment.
+
+    `sample` (split, index, seed) is equal for replays of an episode; turn 0 is the reset; `failure` is set if the
+    environment is at fault.
     """
 
     env: str
@@ -66,21 +68,22 @@ class EpisodeCall(NamedTuple):
 
 
 class EpisodeWatcher(Protocol):
-    """Is told how the episodes of each environment fare."""
+    """Observer of calls into environments and of ends of episodes."""
 
     def called(self, call: EpisodeCall) -> None:
-        """A call was answered, or failed."""
+        """Record a call that was answered or failed."""
         ...
 
     def ended(self, env: str) -> None:
-        """An episode is over, was given up by its client, or failed for a reason that is the environment's."""
+        """Record the end of an episode: over, deleted by its client, or failed through the environment's fault."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """What a create request asks for; `env` is the name it used, `entry` what that stood for when it came. `seed: None`
-    stands for one made from the request's id.
+    """A create request. `env` is the requested name, `entry` the catalogue entry that it stood for on arrival.
+
+    `seed: None` derives a seed from the request's id.
     """
 
     env: str
@@ -92,7 +95,7 @@ class EpisodeRequest:
 
 @dataclass(slots=True)
 class EpisodeSlot:
-    """One episode and what has been answered about it. `episode` is None until the reset has run."""
+    """One episode and its answers so far. `episode` is None until the reset has run."""
 
     id: str
     request_id: str
@@ -110,15 +113,19 @@ class EpisodeSlot:
 
     @property
     def live(self) -> LiveEpisode:
-        """The episode. Raises Conflict when a call into it failed."""
+        """The episode. Raises Conflict if a call into it failed."""
         if self.failure is not None or self.episode is None:
             raise Conflict(f"episode {self.id} failed: {self.failure}", "create another one")
         return self.episode
 
 
 class Episodes:
-    """Args: ttl_s: idle life of an episode; deadline_s: how long a request waits for those before it; clock: monotonic
-    seconds.
+    """Store of the service's episodes.
+
+    Args:
+        ttl_s: idle life of an episode.
+        deadline_s: longest wait of a request for earlier requests to the same episode.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -144,8 +151,9 @@ class Episodes:
         return len(self._slots)
 
     async def create(self, request_id: str, request: EpisodeRequest) -> EpisodeSlot:
-        """A running episode. Raises NotFound (task), Conflict (id reused), RateLimited (full), Unavailable (the reset
-        took too long).
+        """Start an episode, or return the one that this request started.
+
+        Raises NotFound (task), Conflict (id reused), RateLimited (full), Unavailable (the reset took too long).
         """
         slot = self._by_request.get(request_id) or self._admit(request_id, request)
         if slot.request != request:
@@ -162,8 +170,10 @@ class Episodes:
         return slot
 
     async def step(self, episode_id: str, request_id: str, message: Message) -> StepResult:
-        """Raises NotFound (unknown or expired), Conflict (over, failed, or id reused), Unavailable (did not end in
-        time), InputError (`tool_calls` where the episode offers no tools; it goes on).
+        """Answer one assistant message.
+
+        Raises NotFound (unknown or expired), Conflict (over, failed, or id reused), Unavailable (deadline), InputError
+        (`tool_calls` in an episode without tools; the episode continues).
         """
         if message.get("tool_calls") and not (slot := self._find(episode_id)).tools:
             raise InputError(
@@ -173,13 +183,13 @@ class Episodes:
         return await self._answered(episode_id, request_id, fingerprint(message), lambda live: live.step(message))
 
     async def finish(self, episode_id: str, request_id: str) -> StepResult:
-        """Ends an episode that its client takes no further: what it is worth as it stands. Raises what `step` does."""
-        return await self._answered(episode_id, request_id, _FINISHED, finished)
+        """End an episode early and grade it as it stands. Raises what `step` does."""
+        return await self._answered(episode_id, request_id, _FINISHED, finish_early)
 
     async def _answered(
         self, episode_id: str, request_id: str, digest: str, call: Callable[[LiveEpisode], Awaitable[StepResult]]
     ) -> StepResult:
-        """What `call` makes of the episode; `digest` tells the same request from another one."""
+        """Run `call` once per request id. `digest` tells a repeated request from a different one with the same id."""
         slot = self._find(episode_id)
         await self._enter(slot)
         try:
@@ -201,16 +211,16 @@ class Episodes:
             slot.lock.release()
 
     async def delete(self, episode_id: str) -> None:
-        """Forgets an episode; one that does not exist is forgotten already."""
+        """Forget an episode. Deleting an unknown id has no effect."""
         if (slot := self._slots.get(episode_id)) is not None:
             if slot.answers and not slot.over and slot.failure is None and self._watcher is not None:
-                self._watcher.ended(slot.request.entry.name)  # its client has had enough: no fault of anybody
+                self._watcher.ended(slot.request.entry.name)  # the client stopped early, which is not a failure
             self._drop(slot)
             if slot.episode is not None:
                 await slot.episode.close()
 
     async def close(self) -> None:
-        """Forgets all episodes, and frees what they hold."""
+        """Forget all episodes and free their resources."""
         for slot in list(self._slots.values()):
             self._drop(slot)
             if slot.episode is not None:
@@ -219,7 +229,7 @@ class Episodes:
             await self._done.pop().close()
 
     def expire(self) -> int:
-        """Forgets the episodes whose time is up; returns how many. `sweep` frees what they hold."""
+        """Forget expired episodes and return their number. `sweep` frees their resources."""
         now, n = self._clock(), 0
         while self._slots and (slot := next(iter(self._slots.values()))).deadline <= now:
             self._drop(slot)
@@ -230,7 +240,7 @@ class Episodes:
         return n
 
     async def sweep(self) -> None:
-        """Worker: expires episodes, and frees what those hold that have ended, none behind another."""
+        """Worker: expire episodes and free the resources of ended ones concurrently."""
         async with asyncio.TaskGroup() as group:
             while True:
                 with contextlib.suppress(TimeoutError):
@@ -242,9 +252,9 @@ class Episodes:
                     group.create_task(self._done.pop().close())
 
     async def _enter(self, slot: EpisodeSlot) -> None:
-        """Waits for the requests before this one; the lock is to be released. Raises Busy if they take too long."""
+        """Wait for earlier requests and take the lock, which the caller releases. Raises Busy at the deadline."""
         if not slot.lock.locked():
-            await slot.lock.acquire()  # at once
+            await slot.lock.acquire()  # does not suspend
             return
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -257,7 +267,7 @@ class Episodes:
         try:
             with self._watched(slot, 0):
                 episode = await entry.backend.reset(slot.request.split, slot.request.index, slot.seed)
-            slot.episode = episode if self._rewards is None else self._rewards.around(entry.name, episode)
+            slot.episode = episode if self._rewards is None else self._rewards.wrap(entry.name, episode)
         except VolleyError as error:
             slot.failure = error
             raise
@@ -265,7 +275,7 @@ class Episodes:
             if slot.episode is None:
                 slot.failure = slot.failure or Unavailable(f"the reset of episode {slot.id} was given up")
                 self._drop(slot)
-        if self._slots.get(slot.id) is not slot:  # it was deleted meanwhile
+        if self._slots.get(slot.id) is not slot:  # deleted during the reset
             self._free(slot.episode)
         slot.task, slot.opening, slot.tools = slot.episode.task, slot.episode.opening, slot.episode.tools
         _EVENTS.labels(entry.name, "created").inc()
@@ -297,14 +307,15 @@ class Episodes:
         return result
 
     def _free(self, episode: LiveEpisode) -> None:
-        """Has `sweep` free what it holds. For episodes whose end nobody asked for."""
+        """Let `sweep` free the episode's resources, for episodes that no request ends."""
         self._done.append(episode)
         self._ended.set()
 
     @contextlib.contextmanager
     def _watched(self, slot: EpisodeSlot, turn: int) -> Iterator[None]:
-        """Tells the watcher of the call inside. What the client asked for in vain, what the service had no room for,
-        and what a judge did not answer say nothing about the environment.
+        """Report the call inside to the watcher.
+
+        Errors of the client's input, of full or failing storage, and of judges are not counted against the environment.
         """
         env, began = slot.request.entry.name, self._clock()
         self._calls[slot.id] = env, began
@@ -314,14 +325,14 @@ class Episodes:
             raise
         except VolleyError as error:
             _EVENTS.labels(env, "failed").inc()
-            self._tell(slot, turn, began, error)
+            self._report_call(slot, turn, began, error)
             raise
         else:
-            self._tell(slot, turn, began, None)
+            self._report_call(slot, turn, began, None)
         finally:
             del self._calls[slot.id]
 
-    def _tell(self, slot: EpisodeSlot, turn: int, began: float, failure: VolleyError | None) -> None:
+    def _report_call(self, slot: EpisodeSlot, turn: int, began: float, failure: VolleyError | None) -> None:
         if self._watcher is None:
             return
         env, sample = slot.request.entry.name, (slot.request.split, slot.request.index, slot.seed)
@@ -330,7 +341,7 @@ class Episodes:
             self._watcher.ended(env)
 
     def waiting(self) -> Mapping[str, str]:
-        """By environment, a sentence on the calls that it has not answered for long."""
+        """For each environment with slow calls, a sentence about them."""
         now, found = self._clock(), dict[str, list[float]]()
         for env, began in self._calls.values():
             if now - began >= _SLOW_S:

@@ -1,4 +1,4 @@
-"""The plain values the service needs, read once from the run's configuration."""
+"""Plain settings of the service, read once from the run's configuration."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ DATASETS = frozenset({"code", "gsm8k", "math", "text_to_sql"})
 """Environments that read data.train and data.eval."""
 
 MAX_BODY = 8 * 2**20
-"""Bytes: room for a message of the greatest length, however it is escaped."""
+"""Bytes of a request body: room for the longest message under any JSON escaping."""
 
 MAX_OBJECTS = 2**14
-"""Values of a body: far more than a message with its tool calls has."""
+"""Values in a request body, far more than a message with its tool calls has."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredSource:
-    """An environment that the configuration names by a file or import path: where it was then, the digest of what is
-    played, and the arguments of its class.
+    """An environment that the configuration names by file or import path.
+
+    `found` is its location when the configuration was read, `sha256` the digest of its content, `config` the arguments
+    of its class.
     """
 
     found: FoundSource
@@ -37,25 +39,28 @@ class ConfiguredSource:
 
 @dataclass(frozen=True, slots=True)
 class EnvSettings:
-    """`env` is the main environment of the run, `others` are the rest of its mixture, all checked at start; `configs`
-    holds the settings of each built-in that has some, `variants` by name the built-ins and settings of what the run
-    plays under names of its own.
+    """Settings of the env service.
 
-    `remote_tokens_file` holds the tokens that remote environments are sent, by their address; `ca_file` who vouches for
-    those at https.
-
-    `rewards` are those beside the environments' own, by environment, and `reward_servers` who gives them.
-
-    `folder` keeps what is submitted; `unsandboxed` names what may be submitted where nothing confines it, `sandbox` is
-    what one process of submitted code may use, `max_sandboxes` how many there are at once, `package_index` where their
-    dependencies come from. `allow_changed_code` plays submitted environments whose files have changed since the run
-    began.
-
-    `sources` are those that the configuration names by files or import paths, under the names that took their place.
-
-    ttl_s is the idle life of an episode, in seconds; deadline_s bounds one call into environment code; n_threads is
-    how many calls into one kind of environment run at once, n_processes how many processes the episodes of built-in
-    environments run in, 0 if in the service's own threads.
+    Attributes:
+        env: the run's main environment; checked at startup, as are the `others`.
+        others: the remaining environments of the run's mixture.
+        configs: settings of built-in environments, by name; only those that have some.
+        variants: base and settings of environments that the run plays under names of its own.
+        sources: environments that the configuration names by files or import paths, by their assigned names.
+        remote_tokens_file: tokens for remote environments, by address.
+        ca_file: certificate authorities for https connections to them.
+        rewards: additional rewards, by environment.
+        reward_servers: servers that compute rewards, by name.
+        folder: storage of submitted environments.
+        unsandboxed: tools and environments that may run on machines without a sandbox.
+        sandbox: limits of one process of submitted code.
+        max_sandboxes: most sandboxes at once.
+        package_index: index from which their dependencies are installed.
+        allow_changed_code: play submitted environments whose files have changed since the run began.
+        ttl_s: idle life of an episode, in seconds.
+        deadline_s: deadline of one call into environment code, in seconds.
+        n_threads: calls into one kind of environment that run at once.
+        n_processes: processes for episodes of built-in environments; 0 runs them in threads of the service.
     """
 
     env: str
@@ -85,7 +90,10 @@ class EnvSettings:
 
 
 def from_config(config: RunConfig) -> EnvSettings:
-    """An episode outlives the orchestrator's own deadline, and four times its concurrency fits."""
+    """Derive the settings.
+
+    Episodes outlive the orchestrator's deadline, and there is room for four times its concurrency.
+    """
     data, orchestrator, limits, env = config.data, config.orchestrator, config.services.limits, config.services.env
     files = {"train": data.train, "eval": data.eval}
     configs: dict[str, dict[str, Any]] = {name: {k: v for k, v in files.items() if v is not None} for name in DATASETS}

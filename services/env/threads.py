@@ -1,9 +1,9 @@
 """Calls into environment code: each in a thread, with a deadline, behind one failure boundary.
 
-Invariants: the event loop never runs environment code; environments of one kind share a few threads that no other kind
-uses, so one that hangs starves only itself. A thread cannot be ended: one whose call was given up stays counted until
-the call returns. When all of a kind hang, its calls are refused at once; when they still hang a deadline later, `watch`
-ends the service, because only a new process has new threads.
+Invariants: the event loop never runs environment code. Environments of one kind share a few threads that no other kind
+uses, so a hanging environment starves only its kind. A thread cannot be killed: after a call is given up, its thread
+counts as hung until the call returns. While all threads of a kind hang, its calls are refused at once; if they still
+hang a deadline later, `watch` ends the service, because only a new process has new threads.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ _log = telemetry.Log("threads")
 
 
 class ThreadRunner:
-    """Args:
-    n_threads: of one kind of environment.
-    deadline_s: how long a client waits for a call.
-    max_waiting: calls of one kind that may wait or run at once.
+    """Threads for calls into environments, a separate group for each kind.
+
+    Args:
+        n_threads: threads of one kind of environment.
+        deadline_s: longest time that a client waits for a call.
+        max_waiting: calls of one kind that may wait or run at once.
     """
 
     def __init__(self, n_threads: int, deadline_s: float, max_waiting: int) -> None:
@@ -52,8 +54,9 @@ class ThreadRunner:
         self._lanes: dict[str, _Lane] = {}
 
     async def run[T](self, name: str, kind: str, call: Call, function: Callable[[], T]) -> T:
-        """Raises the environment's VolleyErrors as they are, Busy, GivenUp, and VolleyError for a defect of the
-        environment.
+        """Run `function` in a thread of `kind`.
+
+        Raises the environment's VolleyErrors unchanged, Busy, GivenUp, and VolleyError for a defect of the environment.
         """
         lane = self._lane(kind)
         if lane.is_stuck:
@@ -66,27 +69,27 @@ class ThreadRunner:
             return await work.answer
         except _Late as late:
             if late.begun:
-                told = f"{name}: {call} took longer than {self.deadline_s:g} s"
-                raise GivenUp(told, "the episode is given up") from None
-            told = f"{name}: no thread was free for {call} within {self.deadline_s:g} s"
-            raise Busy(told, "try again later") from None
+                detail = f"{name}: {call} took longer than {self.deadline_s:g} s"
+                raise GivenUp(detail, "the episode is given up") from None
+            detail = f"{name}: no thread was free for {call} within {self.deadline_s:g} s"
+            raise Busy(detail, "try again later") from None
         except VolleyError:
             raise
         except (Exception, SystemExit) as error:
             _log.exception("environment failed", env=name, call=call)
-            what = f"{type(error).__name__}: {str(error)[:200]}"
-            raise VolleyError(f"{name}: {call} failed with {what}", "a defect of the environment") from error
+            cause = f"{type(error).__name__}: {str(error)[:200]}"
+            raise VolleyError(f"{name}: {call} failed with {cause}", "a defect of the environment") from error
         finally:
             lane.leave(work)
             call_seconds(name, call).observe(time.perf_counter() - started)
 
     def why_stuck(self, kind: str) -> str | None:
-        """Why environments of `kind` cannot be used; None if they can."""
+        """Reason why environments of `kind` cannot be used; None if they can."""
         lane = self._lanes.get(kind)
         return f"{kind}: {lane.complaint}" if lane is not None and lane.is_stuck else None
 
     async def watch(self) -> None:
-        """Worker. Raises VolleyError when all threads of a kind hang, and still do after another deadline."""
+        """Worker. Raises VolleyError if all threads of a kind hang at two checks, one deadline apart."""
         stuck: set[str] = set()
         while True:
             await asyncio.sleep(self.deadline_s)
@@ -96,7 +99,7 @@ class ThreadRunner:
             stuck = now
 
     def close(self) -> None:
-        """Lets idle threads end; those that hang end with the process."""
+        """Let idle threads end. Hung threads end with the process."""
         for lane in self._lanes.values():
             lane.close()
 
@@ -107,10 +110,10 @@ class ThreadRunner:
 
 
 class InThreads:
-    """The backend of an environment whose code is the service's own. It is made when it is first used.
+    """Backend of an environment whose code is the service's own, built on first use.
 
     Args:
-        kind: whose threads it shares.
+        kind: the kind whose threads it shares.
         build: makes the environment; raises InputError.
     """
 
@@ -123,7 +126,7 @@ class InThreads:
 
     @property
     def environment(self) -> Environment | AsyncEnvironment:
-        """The environment. Blocks while it is made; raises InputError."""
+        """The environment. Blocks while it is built; raises InputError."""
         with self._lock:
             if self._made is None:
                 self._made = self._build()
@@ -152,11 +155,11 @@ class InThreads:
 
     @property
     def deadline_s(self) -> float:
-        """Of one call."""
+        """Deadline of one call, in seconds."""
         return self._runner.deadline_s
 
     async def call[T](self, call: Call, function: Callable[[], T]) -> T:
-        """Runs `function` as a call into this environment. Raises what `ThreadRunner.run` does."""
+        """Run `function` as a call into this environment. Raises what `ThreadRunner.run` does."""
         return await self._runner.run(self.name, self._kind, call, function)
 
     def why_stuck(self) -> str | None:
@@ -191,7 +194,7 @@ class LoopEpisode:
             call_seconds(name, "step").observe(time.perf_counter() - began)
 
     async def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing: the episode holds no resources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,19 +218,21 @@ class ThreadEpisode:
         return await self.backend.call("step", lambda: self.episode.step(message))
 
     async def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing: the episode holds no resources."""
 
 
 class _Late(Exception):
-    """A call's deadline has passed. `begun`: a thread is at it."""
+    """A call's deadline has passed. `begun`: a thread has started the call."""
 
     def __init__(self, begun: bool) -> None:
         self.begun = begun
 
 
 class _Work:
-    """One call. Whoever takes the token decides: a thread begins it, or the event loop takes it back. `ended`: no
-    thread is at it, nor will be.
+    """One call.
+
+    A single token decides between a thread, which starts the call, and the event loop, which cancels it. `ended`: no
+    thread runs the call or will run it.
     """
 
     __slots__ = ("_token", "answer", "deadline", "ended", "error", "function", "result")
@@ -240,7 +245,7 @@ class _Work:
         self._token = [None]
 
     def take(self) -> bool:
-        """Whether the caller is the first to take it. Atomic."""
+        """Take the token and return True, or False if it is taken. Atomic."""
         try:
             self._token.pop()
         except IndexError:
@@ -249,10 +254,11 @@ class _Work:
 
 
 class _Lane:
-    """The threads of one kind. They are daemons: a call that never returns must not keep the process from ending.
+    """Daemon threads of one kind of environment.
 
-    What goes to the threads and comes back is kept cheap, for it is most of a small step's cost: answers that end
-    together wake the event loop once, and one timer watches all deadlines, which are in the order of the calls.
+    Daemons, because a call that never returns must not keep the process alive. Passing calls and results is kept cheap,
+    since it is most of a small step's cost: results that arrive together wake the event loop once, and one timer
+    watches all deadlines, which are in the order of the calls.
     """
 
     def __init__(self, kind: str, n_threads: int, deadline_s: float) -> None:
@@ -270,7 +276,7 @@ class _Lane:
 
     @property
     def n_waiting(self) -> int:
-        """Calls that wait or run."""
+        """Number of calls that wait or run."""
         return len(self._running)
 
     @property
@@ -281,7 +287,7 @@ class _Lane:
         return len(self._given_up) >= self._n_threads
 
     def submit(self, function: Callable[[], Any]) -> _Work:
-        """To be followed by `leave`."""
+        """Queue a call. The caller calls `leave` afterwards."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # the threads outlive an event loop
             self._loop, self._timer, self._waking = loop, None, False
@@ -293,7 +299,7 @@ class _Lane:
         return work
 
     def leave(self, work: _Work) -> None:
-        """Nobody waits for `work` any more: it is done, never begins, or is given up."""
+        """Stop waiting for `work`, which is done, will never start, or is given up."""
         del self._running[work]
         if not work.ended and not work.take():
             self._given_up.append(work)
@@ -318,23 +324,23 @@ class _Lane:
                 work.answer.set_exception(_Late(begun=not taken_back))
 
     def _serve(self) -> None:
-        """A thread."""
+        """Main function of a thread."""
         while (work := self._queue.get()) is not None:
             if not work.take():
                 continue
             try:
                 work.result = work.function()
-            except BaseException as error:  # noqa: BLE001 - it is the caller's, on the event loop
+            except BaseException as error:  # noqa: BLE001 - the event loop raises it to the caller
                 work.error = error
             work.ended = True
             self._ended.append(work)
             if not self._waking:
                 self._waking = True
-                with suppress(RuntimeError):  # the loop is closed: nobody waits
+                with suppress(RuntimeError):  # the loop is closed, so no caller waits
                     self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        """On the event loop. The flag goes first, so that whoever ends after the last look wakes it again."""
+        """Set the results on the event loop. The flag is cleared first, so that a later result wakes the loop again."""
         self._waking = False
         while self._ended:
             work = self._ended.popleft()

@@ -1,9 +1,9 @@
-"""A worker process: environments that are built in, and the episodes that were begun in it.
+"""Worker process that runs built-in environments and their episodes.
 
     python -m services.env.worker_main DESCRIPTOR THREADS DEADLINE_S MAX_WAITING DIGESTS
 
-Requests and answers go through the socket of that number (see `wire`), many at once. The end of the socket ends the
-process, and with it all of its episodes; so does an environment whose calls hang in all of its threads.
+Requests and answers travel through the socket of that descriptor (see `wire`), many at once. The process ends, with all
+of its episodes, when the socket is closed or when an environment's calls hang in all of its threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shared.process import telemetry
 
 
 class WorkerProcess:
-    """Args: runner: of this process's threads."""
+    """Server of one worker process. `runner` holds the process's threads."""
 
     def __init__(self, runner: ThreadRunner) -> None:
         self._runner = runner
@@ -38,8 +38,9 @@ class WorkerProcess:
         self._beginning: set[str] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Says that it is ready, then answers until the other end is closed. Raises VolleyError when an environment's
-        threads all hang.
+        """Report readiness, then answer requests until the other end closes the socket.
+
+        Raises VolleyError when all threads of an environment hang.
         """
         writer.write(wire.encode({"ready": os.getpid()}))
         async with asyncio.TaskGroup() as group:
@@ -53,7 +54,7 @@ class WorkerProcess:
                         self._beginning.add(request["episode"])
                     running.add(task := group.create_task(self._serve_one(request, writer)))
                     task.add_done_callback(running.discard)
-            for task in running:  # nobody waits for them
+            for task in running:  # no client waits for these requests
                 task.cancel()
 
     async def _serve_one(self, request: Mapping[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -62,7 +63,9 @@ class WorkerProcess:
         except VolleyError as error:
             answer = wire.encode({"id": request["id"], "error": problem(error)})
         except (TypeError, ValueError) as error:
-            defect = VolleyError(f"{request['call']} was answered with no JSON: {error}", "a defect of the environment")
+            defect = VolleyError(
+                f"{request['call']} returned a value that is not JSON: {error}", "a defect of the environment"
+            )
             answer = wire.encode({"id": request["id"], "error": problem(defect)})
         finally:
             self._beginning.discard(request.get("episode", ""))
@@ -74,7 +77,7 @@ class WorkerProcess:
                 return wire.of_step(await self._episode(request["episode"]).step(request["message"]))
             case "reset":
                 episode = await self._environment(request).reset(request["split"], request["index"], request["seed"])
-                if request["episode"] in self._beginning:  # else it was closed meanwhile
+                if request["episode"] in self._beginning:  # unless it was closed during the reset
                     self._episodes[request["episode"]] = episode
                 opened = {"task": episode.task, "opening": list(episode.opening), "tools": list(episode.tools)}
                 return {**opened, "database": episode.database}
@@ -90,7 +93,7 @@ class WorkerProcess:
         return episode
 
     def _environment(self, request: Mapping[str, Any]) -> InThreads:
-        """Made when it is first asked for; a name never changes its meaning."""
+        """Build the environment on first use; a name never changes its meaning."""
         name, kind, config = request["env"], KINDS[request["kind"]], request["config"]
         if name not in self._environments:
             self._environments[name] = InThreads(
@@ -104,7 +107,7 @@ async def main(
 ) -> None:
     telemetry.configure("env")
     problem_files.expect(digests)
-    if linux.IS_LINUX:  # also one that is stopped ends with the service
+    if linux.IS_LINUX:  # a stopped process, too, is killed with the service
         linux.set_parent_death_signal(signal.SIGKILL)
     end = socket.socket(fileno=descriptor)
     reader, writer = await asyncio.open_connection(sock=end, limit=wire.MAX_LINE)
@@ -112,7 +115,7 @@ async def main(
     try:
         await WorkerProcess(runner).serve(reader, writer)
     except* ConnectionError:
-        pass  # the service is gone
+        pass  # the service has ended
     finally:
         runner.close()
 

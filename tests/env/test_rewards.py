@@ -500,7 +500,7 @@ async def test_the_right_answer_is_known_to_the_judge_after_a_finish_too(tmp_pat
             "e": EnvironmentRewards.model_validate({"components": {"t": {**JUDGE, "prompt": "{answer}{expected}"}}})
         }
         async with Rewards(given, served(server), tmp_path / "environments") as made:
-            episode = made.around("e", Told())
+            episode = made.wrap("e", Told())
             await episode.step(assistant("a"))
             assert isinstance(episode, RewardedEpisode)
             await episode.finish()

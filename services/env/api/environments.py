@@ -1,4 +1,4 @@
-"""HTTP to environments as resources: listed, submitted, replaced, looked at, put in use, retired."""
+"""Routes of environments as resources: list, submit, replace, show, activate, retire."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ ARCHIVE = ("application/zip", "application/x-zip-compressed", "application/x-whe
 
 @router.get("/environments", openapi_extra=declares(answer=Listed))
 async def list_environments(request: Request) -> Response:
-    """All environments with their settings and states; of the submitted ones the versions that are in use or on their
-    way there, and the newest of the others. `GET /environments/NAME` has every version.
+    """List all environments with their settings and states.
+
+    Of each submitted environment the list has the versions in use or on the way there, and the newest of the others.
+    `GET /environments/NAME` has every version.
     """
     state = state_of(request)
     entries = {entry.name: entry for entry in state.catalogue.entries()}
@@ -79,18 +81,19 @@ async def list_environments(request: Request) -> Response:
     openapi_extra=declares(body=SubmitBody, answer=Described, statuses=(200, 201, 202)),
 )
 async def submit_environment(request: Request) -> Response:
-    """Submits an environment: a Python file (its text as the body with Content-Type text/x-python and `?name=`, or
-    `{name, source}`), a zip file or wheel (application/zip), also of Harbor's task folders, a remote one
-    (`{name, url, protocol, config}`), one of an installed package (`{name, import_path, config}`) or of an adapter
-    (`{name, adapter, config}`): 202, and it is validated next. With `{name, base, config}` adds a configured variant of
-    a built-in one: 201, or 200 when it exists already with these settings.
+    """Submit an environment for validation (202), or add a configured variant of a built-in one.
+
+    Forms of a submission: a Python file (its text as the body with Content-Type text/x-python and `?name=`, or `{name,
+    source}`); a zip file or wheel (application/zip), also of Harbor task folders; a remote environment (`{name, url,
+    protocol, config}`); one of an installed package (`{name, import_path, config}`); one played by an adapter (`{name,
+    adapter, config}`). `{name, base, config}` adds a variant: 201, or 200 if it exists with these settings.
     """
     state = state_of(request)
     if _is_file(request):
-        return _told(request, await state.submissions.submit(await _file(request)), 202)
+        return _respond_version(request, await state.submissions.submit(await _file(request)), 202)
     raw = await http.read_body(request)
     if "base" not in raw:
-        return _told(request, await state.submissions.submit(await _object(raw)), 202)
+        return _respond_version(request, await state.submissions.submit(await _object(raw)), 202)
     body = http.validated(RegisterBody, raw, strict=True)
     entry, new = await state.catalogue.register(body.name, body.base, body.config, body.weight)
     await state.content.ensure(entry)
@@ -103,14 +106,14 @@ async def submit_environment(request: Request) -> Response:
     openapi_extra=declares(body=ReplaceBody, answer=SubmittedShown, statuses=(202,)),
 )
 async def replace_environment(request: Request, name: str) -> Response:
-    """Submits a new version; the present one goes on until the new one has proved itself."""
+    """Submit a new version. The present version stays in use until the new one is promoted."""
     given = await _file(request, name) if _is_file(request) else await _object(await http.read_body(request), name)
-    return _told(request, await state_of(request).submissions.replace(given), 202)
+    return _respond_version(request, await state_of(request).submissions.replace(given), 202)
 
 
 @router.get("/environments/{name}", openapi_extra=declares(answer=VersionsShown))
 async def show_environment(request: Request, name: str) -> Response:
-    """The versions of a submitted environment (of `NAME@VERSION` that one) with history and validation report."""
+    """Show the versions of a submitted environment, or the one `NAME@VERSION`, with history and validation report."""
     state = state_of(request)
     rows = [
         {
@@ -125,7 +128,7 @@ async def show_environment(request: Request, name: str) -> Response:
 
 @router.get("/environments/{name}/logs", openapi_extra=declares(answer=LogShown))
 async def show_log(request: Request, name: str) -> Response:
-    """What the newest version's episodes printed last, since the service started, and how the last ones failed."""
+    """Show the newest version's recent output since the service started, and its recent failures."""
     submissions = state_of(request).submissions
     version = submissions.versions(name)[-1]
     return respond(request, {"name": version.full_name, "log": submissions.log(version)})
@@ -133,30 +136,30 @@ async def show_log(request: Request, name: str) -> Response:
 
 @router.post("/environments/{name}/activate", openapi_extra=declares(answer=SubmittedShown))
 async def activate_environment(request: Request, name: str) -> Response:
-    """Puts a version in use: promotes a canary at once, or goes back to a retired version (`NAME@VERSION`)."""
-    return _told(request, await state_of(request).submissions.activate(name), 200)
+    """Put a version in use: promote a canary at once, or return to a retired version (`NAME@VERSION`)."""
+    return _respond_version(request, await state_of(request).submissions.activate(name), 200)
 
 
 @router.post("/environments/{name}/retire", openapi_extra=declares(answer=SubmittedShown))
 async def retire_environment(request: Request, name: str) -> Response:
-    """Takes a version back: live runs draw no more groups of it."""
-    return _told(request, await state_of(request).submissions.retire(name), 200)
+    """Retire a version: live runs start no more groups of it."""
+    return _respond_version(request, await state_of(request).submissions.retire(name), 200)
 
 
 def _rewards(state: EnvState, name: str) -> dict[str, Any]:
     rewards = state.rewards.of(name)
-    unshown = {"components": {"__all__": {"request"}}}  # it may hold what not every viewer is to see
+    unshown = {"components": {"__all__": {"request"}}}  # the request may hold data that not every viewer may see
     return {"rewards": rewards and rewards.model_dump(mode="json", exclude=unshown)}
 
 
 def _trouble(state: EnvState, name: str) -> str | None:
-    """Why its episodes fail or hang for now."""
+    """Reasons why its episodes fail or hang at present; None if they do not."""
     stuck = state.catalogue.get(name).backend.why_stuck() if state.catalogue.has(name) else None
     found = (stuck, state.episodes.waiting().get(name), state.submissions.trouble(name))
     return "; ".join(one for one in found if one) or None
 
 
-def _told(request: Request, version: SubmittedVersion, status: int) -> Response:
+def _respond_version(request: Request, version: SubmittedVersion, status: int) -> Response:
     return respond(request, submitted(version), status)
 
 
@@ -169,14 +172,20 @@ def _is_file(request: Request) -> bool:
 
 
 async def _file(request: Request, name: str | None = None) -> Submission:
-    """A file as the body, the rest in the query. Args: name: that of the path. Raises InputError."""
+    """Read a submission with the file as the body and the rest in the query.
+
+    Args:
+        name: the name in the path, if it has one.
+
+    Raises InputError.
+    """
     query = http.validated(SubmitQuery, _named(dict(request.query_params), name), strict=False)
     archive = _media_type(request) in ARCHIVE
     return Submission(query.name, await request.body(), query.entry, query.config, query.weight, archive)
 
 
 async def _object(raw: Mapping[str, Any], name: str | None = None) -> Submission:
-    """Raises InputError."""
+    """Read a submission from a JSON object. Raises InputError."""
     if "url" in raw:
         far = http.validated(RemoteBody, _named(raw, name), strict=True)
         tasks = {split: text.encode("utf-8", "surrogatepass") for split, text in far.tasks.items()}
@@ -194,9 +203,12 @@ async def _object(raw: Mapping[str, Any], name: str | None = None) -> Submission
 
 
 def _named(given: Mapping[str, Any], name: str | None) -> dict[str, Any]:
-    """Raises InputError where the body names another environment than the path, or a version."""
+    """Add the path's name to the body.
+
+    Raises InputError if the body has a different name, or a name with a version.
+    """
     if name is not None and given.get("name", name) != name:
-        raise InputError(f"the body's name {str(given['name'])[:80]!r} is not that of the path, {name[:80]!r}")
+        raise InputError(f"the body's name {str(given['name'])[:80]!r} differs from the path's name {name[:80]!r}")
     named = {**given, "name": name} if name is not None else dict(given)
     if "@" in str(named.get("name", "")):
         raise InputError(f"{str(named['name'])[:80]!r}: versions are numbered by the service", "leave out the @")

@@ -1,8 +1,8 @@
-"""Volley's environments as OpenEnv servers: whoever has an OpenEnv client plays them at `/openenv/{env}`.
+"""OpenEnv server for Volley's environments, at `/openenv/{env}`.
 
-One WebSocket is one session, which plays one episode at a time, with the frames of OpenEnv 0.10 (see
-backends/remote/openenv.py). Invariants: an episode is that of any other client (`Episodes`: the same bounds, the same
-life); it ends with its session; a frame that is wrong gets an error frame, and the session goes on.
+One WebSocket is one session, which plays one episode at a time with the frames of OpenEnv 0.10 (see
+backends/remote/openenv.py). Invariants: its episodes have the bounds and lifetime of all episodes (`Episodes`); an
+episode ends with its session; a wrong frame is answered with an error frame, and the session continues.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ MAX_SEED = 2**63
 
 
 class ResetData(BaseModel):
-    """What a client may give to `reset`; anything else is ignored, as OpenEnv does. Without `index`, `seed` chooses the
-    task; without both, chance does.
+    """Data of a `reset` frame. Other fields are ignored, as OpenEnv does.
+
+    Without `index`, `seed` chooses the task; without both, the task is random.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -55,7 +56,7 @@ class ResetData(BaseModel):
 
 
 class OpenEnvAction(BaseModel):
-    """What the assistant says; `tool_calls` as OpenAI writes them. OpenEnv's clients may add `metadata`."""
+    """The assistant's message; `tool_calls` in OpenAI's shape. OpenEnv clients may add `metadata`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -69,7 +70,7 @@ class OpenEnvAction(BaseModel):
 
 
 class OpenEnvObservation(BaseModel):
-    """The messages that the assistant answers next, and all their text."""
+    """The messages that the assistant answers next, and their text joined."""
 
     text: str
     messages: list[dict[str, JsonValue]]
@@ -100,21 +101,21 @@ class HealthShown(BaseModel):
 
 @router.get("/openenv/{env}/health", openapi_extra=declares(answer=HealthShown))
 async def show_health(request: Request, env: EnvName) -> Response:
-    """Whether there is such an environment."""
+    """Report healthy if the environment exists, else 404."""
     state_of(request).catalogue.get(env)
     return respond(request, {"status": "healthy"})
 
 
 @router.get("/openenv/{env}/metadata", openapi_extra=declares(answer=MetadataShown))
 async def show_metadata(request: Request, env: EnvName) -> Response:
-    """What the environment is called."""
+    """Show the environment's name."""
     entry = state_of(request).catalogue.get(env)
     return respond(request, {"name": entry.name, "description": f"{entry.name}, played through Volley"})
 
 
 @router.get("/openenv/{env}/schema", openapi_extra=declares(answer=SchemasShown))
 async def show_schema(request: Request, env: EnvName) -> Response:
-    """JSON schemas of actions, observations and states: the same for all environments."""
+    """Show the JSON schemas of actions, observations and states, which all environments share."""
     state_of(request).catalogue.get(env)
     models = {"action": OpenEnvAction, "observation": OpenEnvObservation, "state": OpenEnvState}
     return respond(request, {name: model.model_json_schema() for name, model in models.items()})
@@ -122,7 +123,7 @@ async def show_schema(request: Request, env: EnvName) -> Response:
 
 @router.websocket("/openenv/{env}/ws")
 async def play(websocket: WebSocket, env: str) -> None:
-    """A session: frames `{"type": "reset" | "step" | "state" | "close", "data": {…}}`, each answered by one."""
+    """Serve one session: frames `{"type": "reset" | "step" | "state" | "close", "data": {…}}`, each answered by one."""
     session = OpenEnvSession(websocket.app.state.env, env)
     max_objects: int = websocket.app.state.max_objects
     loop = asyncio.get_running_loop()
@@ -136,18 +137,18 @@ async def play(websocket: WebSocket, env: str) -> None:
                 if answer is None:
                     break
                 await websocket.send_text(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY).decode())
-                if (now := loop.time()) > rearm_at:  # seldom, since timers cost more than steps
+                if (now := loop.time()) > rearm_at:  # rarely, because timers cost more than steps
                     rearm_at = now + session.idle_s / 8
                     idle.reschedule(now + session.idle_s)
         await websocket.close()
     except (WebSocketDisconnect, KeyError, TimeoutError):
-        return  # gone, sent no text, idle, or does not read: the server closes what is still open
+        return  # disconnected, sent binary, idle, or not reading: the server closes the socket
     finally:
         await session.end()
 
 
 class OpenEnvSession:
-    """One session and the episode it plays, if any."""
+    """One session and its episode, if any."""
 
     def __init__(self, state: EnvState, env: str) -> None:
         self._state, self._env = state, env
@@ -158,11 +159,11 @@ class OpenEnvSession:
 
     @property
     def idle_s(self) -> float:
-        """How long a session may say nothing, about: as long as its episode lives."""
+        """Approximate idle timeout of a session, in seconds: the idle life of its episode."""
         return self._state.episodes.ttl_s
 
     async def answer(self, raw: bytes, max_objects: int) -> dict[str, Any] | None:
-        """The frame that answers a frame; None to end the session."""
+        """Answer one frame; None ends the session."""
         try:
             frame = await offload.by_size(len(raw), lambda: codec.from_json(raw, "the frame", max_objects, "halves"))
             return await self._answered(frame)
@@ -170,7 +171,7 @@ class OpenEnvSession:
             return {"type": "error", "data": {"message": str(error), "code": _code(error)}}
 
     async def end(self) -> None:
-        """Forgets the episode."""
+        """Forget the episode."""
         slot, self._slot = self._slot, None
         if slot is not None:
             await self._state.episodes.delete(slot.id)
@@ -190,7 +191,7 @@ class OpenEnvSession:
             return {"type": "state", "data": _state(self._episode_id, self._n_steps, task)}
         if kind == "close":
             return None
-        raise UnknownFrame(f"there is no frame of type {str(kind)[:80]!r}", "there are: reset, step, state, close")
+        raise UnknownFrame(f"there is no frame of type {str(kind)[:80]!r}", "use one of: reset, step, state, close")
 
     async def _reset(self, data: ResetData) -> dict[str, Any]:
         """Raises VolleyError."""
@@ -226,9 +227,9 @@ def _code(error: VolleyError) -> str:
 
 
 def _stepped(slot: EpisodeSlot, result: StepResult) -> dict[str, Any]:
-    told = stepped(result)
-    info = {**told["info"], "terminated": result.terminated, "truncated": result.truncated}
-    return _frame(slot, result.messages, told["reward"], result.over, info)
+    answer = stepped(result)
+    info = {**answer["info"], "terminated": result.terminated, "truncated": result.truncated}
+    return _frame(slot, result.messages, answer["reward"], result.over, info)
 
 
 def _frame(

@@ -1,5 +1,6 @@
-"""HTTP to episodes and tasks. Task listing has the Open Reward Standard's names; episodes speak Gymnasium's
-five-tuple.
+"""Routes of episodes and tasks.
+
+Task listing uses the Open Reward Standard's names; episodes use Gymnasium's five-tuple.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ EnvName = Annotated[str, Path(openapi_examples={"built in": {"value": "frozen_la
     openapi_extra=declares(body=CreateBody, answer=Created, statuses=(201,)),
 )
 async def create_episode(request: Request) -> Response:
-    """Starts an episode of one task. Idempotent by `request_id` for as long as the episode lives."""
+    """Start an episode of one task. Idempotent by `request_id` while the episode lives."""
     body = await read(request, CreateBody)
     state = state_of(request)
     wanted = EpisodeRequest(body.env, body.split, body.index, body.seed, state.catalogue.get(body.env))
@@ -67,8 +68,9 @@ async def create_episode(request: Request) -> Response:
 
 @router.post("/episodes/{episode_id}/step", tags=["episodes"], openapi_extra=declares(body=StepBody, answer=Stepped))
 async def step_episode(request: Request, episode_id: str) -> Response:
-    """Answers an assistant message with observation messages, reward, terminated, truncated, info. Idempotent by
-    `request_id`.
+    """Answer an assistant message with observation messages, reward, terminated, truncated and info.
+
+    Idempotent by `request_id`.
     """
     body = await read(request, StepBody)
     result = await state_of(request).episodes.step(episode_id, body.request_id, body.message.as_message())
@@ -79,8 +81,9 @@ async def step_episode(request: Request, episode_id: str) -> Response:
     "/episodes/{episode_id}/finish", tags=["episodes"], openapi_extra=declares(body=FinishBody, answer=Stepped)
 )
 async def finish_episode(request: Request, episode_id: str) -> Response:
-    """Ends an episode that is not over and goes no further (its client has no room left): truncated, and worth what
-    judges and reward services say of it as it stands. Idempotent by `request_id`.
+    """End an episode early (its client has no room for another turn).
+
+    The episode is truncated, and judges and reward services grade it as it stands. Idempotent by `request_id`.
     """
     body = await read(request, FinishBody)
     return respond(request, stepped(await state_of(request).episodes.finish(episode_id, body.request_id)))
@@ -88,7 +91,7 @@ async def finish_episode(request: Request, episode_id: str) -> Response:
 
 @router.delete("/episodes/{episode_id}", status_code=204, tags=["episodes"])
 async def delete_episode(request: Request, episode_id: str) -> Response:
-    """Forgets an episode, also one that is forgotten already."""
+    """Forget an episode. Idempotent."""
     await state_of(request).episodes.delete(episode_id)
     return Response(status_code=204)
 
@@ -97,26 +100,27 @@ async def delete_episode(request: Request, episode_id: str) -> Response:
     "/{env}/splits", tags=["tasks"], openapi_extra=declares(answer={"type": "array", "items": {"type": "string"}})
 )
 async def list_splits(request: Request, env: EnvName) -> Response:
-    """The names of the task sets."""
+    """List the names of the splits."""
     return respond(request, list(await _backend(request, env).splits()))
 
 
 async def count_tasks(request: Request, env: EnvName) -> Response:
-    """How many tasks a split has."""
+    """Count the tasks of a split."""
     body = await read(request, SplitBody)
     return respond(request, {"num_tasks": await _backend(request, env).num_tasks(body.split)})
 
 
 async def show_task(request: Request, env: EnvName) -> Response:
-    """The id of a task: split, index, and a digest of what the task is."""
+    """Show the id of a task: split, index, and a digest of its content."""
     body = await read(request, TaskBody)
     return respond(request, {"task": await _backend(request, env).task(body.split, body.index)})
 
 
 @router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=declares(body=TaskBody, answer=Shown))
 async def demonstrate(request: Request, env: EnvName) -> Response:
-    """A conversation of one task to learn from, ending with the assistant's last message, and whether it solves the
-    task; beside it the tools that its episodes have.
+    """Show a demonstration of one task, whether it solves the task, and the tools of its episodes.
+
+    The conversation ends with the assistant's last message.
     """
     body = await read(request, TaskBody)
     shown = await _backend(request, env).demonstration(body.split, body.index)
@@ -142,7 +146,7 @@ def _backend(request: Request, env: str) -> Backend:
 
 
 def direct_routes() -> list[DirectRoute]:
-    """The routes of every turn."""
+    """Routes that are called in every episode."""
     return [
         DirectRoute("POST", "/episodes/{episode_id}/step", step_episode),
         DirectRoute("POST", "/episodes", create_episode),

@@ -1,4 +1,4 @@
-"""What requests and answers look like on the wire; these models are also the OpenAPI page."""
+"""Wire schemas of requests and answers, from which the OpenAPI page is made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Index = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 def _example(**body: JsonValue) -> JsonDict:
-    """What the OpenAPI page offers to send."""
+    """Example body for the OpenAPI page."""
     return {"examples": [body]}
 
 
@@ -46,13 +46,13 @@ EnvName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 EntryName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]{0,99}(:[A-Za-z_][A-Za-z0-9_]{0,99})?$")]
 Weight = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 MAX_CONFIG, MAX_CONFIG_VALUES = 16 * 1024, 256
-"""Bytes as JSON, and values: settings are kept and shown with every version."""
+"""Limits of `config`, in bytes as JSON and in values; settings are stored and shown with every version."""
 
 
 def _check_config(config: dict[str, JsonValue]) -> dict[str, JsonValue]:
     data = json.dumps(config).encode()
     if len(data) > MAX_CONFIG:
-        raise ValueError(f"config has {len(data)} bytes as JSON, at most {MAX_CONFIG} are taken")
+        raise ValueError(f"config has {len(data)} bytes as JSON; the limit is {MAX_CONFIG}")
     check_json(data, "config", MAX_CONFIG_VALUES)
     return config
 
@@ -61,8 +61,11 @@ Config = Annotated[dict[str, JsonValue], AfterValidator(_check_config)]
 
 
 class SubmitQuery(Body, json_schema_extra=_example(name="adder", weight=1.0)):
-    """`entry` names the class where the file has several; `config`, as JSON text, has the arguments of the class or the
-    settings of task folders; `weight` is the share of live runs beside their own environment of weight 1, 0 joins none.
+    """Query of a file submission.
+
+    `entry` names the class if the file has several; `config`, as JSON text, holds the arguments of the class or the
+    settings of task folders; `weight` is the share in live runs, relative to 1 for the run's own environment, and 0
+    joins none.
     """
 
     name: EnvName
@@ -75,7 +78,7 @@ class SubmitBody(
     Body,
     json_schema_extra=_example(name="adder", source='class Adder:\n    splits = {"train": 10}\n    ...', weight=1.0),
 ):
-    """One Python file as text; `config` are the arguments of its class."""
+    """One Python file as text; `config` holds the arguments of its class."""
 
     name: EnvName
     source: Annotated[str, Field(min_length=1)]
@@ -85,7 +88,7 @@ class SubmitBody(
 
 
 class ReplaceBody(Body, json_schema_extra=_example(source='class Adder:\n    splits = {"train": 10}\n    ...')):
-    """The next version of the environment that the path names."""
+    """The next version of the environment in the path."""
 
     source: Annotated[str, Field(min_length=1)]
     entry: EntryName | None = None
@@ -99,8 +102,9 @@ class RemoteBody(
         name="echo", url="http://127.0.0.1:8000", protocol="openenv", config={"action_field": "message"}, weight=1.0
     ),
 ):
-    """An environment on somebody else's server; `config` are the settings of the protocol. `tasks` are JSON lines by
-    split, for servers that have none of their own (nemo_gym).
+    """An environment on another server; `config` holds the settings of the protocol.
+
+    `tasks` are JSON lines by split, for servers without tasks of their own (nemo_gym).
     """
 
     name: EnvName
@@ -112,7 +116,7 @@ class RemoteBody(
 
 
 class AdapterBody(Body, json_schema_extra=_example(name="tac", adapter="textarena", config={"game": "TicTacToe-v0"})):
-    """An environment of another package, played by the adapter of that name; `config` are the adapter's settings."""
+    """An environment of another package, played by the named adapter; `config` holds the adapter's settings."""
 
     name: EnvName
     adapter: Annotated[str, Field(min_length=1, max_length=80)]
@@ -123,8 +127,9 @@ class AdapterBody(Body, json_schema_extra=_example(name="tac", adapter="textaren
 class InstalledBody(
     Body, json_schema_extra=_example(name="maze", import_path="my_package.envs:Maze", config={"size": 7})
 ):
-    """An environment of a package that is installed beside the service, which names it as an entry point; `config` are
-    the arguments of its class.
+    """An environment of an installed package, which declares it as an entry point.
+
+    `config` holds the arguments of its class.
     """
 
     name: EnvName
@@ -143,7 +148,7 @@ class RegisterBody(Body, json_schema_extra=_example(name="frozen_lake-6", base="
 
 
 class CreateBody(Body, json_schema_extra=_example(request_id="1", env="frozen_lake", split="train", index=0)):
-    """`seed` drives what is random in the episode; left out, it is made from `request_id`."""
+    """`seed` drives everything random in the episode; by default it is derived from `request_id`."""
 
     request_id: RequestId
     env: Name
@@ -185,13 +190,13 @@ class FinishBody(Body, json_schema_extra=_example(request_id="2")):
 
 
 class ToolsQuery(Body, json_schema_extra=_example(env="gsm8k")):
-    """`env`: an environment that has tools; left out, the tools that any can have."""
+    """`env` is an environment that has tools; by default, the tools that any environment can have."""
 
     env: Name | None = None
 
 
 class CallBody(Body, json_schema_extra=_example(arguments={"expression": "48/2"})):
-    """`seed` drives what is random in the tool."""
+    """`seed` drives everything random in the tool."""
 
     arguments: dict[str, JsonValue]
     env: Name | None = None
@@ -207,24 +212,26 @@ class ToolShown(BaseModel):
 
 
 class ToolsListed(BaseModel):
-    """`tool_use` has the bounds of calls."""
+    """`tool_use` holds the limits of calls."""
 
     tools: list[ToolShown]
     tool_use: dict[str, Any]
 
 
 class ToolAnswered(BaseModel):
-    """`text` is what a model reads; `ok`: the call was carried out."""
+    """`text` is the answer that a model reads; `ok` says that the call was carried out."""
 
     text: str
     ok: bool
 
 
 class Described(BaseModel):
-    """An environment on offer. Of a submitted one, `name` is `NAME@VERSION` and `why` says how it got into its
-    `state`; of a remote one, `url` says where it is. `trouble` is why its episodes fail for now, null while they do
-    not; `rewards` are those beside its own. `data` has the digests of what decides its tasks and, by part, the files or
-    the package they are of, null where there is none or it was not played yet.
+    """An environment on offer.
+
+    If it was submitted, `name` is `NAME@VERSION` and `why` is the reason for its `state`; if it is remote, `url` is its
+    address. `trouble` says why its episodes fail at present, null if they do not; `rewards` are those besides its own.
+    `data` holds the digests of its content and, by part, the files or package that they cover; null if it has none or
+    was not played yet.
     """
 
     name: str
@@ -241,8 +248,10 @@ class Described(BaseModel):
 
 
 class SubmittedShown(Described):
-    """One version of a submitted environment, whole. `failures` has a row for each turn at which its live episodes
-    failed: how many reached it, and how many failed there.
+    """One version of a submitted environment, in full.
+
+    `failures` has a row for each turn at which its live episodes failed: how many reached the turn, and how many failed
+    there.
     """
 
     splits: dict[str, int]
@@ -267,7 +276,7 @@ class LogShown(BaseModel):
 
 
 class InstalledShown(BaseModel):
-    """An environment of an installed package, which can be submitted by its `import_path`."""
+    """An environment of an installed package, submitted by its `import_path`."""
 
     name: str
     import_path: str
@@ -284,7 +293,7 @@ class Counted(BaseModel):
 
 
 class Named(BaseModel):
-    """`task` is readable: split, index, and a digest of what the task is."""
+    """`task` is readable: split, index, and a digest of the task's content."""
 
     task: str
 
@@ -297,7 +306,7 @@ class Said(BaseModel):
 
 
 class Shown(BaseModel):
-    """`success` says whether the conversation solves the task: some demonstrations only show how to play."""
+    """`success` says whether the conversation solves the task; some demonstrations only show how to play."""
 
     messages: list[Said]
     success: bool
@@ -305,7 +314,7 @@ class Shown(BaseModel):
 
 
 class Created(BaseModel):
-    """`ttl_s` is how long the episode lives when nobody uses it."""
+    """`ttl_s` is the idle life of the episode, in seconds."""
 
     episode_id: str
     task: str
@@ -316,7 +325,7 @@ class Created(BaseModel):
 
 
 class StepInfo(BaseModel):
-    """The environment's own fields beside these."""
+    """The environment adds its own fields to these."""
 
     reward_components: dict[str, float]
     success: bool
@@ -332,8 +341,9 @@ class Stepped(BaseModel):
 
 
 async def read[B: Body](request: Request, model: type[B]) -> B:
-    """The JSON or msgpack body as `model`; a GET's query string stands for a body. Raises DecodeError, or InputError
-    naming the field.
+    """Read the JSON or msgpack body as `model`; for a GET, the query string.
+
+    Raises DecodeError, or InputError naming the field.
     """
     if request.method == "GET":
         return http.validated(model, dict(request.query_params), strict=False)
@@ -374,8 +384,8 @@ def stepped(result: StepResult) -> dict[str, Any]:
 
 
 def submitted(version: SubmittedVersion) -> dict[str, Any]:
-    """One version, whole."""
-    told = version.model_dump(
+    """One version as `SubmittedShown`."""
+    fields = version.model_dump(
         mode="json", include={"splits", "protocol", "entry", "digest", "size", "history", "report"}
     )
-    return {**version.describe(), **told, "submitted_at": version.history[0].at}
+    return {**version.describe(), **fields, "submitted_at": version.history[0].at}

@@ -1,4 +1,4 @@
-"""What the routes of the service work on."""
+"""State that the routes of the service share."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from services.env.submissions.submissions import Submissions
 from services.env.tools.toolset import ToolSet
 
 MAX_TRIALS = 8
-"""Requests at once: each may start a sandbox, or ask somebody else's server."""
+"""Concurrent requests that try tools; each may start a sandbox or call another server."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvState:
-    """Lives in `app.state.env`. `tools` are those that any environment can be given; `tool_places` bounds the requests
-    that try tools. `content` is what the environments were first played with.
+    """Shared state, stored in `app.state.env`.
+
+    `tools` are those that any environment can have; `tool_places` bounds concurrent requests that try tools; `content`
+    records the content that environments were first played with.
     """
 
     catalogue: Catalogue

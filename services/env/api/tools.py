@@ -1,4 +1,4 @@
-"""HTTP to tools, for people: which there are, and what a call would answer."""
+"""Routes that list tools and try a call, for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.env.api.schemas import CallBody, ToolAnswered, ToolsListed, ToolsQuery
-from services.env.api.state import EnvState, state_of
+from services.env.api.state import MAX_TRIALS, EnvState, state_of
 from services.env.tools.base import ToolContext
 from services.env.tools.calls import ToolCall
 from services.env.tools.dispatch import EpisodeTools
@@ -23,14 +23,15 @@ from shared.web.openapi import declares
 
 router = APIRouter(tags=["tools"])
 ROLES = {"GET /tools": Role.SERVICE, "POST /tools/{name}/call": Role.SERVICE}
-"""To list the tools of an MCP server may start it: more than a viewer may."""
-_PATIENCE_S = 28.0
+"""Listing the tools of an MCP server may start it, which a viewer may not do."""
+_TIMEOUT_S = 28.0
 
 
 @router.get("/tools", openapi_extra=declares(query=ToolsQuery, answer=ToolsListed))
 async def list_tools(request: Request) -> Response:
-    """The tools that an environment gives its episodes, with their schemas and bounds; without `env`, those that every
-    environment can be given, as they are without settings.
+    """List the tools that an environment gives its episodes, with their schemas and limits.
+
+    Without `env`, list the tools that any environment can have, with default settings.
     """
     query = http.validated(ToolsQuery, dict(request.query_params), strict=False)
     async with _opened(state_of(request), query.env, 0) as (tools, use):
@@ -40,8 +41,10 @@ async def list_tools(request: Request) -> Response:
 
 @router.post("/tools/{name}/call", openapi_extra=declares(body=CallBody, answer=ToolAnswered))
 async def call_tool(request: Request, name: str) -> Response:
-    """What a model would read after this call, in an episode of its own: variables, files and databases end with it.
-    What is wrong with the arguments is the answer's text, as it is for a model.
+    """Answer one call as a model would read it.
+
+    The call runs in an episode of its own, whose variables, files and databases end with it. Wrong arguments are
+    reported in the answer's text, as they are to a model.
     """
     body = await http.read_model(request, CallBody)
     async with _opened(state_of(request), body.env, body.seed) as (tools, _):
@@ -49,26 +52,27 @@ async def call_tool(request: Request, name: str) -> Response:
         if name not in names:
             raise NotFound(f"there is no tool {name[:80]!r}", f"there are: {', '.join(names)}")
         (answer,) = await tools.answer([ToolCall(name, body.arguments)])
-    return respond(request, {"text": answer.text, "ok": answer.fine})
+    return respond(request, {"text": answer.text, "ok": answer.ok})
 
 
 @asynccontextmanager
 async def _opened(state: EnvState, env: str | None, seed: int) -> AsyncIterator[tuple[EpisodeTools, ToolUse]]:
-    """The tools of an environment, or those of every one, as an episode has them, with a deadline. Raises NotFound,
-    RateLimited, Unavailable.
+    """Open an environment's tools, or the tools of any environment, for one episode, with a deadline.
+
+    Raises NotFound, RateLimited, Unavailable.
     """
     chosen = state.tools if env is None else state.catalogue.tools(env)
     if chosen is None:
-        raise NotFound(f"the environment {env!r} has no tools", "name some in its setting tools")
+        raise NotFound(f"the environment {env!r} has no tools", "list tools in its setting tools")
     if state.tool_places.locked():
-        raise RateLimited("enough tools are being tried already", "try again later", 2.0)
+        raise RateLimited(f"{MAX_TRIALS} requests are trying tools already", "try again later", 2.0)
     async with state.tool_places:
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 tools = await chosen.open(ToolContext(seed))
                 try:
                     yield tools, chosen.config.tool_use
                 finally:
                     await tools.close()
         except TimeoutError:
-            raise Unavailable(f"the tools did not answer within {_PATIENCE_S:g} s") from None
+            raise Unavailable(f"the tools did not answer within {_TIMEOUT_S:g} s") from None

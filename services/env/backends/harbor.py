@@ -1,14 +1,14 @@
-"""Task folders of Harbor as an environment: the model works in a shell, then the task's tests say what that was worth.
+"""Harbor task folders as an environment: the model works in a shell, then the task's tests give the reward.
 
-Every episode is a sandbox that starts programs, in a root of its own. Its first message is the task's instruction; a
-message with a call of the tool `bash` runs a command; a message without one says that the task is done, and so does the
-last that is granted.
+Every episode is a sandbox that starts programs, with its own root. Its first message is the task's instruction. A
+message with a call of the tool `bash` runs a command; a message without a call ends the task, and so does the last
+allowed message.
 
-Invariants: nothing of tests/ and solution/ is in the sandbox before the model's last command has ended, with all that
-it started; what decides is /logs/verifier/reward.json or reward.txt as tests/test.sh wrote it after that. What of the
-model's the tests find is the working folder, and the folders that the Dockerfile made: variables, the user's folder,
-temporary files, a share of the disk, all else is as the service made it. Tests that write no reward give 0: at the
-validation they did, with the solution and without, so what is missing the model has broken.
+Invariants: no file of tests/ or solution/ is in the sandbox until the model's last command and all its processes have
+ended; the reward is /logs/verifier/reward.json or reward.txt as tests/test.sh then writes it. Of the model's changes
+the tests see only the working folder and the folders that the Dockerfile made; everything else (variables, the user's
+folder, temporary files, a share of the disk) is reset. Tests that write no reward give 0: they wrote one at the
+validation, with and without the solution, so the model has broken something.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ from shared.errors import Busy, InputError, NotFound, RateLimited, SandboxFailed
 from shared.text import well_formed
 
 HARBOR = "harbor"
-"""The protocol of a submission that holds task folders."""
+"""Protocol of a submission of task folders."""
 COMMAND_S, GRADE_S = 10.0, 14.0
-"""Seconds for one command, and for the tests: together less than a client waits for a step."""
+"""Seconds for one command, and for the tests; their sum is less than a client waits for a step."""
 SOLVE_S = 60.0
 """Seconds for a solution, which only the validation runs."""
 THREADS, OPEN_FILES, DISK_MB = 64, 64, 128
 JUDGING_ROOM = 0.25
-"""The share of the disk that must be left for the tests: on a full one they tell less than they found."""
+"""Share of the disk that must be free for the tests, because on a full disk they cannot write their results."""
 _CALL_S = 10.0
-"""Seconds for what is quick, until the sandbox is given up."""
+"""Deadline of quick calls, in seconds."""
 _TESTS, _SOLUTION, _LOGS = "/tests/test.sh", "/solution/solve.sh", "/logs/verifier"
 _RENEWED = ("/tests", "/logs", "/verifier")
 _FOLDERS = (_LOGS, "/logs/agent", "/logs/artifacts")
 _MAX_REWARD_FILE = 2**16
 _HOME = "/verifier"
-"""The user's folder while tests run, new for them; also that of its entry in the sandbox's /etc/passwd."""
+"""The user's folder during the tests, newly made; also the home in the sandbox's /etc/passwd."""
 _OWN = {"HOME": _HOME, "PYTHONNOUSERSITE": "1"}
 
 
 class HarborConfig(BaseModel):
-    """How task folders are played.
+    """Settings of task folders.
 
     Attributes:
-        max_turns: messages of the model; after the last the task is judged as it stands, and truncated.
-        tool_format: how the model writes calls of tools.
-        max_output: characters of a command's output that the model reads; of a longer one the middle is left out.
+        max_turns: messages of the model; after the last one the task is graded as it stands, and truncated.
+        tool_format: format of the model's tool calls.
+        max_output: characters of a command's output that the model reads; the middle of longer output is dropped.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -77,19 +77,19 @@ class HarborConfig(BaseModel):
 
 
 def read_config(given: Mapping[str, Any]) -> HarborConfig:
-    """Raises InputError."""
+    """Validate the settings. Raises InputError."""
     try:
         return HarborConfig.model_validate(dict(given), strict=True)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in problem["loc"])[:80]
         known = ", ".join(HarborConfig.model_fields)
-        raise InputError(f"config.{key}: {problem['msg'].lower()}", f"there are: {known}") from error
+        raise InputError(f"config.{key}: {problem['msg'].lower()}", f"use one of: {known}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class HarborDescription:
-    """What task folders say of themselves: nothing but how many there are."""
+    """Description of task folders: the numbers of tasks."""
 
     splits: Mapping[str, int]
     protocol: str = HARBOR
@@ -100,7 +100,7 @@ class HarborDescription:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the tests gave. `why` says what was wrong where there is no reward of theirs."""
+    """Result of the tests. `why` is the fault if they gave no reward."""
 
     reward: float
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -109,8 +109,13 @@ class Verdict:
 
 @dataclass(eq=False)
 class HarborBackend(KnownSplits):
-    """Args: read: the tasks by split, read when they are first needed; splits_of: how many there are; limits: what a
-    sandbox of the service may use; log: how episodes failed, and what their tests printed.
+    """Backend of task folders.
+
+    Args:
+        read: reads the tasks by split, called when they are first needed.
+        splits_of: numbers of tasks.
+        limits: limits of a sandbox of the service.
+        log: failures of episodes, and output of their tests.
     """
 
     name: str
@@ -124,14 +129,14 @@ class HarborBackend(KnownSplits):
     is_remote: bool = False
 
     async def describe(self) -> HarborDescription:
-        """Raises InputError, StorageDenied."""
+        """Read the tasks and count them. Raises InputError, StorageDenied."""
         return HarborDescription({split: len(tasks) for split, tasks in (await self.read()).items()})
 
     async def task(self, split: str, index: int) -> str:
         return f"{split}/{index} {(await self._task(split, index)).name}"[:200]
 
     async def reset(self, split: str, index: int, seed: int) -> HarborEpisode:
-        """Nothing of a task is random: `seed` changes nothing."""
+        """Start an episode. `seed` has no effect, because nothing in a task is random."""
         task = await self._task(split, index)
         with call_seconds(self.name, "reset").time():
             sandbox = await self.open(task)
@@ -141,7 +146,7 @@ class HarborBackend(KnownSplits):
         raise NotFound(f"{self.name} has no demonstrations", "a solution is a script, not a conversation")
 
     async def prove(self, split: str, index: int) -> tuple[Verdict, Verdict]:
-        """What the tests of a task give where nothing was done, and where solution/solve.sh ran. Raises VolleyError."""
+        """Run a task's tests in an untouched sandbox, and after solution/solve.sh. Raises VolleyError."""
         task = await self._task(split, index)
         return await self._proof(task, solve=False), await self._proof(task, solve=True)
 
@@ -149,7 +154,7 @@ class HarborBackend(KnownSplits):
         return None
 
     async def open(self, task: HarborTask) -> Sandbox:
-        """A sandbox as the task begins. Raises Busy, Forbidden, SandboxFailed, Unavailable."""
+        """Start a sandbox for the task. Raises Busy, Forbidden, SandboxFailed, Unavailable."""
         own = self.limits
         disk_mb = min(DISK_MB, task.storage_mb or DISK_MB)
         memory_mb = min(own.memory_mb, task.memory_mb or own.memory_mb)
@@ -174,13 +179,16 @@ class HarborBackend(KnownSplits):
                 await put(sandbox, task.solution)
                 timeout_s = min(SOLVE_S, task.agent_s or SOLVE_S)
                 ran = await shell_of(task, sandbox, task.solution_env).run(_SOLUTION, timeout_s)
-                self.log.append(f"{task.name}: solve.sh {ran.told}")
+                self.log.append(f"{task.name}: solve.sh {ran.summary}")
             return await self.judge(task, sandbox)
         finally:
             await asyncio.shield(sandbox.close())
 
     async def judge(self, task: HarborTask, sandbox: Sandbox) -> Verdict:
-        """Brings the tests in, runs them, and reads what they wrote. Raises SandboxFailed where the sandbox is gone."""
+        """Put the tests into the sandbox, run them, and read their reward.
+
+        Raises SandboxFailed if the sandbox is gone.
+        """
         try:
             kept = {"paths": _RENEWED, "kept": _work(task), "workdir": task.image.workdir}
             await sandbox.call("renew", kept, _CALL_S)
@@ -188,12 +196,12 @@ class HarborBackend(KnownSplits):
         except SandboxFailed as failed:
             if not failed.alive:
                 raise
-            return Verdict(0.0, why=f"the tests cannot be put in their place: {failed.detail}")
+            return Verdict(0.0, why=f"the tests cannot be written to the sandbox: {failed.detail}")
         timeout_s = min(GRADE_S, task.verifier_s)
         ran = await _judging(task, sandbox).run(_TESTS, timeout_s)
-        self.log.append(f"{task.name}: test.sh {ran.told}")
+        self.log.append(f"{task.name}: test.sh {ran.summary}")
         if ran.ended:
-            return Verdict(0.0, why=f"the tests were ended: {ran.why_ended(timeout_s)}")
+            return Verdict(0.0, why=f"the tests were killed: {ran.why_ended(timeout_s)}")
         for name, read in (("reward.json", _of_json), ("reward.txt", _of_text)):
             text = await sandbox.call("take", {"path": f"{_LOGS}/{name}", "most": _MAX_REWARD_FILE}, _CALL_S)
             if isinstance(text, str):
@@ -221,12 +229,12 @@ class HarborEpisode:
         self._turns = 0
 
     async def step(self, message: Message) -> StepResult:
-        """Raises SandboxFailed where the sandbox is gone: no reward, whoever was the cause; GivenUp."""
+        """Answer one message. Raises SandboxFailed if the sandbox is gone, which gives no reward; GivenUp."""
         with call_seconds(self._backend.name, "step").time():
             return await self._stepped(message)
 
     async def finish(self) -> StepResult:
-        """The task as it stands, judged: the client has no more turns, or no more context, for it."""
+        """Grade the task as it stands, because the client has no more turns or context for it."""
         with call_seconds(self._backend.name, "step").time():
             return await self._judged((), None, truncated=True)
 
@@ -243,7 +251,7 @@ class HarborEpisode:
             answers = await self._bash.answer(calls)
             self._left_s -= time.monotonic() - began
             messages = tuple(Message(role="tool", content=answer.text) for answer in answers)
-            fault = None if all(answer.fine for answer in answers) else "tool"
+            fault = None if all(answer.ok for answer in answers) else "tool"
             if self._turns < self._backend.config.max_turns and self._left_s > 0:
                 return StepResult(messages, 0.0, False, False, Info({"reward": 0.0}, False, fault))
         return await self._judged(messages, fault, truncated=bool(calls))
@@ -256,27 +264,30 @@ class HarborEpisode:
 
 
 def shell_of(task: HarborTask, sandbox: Sandbox, env: Mapping[str, str]) -> Shell:
-    """The shell of a task, with more variables than those of its environment."""
+    """Shell of a task, with variables in addition to its environment's."""
     return Shell(sandbox, task.image.workdir, {**task.image.env, **env})
 
 
 def _judging(task: HarborTask, sandbox: Sandbox) -> Shell:
-    """The shell of the tests. Variables of the environment tell programs where to look, often where the model writes:
-    the tests have those of their own alone.
+    """Shell of the tests, with only their own variables.
+
+    The environment's variables could point programs to places where the model wrote.
     """
     return Shell(sandbox, task.image.workdir, {**_OWN, **task.verifier_env})
 
 
 def _work(task: HarborTask) -> list[str]:
-    """Where the model's work lies: the working folder, the Dockerfile's folders, and those of its files."""
+    """Folders of the model's work: the working folder, the Dockerfile's folders, and those of its files."""
     image = task.image
     beside = (path if (above := posixpath.dirname(path)) == "/" else above for path in image.files)
     return sorted({image.workdir, *image.folders, *beside})
 
 
 async def put(sandbox: Sandbox, files: Mapping[str, Path], folders: Sequence[str] = (), room: float = 0.0) -> None:
-    """Brings files into a sandbox by their absolute paths. A script there is a program. `room`: the share of its disk
-    that must be left then. Raises SandboxFailed.
+    """Write files into a sandbox by their absolute paths; scripts become executable. Raises SandboxFailed.
+
+    Args:
+        room: share of the disk that must remain free.
     """
 
     def read() -> list[dict[str, Any]]:
@@ -310,23 +321,23 @@ def _of_json(text: str) -> Verdict:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
-        return Verdict(0.0, why="reward.json is no JSON")
+        return Verdict(0.0, why="reward.json is not JSON")
     return _verdict(found if isinstance(found, dict) else {"reward": found}, "reward.json")
 
 
 def _verdict(found: Mapping[str, Any], name: str) -> Verdict:
-    """One number counts: the one called reward, or the only one."""
+    """Verdict from numbers by name: the number `reward` counts, or else the only number."""
     numbers = {
         well_formed(key[:80]): float(value)
         for key, value in found.items()
-        if isinstance(value, int | float) and _fits(value)  # true is 1, as in Harbor
+        if isinstance(value, int | float) and _fits(value)  # true counts as 1, as in Harbor
     }
     if len(numbers) < len(found) or not numbers:
-        return Verdict(0.0, why=f"{name} holds something else than finite numbers")
+        return Verdict(0.0, why=f"{name} holds values that are not finite numbers")
     if "reward" not in numbers and len(numbers) > 1:
-        return Verdict(0.0, numbers, f"{name} has several numbers, and none is called reward")
+        return Verdict(0.0, numbers, f"{name} has several numbers, but none named reward")
     return Verdict(numbers.get("reward", next(iter(numbers.values()))), numbers)
 
 
 def _fits(value: float) -> bool:
-    return abs(value) <= MAX_REWARD  # which is false of nan
+    return abs(value) <= MAX_REWARD  # False for NaN

@@ -1,4 +1,4 @@
-"""The backend of a built-in environment whose episodes run in worker processes (see services.env.workers)."""
+"""Backend of a built-in environment whose episodes run in worker processes (see services.env.workers)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from services.env.workers.pool import Worker, WorkerPool
 
 @dataclass(frozen=True, slots=True)
 class InProcesses:
-    """Args: local: the same environment in the service itself, for what costs nothing: which splits, how many tasks."""
+    """Environment in worker processes.
+
+    Args:
+        local: the same environment in the service itself, for cheap calls: splits and numbers of tasks.
+    """
 
     local: InThreads
     kind: str
@@ -47,7 +51,7 @@ class InProcesses:
         return self.pool.why_none()
 
     def timed(self, call: Call) -> Any:
-        """Counts the seconds of a call."""
+        """Time a call."""
         return call_seconds(self.local.name, call).time()
 
     def _named(self, split: str, index: int) -> dict[str, Any]:

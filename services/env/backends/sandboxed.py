@@ -1,7 +1,7 @@
-"""Environments whose code was submitted: every episode is a process of its own, confined by the sandbox.
+"""Environments from submitted code: every episode is its own process, confined by the sandbox.
 
-How many tasks a split has is known from the validation, so a client never depends on what the code says at the moment.
-An episode's process begins with the reset and ends with the episode.
+The numbers of tasks are known from the validation, so clients do not depend on what the code currently reports. An
+episode's process starts with the reset and ends with the episode.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ LOG_LINES = 200
 
 @dataclass(eq=False)
 class SandboxedBackend(KnownSplits):
-    """Args: program: what its processes run, made when it is first needed; splits: number of tasks of each; deadline_s:
-    for one call, the start of the process included; log: the
-    newest lines that the code printed, and how its episodes failed.
+    """Backend of submitted code.
+
+    Args:
+        program: makes the program of its processes, called when it is first needed.
+        splits_of: number of tasks of each split.
+        deadline_s: deadline of one call, including the start of the process.
+        log: newest lines that the code printed, and failures of its episodes.
     """
 
     name: str
@@ -43,7 +47,7 @@ class SandboxedBackend(KnownSplits):
     log: deque[str]
 
     async def describe(self) -> answers.Description:
-        """What the code says of itself. Raises VolleyError where it does not load."""
+        """The code's description of itself. Raises VolleyError if it does not load."""
         async with self._process() as sandbox:
             return answers.read_description(sandbox.description)
 
@@ -80,7 +84,7 @@ class SandboxedBackend(KnownSplits):
         return False
 
     async def call(self, sandbox: Sandbox, call: Call, method: str, params: Mapping[str, Any]) -> Any:
-        """The answer, unchecked. Raises VolleyError for a defect, told in the log."""
+        """Call the code and return its answer, unchecked. Logs and raises VolleyErrors for defects."""
         began = time.perf_counter()
         try:
             return await sandbox.call(method, dict(params), self.deadline_s)
@@ -91,7 +95,7 @@ class SandboxedBackend(KnownSplits):
             CALL_SECONDS.labels(self.name, call).observe(time.perf_counter() - began)
 
     async def end(self, sandbox: Sandbox) -> None:
-        """Ends a process, and keeps what it printed; once more changes nothing."""
+        """End a process and keep its output. Idempotent."""
         if sandbox.closed:
             return
         await asyncio.shield(sandbox.close())
@@ -106,7 +110,7 @@ class SandboxedBackend(KnownSplits):
             await self.end(sandbox)
 
     async def _start(self) -> Sandbox:
-        """Raises Unavailable, and SandboxFailed where the code does not load, told in the log."""
+        """Start a process. Raises Unavailable, and SandboxFailed, which is logged, if the code does not load."""
         began = time.perf_counter()
         try:
             return await self.sandboxes.start(await self.program(), self.limits, self.deadline_s, self.name)
@@ -119,7 +123,7 @@ class SandboxedBackend(KnownSplits):
 
 @dataclass(frozen=True, slots=True)
 class SandboxedEpisode:
-    """An episode in a process of its own. `reads_messages`: its class takes whole messages; others take their text."""
+    """An episode in its own process. `reads_messages`: its class takes whole messages; otherwise their text."""
 
     backend: SandboxedBackend
     sandbox: Sandbox

@@ -1,7 +1,7 @@
-"""Any environment with tools: messages with tool calls are answered by the tools, all others by the environment.
+"""Tools for any environment: the tools answer messages with tool calls, the environment all others.
 
-A message with calls earns nothing and ends nothing, unless it is the last that is granted. The tools of an episode are
-opened with its reset and closed with it.
+A message with calls earns no reward and does not end the episode, unless it is the last allowed one. An episode's tools
+are opened with its reset and closed with it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from services.env.tools.settings import ToolUse
 from services.env.tools.toolset import ToolSet
 from shared.errors import ConfigError, GivenUp
 
-_PATIENCE_S = 29.0
-"""For all calls of a message, whatever their own bounds."""
+_TIMEOUT_S = 29.0
+"""Deadline of all calls of a message, in seconds, in addition to the tools' own deadlines."""
 
 
 class WithTools:
@@ -51,28 +51,28 @@ class WithTools:
         try:
             if episode.tools:
                 raise ConfigError(
-                    f"{self.name} has tools of its own",
+                    f"{self.name} already has tools",
                     "leave out data.env_config.tools, or the setting that adds them",
                 )
             opened = await self.tool_set.open(ToolContext(seed, episode.database))
         except BaseException:
             await episode.close()
             raise
-        opening = _told(episode.opening, opened.tools, self.use)
+        opening = _describe_in_messages(episode.opening, opened.tools, self.use)
         return ToolEpisode(self.name, episode, opened, self.use, opening, [tool.schema for tool in opened.tools])
 
     async def demonstration(self, split: str, index: int) -> Demonstration:
-        """The environment's own, with calls where it knows how to write them."""
+        """The environment's own demonstration, with tool calls if it can write them."""
         shown = await self._with_calls(split, index) or await self.base.demonstration(split, index)
         tools = await self._described()
         schemas = tuple(tool.schema for tool in tools)
-        return replace(shown, messages=_told(shown.messages, tools, self.use), tools=schemas)
+        return replace(shown, messages=_describe_in_messages(shown.messages, tools, self.use), tools=schemas)
 
     def why_stuck(self) -> str | None:
         return self.base.why_stuck()
 
     async def _described(self) -> Sequence[ToolDescription]:
-        """The tools that episodes have; opened once for all demonstrations."""
+        """Tools of its episodes, opened once for all demonstrations."""
         if self._tools is None:
             opened = await self.tool_set.open(ToolContext(0))
             self._tools = tuple(opened.tools)
@@ -117,13 +117,13 @@ class ToolEpisode:
             result = await self.episode.step(message)
             return replace(result, info=replace(result.info, extra={**result.info.extra, **self._counts()}))
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 answers = await self.opened.answer(calls)
         except TimeoutError:
-            raise GivenUp(f"{self.name}: the tools did not answer within {_PATIENCE_S:g} s") from None
+            raise GivenUp(f"{self.name}: the tools did not answer within {_TIMEOUT_S:g} s") from None
         self.turns += 1
         messages = tuple(Message(role="tool", content=answer.text) for answer in answers)
-        fault = None if all(answer.fine for answer in answers) else "tool"
+        fault = None if all(answer.ok for answer in answers) else "tool"
         info = Info({}, False, fault, self._counts())
         return StepResult(messages, 0.0, False, self.turns >= self.use.max_turns, info)
 
@@ -135,19 +135,21 @@ class ToolEpisode:
         return {"tool_calls": self.opened.n_calls, "tool_faults": self.opened.n_faults}
 
 
-def _told(messages: tuple[Message, ...], tools: Sequence[ToolDescription], use: ToolUse) -> tuple[Message, ...]:
-    """The first messages, with the tools in a system message if they are to be told there."""
+def _describe_in_messages(
+    messages: tuple[Message, ...], tools: Sequence[ToolDescription], use: ToolUse
+) -> tuple[Message, ...]:
+    """The messages, with the tools described in a system message if the settings ask for it."""
     if not use.describe:
         return messages
-    told = describe_tools(tools, use.format)
+    described = describe_tools(tools, use.format)
     if messages and messages[0]["role"] == "system":
         first = messages[0]
-        return ({**first, "content": f"{first['content']}\n\n{told}"}, *messages[1:])
-    return (Message(role="system", content=told), *messages)
+        return ({**first, "content": f"{first['content']}\n\n{described}"}, *messages[1:])
+    return (Message(role="system", content=described), *messages)
 
 
 def describe_tools(tools: Sequence[ToolDescription], form: CallFormat) -> str:
-    """What chat templates say of tools, for those that say nothing."""
+    """Description of tools for chat templates that do not describe them."""
     rows = [f"- {tool.name}({', '.join(tool.parameters.get('properties', {}))}): {tool.description}" for tool in tools]
     example = write_call("NAME", {"ARGUMENT": "VALUE"}, form)
     return "\n".join(["You can use tools:", *rows, f"Call one like this, and wait for its result: {example}"])

@@ -2,14 +2,15 @@
 # requires-python = ">=3.12,<3.14"
 # dependencies = ["verifiers==0.1.6.post0", "msgpack"]
 # ///
-"""Serves an environment of the package `verifiers` to Volley, from a process and a virtual environment of its own:
+"""Serve an environment of the package `verifiers` to Volley, from its own process and virtual environment.
 
     uv run --with my-environment FILE.py my_environment --port 8300
     volley's env service: POST /environments {"name": …, "url": "http://127.0.0.1:8300", "protocol": "volley",
                                               "config": {"environment": "my_environment"}}
 
-The package's own rollout and rubric run here, unchanged. In place of a model's server, its client asks Volley: each
-request for a completion is what the model reads next, and the next message of the model is the answer to it.
+The package's own rollout and rubric run here, unchanged. Instead of a model's server, the package's client calls
+Volley: the messages of a completion request are what the model reads next, and the model's next message is the
+completion.
 """
 
 import argparse
@@ -39,7 +40,7 @@ TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 
 
 class Refused(Exception):
-    """Told to the client. `kind` is the name of a class of Volley's errors."""
+    """Error response to the client. `kind` names a class of Volley's errors."""
 
     def __init__(self, status, kind, detail):
         super().__init__(detail)
@@ -47,7 +48,7 @@ class Refused(Exception):
 
 
 class Episode:
-    """One rollout of the package; it waits wherever it asks for a completion."""
+    """One rollout of the package, suspended while it waits for a completion."""
 
     def __init__(self, environment, row):
         self.environment, self.row = environment, row
@@ -56,7 +57,7 @@ class Episode:
         self.lock = asyncio.Lock()
 
     async def open(self):
-        """The messages that the model answers first."""
+        """Start the rollout; return the messages that the model answers first."""
         env, row = self.environment, self.row
         state = await env.init_state(completion=await env.init_completion(), **row)
         create = SimpleNamespace(create=self._completion)
@@ -72,7 +73,7 @@ class Episode:
         n_read = len(self.read)
         self.reply.set_result(completion(message, self.row["info"].get("oai_tools")))
         if await self._waits():
-            news = [plain(one) for one in self.read[n_read + 1 :]]  # after the model's own message
+            news = [plain(one) for one in self.read[n_read + 1 :]]  # without the model's own message
             return {"messages": news, "reward": 0.0, "terminated": False, "truncated": False, "info": info(0.0, {})}
         said, state = self.rollout.result()
         row = {key: self.row[key] for key in ("prompt", "answer", "task", "info", "example_id")}
@@ -81,7 +82,7 @@ class Episode:
         weights = dict(zip(rubric.get_reward_func_names(), rubric.get_reward_weights(), strict=False))
         parts = {name: float(value) * weights.get(name, 0.0) for name, value in score.metrics.items()}
         parts = {name: value for name, value in parts.items() if weights.get(name)}
-        if abs(sum(parts.values()) - score.reward) > 1e-9:  # a rubric that adds up otherwise
+        if abs(sum(parts.values()) - score.reward) > 1e-9:  # a rubric with another way of adding up
             parts = {"reward": float(score.reward)}
         ended = {"messages": [], "reward": float(score.reward), "terminated": True, "truncated": False}
         return {**ended, "info": {**info(score.reward, parts), "metrics": dict(score.metrics)}}
@@ -96,7 +97,7 @@ class Episode:
         return await self.reply
 
     async def _waits(self):
-        """Until the rollout asks the model again (True), or is over. Raises what it raises."""
+        """Wait until the rollout asks the model again (True), or is over (False). Raises what the rollout raises."""
         asks = asyncio.ensure_future(self.asked.get())
         await asyncio.wait({asks, self.rollout}, return_when=asyncio.FIRST_COMPLETED, timeout=CALL_S)
         if asks.done():
@@ -111,7 +112,7 @@ class Episode:
 
 
 class Server:
-    """The requests of Volley's env service, for one environment."""
+    """Server of requests from Volley's env service, for one environment."""
 
     def __init__(self, name, environment):
         self.name, self.environment = name, environment
@@ -121,7 +122,7 @@ class Server:
         self.episodes, self.by_request = {}, {}
 
     async def answer(self, method, path, body):
-        """(status, answer). Raises Refused."""
+        """Answer a request with (status, body). Raises Refused."""
         parts = path.strip("/").split("/")
         if parts[0] == "episodes":
             return await self._episodes(method, parts[1:], body)
@@ -146,7 +147,7 @@ class Server:
             return 204, None
         episode = self.episodes.get(parts[0]) if len(parts) == 2 and parts[1] == "step" else None
         if episode is None:
-            raise Refused(404, "NotFound", "there is no such episode; it ended, or was not used for long")
+            raise Refused(404, "NotFound", "there is no such episode; it ended, or was idle for too long")
         episode.used = time.monotonic()
         async with episode.lock:
             if (request := str(body.get("request_id"))) not in episode.answers:
@@ -186,7 +187,7 @@ class Server:
         return self.splits[split]
 
     def _task(self, body):
-        """A readable id, and the row as the package's own `generate` prepares it."""
+        """Readable id of a task, and its row as the package's own `generate` prepares it."""
         rows, index = self._split(body), body.get("index")
         if type(index) is not int or not 0 <= index < len(rows):
             raise Refused(404, "NotFound", f"{body['split']} has no task {index}; indices run to {len(rows) - 1}")
@@ -209,7 +210,7 @@ def plain(message):
 
 
 def completion(message, tools):
-    """What a model's server would have answered. Calls of tools may stand in the text, as Hermes models write them."""
+    """Make the completion of a model's server. Tool calls may be in the text, as Hermes models write them."""
     from openai.types.chat import ChatCompletion
 
     text, calls = message.get("content") or "", list(message.get("tool_calls") or ())
@@ -247,21 +248,21 @@ class Handler(BaseHTTPRequestHandler):
             length = int(self.headers.get("Content-Length") or 0)
             if not 0 <= length <= MAX_BODY:
                 self.close_connection = True
-                raise Refused(413, "TooLarge", f"a body of {length} bytes; at most {MAX_BODY} are taken")
+                raise Refused(413, "TooLarge", f"the body has {length} bytes; the limit is {MAX_BODY}")
             raw = self.rfile.read(length)
             if self.token is not None and not hmac.compare_digest(given.encode(), self.token):
-                raise Refused(401, "Unauthorized", "no token, or a wrong one")
+                raise Refused(401, "Unauthorized", "the token is missing or wrong")
             packed = "msgpack" in self.headers.get("Content-Type", "")
             body = (msgpack.unpackb(raw) if packed else json.loads(raw)) if raw else {}
             if not isinstance(body, dict):
-                raise Refused(422, "InputError", "the body is no object")
+                raise Refused(422, "InputError", "the body is not an object")
             call = self.bridge.answer(self.command, self.path.partition("?")[0], body)
             status, answer = asyncio.run_coroutine_threadsafe(call, self.loop).result(2 * CALL_S)
         except Refused as error:
             status, answer = error.status, problem(error.status, error.kind, str(error))
         except (ValueError, KeyError) as error:
             status, answer = 422, problem(422, "InputError", f"{type(error).__name__}: {error}")
-        except Exception as error:  # noqa: BLE001 - whatever the environment raises costs that episode only
+        except Exception as error:  # noqa: BLE001 - an exception of the environment fails that episode only
             answer = problem(500, "VolleyError", f"{type(error).__name__}: {error}"[:1500])
         data = b"" if answer is None else json.dumps(answer).encode()
         self.send_response(status)
@@ -278,7 +279,7 @@ def problem(status, kind, detail):
 
 
 def loaded(module, arguments):
-    """The environment of a module. Exits with a sentence where there is none that can be served."""
+    """Load the environment of a module. Exits with a message if it cannot be served."""
     try:
         version = metadata.version("verifiers")
     except metadata.PackageNotFoundError:
@@ -287,7 +288,7 @@ def loaded(module, arguments):
         environment = importlib.import_module(module.replace("-", "_")).load_environment(**json.loads(arguments))
     except ValueError as error:
         refuse(f"--arguments, or {module}: {type(error).__name__}: {error}")
-    except Exception as error:  # noqa: BLE001 - a stranger's module may raise anything
+    except Exception as error:  # noqa: BLE001 - the module may raise anything
         refuse(f"{module} cannot be loaded with verifiers {version}: {type(error).__name__}: {error}")
     missing = [name for name in NEEDED if not hasattr(environment, name)]
     if missing:
@@ -306,13 +307,13 @@ def refuse(why):
 
 
 def main():
-    sys.path[0] = os.getcwd()  # modules are looked for here, not beside this file
+    sys.path[0] = os.getcwd()  # import modules from the working folder, not from this file's folder
     parser = argparse.ArgumentParser(description="Serves an environment of `verifiers` to Volley.")
-    parser.add_argument("module", help="of the environment: what has load_environment")
-    parser.add_argument("--arguments", default="{}", help="of load_environment, as JSON")
+    parser.add_argument("module", help="module of the environment, with a function load_environment")
+    parser.add_argument("--arguments", default="{}", help="arguments of load_environment, as JSON")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8300)
-    parser.add_argument("--token-file", type=Path, help="the token that Volley has to send")
+    parser.add_argument("--token-file", type=Path, help="file with the token that Volley must send")
     given = parser.parse_args()
     environment = loaded(given.module, given.arguments)
     loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""Environments whose tasks are the rows of data files: one file a split."""
+"""Environments whose tasks are the rows of data files, one file per split."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _expected = dict[Path, str]()
 
 
 def expect(digests: Mapping[str, str]) -> None:
-    """From now on this process reads a file of `digests` (blake3 in hex, by path) only if it has that digest."""
+    """From now on, read a file in `digests` (blake3 in hex, by path) only if it has that digest."""
     _expected.update({Path(path): found for path, found in digests.items()})
 
 
 def _check(path: Path, hint: str) -> None:
-    """Raises ConfigError."""
+    """Compare a file with its expected digest. Raises ConfigError."""
     wanted = _expected.get(path.absolute())
     try:
         found = None if wanted is None else digest(path)
@@ -31,41 +31,45 @@ def _check(path: Path, hint: str) -> None:
     if wanted is not None and found is not None and found != wanted:
         raise ConfigError(
             f"data file {path} has changed: its digest is {found[:16]}, it was {wanted[:16]} when the service started",
-            "put the file back as it was, or start a new run",
+            "restore the file, or start a new run",
         )
 
 
 def files_of_splits(train: Path | None, evaluation: Path | None) -> dict[str, Path]:
-    """The file of each split that has one."""
+    """File of each split that has one."""
     return {split: path for split, path in ((TRAIN, train), (EVAL, evaluation)) if path is not None}
 
 
 def read_rows[P](path: Path, parse: Callable[[Mapping[str, Any], str], P], *, noun: str, hint: str) -> tuple[P, ...]:
-    """Every row of `path` (see shared.files.rows), as `parse` makes it of the row (an empty one, if it is no object)
-    and of the place it stands at.
+    """Parse every row of `path` (see shared.files.rows) from its object and its place.
 
-    Args: noun: of the rows, in the plural; hint: which settings name the file. Raises ConfigError naming the file, and
-    the row if one cannot be read.
+    A row that is not an object is parsed as an empty one.
+
+    Args:
+        noun: name of the rows, in the plural.
+        hint: settings that name the file.
+
+    Raises ConfigError naming the file, and the row if one cannot be read.
     """
     _check(path, hint)
     found = tuple(parse(row if isinstance(row, dict) else {}, place) for place, row in rows(path, hint))
     if not found:
-        raise ConfigError(f"data file {path} holds no {noun}", "is it complete?")
+        raise ConfigError(f"data file {path} holds no {noun}", "check that the file is complete")
     return found
 
 
 class ProblemFiles[P]:
-    """The tasks of an environment that reads one file a split; a split without a file does not exist.
+    """Tasks of an environment that reads one file per split; a split without a file does not exist.
 
-    Files are read at the first use of a split. Everything but `__init__` raises ConfigError if there is none, or one is
-    missing or malformed.
+    Files are read at the first use of a split. Everything except `__init__` raises ConfigError if there is none, or one
+    is missing or malformed.
 
     Args:
-        name: the environment's, for messages.
-        files: by split.
+        name: name of the environment, for messages.
+        files: files by split.
         read: file → problems; raises ConfigError.
-        text: problem → what its task's id is a digest of.
-        hint: what to set where there are no files.
+        text: problem → text whose digest is in the task's id.
+        hint: settings to make if there are no files.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class ProblemFiles[P]:
         return f"{split}/{index}@{of_text}"
 
     def problem(self, split: str, index: int) -> P:
-        """Raises NotFound."""
+        """The problem of a task. Raises NotFound."""
         self._check(split, index)
         return self._problems[split][index]
 

@@ -1,4 +1,4 @@
-"""Where the final answer stands in what a model wrote. Reading is total, and linear in the length of the text."""
+"""Search for the final answer in a model's text. Never raises; takes linear time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def tagged_answer(text: str) -> str | None:
-    """The text inside the last closed <answer>; None if there is none."""
+    """Text inside the last closed <answer>; None if there is none."""
     opened, body = None, None
     for tag in _TAG.finditer(text):
         if not tag[1]:
@@ -22,10 +22,10 @@ def tagged_answer(text: str) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    """The text inside the last \\boxed{…} (or \\fbox{…}) whose braces are balanced; None if there is none.
+    """Text inside the last \\boxed{…} (or \\fbox{…}) with balanced braces; None if there is none.
 
-    An inner box does not count as the last one: of \\boxed{1 + \\boxed{2}} it is the outer. Without any, \\boxed 5
-    counts, as in some solutions of MATH.
+    A nested box does not count as the last one: \\boxed{1 + \\boxed{2}} gives the outer. Without any, \\boxed 5 counts,
+    as in some solutions of MATH.
     """
     openings = {box.end(): True for box in _BOXED.finditer(text)}
     stack: list[int] = []

@@ -1,4 +1,4 @@
-"""SQLite's functions of dates and times with a clock that stands still, so that the same query has the same rows."""
+"""SQLite's date and time functions with a fixed clock, so that equal queries give equal rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 NOW = "2000-01-01 00:00:00"
 _FUNCTIONS = {"date": 0, "time": 0, "datetime": 0, "julianday": 0, "unixepoch": 0, "strftime": 1}
-"""Where each takes its time; without one it is the present."""
+"""Position of each function's time argument; without that argument it uses the present."""
 
 
 def fix_clock(connection: sqlite3.Connection) -> None:
-    """To `connection`, it is always NOW. All else is left to SQLite's own functions."""
+    """Fix the clock of `connection` at NOW. SQLite's own functions do the rest."""
     clock = sqlite3.connect(":memory:")
     for name, at in _FUNCTIONS.items():
-        connection.create_function(name, -1, _told(clock, name, at), deterministic=True)
+        connection.create_function(name, -1, _with_fixed_now(clock, name, at), deterministic=True)
     for name, length in (
         ("current_date", slice(10)),
         ("current_time", slice(11, None)),
@@ -24,8 +24,8 @@ def fix_clock(connection: sqlite3.Connection) -> None:
         connection.create_function(name, 0, lambda length=length: NOW[length], deterministic=True)
 
 
-def _told(clock: sqlite3.Connection, name: str, at: int) -> Callable[..., Any]:
-    def told(*arguments: Any) -> Any:
+def _with_fixed_now(clock: sqlite3.Connection, name: str, at: int) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
         given = [value.decode(errors="replace") if isinstance(value, bytes) else value for value in arguments]
         said = given[at].lower() if len(given) > at and isinstance(given[at], str) else ""
         if len(given) == at or said in ("subsec", "subsecond"):
@@ -34,4 +34,4 @@ def _told(clock: sqlite3.Connection, name: str, at: int) -> Callable[..., Any]:
             given[at] = NOW
         return clock.execute(f"SELECT {name}({', '.join('?' * len(given))})", given).fetchone()[0]
 
-    return told
+    return call

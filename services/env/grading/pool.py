@@ -1,7 +1,7 @@
-"""Processes that grade for the environments of one library: started with the first call, at most a few at once.
+"""Grading processes for the environments of one library, started on the first call and few in number.
 
-Library code that is heavy, has global state, or evaluates what a model wrote runs there and not in the service
-(`worker.py`). A process that does not answer in time is killed, and the next call starts another.
+Library code that is heavy, has global state, or evaluates model-written text runs there and not in the service
+(`worker.py`). A process that misses its deadline is killed, and the next call starts another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.env.grading import worker
 from shared.errors import GradingBusy, GradingEnded, InputError, Unavailable, VolleyError
 
 START_S = 25.0
-"""How long a library may take to be imported."""
+"""Seconds for the import of a library."""
 
 CALL_S = worker.CONFINED_WALL_S + 4.0
 
@@ -31,9 +31,10 @@ _PASSED_ON = ("PATH", "LANG", "PYTHONPYCACHEPREFIX", "LD_LIBRARY_PATH")
 
 
 class GradingPool:
-    """Calls functions of `module` in processes of their own, from any thread.
+    """Caller of `module`'s functions in separate processes, from any thread.
 
-    Args: n_processes: calls that run at once; more wait, for `wait_s` seconds.
+    Args:
+        n_processes: calls that run at once; further calls wait up to `wait_s` seconds.
     """
 
     def __init__(self, module: str, n_processes: int = 2, wait_s: float = CALL_S) -> None:
@@ -42,23 +43,25 @@ class GradingPool:
         self._idle: SimpleQueue[_Process] = SimpleQueue()
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """What `function` returns. Raises InputError as it does, GradingBusy (no process was free), Unavailable (no
-        answer in time), VolleyError (a defect).
+        """Call `function` and return its result.
+
+        Raises its InputErrors, GradingBusy (no process was free), Unavailable (no answer in time), VolleyError (a
+        defect).
         """
         return self._ask({"function": function, "arguments": arguments, "confined": False})
 
     def grade(self, function: str, *arguments: Any) -> Any:
-        """The same, for arguments that a model wrote: confined. Raises GradingEnded too."""
+        """Call `function`, confined, with model-written arguments. Also raises GradingEnded."""
         return self._ask({"function": function, "arguments": arguments, "confined": True})
 
     def close(self) -> None:
-        """Ends the idle processes; they end with the service too."""
+        """End the idle processes, which would also end with the service."""
         while (process := self._idle_process()) is not None:
             process.kill()
 
     def _ask(self, request: Mapping[str, Any]) -> Any:
         if not self._free.acquire(timeout=self._wait_s):
-            raise GradingBusy(f"{self._module}: every process that grades is busy", "try again later")
+            raise GradingBusy(f"{self._module}: all grading processes are busy", "try again later")
         try:
             process = self._take()
             try:
@@ -86,7 +89,7 @@ class GradingPool:
 
 
 class _Process:
-    """One running worker. Raises InputError when its library cannot be imported, Unavailable when it does not start."""
+    """One running worker. Raises InputError if its library cannot be imported, Unavailable if it does not start."""
 
     def __init__(self, module: str) -> None:
         self._module, self._rest = module, b""
@@ -112,7 +115,10 @@ class _Process:
         return self._popen.poll() is None
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises Unavailable when the process dies or does not answer in time; it is of no use then."""
+        """Send a request and return the answer.
+
+        Raises Unavailable if the process dies or is late, and is then unusable.
+        """
         assert self._popen.stdin is not None
         try:
             self._popen.stdin.write(json.dumps(request).encode() + b"\n")
@@ -122,14 +128,14 @@ class _Process:
         return self._answer(CALL_S)
 
     def kill(self) -> None:
-        """Ends the process and waits for it; a fork of its own ends by its limits."""
+        """Kill the process and wait for it. A fork of its own ends by its limits."""
         self._popen.kill()
         self._popen.wait()
         for pipe in (self._popen.stdin, self._popen.stdout):
             if pipe is not None:
                 try:
                     pipe.close()
-                except OSError:  # what was not sent any more
+                except OSError:  # unsent data
                     continue
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
@@ -148,7 +154,7 @@ class _Process:
         return json.loads(line)
 
     def _lost(self, what: str) -> Unavailable:
-        return Unavailable(f"the process that grades with {self._module} {what}", "another one is started")
+        return Unavailable(f"the grading process of {self._module} {what}", "try again; another process is started")
 
 
 def _value(module: str, function: str, answer: Mapping[str, Any]) -> Any:

@@ -1,11 +1,10 @@
 """SQLite as the judge of text-to-SQL; runs in a grading process (services/env/grading), never in the service.
 
-Two queries agree when the sets of their result rows are equal: BIRD's execution accuracy (Li et al. 2023,
-evaluation.py: `set(predicted_res) == set(ground_truth_res)`), so order and repetitions of rows do not count.
-
-A query of a model may only read: the database is opened read-only, and an authorizer refuses everything but SELECT,
-reading columns, and functions that touch neither files nor extensions. Its work is bounded in SQLite's instructions, so
-that a busy machine never changes a verdict; its memory and processor time by the process.
+Two queries agree if the sets of their result rows are equal: BIRD's execution accuracy (Li et al. 2023, evaluation.py:
+`set(predicted_res) == set(ground_truth_res)`), so order and repetitions of rows do not count. A model's query may only
+read: the database is opened read-only, and an authorizer rejects everything but SELECT, reading columns, and functions
+that touch neither files nor extensions. Its work is bounded in SQLite's instructions, so that machine load never
+changes a verdict; the process bounds its memory and CPU time.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shared.errors import InputError
 
 MAX_ROWS = 10_000
 MAX_INSTRUCTIONS = 20_000_000
-"""A second or two."""
+"""Instructions of SQLite, about a second or two."""
 
 INSTRUCTIONS_PER_CALL = 1000
 _SHOWN_ROWS = 5
@@ -32,7 +31,7 @@ DENIED_FUNCTIONS = frozenset({"load_extension", "readfile", "writefile", "edit",
 _DENIED_WRITING = frozenset({sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH, sqlite3.SQLITE_PRAGMA})
 _SCHEMA_PRAGMAS = frozenset({"foreign_keys", "defer_foreign_keys", "encoding", "user_version", "application_id"})
 MAX_SCHEMA_PAGES = 2**16
-"""Of 4096 bytes: what the SQL of a schema may make."""
+"""Limit of a schema's database, in pages of 4096 bytes."""
 SQLITE_LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 20_000,
@@ -45,14 +44,14 @@ SQLITE_LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a query gave. `problem` says why it gave nothing."""
+    """Rows of a query. `problem` is the reason if it failed."""
 
     rows: tuple[tuple[Any, ...], ...] = ()
     problem: str = ""
 
 
 def describe(source: str) -> str:
-    """The CREATE statements of a database. Raises InputError when it cannot be opened."""
+    """CREATE statements of a database. Raises InputError if it cannot be opened."""
     connection = open_source(source)
     try:
         found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY rowid").fetchall()
@@ -64,14 +63,15 @@ def describe(source: str) -> str:
 
 
 def prepare(source: str, gold: str) -> None:
-    """Runs the gold query. Raises InputError when it fails, so that no answer is graded against it."""
+    """Run the gold query. Raises InputError if it fails, so that no answer is graded against it."""
     _gold(source, gold)
 
 
 def grade(source: str, gold: str, query: str) -> dict[str, Any]:
-    """Whether `query` gives the rows that `gold` gives, why it could not be run, and its first rows as text.
+    """Compare the rows of `query` with those of `gold`; also return its failure and its first rows as text.
 
-    Args: source: {"schema": SQL that makes the database} or {"file": path}, as JSON text.
+    Args:
+        source: {"schema": SQL that makes the database} or {"file": path}, as JSON text.
     """
     found = _run(source, query)
     return {
@@ -86,7 +86,7 @@ def grade(source: str, gold: str, query: str) -> dict[str, Any]:
 def _gold(source: str, gold: str) -> frozenset[tuple[Any, ...]]:
     found = _run(source, gold)
     if found.problem:
-        raise InputError(f"the gold query of a task fails: {found.problem}", f"mend it: {gold[:200]}")
+        raise InputError(f"the gold query of a task fails: {found.problem}", f"fix it: {gold[:200]}")
     return frozenset(found.rows)
 
 
@@ -99,22 +99,22 @@ def _run(source: str, query: str) -> Rows:
         connection.set_authorizer(authorize_reading)
         rows = connection.execute(query).fetchmany(MAX_ROWS + 1)
     except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
-        return Rows(problem=steps.told(error)[:_SHOWN_CHARACTERS])
+        return Rows(problem=steps.explain(error)[:_SHOWN_CHARACTERS])
     finally:
         connection.close()
     return Rows(problem=f"it gives more than {MAX_ROWS} rows") if len(rows) > MAX_ROWS else Rows(tuple(rows))
 
 
 class StepBound:
-    """Ends what a connection does after MAX_INSTRUCTIONS, for the life of the connection or until `lift`."""
+    """Interrupt a connection after MAX_INSTRUCTIONS, over its whole life or until `lift`."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._left = MAX_INSTRUCTIONS // INSTRUCTIONS_PER_CALL
         connection.set_progress_handler(self._count, INSTRUCTIONS_PER_CALL)
 
-    def told(self, error: Exception) -> str:
-        """Why a statement failed; never empty."""
+    def explain(self, error: Exception) -> str:
+        """Reason why a statement failed; never empty."""
         if self._left < 0:
             return "it takes too many steps"
         return "it takes too much memory" if isinstance(error, MemoryError) else str(error) or type(error).__name__
@@ -128,10 +128,10 @@ class StepBound:
 
 
 def open_source(source: str) -> sqlite3.Connection:
-    """A connection that cannot write. A schema's database is made anew in memory, of a file no lock is taken.
+    """Open a read-only connection. A schema's database is made in memory; a file is not locked.
 
-    The SQL of a schema opens no other file, and its steps and the size of its database are bounded: a request may have
-    brought it. Raises InputError.
+    The SQL of a schema may come from a request, so it opens no other file, and its steps and the size of its database
+    are bounded. Raises InputError.
     """
     match json.loads(source):
         case {"schema": str(script)}:
@@ -144,7 +144,7 @@ def open_source(source: str) -> sqlite3.Connection:
                 connection.executescript(script)
             except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
                 connection.close()
-                raise InputError(f"the schema of a task cannot be made: {steps.told(error)}", script[:200]) from error
+                raise InputError(f"the SQL of a task's schema fails: {steps.explain(error)}", script[:200]) from error
             steps.lift()
             connection.set_authorizer(None)
         case {"file": str(path)}:
@@ -153,25 +153,25 @@ def open_source(source: str) -> sqlite3.Connection:
             except sqlite3.Error as error:
                 raise InputError(f"the database {path} cannot be opened: {error}") from error
         case other:
-            raise InputError(f"{str(other)[:80]!r} is no database")
+            raise InputError(f"{str(other)[:80]!r} is not a database")
     prepare_connection(connection)
     connection.execute("PRAGMA query_only = ON")
     return connection
 
 
 def prepare_connection(connection: sqlite3.Connection) -> None:
-    """Text is read whatever its bytes are, and what is temporary stays in memory."""
+    """Accept text with any bytes, and keep temporary data in memory."""
     connection.text_factory = _text
     connection.execute("PRAGMA temp_store = MEMORY")
 
 
 def _text(raw: bytes) -> str:
-    """Real databases hold bytes that are no UTF-8."""
+    """Decode text, because real databases hold invalid UTF-8."""
     return raw.decode(errors="replace")
 
 
 def authorize_writing(action: int, _1: str | None, second: str | None, _2: str | None, _3: str | None) -> int:
-    """Everything but other files, and settings of the connection."""
+    """Authorize everything except other files and settings of the connection."""
     if action in _DENIED_WRITING or (action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in DENIED_FUNCTIONS):
         return sqlite3.SQLITE_DENY
     return sqlite3.SQLITE_OK
@@ -180,7 +180,7 @@ def authorize_writing(action: int, _1: str | None, second: str | None, _2: str |
 def _authorize_schema(
     action: int, first: str | None, second: str | None, database: str | None, trigger: str | None
 ) -> int:
-    """Writing, and what a dump of a database sets."""
+    """Authorize writing, and the pragmas in a dump of a database."""
     if action == sqlite3.SQLITE_PRAGMA and (first or "").lower() in _SCHEMA_PRAGMAS:
         return sqlite3.SQLITE_OK
     return authorize_writing(action, first, second, database, trigger)

@@ -1,17 +1,17 @@
-"""The process that grades: one library, loaded once; what a model wrote is graded in a fork of it.
+"""Grading process: loads one library, and grades model-written text in forks of itself.
 
     python -m services.env.grading.worker MODULE
 
 MODULE's public functions are called by name with JSON values. A request is one JSON line on stdin, the answer one line
-on stdout; the end of stdin ends the process. Whatever the library prints goes to stderr. The last argument of a
-confined call is what a model wrote; MODULE's `prepare` gets the others first, outside the fork.
+on stdout; the end of stdin ends the process. The library's output goes to stderr. The last argument of a confined call
+is model-written text; MODULE's `prepare` receives the other arguments first, outside the fork.
 
 Invariants
-- A call that carries text of a model is `confined`: it runs in a fork with limits on CPU and memory, which ends with
-  the call. It cannot change how another answer is graded, and a loop or a leak costs that call alone. Where the kernel
-  has Landlock and libseccomp is there, the fork writes no file, opens no socket, starts and signals no process.
-- The process has one thread, so a fork of it is whole. Its random numbers and PYTHONHASHSEED are the same every time:
-  the same call gives the same answer in every process.
+- A call with model-written text is `confined`: it runs in a fork with limits on CPU and memory, which ends with the
+  call. It cannot affect how another answer is graded, and a loop or a leak costs only that call. If the kernel has
+  Landlock and libseccomp is installed, the fork writes no file, opens no socket, starts and signals no process.
+- The process has one thread, so its forks are complete. Its random numbers and PYTHONHASHSEED are fixed: the same call
+  gives the same answer in every process.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from services.env.sandbox.process.seccomp import build_program
 from shared.errors import InputError, Unavailable
 
 MEMORY_BYTES = 4 * 2**30
-"""Address space of the process; what libraries map and never touch counts too."""
+"""Address space of the process, including mappings that libraries never use."""
 
 CONFINED_CPU_S = 2
 CONFINED_WALL_S = 24.0
 CONFINED_MEMORY_BYTES = 2**30
-"""What a confined call may add to the memory the library takes."""
+"""Memory that a confined call may use in addition to the library's."""
 
 MAX_ANSWER = 2**20
 
@@ -67,7 +67,7 @@ def main(module: str) -> int:
 
 
 def _filter() -> bytes:
-    """The system calls a fork may make, as for sandboxes; empty where libseccomp is missing."""
+    """Seccomp filter of a fork, as for sandboxes; empty without libseccomp."""
     try:
         return build_program(signals=False, metadata=False)
     except Unavailable:
@@ -82,13 +82,15 @@ def _called(library: ModuleType, function: str, arguments: Sequence[Any]) -> dic
         return {"error": "input", "detail": error.detail, "hint": error.hint}
     except (MemoryError, RecursionError):
         return {"error": "ended", "detail": "its limits on memory or depth ended it"}
-    except Exception as error:  # noqa: BLE001 - it is told to the caller, who raises it
+    except Exception as error:  # noqa: BLE001 - the caller receives and raises it
         return {"error": "defect", "detail": f"{type(error).__name__}: {error}"[:300]}
 
 
 def _confined(library: ModuleType, function: str, arguments: Sequence[Any], filter_: bytes) -> dict[str, Any]:
-    """The answer of a fork, {"error": "ended"} if its limits ended it, {"error": "late"} if the machine did not give it
-    enough time to reach them.
+    """Call a function in a fork.
+
+    Returns its answer, {"error": "ended"} if its limits ended it, or {"error": "late"} if the machine was too slow to
+    reach them.
     """
     if "error" in (prepared := _called(library, "prepare", arguments[:-1])):
         return prepared
@@ -114,7 +116,7 @@ def _confined(library: ModuleType, function: str, arguments: Sequence[Any], filt
 def _grade_and_exit(
     library: ModuleType, function: str, arguments: Sequence[Any], filter_: bytes, writable: int
 ) -> None:
-    """In the fork; never returns. What is open besides its own pipe is closed, so it reaches no other answer."""
+    """Main function of the fork; never returns. It closes all other descriptors, so it cannot affect other answers."""
     try:
         nothing = os.open(os.devnull, os.O_RDWR)
         for standard in range(3):
@@ -128,7 +130,7 @@ def _grade_and_exit(
         else:
             answer = _called(library, function, arguments)
         os.write(mine, json.dumps(answer).encode()[:MAX_ANSWER])
-    except BaseException:  # noqa: BLE001, S110 - whatever it is, an answer that is not whole says it
+    except BaseException:  # noqa: BLE001, S110 - an incomplete answer reports the failure
         pass
     finally:
         os._exit(0)
@@ -154,7 +156,7 @@ def _confine(filter_: bytes) -> None:
 
 
 def _read(readable: int, deadline: float) -> tuple[bytes, bool]:
-    """All that comes until the end of the pipe, and whether the end came in time."""
+    """Read until the end of the pipe; False if the end did not come by the deadline."""
     said = b""
     while len(said) <= MAX_ANSWER:
         ready, _, _ = select.select([readable], [], [], max(0.0, deadline - time.monotonic()))

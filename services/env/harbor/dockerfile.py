@@ -1,8 +1,8 @@
-"""What of a task's Dockerfile can be had in a sandbox without images: WORKDIR, ENV, and COPY out of its own folder.
+"""Supported part of a task's Dockerfile in a sandbox without images: WORKDIR, ENV, and COPY from its own folder.
 
-The rest is refused by name: a task that is played in half of its environment teaches something else. An image is known
-by its name alone. Those of a plain system or of Python hold nothing but what the machine has too, perhaps in another
-version; whether that is enough for a task, its solution shows.
+Any other instruction is rejected by name, because a task in an incomplete environment teaches something else. An image
+is known only by its name. Plain system and Python images hold nothing that the machine lacks, except perhaps other
+versions; running the task's solution shows whether they suffice.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import orjson
 from shared.errors import InputError
 
 MAX_BYTES = 2**16
-"""Of a Dockerfile."""
+"""Bytes of a Dockerfile."""
 MAX_SOURCES, MAX_COPIES = 200, 4000
-"""Of all COPY together: sources that they name; and files and folders that they and WORKDIR make."""
+"""Limits over all COPY instructions: sources, and files and folders made by COPY and WORKDIR."""
 MAX_PLACE = 1024
 """Characters of a path in the sandbox."""
 READ_ONLY = ("/bin", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/sbin", "/usr")
-"""Folders of the sandbox in which nothing can be put."""
+"""Read-only folders of the sandbox."""
 _PLAIN_IMAGE = re.compile(r"(?:[^/\s]+/)*(?:bash|debian|ubuntu|python)(?:-\d+)*(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?")
 _WITHOUT_EFFECT = frozenset({"CMD", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL"})
-"""Harbor gives the container a command of its own and publishes nothing."""
+"""Instructions without effect: Harbor gives the container its own command and publishes nothing."""
 _WHY: Mapping[str, str] = {
-    "ADD": "it fetches and unpacks; COPY takes files",
-    "ARG": "nobody gives it a value",
+    "ADD": "it fetches and unpacks; use COPY for files",
+    "ARG": "it never gets a value",
     "ENTRYPOINT": "nothing is started before the first command",
     "HEALTHCHECK": "nothing is started before the first command",
-    "RUN": "there is no image that it could change, and no network",
-    "SHELL": "commands are bash's",
+    "RUN": "a sandbox has no image to change, and no network",
+    "SHELL": "commands run in bash",
     "USER": "a sandbox has one user",
     "VOLUME": "there is nothing to mount",
 }
@@ -42,9 +42,7 @@ _WHY: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What a sandbox has when an episode begins: the working folder of its commands, their variables, folders that are
-    there, and files by absolute path.
-    """
+    """Initial content of a sandbox: working folder, variables, folders, and files by absolute path."""
 
     workdir: str = "/"
     env: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -57,18 +55,18 @@ def check_image(name: str) -> None:
     if name != "scratch" and not _PLAIN_IMAGE.fullmatch(name):
         raise InputError(
             f"the image {name[:200]!r} holds programs or files that a sandbox does not have",
-            "a sandbox has no images: it takes the place of plain ones of ubuntu, debian, bash or python",
+            "use a plain image of ubuntu, debian, bash or python; a sandbox replaces only these",
         )
 
 
 def read(context: Path) -> Image:
-    """The image that `context`/Dockerfile describes. Raises InputError naming the line that cannot be honoured."""
+    """Read `context`/Dockerfile. Raises InputError naming the first unsupported line."""
     if (context / ".dockerignore").exists():
-        raise InputError("environment/.dockerignore is not read", "leave out what is not to be copied")
+        raise InputError("environment/.dockerignore is not supported", "remove the files that must not be copied")
     made = _Build(context)
     file = context / "Dockerfile"
     if (size := file.stat().st_size) > MAX_BYTES:
-        raise InputError(f"environment/Dockerfile has {size} bytes", f"at most {MAX_BYTES} are taken")
+        raise InputError(f"environment/Dockerfile has {size} bytes", f"the limit is {MAX_BYTES}")
     for number, line in _instructions(file.read_text("utf-8", "replace")):
         try:
             made.do(line)
@@ -80,7 +78,7 @@ def read(context: Path) -> Image:
 
 
 def _instructions(text: str) -> Sequence[tuple[int, str]]:
-    """(number of its first line, instruction with its continuations), without comments."""
+    """List (first line number, instruction with its continuation lines), without comments."""
     found: list[tuple[int, str]] = []
     parts: list[str] = []
     begun = 0
@@ -96,7 +94,7 @@ def _instructions(text: str) -> Sequence[tuple[int, str]]:
 
 
 class _Build:
-    """What the instructions so far have made."""
+    """State after the instructions so far."""
 
     def __init__(self, context: Path) -> None:
         self.begun, self.workdir = False, "/"
@@ -107,7 +105,7 @@ class _Build:
         self._n_sources = self._n_copies = 0
 
     def do(self, line: str) -> None:
-        """Raises InputError."""
+        """Apply one instruction. Raises InputError."""
         word, *others = line.split(maxsplit=1)
         name, rest = word.upper(), "".join(others)
         if name == "FROM":
@@ -120,7 +118,7 @@ class _Build:
         elif name == "COPY":
             self._copy(rest)
         elif name not in _WITHOUT_EFFECT:
-            raise InputError(f"{name[:20]} cannot be honoured: {_WHY.get(name, 'it is not known')}", _HINT)
+            raise InputError(f"{name[:20]} is not supported: {_WHY.get(name, 'it is unknown')}", _HINT)
 
     def _from(self, words: Sequence[str]) -> None:
         if self.begun:
@@ -131,7 +129,7 @@ class _Build:
         self.begun = True
 
     def _set(self, rest: str) -> None:
-        """NAME=VALUE …, or NAME VALUE."""
+        """Apply ENV: NAME=VALUE …, or NAME VALUE."""
         first, _, value = rest.partition(" ")
         pairs = _words(rest) if "=" in first else [f"{first}={value.strip()}"]
         for pair in pairs:
@@ -141,9 +139,9 @@ class _Build:
     def _copy(self, rest: str) -> None:
         words = _listed(rest) if re.match(r'\[\s*["\]]', rest) else _words(rest)
         if flags := [word for word in words if word.startswith("--")]:
-            raise InputError(f"COPY {flags[0][:80]} cannot be honoured: files are the sandbox's user's", _HINT)
+            raise InputError(f"COPY {flags[0][:80]} is not supported: files belong to the sandbox's user", _HINT)
         if len(words) < 2:
-            raise InputError("COPY needs a source and a place", _HINT)
+            raise InputError("COPY needs a source and a target", _HINT)
         *sources, place = (_literal(word) for word in words)
         self._n_sources += len(words) - 1
         if self._n_sources > MAX_SOURCES:
@@ -160,12 +158,12 @@ class _Build:
                 self._put(f"{target}/{path.name}" if into else target, path)
 
     def _is_folder(self, target: str) -> bool:
-        """Whether it is one by now, if only by what lies in it."""
+        """True if the target is a folder by now, possibly only as the parent of a file."""
         below = target.rstrip("/") + "/"
         return target in self.folders or any(path.startswith(below) for path in (*self.folders, *self.files))
 
     def _put(self, target: str, source: Path | None) -> None:
-        """A file, or, without one, a folder."""
+        """Add a file, or a folder if there is no source."""
         self._n_copies += 1
         if self._n_copies > MAX_COPIES:
             raise InputError(f"more than {MAX_COPIES} files and folders", _HINT)
@@ -175,43 +173,43 @@ class _Build:
             self.files[target] = source
 
     def _found(self, source: str) -> Sequence[Path]:
-        """The files and folders below the context that a source names. Raises InputError."""
+        """Files and folders of the context that match a source. Raises InputError."""
         plain = PurePosixPath(source.lstrip("/"))
         if ".." in plain.parts:
-            raise InputError(f"COPY {source[:80]} leads out of environment/", _HINT)
+            raise InputError(f"COPY {source[:80]} points outside environment/", _HINT)
         try:
-            deep = any("**" in part for part in plain.parts)  # which is no pattern of Docker's
+            deep = any("**" in part for part in plain.parts)  # not a pattern of Docker's
             found = [] if deep else sorted(self._context.glob(str(plain))) if plain.parts else [self._context]
-        except (ValueError, OSError):  # a pattern that is none, a name that is too long
+        except (ValueError, OSError):  # an invalid pattern, or a name that is too long
             found = []
         if not found:
             raise InputError(f"COPY {source[:80]}: there is no such file in environment/", _HINT)
         return found
 
     def _absolute(self, path: str) -> str:
-        """Raises InputError for a place where nothing can be put."""
+        """Absolute path of a target. Raises InputError if it is in a read-only folder."""
         return check_place(str(PurePosixPath(self.workdir, path)))
 
 
-_HINT = "see docs/other-environments.md: what of a task folder can be honoured in a sandbox"
+_HINT = "docs/other-environments.md lists the supported parts of a task folder"
 
 
 def check_place(path: str) -> str:
-    """An absolute path, without dots. Raises InputError where nothing can be put there."""
+    """Normalize an absolute path. Raises InputError if nothing can be written there."""
     parts = PurePosixPath(path).parts
     if parts[:1] != ("/",) or ".." in parts or not path.isprintable():
-        raise InputError(f"{path[:200]!r} is no plain absolute path", _HINT)
+        raise InputError(f"{path[:200]!r} is not a plain absolute path", _HINT)
     if len(path) > MAX_PLACE:
-        raise InputError(f"{path[:80]!r}… has {len(path)} characters", f"at most {MAX_PLACE} are taken")
+        raise InputError(f"{path[:80]!r}… has {len(path)} characters", f"the limit is {MAX_PLACE}")
     if len(parts) > 1 and f"/{parts[1]}" in READ_ONLY:
-        raise InputError(f"nothing can be put in {path[:200]}: /{parts[1]} is the system's", _HINT)
+        raise InputError(f"{path[:200]} is not writable: /{parts[1]} belongs to the system", _HINT)
     return str(PurePosixPath(path))
 
 
 def check_variable(name: str) -> str:
-    """Raises InputError."""
+    """Return the name of a variable if it is valid. Raises InputError."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,99}", name):
-        raise InputError(f"{name[:100]!r} is no name of a variable", _HINT)
+        raise InputError(f"{name[:100]!r} is not the name of a variable", _HINT)
     return name
 
 
@@ -221,7 +219,7 @@ def _listed(text: str) -> list[str]:
     except orjson.JSONDecodeError:
         words = None
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise InputError(f"{text[:80]!r} is no list of texts", _HINT)
+        raise InputError(f"{text[:80]!r} is not a list of texts", _HINT)
     return words
 
 
@@ -233,7 +231,7 @@ def _words(text: str) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """Raises InputError for what would have to be replaced by a variable's value."""
+    """A value without variables. Raises InputError if it refers to one."""
     if "$" in text or "\0" in text:
-        raise InputError(f"{text[:80]!r}: values of variables are not filled in", "write the value itself")
+        raise InputError(f"{text[:80]!r}: variables are not expanded", "write the value itself")
     return text.strip().strip('"')

@@ -1,11 +1,11 @@
-"""Task folders in the format of Harbor (schema 1.0 to 1.4): what they ask, hold and are judged by.
+"""Task folders in Harbor's format (schema 1.0 to 1.4).
 
     TASK/task.toml, instruction.md, environment/Dockerfile, tests/test.sh, solution/solve.sh
 
-An archive holds one such folder, or one for each task, at any depth; those below a folder `eval/` are held out.
-Whatever a sandbox cannot honour is refused here, by name, before anything is run.
+An archive holds one such folder, or one for each task, at any depth; tasks below a folder `eval/` are held out.
+Settings that a sandbox does not support are rejected by name before anything runs.
 
-Invariant: each task.toml of an archive is a task, or a file that a task holds, or refused: none is passed over.
+Invariant: each task.toml of an archive is a task, a file of a task, or an error; none is ignored.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from shared.errors import InputError
 MAX_INSTRUCTION = 2**18
 """Characters of an instruction."""
 MAX_PART = 8 * 2**20
-"""Bytes of one of a task's three parts: files of its environment, its tests, its solution."""
+"""Bytes of each part of a task: its environment's files, its tests, its solution."""
 _SIZES = {"K": 2**-10, "M": 1.0, "G": 2.0**10}
 _PARTS = ("environment", "tests", "solution")
 
 
 class _Section(BaseModel):
-    """Unknown keys are refused: each might be one without which the task is another one."""
+    """A section of task.toml. Unknown keys are rejected, because each may change the task."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -41,7 +41,7 @@ type _Seconds = Annotated[float, Field(gt=0)]
 
 
 type _Network = Literal["no-network", "public"] | None
-"""That it may be used, which is Harbor's default, does not say that it is: that, the solution shows."""
+"""Permission to use the network, Harbor's default. Running the solution shows whether a task needs it."""
 type _None = Annotated[list[Any], Field(max_length=0)]
 
 
@@ -58,7 +58,7 @@ class VerifierSection(_Section):
 
 
 class EnvironmentSection(_Section):
-    """`cpus` is not honoured: a sandbox has no share of its own. What is built in no time needs no limit of it."""
+    """Section `environment`. `cpus` is ignored, because sandboxes have no CPU shares, and so is the build timeout."""
 
     build_timeout_sec: float = 600.0
     docker_image: str | None = None
@@ -77,7 +77,7 @@ class EnvironmentSection(_Section):
     @model_validator(mode="before")
     @classmethod
     def _older_sizes(cls, data: Any) -> Any:
-        """`memory = "2G"` of earlier versions of the format."""
+        """Convert `memory = "2G"` of earlier schema versions."""
         if not isinstance(data, dict):
             return data
         made = dict(data)
@@ -94,7 +94,7 @@ class SolutionSection(_Section):
 
 
 class TaskFile(_Section):
-    """task.toml. `task`, `metadata`, `source` and `artifacts` say nothing of how the task is played or judged."""
+    """task.toml. `task`, `metadata`, `source` and `artifacts` affect neither the episode nor its grade."""
 
     schema_version: str = "1.4"
     version: str | None = None
@@ -110,7 +110,7 @@ class TaskFile(_Section):
 
 @dataclass(frozen=True, slots=True)
 class HarborTask:
-    """One task. Times in seconds, sizes in MiB; None where the task sets no limit."""
+    """One task. Times in seconds, sizes in MiB; None if the task sets no limit."""
 
     name: str
     instruction: str
@@ -126,14 +126,14 @@ class HarborTask:
 
 
 def is_task_archive(top: Path) -> bool:
-    """Whether an unpacked archive holds task folders: elsewhere than in a package of Python, whose files they are."""
+    """True if an unpacked archive holds task folders outside of Python packages."""
     return any(not any((above / "__init__.py").exists() for above in _up(folder, top)) for folder in _folders(top))
 
 
 def read_tasks(top: Path) -> Mapping[str, Sequence[HarborTask]]:
-    """The tasks of an unpacked archive by split, in the order of their names. Blocks on disk.
+    """Read the tasks of an unpacked archive by split, in the order of their names. Blocks on disk.
 
-    Raises InputError naming the task and what of it cannot be honoured.
+    Raises InputError naming the task and its unsupported part.
     """
     found: dict[str, list[HarborTask]] = {TRAIN: [], EVAL: []}
     folders = _folders(top)
@@ -141,7 +141,9 @@ def read_tasks(top: Path) -> Mapping[str, Sequence[HarborTask]]:
         if (holder := next((above for above in _up(folder, top)[1:] if above in folders), None)) is not None:
             if folder.relative_to(holder).parts[0] in _PARTS:
                 continue
-            raise InputError(f"the task {_name(folder, top)} lies in the task {_name(holder, top)}", "put it beside it")
+            raise InputError(
+                f"the task {_name(folder, top)} is inside the task {_name(holder, top)}", "move it next to that task"
+            )
         name = _name(folder, top)
         try:
             task = _read_task(folder, name)
@@ -150,17 +152,17 @@ def read_tasks(top: Path) -> Mapping[str, Sequence[HarborTask]]:
         split = EVAL if EVAL in folder.relative_to(top).parts[:-1] else TRAIN
         found[split].append(task)
     if not found[TRAIN]:
-        raise InputError("all tasks lie in eval/, and none is left to train on", "put the others beside it")
+        raise InputError("all tasks are in eval/, so there are none to train on", "move training tasks out of eval/")
     return {split: tasks for split, tasks in found.items() if tasks}
 
 
 def _folders(top: Path) -> Sequence[Path]:
-    """Those with a task.toml, in the order of their names."""
+    """Folders with a task.toml, in the order of their names."""
     return sorted(path.parent for path in top.rglob("task.toml") if path.is_file())
 
 
 def _up(folder: Path, top: Path) -> Sequence[Path]:
-    """`folder` and those above it, to `top`."""
+    """`folder` and its parents up to `top`."""
     return [above for above in (folder, *folder.parents) if above == top or top in above.parents]
 
 
@@ -169,20 +171,20 @@ def _name(folder: Path, top: Path) -> str:
 
 
 def _read_task(folder: Path, name: str) -> HarborTask:
-    """Raises InputError."""
+    """Read one task. Raises InputError."""
     if (folder / "steps").is_dir() or (folder / "trajectory.json").exists():
-        raise InputError("tasks of several steps, or with a conversation before, are not played", _HINT)
+        raise InputError("tasks with several steps, or with an earlier conversation, are not supported", _HINT)
     if any(folder.rglob(".harborignore")):
-        raise InputError(".harborignore is not read", "leave out what is not to be copied")
+        raise InputError(".harborignore is not supported", "remove the files that must not be copied")
     settings = _settings(folder / "task.toml")
     instruction = _text(folder / "instruction.md")
     if not instruction.strip() or len(instruction) > MAX_INSTRUCTION:
-        raise InputError(f"instruction.md has {len(instruction)} characters", f"1 to {MAX_INSTRUCTION} are taken")
+        raise InputError(f"instruction.md has {len(instruction)} characters", f"write 1 to {MAX_INSTRUCTION}")
     tests, solution = _below(folder, "tests", "test.sh"), _below(folder, "solution", "solve.sh")
     environment = settings.environment
     image = _image(folder / "environment", environment)
     if (size := sum(path.stat().st_size for path in image.files.values())) > MAX_PART:
-        raise InputError(f"the files of its environment have {size} bytes", f"at most {MAX_PART} are taken")
+        raise InputError(f"the files of its environment have {size} bytes", f"the limit is {MAX_PART}")
     return HarborTask(
         name=name,
         instruction=instruction,
@@ -208,7 +210,7 @@ def _settings(path: Path) -> TaskFile:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in problem["loc"])[:80]
-        why = "is not known, or cannot be honoured" if problem["type"] == "extra_forbidden" else "cannot be honoured"
+        why = "is unknown or not supported" if problem["type"] == "extra_forbidden" else "is not supported"
         given = repr(problem["input"])[:80]
         raise InputError(f"task.toml: {key} = {given} {why} ({problem['msg'].lower()})", _HINT) from None
 
@@ -230,12 +232,12 @@ def _image(context: Path, settings: EnvironmentSection) -> Image:
 
 
 def _below(folder: Path, name: str, script: str) -> Mapping[str, Path]:
-    """The files of a part by the absolute path that they get. Raises InputError."""
+    """Files of a part by their absolute path in the sandbox. Raises InputError."""
     if not (folder / name / script).is_file():
         raise InputError(f"there is no {name}/{script}")
     files = sorted(path for path in (folder / name).rglob("*") if path.is_file())
     if (size := sum(path.stat().st_size for path in files)) > MAX_PART:
-        raise InputError(f"{name}/ has {size} bytes", f"at most {MAX_PART} are taken")
+        raise InputError(f"{name}/ has {size} bytes", f"the limit is {MAX_PART}")
     return {f"/{path.relative_to(folder)}": path for path in files}
 
 
@@ -245,25 +247,25 @@ def _variables(given: Mapping[str, str]) -> Mapping[str, str]:
         if "\0" in value:
             raise InputError(f"{name} holds a NUL character", _HINT)
         if "${" in value:
-            raise InputError(f"{name} = {value[:80]!r}: variables of the service are not handed on", "write the value")
+            raise InputError(f"{name} = {value[:80]!r}: the service's variables are not passed on", "write the value")
     return given
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError:  # none is there, or a folder
+    except OSError:  # missing, or a folder
         raise InputError(f"there is no file {path.name}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path.name} is not UTF-8: {error.reason}") from None
 
 
 def _megabytes(size: object) -> int | str:
-    """Of a size like 2G; what is none is told, to be refused."""
+    """MiB of a size like 2G, or a text that validation rejects."""
     text = str(size).strip()
     factor = _SIZES.get(text[-1:].upper())
     if not isinstance(size, str) or factor is None:
-        return f"{text}, no size like 2G"
+        return f"{text}, not a size like 2G"
     try:
         return int(float(text[:-1]) * factor)
     except (ValueError, OverflowError):

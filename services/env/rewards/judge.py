@@ -1,7 +1,7 @@
-"""A language model as judge: what it is asked, and how its score is read.
+"""A language model as judge: the question, and the reading of its score.
 
-What the model under training wrote stands between tags that end in a digest of that very text, so that no text can
-hold its own closing tag. A judge can be talked over all the same; see docs/rewards.md.
+Text of the model under training is enclosed in tags that end in a digest of that text, so that no text can contain its
+own closing tag. A judge can still be persuaded; see docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _SYSTEM = (
 )
 _MAX_TOKENS = 512
 _READ = 4096
-"""Characters at the end of what a judge says, in which `pattern` looks for its score."""
+"""Characters at the end of a judge's answer in which `pattern` looks for the score."""
 _READ_JSON = 32_768
-"""Characters of the longest answer in which `field` is looked for: of a longer one no part is taken for the whole."""
+"""Characters of the longest answer in which `field` is looked for; longer answers are not searched in part."""
 _MAX_SAID = 200_000
 _MAX_TOKENS_TOLD = 2**40
 _OBJECT = re.compile(r'\{\s*["}]')
@@ -42,8 +42,12 @@ _DECODER = json.JSONDecoder(parse_int=float)
 def question(
     judge: JudgeReward, opening: Sequence[Message], played: Sequence[Message], expected: str | None
 ) -> Question:
-    """The request. Args: opening: what the assistant answered first; played: all that was said after it; expected: the
-    right answer, where the environment tells one.
+    """Make the request to a judge.
+
+    Args:
+        opening: messages that the assistant answered first.
+        played: all later messages.
+        expected: the right answer, if the environment returns one.
     """
     answer = next((message["content"] for message in reversed(played) if message["role"] == "assistant"), "")
     parts = {
@@ -65,8 +69,9 @@ def question(
 
 
 async def score(judge: JudgeReward, said: str) -> float | None:
-    """0 to 1; None where there is no score, or one outside the scale. Raises RewardRefused where the configured pattern
-    takes too long.
+    """Read the score, scaled to 0 to 1; None if there is none, or it is outside the scale.
+
+    Raises RewardRefused if the configured pattern takes too long.
     """
     low, high = judge.scale
     found: Any
@@ -82,20 +87,20 @@ async def score(judge: JudgeReward, said: str) -> float | None:
 
 
 async def _found(pattern: str, highest: float, text: str) -> Any:
-    """What the pattern finds; one that is not ours does not run in this process. Raises RewardRefused."""
+    """Match the pattern; a configured one runs in a grading process. Raises RewardRefused."""
     if pattern == DEFAULT_PATTERN:
         return last_match(pattern, highest, text)
     try:
         return await asyncio.to_thread(_PATTERNS.grade, "last_match", pattern, highest, text)
     except GradingEnded as error:
         raise RewardRefused(
-            f"the pattern {pattern[:120]!r} ran for too long on what a judge said",
+            f"the pattern {pattern[:120]!r} took too long on a judge's answer",
             "write it without repetitions inside repetitions, like (a+)+, or use field",
         ) from error
 
 
 def _answer(answer: Any) -> Answer:
-    """Of a chat completion. Raises ValueError."""
+    """Read a chat completion. Raises ValueError."""
     try:
         choice, usage = answer["choices"][0], answer.get("usage") or {}
         content, tokens, ended = (
@@ -104,7 +109,7 @@ def _answer(answer: Any) -> Answer:
             choice.get("finish_reason"),
         )
     except (KeyError, TypeError, IndexError, AttributeError):
-        raise ValueError(f"this is no chat completion: {str(answer)[:200]}") from None
+        raise ValueError(f"the answer is not a chat completion: {str(answer)[:200]}") from None
     if type(tokens) is not int or not 0 <= tokens <= _MAX_TOKENS_TOLD:
         tokens = None
     said, unusable = str(content or ""), ""
@@ -123,13 +128,14 @@ def _marked(name: str, text: str) -> str:
 
 def _shown(message: Message) -> str:
     calls = message.get("tool_calls")
-    told = f"\n[tool_calls]\n{json.dumps(calls, ensure_ascii=False)}" if calls else ""
-    return f"[{message['role']}]\n{message['content']}{told}"
+    written = f"\n[tool_calls]\n{json.dumps(calls, ensure_ascii=False)}" if calls else ""
+    return f"[{message['role']}]\n{message['content']}{written}"
 
 
 def _last_object(text: str) -> Any:
-    """The last JSON object that stands in `text` by itself. What broke off is left at the place where it did, so that
-    the time follows the length of the text.
+    """Last top-level JSON object in `text`.
+
+    A malformed object is skipped up to its fault, so the time is linear in the length of the text.
     """
     found, at = None, _OBJECT.search(text)
     while at is not None:
@@ -144,7 +150,7 @@ def _last_object(text: str) -> Any:
 
 
 def _at(value: Any, path: str) -> Any:
-    """What stands at a.b.c; None if nothing does, or something that is no number."""
+    """Value at the path a.b.c; None if it is missing or a boolean."""
     for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return None if isinstance(value, bool) else value

@@ -1,5 +1,7 @@
-"""The score that a regular expression finds in what a judge says. Expressions of a run's configuration may take for
-ever on a text that does not match; they are tried in a process that grades, which has two seconds of CPU for it.
+"""Search for a score in a judge's answer by regular expression.
+
+Configured expressions can take exponential time on text that does not match, so they run in a grading process, which
+bounds them to two seconds of CPU time.
 """
 
 from __future__ import annotations
@@ -8,14 +10,12 @@ import re
 
 
 def prepare(pattern: str, highest: float) -> None:
-    """Compiled once, before the fork."""
+    """Compile the pattern once, before the fork."""
     re.compile(pattern)
 
 
 def last_match(pattern: str, highest: float, text: str) -> str | None:
-    """The first group of the last match; None without one, and where a group `of` says that the number is out of
-    another one than `highest`.
-    """
+    """First group of the last match; None without a match, or if its group `of` differs from `highest`."""
     last = next(reversed(list(re.finditer(pattern, text))), None)
     if last is None:
         return None

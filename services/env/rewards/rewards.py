@@ -1,10 +1,10 @@
-"""Rewards beside the environment's own: judges and reward services, added up with weights at the end of an episode.
+"""Additional rewards: judges and reward services, weighted and added at the end of an episode.
 
 Invariants
-- The reward of a step is the sum of its components. What the environment gives keeps its names, times its weight.
-- An episode is scored once, when it is over or its client ends it. Without every score it has no reward at all: the
-  call fails, and nothing is ever scored 0 because nobody answered.
-- While an answer is waited for, the call is `Busy`; the same call again goes on, and steps nothing twice.
+- The reward of a step is the sum of its components. The environment's components keep their names, times its weight.
+- An episode is scored once, when it is over or its client ends it. If a score is missing, it has no reward: the call
+  fails, and a missing answer never counts as 0.
+- While an answer is pending, the call raises `Busy`; repeating the call continues it, and steps nothing twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from services.env.backend import LiveEpisode, finished
+from services.env.backend import LiveEpisode, finish_early
 from services.env.episode_types import Message, StepResult, fingerprint
 from services.env.rewards import judge, service
 from services.env.rewards.servers import AskedServer
@@ -29,8 +29,12 @@ _MOST_SAID = 200
 
 
 class Rewards:
-    """All rewards that the configuration adds; an async context manager. Args: folder: where answers are kept. Raises
-    ConfigError, StorageUnavailable.
+    """All rewards that the configuration adds; an async context manager.
+
+    Args:
+        folder: folder in which answers are stored.
+
+    Raises ConfigError, StorageUnavailable.
     """
 
     def __init__(
@@ -58,25 +62,25 @@ class Rewards:
         await self._stack.aclose()
 
     def of(self, env: str) -> EnvironmentRewards | None:
-        """Those of an environment; of NAME@VERSION those of NAME, unless it has some of its own."""
+        """Rewards of an environment; NAME@VERSION uses those of NAME unless it has its own."""
         return self._rewards.get(env) or self._rewards.get(env.partition("@")[0])
 
-    def around(self, env: str, episode: LiveEpisode) -> LiveEpisode:
-        """The episode with its rewards; as it is where there are none."""
+    def wrap(self, env: str, episode: LiveEpisode) -> LiveEpisode:
+        """Add the environment's rewards to an episode; without any, return it unchanged."""
         rewards = self.of(env)
         return episode if rewards is None else RewardedEpisode(env, episode, rewards, self._servers)
 
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """The end of an episode that is being scored: what brought it about, and what the environment gave for it."""
+    """End of an episode that is being scored: the message that ended it, and the environment's result."""
 
     by: str
     result: StepResult
 
 
 class RewardedEpisode:
-    """An episode whose end is scored."""
+    """An episode that is scored at its end."""
 
     def __init__(
         self, env: str, inner: LiveEpisode, rewards: EnvironmentRewards, servers: Mapping[str, AskedServer]
@@ -104,7 +108,7 @@ class RewardedEpisode:
         return self._inner.database
 
     async def step(self, message: Message) -> StepResult:
-        """Raises RewardFailed, RewardRefused beside what the environment raises."""
+        """Step the episode. Raises RewardFailed, RewardRefused, and what the environment raises."""
         by = fingerprint(message)
         if self._ended is None:
             result = await self._inner.step(message)
@@ -117,11 +121,9 @@ class RewardedEpisode:
         return await self._end(by)
 
     async def finish(self) -> StepResult:
-        """Scores an episode that its client ends here: truncated, with what the environment gives for that, if it
-        gives anything.
-        """
+        """End and score the episode early: truncated, with the environment's own reward if it gives one."""
         if self._ended is None:
-            result = await finished(self._inner)
+            result = await finish_early(self._inner)
             self._reward += result.reward
             self._ended = _Ended("", result)
         return await self._end("")
@@ -132,7 +134,7 @@ class RewardedEpisode:
     async def _end(self, by: str) -> StepResult:
         assert self._ended is not None
         if self._ended.by != by:
-            raise Conflict("the episode is over, and its rewards are asked for", "send the same message again")
+            raise Conflict("the episode is over and being scored", "send the same message again")
         last = self._ended.result
         components = self._rewards.components
         try:
@@ -159,8 +161,10 @@ class RewardedEpisode:
                 return {name: component.weight * component.unreadable}
             score = await judge.score(component, said)
             if score is None:
-                told = f"the judge {name} gave no score from {component.scale[0]:g} to {component.scale[1]:g}"
-                raise RewardFailed(f"{told}: …{said[-_MOST_SAID:]}", "see pattern, field and unreadable")
+                detail = f"the judge {name} gave no score from {component.scale[0]:g} to {component.scale[1]:g}"
+                raise RewardFailed(
+                    f"{detail}: …{said[-_MOST_SAID:]}", "check the judge's pattern, field and unreadable"
+                )
             return {name: component.weight * score}
         messages = (*self.opening, *self._played)
         asked = service.question(self._env, self.task, messages, last, self._reward, expected, component.version)
@@ -169,9 +173,9 @@ class RewardedEpisode:
 
 
 def _expected(result: StepResult) -> str | None:
-    """The right answer, where the environment tells one: text, or a number."""
-    told = result.info.extra.get("expected")
-    return str(told) if isinstance(told, str | int | float) and not isinstance(told, bool) else None
+    """The right answer, if the environment returns one as text or a number."""
+    expected = result.info.extra.get("expected")
+    return str(expected) if isinstance(expected, str | int | float) and not isinstance(expected, bool) else None
 
 
 def _weighted(result: StepResult, weight: float, scores: Mapping[str, float]) -> StepResult:

@@ -1,8 +1,7 @@
-"""Servers that are asked for rewards: so many requests at once, so many in a run, and none twice.
+"""Clients of reward servers, with bounds on concurrent requests and on a run's requests and tokens.
 
-Invariants: of two questions that are the same, one is sent; a question that was sent is waited for and its answer kept,
-even if nobody waits for it any more, unless the service ends first; a call waits WAIT_S at most, then whoever calls is
-told to come back.
+Invariants: of equal questions one is sent; a sent question is awaited and its answer stored even if no caller waits any
+more, unless the service ends first; a call waits at most WAIT_S, then the caller is told to repeat it.
 """
 
 from __future__ import annotations
@@ -55,8 +54,9 @@ _TOKENS = telemetry.Counter(
 
 
 class Answer(NamedTuple):
-    """What is kept of an answer, the tokens it has cost (None where the server does not say), and why nothing can be
-    read in it (then it is not kept).
+    """Stored part of an answer, its tokens (None if the server does not report them), and why it is unusable.
+
+    An unusable answer is not stored.
     """
 
     said: str
@@ -66,8 +66,10 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A POST of `body` to `path` of the server; `read` takes from the answer what counts, and raises ValueError where
-    it is something else. `version` tells questions apart that look alike.
+    """A POST of `body` to `path` of the server.
+
+    `read` extracts the stored part of the answer, and raises ValueError for a malformed one. `version` distinguishes
+    questions that are otherwise equal.
     """
 
     path: str
@@ -81,13 +83,13 @@ class Question:
 
 
 class AskedServer:
-    """One server; an async context manager. Raises ConfigError if the file of its token is not usable."""
+    """One server; an async context manager. Raises ConfigError if its token file is unusable."""
 
     def __init__(self, name: str, settings: RewardServer, store: RewardStore, ca_file: Path | None = None) -> None:
         self.name, self._settings, self._store = name, settings, store
         key = f"services.env.reward_servers.{name}.token_file"
         self._token = read_key(settings.token_file, key)
-        self._tokens_told = True
+        self._reports_tokens = True
         self._ca_file = ca_file
         self._client: HttpClient | None = None
         self._places = asyncio.Semaphore(settings.max_concurrent)
@@ -96,7 +98,7 @@ class AskedServer:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        from shared.clients.base import HttpClient  # aiohttp, which a service without judges does not need
+        from shared.clients.base import HttpClient  # imports aiohttp, which a service without judges does not need
 
         settings = self._settings
         client = HttpClient(
@@ -111,12 +113,15 @@ class AskedServer:
         await self._stack.aclose()
 
     async def ask(self, question: Question) -> str:
-        """What the server says, or said. Raises Busy (ask again), RewardFailed, RewardRefused, StorageUnavailable."""
+        """Ask the server, or return its stored answer.
+
+        Raises Busy (repeat), RewardFailed, RewardRefused, StorageUnavailable.
+        """
         try:
             key = question.key(self.name)
         except TypeError as error:
-            told = f"the reward server {self.name} cannot be sent this episode: {error}"
-            raise RewardRefused(told, "its messages and tool calls must be JSON with numbers of 64 bits") from error
+            detail = f"the reward server {self.name} cannot receive this episode: {error}"
+            raise RewardRefused(detail, "its messages and tool calls must be JSON with numbers of 64 bits") from error
         asking = self._asking.get(key)
         if asking is None:
             asking = self._asking[key] = asyncio.get_running_loop().create_future()
@@ -129,24 +134,24 @@ class AskedServer:
         return asking.result()
 
     async def _answer(self, key: bytes, question: Question, asking: asyncio.Future[str]) -> None:
-        """A task: what it meets goes to those who wait."""
+        """Task of one question; errors are passed to the waiting callers."""
         try:
             said = await self._answered(key, question)
             asking.set_result(said)
         except VolleyError as error:
-            self._tell(asking, error)
-        except Exception as error:  # noqa: BLE001 - a defect here fails one question, and never the service
+            self._fail(asking, error)
+        except Exception as error:  # noqa: BLE001 - a defect here fails one question, never the service
             _log.exception("a question to a reward server failed", server=self.name)
-            told = f"what the reward server {self.name} answered could not be used: {type(error).__name__}: {error}"
-            self._tell(asking, RewardFailed(told))
+            detail = f"the answer of the reward server {self.name} could not be used: {type(error).__name__}: {error}"
+            self._fail(asking, RewardFailed(detail))
         finally:
             del self._asking[key]
             asking.cancel()
 
-    def _tell(self, asking: asyncio.Future[str], error: VolleyError) -> None:
+    def _fail(self, asking: asyncio.Future[str], error: VolleyError) -> None:
         _REQUESTS.labels(self.name, "failed").inc()
         asking.set_exception(error)
-        asking.exception()  # it is told to whoever waits, and nobody may
+        asking.exception()  # mark as retrieved, because there may be no caller left
 
     async def _answered(self, key: bytes, question: Question) -> str:
         known = await asyncio.to_thread(self._store.find, key)
@@ -158,29 +163,29 @@ class AskedServer:
                 lambda: self._sent(question), attempts=self._settings.attempts, cap_s=MAX_RETRY_AFTER_S
             )
         _TOKENS.labels(self.name).inc(tokens or 0)
-        self._tokens_told = self._tokens_told and tokens is not None
+        self._reports_tokens = self._reports_tokens and tokens is not None
         if unusable:
             await asyncio.to_thread(self._store.count_tokens, self.name, tokens or 0)
             raise JudgementUnusable(f"the answer of the reward server {self.name} {unusable}: …{said[-_MOST_TOLD:]}")
         said = await asyncio.to_thread(self._store.keep, key, self.name, said, tokens or 0)
         _REQUESTS.labels(self.name, "answered").inc()
-        self._check_told()
+        self._check_token_budget()
         return said
 
-    def _check_told(self) -> None:
-        """Raises RewardRefused where a budget of tokens cannot be kept."""
-        if not self._tokens_told and self._settings.max_tokens is not None:
-            told = f"the reward server {self.name} does not say how many tokens it used, so max_tokens cannot be kept"
-            raise RewardRefused(told, f"set services.env.reward_servers.{self.name}.max_requests instead")
+    def _check_token_budget(self) -> None:
+        """Raises RewardRefused if a token budget cannot be enforced."""
+        if not self._reports_tokens and self._settings.max_tokens is not None:
+            detail = f"the reward server {self.name} does not report used tokens, so max_tokens cannot be enforced"
+            raise RewardRefused(detail, f"set services.env.reward_servers.{self.name}.max_requests instead")
 
     async def _sent(self, question: Question) -> Answer:
-        """One attempt; each counts. Raises RewardFailed, RewardRefused."""
+        """Make one attempt, which counts toward the budget. Raises RewardFailed, RewardRefused."""
         limits = self._settings
-        self._check_told()
+        self._check_token_budget()
         used_up = await asyncio.to_thread(self._store.count_request, self.name, limits.max_requests, limits.max_tokens)
         if used_up is not None:
-            told = f"the budget of the reward server {self.name} is used up: {used_up}"
-            raise RewardRefused(told, f"raise services.env.reward_servers.{self.name}.{used_up.partition('=')[0]}")
+            detail = f"the budget of the reward server {self.name} is used up: {used_up}"
+            raise RewardRefused(detail, f"raise services.env.reward_servers.{self.name}.{used_up.partition('=')[0]}")
         assert self._client is not None, "enter the server first"
         where = f"the reward server {self.name} ({limits.url})"
         try:
@@ -188,28 +193,32 @@ class AskedServer:
             if answer is None:
                 raise RewardFailed(f"{where}: its answer is empty")
             if isinstance(answer, dict) and answer.get("error"):
-                raise RewardFailed(f"{where}: an error as answer: {self._told(str(answer['error']))[:_MOST_TOLD]}")
+                raise RewardFailed(
+                    f"{where}: an error as answer: {self._without_token(str(answer['error']))[:_MOST_TOLD]}"
+                )
             return question.read(answer)
         except (MalformedAnswer, Conflict) as error:
-            raise RewardFailed(f"{where}: {self._told(error.detail)}", self._told(error.hint)) from error
+            raise RewardFailed(
+                f"{where}: {self._without_token(error.detail)}", self._without_token(error.hint)
+            ) from error
         except InputError as error:
-            told = f"{where} refuses: {self._told(error.detail)}"
-            raise RewardRefused(told, "are url, model and token_file right?") from error
+            detail = f"{where} refuses: {self._without_token(error.detail)}"
+            raise RewardRefused(detail, "check url, model and token_file") from error
         except RewardFailed:
             raise
         except VolleyError as error:
             raise RewardFailed(
-                f"{where}: {self._told(error.detail)}", self._told(error.hint), _after_s(error)
+                f"{where}: {self._without_token(error.detail)}", self._without_token(error.hint), _after_s(error)
             ) from error
         except _MALFORMED as error:
-            told = f"{where}: {self._told(str(error))}"
-            raise RewardRefused(told, "is url the address of such a server?") from error
+            detail = f"{where}: {self._without_token(str(error))}"
+            raise RewardRefused(detail, "check that url is the address of such a server") from error
 
-    def _told(self, text: str) -> str:
+    def _without_token(self, text: str) -> str:
         return without_key(text, self._token)
 
     def _give_up(self) -> None:
-        """At the end of the service nobody waits for answers."""
+        """Cancel pending questions when the service ends."""
         for task in self._running:
             task.cancel()
 

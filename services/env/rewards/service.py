@@ -1,4 +1,4 @@
-"""A reward service of one's own: it gets the episode as JSON, and answers a score, or scores by name."""
+"""Custom reward service: it receives the episode as JSON and answers a score, or scores by name."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ def question(
     expected: str | None,
     version: str,
 ) -> Question:
-    """The request. Args: messages: the whole conversation; last: the environment's last answer; reward: its rewards
-    together.
+    """Make the request to a reward service.
+
+    Args:
+        messages: the whole conversation.
+        last: the environment's last result.
+        reward: sum of its rewards.
     """
     body = {
         "env": env,
@@ -40,12 +44,12 @@ def question(
 
 
 def scores(said: str) -> Mapping[str, float]:
-    """By name; "" is the name of a single one."""
+    """Scores by name; a single score has the name ""."""
     return orjson.loads(said)
 
 
 def _answer(answer: Any) -> Answer:
-    """Of `{"score": 0.5}` or `{"scores": {"tone": 0.5, …}}`. Raises ValueError."""
+    """Read `{"score": 0.5}` or `{"scores": {"tone": 0.5, …}}`. Raises ValueError."""
     found = answer if isinstance(answer, dict) else {}
     given = found["scores"] if "scores" in found else {"": found.get("score")}
     if not isinstance(given, dict) or not given or len(given) > _MAX_SCORES:

@@ -1,6 +1,6 @@
-"""What judges and reward services have answered, and what that has cost: an SQLite file in the run's folder.
+"""Answers of judges and reward services, and their costs, in an SQLite file in the run's folder.
 
-Invariant: an answer is on disk before it is used, so that no process asks for it again.
+Invariant: an answer is on disk before it is used, so that no process repeats the question.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ CREATE TABLE IF NOT EXISTS answers
 
 
 class RewardStore(SpendingStore):
-    """See `SpendingStore`; and the answers."""
+    """`SpendingStore` that also holds the answers."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, _ANSWERS)
 
     def find(self, key: bytes) -> str | None:
-        """What was answered; None if it never was."""
+        """Stored answer; None if there is none."""
         with self._transaction() as db:
             row = db.execute("SELECT said FROM answers WHERE key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
     def keep(self, key: bytes, server: str, said: str, tokens: int) -> str:
-        """An answer, and the tokens it has cost; returns what is kept: what another process answered before, if so."""
+        """Store an answer and its tokens. Returns the stored answer, which another process may have stored before."""
         at = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
         with self._transaction() as db:
             db.execute("BEGIN IMMEDIATE")

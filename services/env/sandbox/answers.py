@@ -1,7 +1,7 @@
-"""What comes out of a sandbox, read into the types of the service.
+"""Readers of a sandbox's answers, which convert them into the service's types.
 
-The sandbox has checked all of it already, to tell the author; but what runs there may send anything, so that nothing
-of it is believed here. Every reader raises SandboxFailed (`protocol`) naming what is wrong.
+The sandbox has checked the answers already, to inform the author. But submitted code can send anything, so the service
+does not trust them. Every reader raises SandboxFailed (`protocol`) naming the fault.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ type Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a submitted environment says of itself. `splits` is how many tasks each split has."""
+    """A submitted environment's description of itself. `splits` gives the number of tasks of each split."""
 
     protocol: AuthorProtocol
     entry: str
@@ -41,7 +41,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class OpenedEpisode:
-    """What `reset` answers: the task's id, the messages the model is asked first, the tools it has."""
+    """Answer to `reset`: the task's id, the messages that the model answers first, and its tools."""
 
     task: str
     messages: tuple[Message, ...]
@@ -50,7 +50,7 @@ class OpenedEpisode:
 
 @dataclass(frozen=True, slots=True)
 class ScriptResult:
-    """What a script printed, its exit code, and whether some of its output was cut off."""
+    """Output and exit code of a script; `cut` says that some output was dropped."""
 
     stdout: str
     stderr: str
@@ -60,8 +60,10 @@ class ScriptResult:
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
-    """What a text did in an interpreter that goes on: what it printed, the content of the files it changed, the paths
-    of those it removed, and of those that were too large to be told.
+    """Result of one text in an interpreter that continues.
+
+    It holds the printed output, the content of changed files, and the paths of removed files and of files too large to
+    send.
     """
 
     script: ScriptResult
@@ -140,7 +142,7 @@ def read_script(value: Any) -> ScriptResult:
 
 
 def read_cell(value: Any) -> CellResult:
-    """Paths are as they came: whoever keeps the files has rules for them."""
+    """Read a cell's result. Paths are not checked; the store of the files does that."""
     names = {"files", "removed", "left_out"}
     if not isinstance(value, dict) or not names <= value.keys():
         raise _wrong("the result of a cell", value)
@@ -216,4 +218,4 @@ def _one_of(value: Any, kind: Any, what: str) -> Any:
 
 def _wrong(what: str, value: Any) -> SandboxFailed:
     shown = repr(value)[:80] if isinstance(value, str | int | float | bool) or value is None else type(value).__name__
-    return SandboxFailed(f"{what} is {shown}, which cannot be", why="protocol")
+    return SandboxFailed(f"{what} is {shown}, which is not valid", why="protocol")

@@ -1,4 +1,4 @@
-"""What one sandbox may use, and the programs it can hold."""
+"""Limits of one sandbox, and the programs that it can run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ MAX_SOURCE = 2**20
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Bounds of one sandbox, over its whole life.
+    """Limits of one sandbox over its whole life.
 
     Args:
         cpu_s: seconds of CPU time.
-        memory_mb: address space, in MiB; a small program takes some 60 of it.
-        threads: how many at once, the first included.
-        file_mb: the largest file it may write, in MiB.
-        disk_mb: all files of its private folder together, in MiB.
-        open_files: descriptors open at once.
-        frame_bytes: the largest answer to one call.
-        log_bytes: how much of the end of its output is kept. A sandbox that writes more than LOG_FACTOR times as much
-            is ended.
+        memory_mb: address space, in MiB; a small program takes about 60 MiB.
+        threads: threads at once, including the first.
+        file_mb: largest file that it may write, in MiB.
+        disk_mb: total size of its private folder, in MiB.
+        open_files: open descriptors at once.
+        frame_bytes: largest answer to one call.
+        log_bytes: bytes kept from the end of its output. A sandbox that writes more than LOG_FACTOR times as much is
+        killed.
     """
 
     cpu_s: int = 60
@@ -45,13 +45,13 @@ class EnvironmentProgram:
     """A submitted environment.
 
     Args:
-        source: the text of a Python file; None to import `module` from one of `folders`.
-        filename: how the file is called in tracebacks.
-        entry: the class to use; by default the last one that looks like an environment.
+        source: text of a Python file; None to import `module` from one of `folders`.
+        filename: name of the file in tracebacks.
+        entry: the class to use; by default the last one with an environment's methods.
         config: keyword arguments of its constructor.
-        module: what to import where there is no `source`.
+        module: module to import if there is no `source`.
         python: the interpreter (3.10 or newer), without its site-packages; None is the service's own.
-        folders: where imports are looked for, before the standard library; read-only.
+        folders: read-only folders searched for imports before the standard library.
     """
 
     source: str | None
@@ -65,10 +65,11 @@ class EnvironmentProgram:
 
 @dataclass(frozen=True, slots=True)
 class ScriptProgram:
-    """A sandbox that runs texts of Python: call "run" with {source, stdin, max_output}, which answers {stdout, stderr,
-    exit, cut}. One after the other in the same process; close it after one text if they must not meet. Call "cell" with
-    {source, seed, cpu_s, max_output, files, removed, received, max_bytes} runs a text in an interpreter that keeps its
-    variables, and answers {files, removed, left_out} too (see inside/interpreter.py).
+    """A sandbox that runs Python texts one after the other in the same process.
+
+    Call "run" with {source, stdin, max_output} answers {stdout, stderr, exit, cut}; close the sandbox after one text to
+    isolate texts. Call "cell" with {source, seed, cpu_s, max_output, files, removed, received, max_bytes} runs a text
+    in an interpreter that keeps its variables, and also answers {files, removed, left_out} (see inside/interpreter.py).
     """
 
     python: Path | None = None
@@ -77,9 +78,10 @@ class ScriptProgram:
 
 @dataclass(frozen=True, slots=True)
 class ShellProgram:
-    """A sandbox that starts programs: those of the machine's /usr, in a root of its own, where all but the system's
-    folders is empty and may be written. It needs a service that is root's, and namespaces. What it is asked:
-    inside/shell.py.
+    """A sandbox that starts programs of the machine's /usr, in a root of its own.
+
+    Everything in that root except the system's folders is empty and writable. Needs a service that runs as root, and
+    namespaces. Its methods are in inside/shell.py.
     """
 
     python: Path | None = None

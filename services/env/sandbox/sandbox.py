@@ -1,7 +1,7 @@
-"""One sandbox: a process that runs a stranger's code, asked by one request after the other.
+"""One sandbox: a process that runs untrusted code and answers one request at a time.
 
-Invariant: a sandbox whose call ran out of time, was given up, or was answered with something else, is ended and never
-asked again.
+Invariant: a sandbox is killed, and not called again, after a call that timed out, was cancelled, or got a malformed
+answer.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _log = telemetry.Log("sandbox")
 
 
 class Sandbox:
-    """One process of a stranger's. Made by `Sandboxes.start`; to be closed.
+    """One process of untrusted code. `Sandboxes.start` makes it; the caller closes it.
 
-    `description` is what the environment says of itself (see answers.read_description), None of a script. `owner` is
-    with whom it shares the turns of long calls; without one it takes none.
+    `description` is the environment's description of itself (see answers.read_description), None for a script.
+    Sandboxes with the same `owner` share turns for long calls; an empty owner takes no turns.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class Sandbox:
         self._output = LogPipe(limits.log_bytes, self._flooded)
         self._log_transport: asyncio.ReadTransport | None = None
         self._ended_for: tuple[Why, str] | None = None
-        self.rests = False
+        self.pauses_between_calls = False
         self.closed = False
 
     @property
     def log(self) -> str:
-        """The end of what it wrote to stdout and stderr, at most `log_bytes`; may hold anything."""
+        """Last `log_bytes` of its stdout and stderr; untrusted content."""
         return self._output.tail.decode("utf-8", "replace")
 
     @property
     def pid(self) -> int | None:
-        """The zygote's number of its process, once it is known."""
+        """Process id as the zygote sees it, once it is known."""
         known = self._process is not None and self._process.pid.done() and not self._process.pid.cancelled()
         return self._process.pid.result() if known and self._process is not None else None
 
@@ -78,10 +78,10 @@ class Sandbox:
         return self._ended_for is None and self._process is not None and not self._process.end.done()
 
     async def call(self, method: str, params: dict[str, Any], deadline_s: float) -> Any:
-        """What the code in the sandbox answers, as a JSON value that is to be checked before it is used.
+        """Call a method and return its JSON value, which the caller checks before using it.
 
-        Raises SandboxFailed, InputError if `params` are no JSON. An exception of the code leaves the sandbox alive;
-        anything else, a deadline and a cancelled call too, ends it.
+        Raises SandboxFailed, and InputError if `params` are not JSON. An exception in the code leaves the sandbox
+        alive; any other failure, including a deadline or a cancelled call, kills it.
         """
         async with self._turn:
             if not self.alive:
@@ -90,7 +90,7 @@ class Sandbox:
             request = frames.encode(self.n_calls, method, params)
             assert self._reader is not None
             assert self._writer is not None
-            if self.rests:
+            if self.pauses_between_calls:
                 self.resume()
             long = asyncio.get_running_loop().call_later(LONG_S, self._take_turns)
             try:
@@ -114,7 +114,7 @@ class Sandbox:
             finally:
                 long.cancel()
                 self._turns.leave(self)
-                if self.rests:
+                if self.pauses_between_calls:
                     self.pause()
 
     def _take_turns(self) -> None:
@@ -125,28 +125,28 @@ class Sandbox:
     def is_called(self) -> bool:
         return self._turn.locked()
 
-    def rest_between_calls(self) -> None:
-        """From now on it computes only while it is asked. For one that goes on after it has answered."""
-        if not self.rests:
-            _log.warning("a sandbox goes on computing after it has answered, and is paused", owner=self.owner)
-            self.rests = True
+    def pause_between_calls(self) -> None:
+        """Pause the process between calls from now on, because it continued after an answer."""
+        if not self.pauses_between_calls:
+            _log.warning("sandbox paused between calls: it kept computing after an answer", owner=self.owner)
+            self.pauses_between_calls = True
             self.pause()
 
     def pause(self) -> None:
-        """Stops the process until `resume`; it cannot refuse."""
+        """Stop the process until `resume`; it cannot refuse."""
         self.zygote.signal(self.number, "pause")
 
     def resume(self) -> None:
         self.zygote.signal(self.number, "resume")
 
     def end(self, why: Why, detail: str) -> None:
-        """Kills the process; later calls fail for this reason. The first reason counts."""
+        """Kill the process. Later calls fail with the first reason given."""
         if self._ended_for is None:
             self._ended_for = (why, detail)
         self.zygote.signal(self.number, "kill")
 
     async def close(self) -> None:
-        """Ends the process and removes its private folder; `log` is then all there will be. May be called again."""
+        """End the process and remove its private folder. `log` is then final. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -167,7 +167,7 @@ class Sandbox:
                 await asyncio.shield(asyncio.to_thread(self._remove_folder))
 
     async def connect(self) -> None:
-        """Forks the process and takes its ends. Raises Unavailable, OSError (no descriptors left)."""
+        """Fork the process and connect to it. Raises Unavailable, OSError (no descriptors left)."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             ours.setblocking(False)
@@ -182,7 +182,7 @@ class Sandbox:
                 )
 
     async def _why_dead(self, method: str) -> SandboxFailed:
-        """Why it does not answer; its process has ended when this returns, or is given up."""
+        """Reason for its end. Returns once the process has ended or is abandoned."""
         end = await self._end()
         if self._ended_for is None:
             self._ended_for = _cause(end, self.limits)
@@ -191,18 +191,20 @@ class Sandbox:
         return SandboxFailed(f"{method}: {detail}", why=why)
 
     async def _end(self) -> ProcessEnd:
-        """How the process ended; it is killed if it only closed its channel. One that does not even end then (it may
-        wait for a disk) is left behind, and its number stays taken until it is gone.
+        """Wait for the end of the process, and kill it if it only closed its channel.
+
+        A process that survives the kill (it may wait for a disk) is abandoned; its number stays reserved until it is
+        gone.
         """
         if self._process is None:
             return ProcessEnd(error="it was never started")
         end = self._process.end
-        for patience_s in (1.0, END_S):
-            done, _ = await asyncio.wait([end], timeout=patience_s)
+        for timeout_s in (1.0, END_S):
+            done, _ = await asyncio.wait([end], timeout=timeout_s)
             if done:
                 return end.result()
-            self.end("protocol", "it closed its channel and went on")
-        _log.error("a sandbox does not end", sandbox=self.number, pid=self.pid)
+            self.end("protocol", "it closed its channel and kept running")
+        _log.error("killed sandbox does not end", sandbox=self.number, pid=self.pid)
         return ProcessEnd(error="its process does not end")
 
     def _remove_folder(self) -> None:
@@ -210,14 +212,14 @@ class Sandbox:
             try:
                 workspace.remove(self.tmp)
             except OSError as error:
-                _log.error("the folder of a sandbox is left behind", folder=str(self.tmp), error=str(error))
+                _log.error("folder of a sandbox cannot be removed", folder=str(self.tmp), error=str(error))
 
     def _flooded(self) -> None:
         self.end("output", f"it wrote more than {LOG_FACTOR * self.limits.log_bytes} bytes to stdout and stderr")
 
 
 class LogPipe(asyncio.Protocol):
-    """Keeps the last `most` bytes; calls `flooded` when LOG_FACTOR times as many have come."""
+    """Keep the last `most` bytes; call `flooded` after LOG_FACTOR times as many."""
 
     def __init__(self, most: int, flooded: Callable[[], None]) -> None:
         self.tail = bytearray()
@@ -225,7 +227,7 @@ class LogPipe(asyncio.Protocol):
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def drain(self) -> None:
-        """Until the other end is closed, or DRAIN_S."""
+        """Wait until the other end is closed, at most DRAIN_S."""
         await asyncio.wait([self._closed], timeout=DRAIN_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -241,9 +243,9 @@ class LogPipe(asyncio.Protocol):
 
 
 def _cause(end: ProcessEnd, limits: SandboxLimits) -> tuple[Why, str]:
-    """Why a process ended that nobody here ended."""
+    """Cause of an end that the service did not request."""
     if end.status is None:
-        return "crash", end.error or "nobody knows how its process ended"
+        return "crash", end.error or "its process ended for an unknown reason"
     code = os.waitstatus_to_exitcode(end.status)
     if code >= 0:
         return "crash", f"its process ended by itself with exit code {code}"

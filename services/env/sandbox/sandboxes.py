@@ -1,4 +1,4 @@
-"""Sandboxes: processes that run code of strangers, and cannot do more than answer.
+"""Sandboxes: processes that run untrusted code and can do nothing but answer calls.
 
     async with Sandboxes() as sandboxes:
         sandbox = await sandboxes.start(EnvironmentProgram(source), SandboxLimits())
@@ -7,8 +7,8 @@
         finally:
             await sandbox.close()
 
-Invariants: a sandbox that fails costs nobody else anything; one whose call ran out of time, or was given up, is ended,
-never asked again; when the service ends, however it ends, so do all of them.
+Invariants: a failing sandbox does not affect others; a sandbox is killed, and not called again, after a call that timed
+out or was cancelled; all sandboxes end with the service, however it ends.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ _START_SECONDS = telemetry.Histogram(
 _log = telemetry.Log("sandbox")
 
 type _Key = tuple[Path, tuple[Path, ...], bool]
-"""Interpreter, folders, and whether programs are started."""
+"""Interpreter, folders, and True if programs are started."""
 
 
 class Sandboxes:
     """All sandboxes of a service; an async context manager.
 
     Args:
-        max_running: sandboxes at once; one more is refused with RateLimited.
-        n_long_calls: calls that may go on computing at once, see `turns`; by default by the number of processors.
-        folder: where their private folders lie if they cannot have a tmpfs; by default a temporary one.
-        namespaces: whether to use namespaces where that is allowed.
-        landlock: the newest version of Landlock to use.
+        max_running: sandboxes at once; further ones are refused with RateLimited.
+        n_long_calls: long calls that may compute at once, see `turns`; the default follows the number of processors.
+        folder: parent of private folders where sandboxes have no tmpfs; by default a temporary folder.
+        namespaces: use namespaces where they are allowed.
+        landlock: newest version of Landlock to use.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class Sandboxes:
         self._opening: dict[_Key, asyncio.Lock] = {}
         self._n_opening = 0
         self._running: dict[int, Sandbox] = {}
-        # Users go by the numbers, and processes are counted by user on the whole machine: not from 0, as others do too.
+        # User ids follow the numbers, and the kernel counts processes by user on the whole machine. Numbers do not
+        # start at 0, because those of other services may.
         self._numbers, self._names = count(secrets.randbelow(MAX_RUNNING)), count()
         self._turns = Turns[Sandbox](n_long_calls)
         self._stack = AsyncExitStack()
@@ -105,12 +106,12 @@ class Sandboxes:
         await self._stack.aclose()
 
     async def _make_own_folder(self) -> None:
-        """Make the private folder of this process, also where a cleaner of temporary files has removed it."""
+        """Make the private folder of this process, again if a cleaner of temporary files has removed it."""
         async with self._remaking:
             if self._lock is not None:
                 if _is_at(self._lock, self.folder):
                     return
-                _log.warning("the folder of the sandboxes was removed and is made again", folder=str(self.folder))
+                _log.warning("the folder of the sandboxes was removed; making it again", folder=str(self.folder))
                 os.close(self._lock)
                 self._lock = None
             with storage(self._given or Path(tempfile.gettempdir())):
@@ -122,27 +123,29 @@ class Sandboxes:
             os.close(self._lock)
 
     async def probe(self) -> Tier:
-        """What this machine can do, found out by doing it once. Raises Unavailable."""
+        """Start a zygote to find what this machine can enforce. Raises Unavailable."""
         return (await self._zygote_of(_plain_key())).tier
 
     async def probe_shell(self) -> None:
-        """Raises Forbidden where sandboxes cannot start programs; Unavailable."""
+        """Raises Forbidden if sandboxes cannot start programs here; Unavailable."""
         await self._zygote_of((_service_python(), (), True))
 
     async def start(
         self, program: Program, limits: SandboxLimits | None = None, deadline_s: float = 15.0, owner: str = ""
     ) -> Sandbox:
-        """A confined process that has loaded `program`. Its long calls share the turns of `owner`; without one they
-        take none: for programs whose limit on CPU is seconds, and whose time decides on a reward.
+        """Start a confined process and load `program` in it.
 
-        Raises SandboxFailed, RateLimited, Unavailable, InputError (a source that is too long, an owner of programs),
-        Forbidden (programs cannot be started here), StorageUnavailable (its folder cannot be made).
+        Long calls of sandboxes with the same `owner` share turns. Without an owner they take none: for programs with a
+        CPU limit of seconds, whose duration affects a reward.
+
+        Raises SandboxFailed, RateLimited, Unavailable, InputError (the source is too long, or a shell program has an
+        owner), Forbidden (programs cannot be started here), StorageUnavailable (the folder cannot be made).
         """
         if isinstance(program, EnvironmentProgram) and len(program.source or "") > MAX_SOURCE:
-            raise InputError(f"a source of {len(program.source or '')} characters", f"send at most {MAX_SOURCE}")
+            raise InputError(f"the source has {len(program.source or '')} characters", f"send at most {MAX_SOURCE}")
         program = _absolute(program)
         shell = isinstance(program, ShellProgram)
-        if shell and owner:  # who would be paused is not its programs, but who waits for them
+        if shell and owner:  # pausing would stop the process that waits, not its programs
             raise InputError("a sandbox that starts programs takes no turns", "leave out its owner")
         await self._make_own_folder()
         zygote = await self._zygote_of((program.python or _service_python(), program.folders, shell))
@@ -159,7 +162,7 @@ class Sandboxes:
         except OSError as error:
             await sandbox.close()
             lacking = exhausted(error)
-            raise RateLimited(f"no sandbox can be started: {lacking or error}", HINT if lacking else "") from error
+            raise RateLimited(f"a sandbox cannot be started: {lacking or error}", HINT if lacking else "") from error
         except BaseException:
             await sandbox.close()
             raise
@@ -167,7 +170,7 @@ class Sandboxes:
         return sandbox
 
     def _forget(self, sandbox: Sandbox) -> None:
-        """Its process has ended: its number may be used again."""
+        """Free the number of a sandbox whose process has ended."""
         self._running.pop(sandbox.number, None)
         _RUNNING.set(len(self._running))
 
@@ -182,15 +185,16 @@ class Sandboxes:
         return sandbox
 
     async def _zygote_of(self, key: _Key) -> ZygoteProcess:
-        """The zygote of an interpreter and folders, started if there is none that lives; who needs another one does not
-        wait for it. Raises Unavailable.
+        """The zygote for an interpreter and folders, started if none is alive. Raises Unavailable.
+
+        Requests for different zygotes do not wait for each other.
         """
         async with self._opening.setdefault(key, asyncio.Lock()):
             zygote = self._zygotes.get(key)
             if zygote is not None and zygote.alive:
                 return zygote
             if zygote is not None:
-                _log.error("a zygote was lost and is started again", python=str(key[0]))
+                _log.error("zygote lost; starting another", python=str(key[0]))
                 await self._zygotes.pop(key).close()
             self._n_opening += 1
             try:
@@ -209,7 +213,7 @@ class Sandboxes:
             return zygote
 
     async def _make_room(self) -> None:
-        """For those that are being opened. Raises RateLimited."""
+        """Make room for the zygotes being opened. Raises RateLimited."""
         if len(self._zygotes) + self._n_opening <= MAX_ZYGOTES:
             return
         idle = next((key for key, zygote in self._zygotes.items() if zygote.n_children == 0), None)
@@ -218,57 +222,62 @@ class Sandboxes:
         await self._zygotes.pop(idle).close()
 
     async def _watch(self) -> None:
-        """Looks at what the kernel does not bound: private folders without a tmpfs, threads of an ordinary user, and
-        what goes on computing between its calls.
+        """Watch for what the kernel does not bound.
+
+        That is: private folders without a tmpfs, threads of an ordinary user, and computing between calls.
         """
         idle: dict[Sandbox, int] = {}
         while True:
-            idle = await self._calm(idle)
+            idle = await self._pause_computing(idle)
             await asyncio.sleep(LOOK_S)
             for sandbox in list(self._running.values()):
                 if not sandbox.zygote.tier.namespaces and sandbox.alive:
-                    await self._look(sandbox)
+                    await self._check_usage(sandbox)
 
-    async def _calm(self, idle: Mapping[Sandbox, int]) -> dict[Sandbox, int]:
-        """Has those stand still between their calls that computed since the last time, though nobody called them.
-        Returns those that nobody calls now, with the number of their calls; `idle`: what it returned the last time.
+    async def _pause_computing(self, idle: Mapping[Sandbox, int]) -> dict[Sandbox, int]:
+        """Pause sandboxes that computed between calls since the last look.
+
+        Args:
+            idle: the previous return value.
+
+        Returns the sandboxes without a call at present, with their numbers of calls.
         """
         now = {one: one.n_calls for one in self._running.values() if not one.is_called}
         for zygote in [zygote for zygote in self._zygotes.values() if zygote.n_children]:
             for number in await zygote.look():
                 one = self._running.get(number)
                 if one is not None and not one.is_called and idle.get(one) == one.n_calls:
-                    one.rest_between_calls()
+                    one.pause_between_calls()
         return now
 
-    async def _look(self, sandbox: Sandbox) -> None:
+    async def _check_usage(self, sandbox: Sandbox) -> None:
         limits = sandbox.limits
         most = workspace.MAX_FILES_PER_MB * limits.disk_mb
         used, entries = await asyncio.to_thread(workspace.usage, sandbox.tmp, most)
         if used > limits.disk_mb * 2**20:
-            sandbox.end("output", f"its files take more than {limits.disk_mb} MiB")
+            sandbox.end("output", f"its files use more than {limits.disk_mb} MiB")
         elif entries >= most:
             sandbox.end("output", f"it made more than {most} files")
         elif not sandbox.zygote.tier.bounds_threads:
             n = await asyncio.to_thread(_n_threads, sandbox.pid)
             if n > limits.threads:
-                sandbox.end("refused", f"it had {n} threads; {limits.threads} are allowed")
+                sandbox.end("refused", f"it had {n} threads; the limit is {limits.threads}")
 
     async def _close_all(self) -> None:
         for sandbox in list(self._running.values()):
             with contextlib.suppress(SandboxFailed, OSError):
                 await sandbox.close()
-        for zygote in list(self._zygotes.values()):  # a start may be under way
+        for zygote in list(self._zygotes.values()):  # a start may be in progress
             await zygote.close()
 
 
 def _absolute(program: Program) -> Program:
-    """A zygote has another working folder."""
+    """Make folders absolute, because a zygote has another working folder."""
     return replace(program, folders=tuple(Path(os.path.abspath(folder)) for folder in program.folders))
 
 
 def _opening(program: Program) -> tuple[str, dict[str, Any]]:
-    """The first call, which loads the program."""
+    """First call to a sandbox, which loads the program."""
     if not isinstance(program, EnvironmentProgram):
         return "paths", {"paths": [str(folder) for folder in program.folders]}
     return "load", {
@@ -286,14 +295,15 @@ def _plain_key() -> _Key:
 
 
 def _service_python() -> Path:
-    """The interpreter this process runs, without its virtual environment."""
+    """This process's interpreter, without its virtual environment."""
     return Path(sys.executable).resolve()
 
 
 def _make_folder(given: Path | None) -> tuple[Path, int]:
-    """A folder for this process, and a descriptor that locks it. Those that a killed process left behind are removed.
+    """Make a folder for this process and lock it; return both.
 
-    Others may pass through it, and not look into it: sandboxes of root have users of their own.
+    Removes folders that killed processes left behind. Other users may pass through the folder but not list it, because
+    root's sandboxes run as users of their own.
     """
     place = given or Path(tempfile.gettempdir())
     place.mkdir(parents=True, exist_ok=True)
@@ -310,7 +320,7 @@ def _make_folder(given: Path | None) -> tuple[Path, int]:
             lock = _locked(folder)
             folder.chmod(0o711)
         except (BlockingIOError, FileNotFoundError):
-            continue  # another process, which starts at this moment, took it for one that was left behind
+            continue  # another process that starts now removed it as a leftover
         return folder, lock
 
 
@@ -323,7 +333,7 @@ def _is_at(descriptor: int, folder: Path) -> bool:
 
 
 def _locked(folder: Path) -> int:
-    """Raises OSError if somebody else has it, or if it is somebody else's; ConfigError without file locks."""
+    """Lock a folder. Raises OSError if another process or user has it, ConfigError without file locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_uid != os.geteuid():
@@ -337,7 +347,7 @@ def _locked(folder: Path) -> int:
 
 
 def _n_threads(pid: int | None) -> int:
-    """Of a process, 0 of one that is gone or not known."""
+    """Number of threads of a process; 0 if it has ended or is unknown."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:

@@ -1,4 +1,4 @@
-"""What the sandbox can enforce on this machine."""
+"""Confinement that the sandbox can enforce on this machine."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ NONE, RESTRICTED, NAMESPACED = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """0: resource limits only. 1: with Landlock and seccomp, so that code sees no files but Python's and its own, opens
-    no sockets, starts no programs. 2: with namespaces too, so that there is nothing else to see.
+    """Level of confinement.
+
+    - 0: resource limits only.
+    - 1: Landlock and seccomp as well. Code sees only Python's and its own files, opens no sockets and starts no
+      programs.
+    - 2: namespaces as well, so that nothing else is visible.
 
     Args:
         landlock: version of Landlock in use; 0 if none.
-        seccomp: whether system calls are filtered.
-        namespaces: those in use.
-        bounds_threads: whether the kernel bounds the threads of each sandbox; else they are counted now and then.
-        missing: why it is not more, in sentences.
+        seccomp: True if system calls are filtered.
+        namespaces: namespaces in use.
+        bounds_threads: True if the kernel bounds each sandbox's threads; otherwise they are counted periodically.
+        missing: reasons why the level is not higher, as sentences.
     """
 
     landlock: int = 0

@@ -1,10 +1,12 @@
-"""Long calls take turns, so that short ones do not wait behind them.
+"""Turns for long calls, so that short calls do not wait behind them.
 
-A call into a sandbox that is not answered after LONG_S most likely computes, and may do so for ever. As many of those
-as there are places run at once; the others are paused, and have the places in turn. Turns go round the owners first
-(environments, mostly), and then round the sandboxes of each: who has many long calls gets no more than who has one.
+A call that is not answered after LONG_S most likely computes, perhaps for ever. A fixed number of such calls, the
+places, run at once; the others are paused and get the places in turn. Turns rotate over the owners (mostly
+environments) first, and then over the sandboxes of each owner, so an owner with many long calls gets no more than one
+with a single call.
 
-Invariants: who waits is paused, who has a place or has left is not; while one waits, every place is taken.
+Invariants: a waiting sandbox is paused; one with a place, or without a long call, is not; while one waits, every place
+is taken.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _PAUSED = telemetry.Gauge(
 
 
 class TurnTaker(Protocol):
-    """What takes turns. `owner`: who shares one place in the round."""
+    """A sandbox that takes turns. Sandboxes of one `owner` share one position in the rotation."""
 
     @property
     def owner(self) -> str: ...
@@ -38,7 +40,11 @@ class TurnTaker(Protocol):
 
 
 class Turns[T: TurnTaker]:
-    """Args: n_places: how many run at once; by default one for each processor but the last, and at least one."""
+    """Rotation of long calls.
+
+    Args:
+        n_places: long calls that run at once; by default the number of processors minus one, and at least one.
+    """
 
     def __init__(self, n_places: int | None = None) -> None:
         self._n_places = n_places or max(1, n_processors() - 1)
@@ -47,15 +53,15 @@ class Turns[T: TurnTaker]:
         self._timer: asyncio.TimerHandle | None = None
 
     def join(self, one: T) -> None:
-        """Its call has become long."""
+        """Enter a sandbox whose call has become long."""
         if len(self._running) < self._n_places:
             self._running.append(one)
         else:
             self._wait(one)
-        self._wind()
+        self._start_timer()
 
     def leave(self, one: T) -> None:
-        """Its call has ended. One that has not joined is left alone."""
+        """Remove a sandbox whose call has ended. Has no effect on one that has not joined."""
         if one in self._running:
             self._running.remove(one)
             self._fill()
@@ -64,23 +70,23 @@ class Turns[T: TurnTaker]:
             if not line:
                 del self._waiting[one.owner]
             one.resume()
-            self._tell()
+            self._update_metric()
 
     def rotate(self) -> None:
-        """The turns of those that run are over, as far as others wait."""
+        """End the turns of running sandboxes, as far as others wait."""
         self._timer = None
         for _ in range(min(len(self._running), sum(map(len, self._waiting.values())))):
             self._wait(self._running.popleft())
             self._fill()
-        self._wind()
+        self._start_timer()
 
     def _wait(self, one: T) -> None:
         one.pause()
         self._waiting.setdefault(one.owner, deque()).append(one)
-        self._tell()
+        self._update_metric()
 
     def _fill(self) -> None:
-        """Gives free places away. The owner whose turn it was goes to the end of the line."""
+        """Fill free places. The owner that gets one goes to the end of the line."""
         while self._waiting and len(self._running) < self._n_places:
             owner, line = next(iter(self._waiting.items()))
             one = line.popleft()
@@ -89,21 +95,21 @@ class Turns[T: TurnTaker]:
                 self._waiting[owner] = line
             self._running.append(one)
             one.resume()
-        self._tell()
+        self._update_metric()
 
-    def _tell(self) -> None:
+    def _update_metric(self) -> None:
         _PAUSED.set(sum(map(len, self._waiting.values())))
 
-    def _wind(self) -> None:
-        """A timer runs while somebody waits; who comes meanwhile does not begin it anew."""
+    def _start_timer(self) -> None:
+        """Start the timer if a sandbox waits. A later arrival does not restart it."""
         if self._waiting and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TURN_S, self.rotate)
 
 
 def n_processors() -> int:
-    """That this process may use: those it may run on, and as many as the quota of its container is worth."""
+    """Number of processors that this process may use, by its affinity and its container's quota."""
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with contextlib.suppress(OSError, ValueError):  # "max" is no quota
+    with contextlib.suppress(OSError, ValueError):  # "max" means no quota
         quota, period = map(int, _QUOTA.read_text(encoding="utf-8").split())
         n = min(n, max(1, quota // period))
     return n

@@ -1,10 +1,10 @@
-"""Verdicts on versions of environments by how their live episodes fare.
+"""Verdicts on versions of environments, from their live episodes.
 
-A canary is promoted when every turn that its episodes reach has proved itself, or when enough episodes have ended.
-Failures are counted against what reached the failing turn (see `shared.failure_rates`).
-
-Eight episodes without a failure only show, with 95 % confidence, that fewer than a third fail. Therefore a promoted
-version is watched on, and rolled back if it fails more often than the version before it.
+A canary is promoted when every turn that its episodes reach has enough observations without excess failures, or when
+enough episodes have ended. A turn's failures are counted relative to the episodes that reached it (see
+`shared.failure_rates`). Eight episodes without a failure only show, with 95 % confidence, that fewer than a third fail.
+Therefore a promoted version stays under observation, and is rolled back if it fails more often than the version before
+it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from services.env.episodes import EpisodeCall
 from shared.failure_rates import TOLERATED, FailureRates, TurnCount
 
 MIN_EPISODES = 8
-"""Episodes that have to end before a canary is promoted, and to reach a turn before that has proved itself."""
+"""Episodes that must end before a canary is promoted, and must reach a turn before the turn is judged."""
 MAX_EPISODES = 64
-"""Ended episodes after which a canary is decided whatever few of them have reached."""
+"""Ended episodes after which a canary is decided even if few of them reached some turn."""
 MAX_P95_S = 10.0
-"""Seconds that 19 of 20 calls have to stay below."""
+"""Upper bound on the 95th percentile of a call's duration, in seconds."""
 WATCHED_EPISODES = 1000
-"""Ended episodes after its promotion in which a version may be rolled back."""
+"""Ended episodes after a promotion during which the version may be rolled back."""
 _CERTAIN = 0.01
 _MAX_CALLS = 1000
 
@@ -38,7 +38,7 @@ class LiveRecord:
     failed: dict[tuple[object, ...], None] = field(default_factory=dict[tuple[object, ...], None])
 
     def called(self, call: EpisodeCall) -> None:
-        """Counts a call; a sample that is played again and fails again at the same turn counts once."""
+        """Count a call. Repeated failures of one sample at one turn count once."""
         if len(self.calls_s) < _MAX_CALLS:
             self.calls_s.append(call.seconds)
         key = (*call.sample, call.turn)
@@ -55,7 +55,7 @@ class LiveRecord:
 
     @property
     def verdict(self) -> tuple[bool, str] | None:
-        """Verdict on a canary, with the reason; None while too little was seen."""
+        """Verdict on a canary with its reason; None while there are too few observations."""
         if (turn := self.rates.suspect(_CERTAIN)) is not None:
             return False, f"{self.n_ended} live episodes: {self.rates.format_turn(turn)}"
         if self.n_ended < MIN_EPISODES:
@@ -69,13 +69,16 @@ class LiveRecord:
             return None
         if unclear:
             return False, f"{self.n_ended} live episodes: {self.rates.format_turn(unclear[0])}; too few to clear it"
-        told = f"{self.n_ended} live episodes, {self.rates.n_failed} failed, 19 of 20 calls below {p95_s:.3f} s"
-        return True, told + (f"; fewer than {MIN_EPISODES} reached turn {thin[0]}" if thin else "")
+        summary = f"{self.n_ended} live episodes, {self.rates.n_failed} failed, 19 of 20 calls below {p95_s:.3f} s"
+        return True, summary + (f"; fewer than {MIN_EPISODES} reached turn {thin[0]}" if thin else "")
 
     def regression(self, before: LiveRecord | None) -> str | None:
-        """Why a promoted version fails more often than the one before it; None if it does not, or is watched no more.
+        """Reason to roll back a promoted version: it fails more often than the one before it.
 
-        Args: before: of that version, None where nothing was seen of it.
+        None if it does not, or is no longer observed.
+
+        Args:
+            before: record of the earlier version, None if there is none.
         """
         if self.n_ended > WATCHED_EPISODES:
             return None
@@ -84,7 +87,7 @@ class LiveRecord:
 
     @property
     def trouble(self) -> str | None:
-        """Why its episodes fail too often; None if they do not."""
+        """Description of its excess failures; None if there are none."""
         turn = self.rates.suspect()
         return self.rates.format_turn(turn) if turn is not None else None
 

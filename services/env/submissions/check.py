@@ -1,7 +1,7 @@
-"""`python -m services.env.submissions.check CACHE ASKED < FILE`: the validation of a file, without a service.
+"""`python -m services.env.submissions.check CACHE ASKED < FILE`: validate a file without a service.
 
-ASKED is a JSON object with the file's `name`, `archive` (whether it is a zip file), `entry` and `config`. Prints the
-report as JSON; the exit code is 0 if the environment would be taken, 1 if not, 2 if it cannot be tried here.
+ASKED is a JSON object with the file's `name`, `archive` (true for a zip file), `entry` and `config`. The report is
+printed as JSON. The exit code is 0 if the environment passes, 1 if not, 2 if it cannot be tried on this machine.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ _DEADLINE_S = 30.0
 
 
 async def checked(wanted: Submission, cache: Path, kept: Path) -> Validated:
-    """Args: cache: where archives are unpacked and dependencies installed; kept: a folder for what is sent.
+    """Validate a submission.
 
-    Raises InputError (what a service would refuse at once), Unavailable (no sandbox can be started).
+    Args:
+        cache: folder for unpacked archives and installed dependencies.
+        kept: folder for the submitted files.
+
+    Raises InputError (a service would refuse it at once), Unavailable (no sandbox can be started).
     """
     store = SubmissionStore(kept)
     programs = Programs(store, cache, os.environ.get("UV_DEFAULT_INDEX", PYPI))

@@ -1,7 +1,7 @@
-"""Environments of packages that are installed beside the service, which name them as entry points of one group.
+"""Environments of packages installed beside the service, declared as entry points of one group.
 
-Whoever runs the service has installed them; a request may choose among them, and among nothing else. They are not
-imported here: a package is packed as it lies, and runs in sandboxes like everything that is submitted.
+The service's operator has installed them; a request may choose among them only. They are not imported here: a package
+is packed as it is on disk, and runs in sandboxes like every submission.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.run.sources import content_of, find
 
 @dataclass(frozen=True, slots=True)
 class InstalledEnvironment:
-    """`import_path` is package.module:Class; `package` the distribution that names it, with its version."""
+    """`import_path` is package.module:Class; `package` is the distribution that declares it, with its version."""
 
     name: str
     import_path: str
@@ -28,7 +28,7 @@ class InstalledEnvironment:
 
 @cache
 def installed() -> tuple[InstalledEnvironment, ...]:
-    """Those there are, by name; looked for once in a process. Blocks on disk."""
+    """List them by name, cached for the process. Blocks on disk."""
     from importlib.metadata import entry_points
 
     found = [
@@ -39,13 +39,14 @@ def installed() -> tuple[InstalledEnvironment, ...]:
 
 
 def archive_of(import_path: str) -> bytes:
-    """The package of an installed environment as a zip file. Raises NotFound listing those there are, InputError.
-    Blocks on disk.
+    """Pack the package of an installed environment into a zip file. Blocks on disk.
+
+    Raises NotFound, which lists the installed ones, and InputError.
     """
     if import_path not in {one.import_path for one in installed()}:
         known = ", ".join(one.import_path for one in installed()) or "none"
         raise NotFound(
-            f"{import_path[:120]!r} is no environment of a package that is installed beside the service",
+            f"{import_path[:120]!r} is not an environment of a package installed beside the service",
             f"installed: {known}; a package names its environments as entry points of the group {ENTRY_GROUP}",
         )
     try:

@@ -1,7 +1,7 @@
-"""Which versions of submitted environments are on offer, under which names, and what was seen of their episodes.
+"""Versions of submitted environments on offer, their names, and observations of their episodes.
 
-Invariants: `adder@2` is that version for as long as it can be played; `adder` stands for the version in use, else for
-the canary, else for nothing. What a version printed is kept in memory, how its episodes failed on disk.
+Invariants: `adder@2` names that version as long as it can be played; `adder` names the version in use, else the canary,
+else nothing. A version's output is kept in memory, the failures of its episodes on disk.
 """
 
 from __future__ import annotations
@@ -33,8 +33,12 @@ _log = telemetry.Log("submissions")
 
 
 class Offers:
-    """Args: remotes: how remote environments are reached; programs: what is run for the others; deadline_s: for one
-    call into submitted code.
+    """Versions on offer.
+
+    Args:
+        remotes: access to remote environments.
+        programs: programs of the other submissions.
+        deadline_s: deadline of one call into submitted code, in seconds.
     """
 
     def __init__(
@@ -53,10 +57,10 @@ class Offers:
         self._canaries: set[str] = set()
         self._logs: dict[str, deque[str]] = {}
         self._failures: dict[str, deque[str]] = {}
-        self._unkept: dict[str, SubmittedVersion] = {}
+        self._unsaved: dict[str, SubmittedVersion] = {}
 
     def backend(self, version: SubmittedVersion) -> SubmittedBackend:
-        """Raises InputError where its settings are none that this service knows."""
+        """Build the backend of a version. Raises InputError if this service does not know its settings."""
         log = self._log_of(version)
         if version.url is not None:
             remote = RemoteEnvironment(version.protocol, version.url, version.config)
@@ -65,7 +69,7 @@ class Offers:
         return local_backend(version, self._programs, self._sandboxes, self._limits, self._deadline_s, log)
 
     def put(self, version: SubmittedVersion) -> None:
-        """Offers a version, or withdraws it, by its state. What was seen of a canary begins with that state."""
+        """Offer or withdraw a version, according to its state. A canary's observations start from zero."""
         self._canaries.discard(version.full_name)
         if version.state not in PLAYABLE or not version.splits:
             self._catalogue.withdraw(version.full_name)
@@ -77,19 +81,24 @@ class Offers:
         entry = CatalogueEntry(version.full_name, version.kind, version.config, backend, weight=version.weight)
         self._catalogue.offer(entry, version.full_name)
 
-    def put_again(self, version: SubmittedVersion) -> None:
-        """After a start: one whose settings this version of the service does not know is left out, as one that cannot
-        be read. Blocks on disk.
+    def restore(self, version: SubmittedVersion) -> None:
+        """Offer a stored version at startup. Blocks on disk.
+
+        A version whose settings this service does not know is skipped, like one that cannot be read.
         """
         self._failures[version.full_name] = deque(self._store.failures(version), maxlen=MAX_KEPT)
         self._log_of(version).extend(self._failures[version.full_name])
         try:
             self.put(version)
         except InputError as error:
-            _log.error("a submitted environment is left out", env=version.full_name, reason=str(error))
+            _log.error("submitted environment skipped", env=version.full_name, reason=str(error))
 
-    def point(self, name: str, versions: Iterable[SubmittedVersion]) -> None:
-        """Args: versions: all of that name."""
+    def assign_name(self, name: str, versions: Iterable[SubmittedVersion]) -> None:
+        """Let the plain name stand for the version in use, else for the canary.
+
+        Args:
+            versions: all versions of the name.
+        """
         by_state = {version.state: version for version in versions}
         chosen = by_state.get("active") or by_state.get("canary")
         if chosen is not None and self._catalogue.has(chosen.full_name):
@@ -98,54 +107,56 @@ class Offers:
             self._catalogue.withdraw(name)
 
     def verdicts(self) -> Iterator[tuple[str, bool, str]]:
-        """Of the canaries that enough was seen of: (full name, whether it is good, why)."""
+        """Yield (full name, whether it passes, reason) of each canary with enough observations."""
         for name in sorted(self._canaries):
             if (verdict := self._record(name).verdict) is not None:
                 yield name, *verdict
 
     def regression(self, version: SubmittedVersion, before: SubmittedVersion) -> str | None:
-        """Why a version fails more often than the one whose place it took; None if it does not."""
+        """Reason to roll back a version that replaced `before`; None if there is none."""
         seen = self._records.get(version.full_name)
         return seen.regression(self._records.get(before.full_name)) if seen is not None else None
 
     def trouble(self, env: str) -> str | None:
-        """Why episodes of an environment fail too often; None if they do not."""
+        """Description of an environment's excess failures; None if there are none."""
         seen = self._records.get(env)
         return seen.trouble if seen is not None else None
 
     def failures(self, env: str) -> list[Mapping[str, float | int]]:
-        """A row for each turn at which its live episodes failed."""
+        """One row for each turn at which its live episodes failed."""
         seen = self._records.get(env)
         return seen.rates.describe() if seen is not None else []
 
     def log(self, version: SubmittedVersion) -> str:
-        """What its episodes printed last, and how they failed; what it printed while it was validated, if nothing
-        since.
-        """
+        """Recent output and failures of a version's episodes, or else the output of its validation."""
         lines = self._logs.get(version.full_name)
         return "\n".join(lines) if lines else version.report.log if version.report else ""
 
     def called(self, call: EpisodeCall, version: SubmittedVersion | None) -> None:
-        """Args: version: what its environment is, if it was submitted."""
+        """Record a call.
+
+        Args:
+            version: the version that was called, None if it was not submitted.
+        """
         self._record(call.env).called(call)
         env, failure = call.env, call.failure
         if failure is not None and version is not None:
-            told = " ".join(failure.detail.split())[:_MAX_LINE]
-            line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC an episode failed: {told}"
+            detail = " ".join(failure.detail.split())[:_MAX_LINE]
+            line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC an episode failed: {detail}"
             self._failures.setdefault(env, deque(maxlen=MAX_KEPT)).append(line)
-            self._unkept[env] = version
+            self._unsaved[env] = version
 
     def ended(self, env: str) -> None:
         self._record(env).ended()
 
     async def keep_failures(self) -> None:
-        """Writes down how episodes failed since the last time."""
-        while self._unkept:
-            env, version = self._unkept.popitem()
+        """Write the failures since the last call to disk."""
+        while self._unsaved:
+            env, version = self._unsaved.popitem()
             try:
                 await asyncio.to_thread(self._store.keep_failures, version, tuple(self._failures[env]))
             except (VolleyError, OSError) as error:
-                _log.warning("failures of an environment cannot be kept", env=env, reason=str(error))
+                _log.warning("failures of an environment cannot be saved", env=env, reason=str(error))
 
     def _record(self, env: str) -> LiveRecord:
         return self._records.setdefault(env, LiveRecord())
@@ -162,7 +173,7 @@ def local_backend(
     deadline_s: float,
     log: deque[str],
 ) -> SubmittedBackend:
-    """The backend of a version that came as a file. Raises InputError where its settings are none that are known."""
+    """Build the backend of a version submitted as a file. Raises InputError if its settings are unknown."""
     name, splits = version.full_name, version.splits
     if version.protocol == HARBOR:
         config = read_config(version.config)

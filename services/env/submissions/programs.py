@@ -1,7 +1,7 @@
-"""What the sandboxes of a version run: its file or its archive, unpacked, with the dependencies that it declares.
+"""Programs that sandboxes run for a version: its file or unpacked archive, with its declared dependencies.
 
-Made when it is first needed, from what is on disk: a service that starts again needs no network for what it has had
-before. No code of a submission runs here (see sandbox.packages).
+A program is made when it is first needed, from files on disk: after a restart, no network is needed for earlier
+versions. No code of a submission runs here (see sandbox.packages).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from services.env.sandbox.packages.dependencies import (
 )
 from services.env.submissions.record import SubmittedVersion
 from services.env.submissions.store import SubmissionStore
-from services.env.submissions.submission import Submission, check_size, kept_of
+from services.env.submissions.submission import Submission, check_size, stored_files
 from shared.errors import StorageDenied
 
 MAIN, ARCHIVE = "environment.py", "environment.zip"
@@ -32,14 +32,19 @@ MAIN, ARCHIVE = "environment.py", "environment.zip"
 
 @dataclass(frozen=True, slots=True)
 class CheckedSource:
-    """The files to keep by their names, and the protocol of what needs no look inside to tell."""
+    """Files to store, by name, and the protocol if it is known without running the code."""
 
     files: Mapping[str, bytes]
     protocol: str = ""
 
 
 class Programs:
-    """Args: folder: where archives are unpacked and dependencies installed; index: the only package index."""
+    """Programs of submitted versions.
+
+    Args:
+        folder: folder for unpacked archives and installed dependencies.
+        index: the only package index.
+    """
 
     def __init__(self, store: SubmissionStore, folder: Path, index: str) -> None:
         self._store, self._unpacked = store, folder / "unpacked"
@@ -48,11 +53,13 @@ class Programs:
         self._tasks: dict[str, Mapping[str, Sequence[HarborTask]]] = {}
 
     async def check(self, wanted: Submission, probe_shell: Callable[[], Awaitable[None]]) -> CheckedSource:
-        """What was sent, as it is kept. Raises InputError, DecodeError, TooLarge naming what is wrong with it, and what
-        `probe_shell` raises where sandboxes cannot start the programs that it needs.
+        """Check a submission without running it, and return the files to store.
+
+        Raises InputError, DecodeError, TooLarge naming the fault, and what `probe_shell` raises if sandboxes cannot
+        start the programs that it needs.
         """
         if (remote := wanted.remote) is not None:
-            return CheckedSource(kept_of(remote), remote.protocol)
+            return CheckedSource(stored_files(remote), remote.protocol)
         content = wanted.content
         check_size(content, archive=wanted.archive)
         if not wanted.archive:
@@ -68,14 +75,18 @@ class Programs:
         return CheckedSource({ARCHIVE: content})
 
     async def of(self, version: SubmittedVersion) -> EnvironmentProgram:
-        """Raises InputError (what cannot be installed), Unavailable (no index), StorageDenied (its files are gone)."""
+        """The program of a version.
+
+        Raises InputError (a dependency cannot be installed), Unavailable (no index), StorageDenied (its files are
+        gone).
+        """
         made = self._made.get(version.full_name)
         if made is None:
             made = self._made[version.full_name] = await self._make(version)
         return made
 
     async def tasks_of(self, version: SubmittedVersion) -> Mapping[str, Sequence[HarborTask]]:
-        """The tasks of a version that is an archive of task folders, by split. Raises InputError, StorageDenied."""
+        """Tasks of a version that is an archive of task folders, by split. Raises InputError, StorageDenied."""
         tasks = self._tasks.get(version.full_name)
         if tasks is None:
             unpacked = await asyncio.to_thread(unpack, await self._content(version), self._unpacked)
@@ -109,13 +120,13 @@ class Programs:
 async def of_source(
     source: str, filename: str, entry: str | None, config: Mapping[str, Any], dependencies: DependencyStore
 ) -> EnvironmentProgram:
-    """The program of one file. Raises InputError, TooLarge, Unavailable."""
+    """Make the program of one file. Raises InputError, TooLarge, Unavailable."""
     folders = await dependencies.install(_check_declared(source))
     return EnvironmentProgram(source, filename, entry, config, folders=folders)
 
 
 def _check_declared(source: str) -> tuple[str, ...]:
-    """The requirements of a file. Raises InputError where its block is malformed, or it does not run on this Python."""
+    """Requirements of a file. Raises InputError if its block is malformed or excludes this Python version."""
     declared = read_metadata(source)
     check_python(declared.requires_python)
     return tuple(check_requirement(text) for text in declared.dependencies)

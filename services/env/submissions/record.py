@@ -1,11 +1,11 @@
-"""A submitted environment: versions of one name, each with a state, a history and the report of its validation.
+"""A submitted environment: versions of one name, each with a state, a history and a validation report.
 
     submitted ──► validating ──► canary ──► active ──► retired
         │             │   └─────────────────►│ ▲          │
         └─────────────┴──► rejected ◄─ canary  └──────────┘
 
-Invariants: a version's source never changes, its state only along these arrows; of one name at most one version is
-active and at most one on its way there; a number is never given twice.
+Invariants: a version's source never changes, and its state changes only along these arrows; of one name at most one
+version is active and at most one is pending; a number is never reused.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _NEXT: Mapping[State, frozenset[State]] = {
     "rejected": frozenset(),
 }
 STATES: tuple[State, ...] = tuple(_NEXT)
-ON_ITS_WAY: frozenset[State] = frozenset({"submitted", "validating", "canary"})
-LIVING: frozenset[State] = frozenset({*ON_ITS_WAY, "active"})
+PENDING: frozenset[State] = frozenset({"submitted", "validating", "canary"})
+LIVE: frozenset[State] = frozenset({*PENDING, "active"})
 PLAYABLE: frozenset[State] = frozenset({"canary", "active", "retired"})
-"""A retired version still answers to its full name: tickets that were drawn for it stay the tasks they are."""
+"""States in which a full name can be played. Retired versions can, so that earlier tickets keep their tasks."""
 MAX_HISTORY = 64
 _ROLLED_BACK = "rolled back"
 
@@ -48,7 +48,7 @@ class Frozen(BaseModel):
 
 
 class Check(Frozen):
-    """One thing that the validation looked at; `hint` says what its author can do."""
+    """One check of the validation; `hint` says what the author can do."""
 
     name: str
     ok: bool
@@ -57,7 +57,10 @@ class Check(Frozen):
 
 
 class Report(Frozen):
-    """What the validation found. `warnings` do not reject. Times are in seconds of wall time, the most of any call."""
+    """Findings of the validation.
+
+    `warnings` do not reject. Times are the longest of any call, in seconds of wall time.
+    """
 
     checks: tuple[Check, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -78,7 +81,7 @@ class Report(Frozen):
 
 
 class Transition(Frozen):
-    """`at` in seconds since 1970."""
+    """`at` is in seconds since 1970."""
 
     state: State
     at: float
@@ -86,8 +89,10 @@ class Transition(Frozen):
 
 
 class SubmittedVersion(Frozen):
-    """`splits` are known once it is validated; `digest` is the SHA-256 of what was sent, `size` its bytes. `url` is
-    where a remote environment is; one that came as a file has none.
+    """One version of a submitted environment.
+
+    `splits` are known after validation; `digest` is the SHA-256 of the submitted content, `size` its bytes; `url` is
+    the address of a remote environment, None if it came as a file.
     """
 
     name: str
@@ -123,22 +128,25 @@ class SubmittedVersion(Frozen):
         return self.history[-1].why
 
     def to(self, state: State, why: str = "", **changes: Any) -> SubmittedVersion:
-        """The version in another state. Raises Conflict where no arrow leads there."""
+        """The version in another state. Raises Conflict if the transition is not allowed."""
         if state not in _NEXT[self.state]:
             after = ", ".join(sorted(_NEXT[self.state])) or "nothing"
-            raise Conflict(f"{self.full_name} is {self.state}: it cannot become {state}", f"what can follow is {after}")
+            raise Conflict(
+                f"{self.full_name} is {self.state}: it cannot become {state}", f"allowed next states: {after}"
+            )
         history = (*self.history, Transition(state=state, at=time.time(), why=why))[-MAX_HISTORY:]
         return self.model_copy(update={**changes, "history": history})
 
     @property
     def took_place(self) -> str:
-        """Why the version is retired that this one replaced."""
+        """Reason stored with the version that this one replaced."""
         return f"{self.full_name} took its place"
 
     def replaced(self, known: Iterable[SubmittedVersion]) -> SubmittedVersion | None:
-        """The earlier version that this one replaced and may be rolled back to, at most once.
+        """The earlier version that this one replaced, for a roll-back. A version is rolled back at most once.
 
-        Args: known: all versions of its name.
+        Args:
+            known: all versions of its name.
         """
         if any(line.why.startswith(_ROLLED_BACK) for line in self.history):
             return None
@@ -146,14 +154,14 @@ class SubmittedVersion(Frozen):
         return next((v for v in known if (v.state, v.why) == left and v.version < self.version and v.splits), None)
 
     def rolled_back(self, before: SubmittedVersion, why: str) -> tuple[SubmittedVersion, SubmittedVersion]:
-        """The version before in use again, and this one retired."""
+        """The version before, active again, and this one, retired."""
         return (
             before.to("active", f"{self.full_name} was rolled back: {why}"),
             self.to("retired", f"{_ROLLED_BACK} to {before.full_name}: {why}"),
         )
 
     def describe(self) -> dict[str, Any]:
-        """A row of GET /environments."""
+        """One row of GET /environments."""
         return {
             "name": self.full_name,
             "base": self.kind,
@@ -167,13 +175,13 @@ class SubmittedVersion(Frozen):
 
 
 def listed(known: Mapping[int, SubmittedVersion]) -> list[SubmittedVersion]:
-    """Of the versions of a name those that are in use or on their way there, and the newest of the others."""
-    newest_at_rest = max((n for n, version in known.items() if version.state not in LIVING), default=0)
-    return [known[n] for n in sorted(known) if known[n].state in LIVING or n == newest_at_rest]
+    """Live versions of a name, and the newest of the others."""
+    newest_at_rest = max((n for n, version in known.items() if version.state not in LIVE), default=0)
+    return [known[n] for n in sorted(known) if known[n].state in LIVE or n == newest_at_rest]
 
 
 def count(versions: Iterable[SubmittedVersion]) -> None:
-    """Tell /metrics how many versions there are in each state."""
+    """Set the metric of versions by state."""
     counted = Counter(version.state for version in versions)
     for state in STATES:
         _VERSIONS.labels(state).set(counted[state])

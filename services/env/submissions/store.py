@@ -1,11 +1,11 @@
-"""Where submitted environments are kept: a folder for each name, in it one for each version.
+"""Storage of submitted environments: a folder for each name, and in it one for each version.
 
     NAME/NUMBER/record.json     the version's state and history, replaced whole
-    NAME/NUMBER/source/         what was sent, never changed
-    NAME/NUMBER/failures.log    how its last episodes failed, a line each
+    NAME/NUMBER/source/         the submitted files, never changed
+    NAME/NUMBER/failures.log    failures of its recent episodes, one a line
 
-Invariants: a version is there whole or not at all (its folder gets its name last); what is answered is durable first.
-Blocks on disk.
+Invariants: a version exists whole or not at all (its folder is renamed into place last), and is durable before the
+request is answered. Blocks on disk.
 """
 
 from __future__ import annotations
@@ -26,25 +26,31 @@ _log = telemetry.Log("submissions")
 
 
 class SubmissionStore:
-    """Args: folder: made when it is first needed."""
+    """Versions on disk. `folder` is made when it is first needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def load(self) -> list[SubmittedVersion]:
-        """All versions, by name and number. One that cannot be read is left where it is, and told in the log."""
+        """Load all versions, by name and number. Unreadable ones are logged and left in place."""
         return [record for path in sorted(self._versions()) if (record := _read(path / _RECORD)) is not None]
 
     def source(self, version: SubmittedVersion) -> Path:
-        """The folder of what was sent."""
+        """Folder of the submitted files."""
         return self._path(version) / _SOURCE
 
     def newest(self, name: str) -> int:
-        """The highest number that a version of this name has had, whether it can be read or not; 0 if none has."""
+        """Highest number of any version of this name, readable or not; 0 if there is none."""
         return max((int(path.name) for path in self._versions() if path.parent.name == name), default=0)
 
     def add(self, version: SubmittedVersion, files: Mapping[str, bytes]) -> None:
-        """Keeps a new version. Args: files: content by path in the source folder. Raises StorageUnavailable."""
+        """Store a new version.
+
+        Args:
+            files: content by path in the source folder.
+
+        Raises StorageUnavailable.
+        """
         path = self._path(version)
         with storage.storage(self.folder.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,18 +71,18 @@ class SubmissionStore:
             storage.fsync(path.parent.parent)
 
     def update(self, version: SubmittedVersion) -> None:
-        """Replaces the record. Raises StorageUnavailable; then it is as it was."""
+        """Replace the record. On StorageUnavailable it is unchanged."""
         storage.replace(self._path(version) / _RECORD, version.model_dump_json(indent=1).encode())
 
     def failures(self, version: SubmittedVersion) -> list[str]:
-        """What `keep_failures` was given last; nothing where it cannot be read."""
+        """Lines of the last `keep_failures`; none if they cannot be read."""
         try:
             return (self._path(version) / _FAILURES).read_text("utf-8", "replace").splitlines()
         except OSError:
             return []
 
     def keep_failures(self, version: SubmittedVersion, lines: Sequence[str]) -> None:
-        """Replaces them. Raises StorageUnavailable."""
+        """Replace the lines. Raises StorageUnavailable."""
         storage.replace(self._path(version) / _FAILURES, "".join(f"{line}\n" for line in lines).encode())
 
     def _path(self, version: SubmittedVersion) -> Path:
@@ -93,6 +99,6 @@ def _read(path: Path) -> SubmittedVersion | None:
         _log.error("a submitted environment cannot be read", file=str(path), reason=str(error))
         return None
     if (record.name, str(record.version)) != (path.parent.parent.name, path.parent.name):
-        _log.error("a submitted environment lies in another's folder", file=str(path))
+        _log.error("record of a submitted environment names another version than its folder", file=str(path))
         return None
     return record

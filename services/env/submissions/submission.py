@@ -1,4 +1,4 @@
-"""What is sent to be an environment: a Python file, a zip file or wheel, or where a remote one is."""
+"""Submissions: a Python file, a zip file or wheel, or the address of a remote environment."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ MAX_SOURCE = 256 * 1024
 MAX_ARCHIVE = 4 * 2**20
 """Bytes of a zip file or wheel, packed."""
 TASKS = "tasks"
-"""The folder with what a remote environment's tasks are made from."""
+"""Folder with the files from which a remote environment's tasks are made."""
 MIN_TIER = 1
-"""Of a sandbox that confines submitted code."""
+"""Lowest tier of a sandbox that may run submitted code."""
 _RESERVED = frozenset({"environments", "episodes", "splits", "num_tasks", "task", "demonstration", "test"})
-"""Names that are parts of paths."""
+"""Names that are parts of the service's paths."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What is sent: one Python file, an `archive` (zip or wheel), or where a remote environment is. `entry` names the
-    class where there are several (of an archive `package.module:Class`), `config` are its arguments, or the settings of
-    the remote's protocol; `weight` is the share of live runs beside their own environment of weight 1, 0 if it joins
-    none.
+    """One submission: a Python file, an `archive` (zip or wheel), or a remote environment.
+
+    `entry` names the class if there are several (in an archive `package.module:Class`); `config` holds its arguments,
+    or the settings of the remote's protocol; `weight` is the share in live runs, relative to 1 for the run's own
+    environment, and 0 joins none.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Submission:
 
     @property
     def content(self) -> bytes:
-        """What a version's digest is made of."""
+        """Bytes from which the version's digest is computed."""
         if isinstance(self.source, bytes):
             return self.source
         tasks = [split.encode() + b"\n" + text for split, text in sorted(self.source.tasks.items())]
@@ -63,7 +64,7 @@ def check_size(content: bytes, *, archive: bool) -> None:
     """Raises InputError, TooLarge."""
     most = MAX_ARCHIVE if archive else MAX_SOURCE
     if len(content) > most:
-        raise TooLarge(f"the source has {len(content)} bytes", f"at most {most} are taken")
+        raise TooLarge(f"the source has {len(content)} bytes", f"send at most {most} bytes")
     if not content.strip():
         raise InputError("the source is empty", "send a Python file: curl --data-binary @environment.py")
     if archive:
@@ -74,33 +75,39 @@ def check_size(content: bytes, *, archive: bool) -> None:
         raise InputError(f"the source is not UTF-8: {error}", "send a Python file in UTF-8") from error
 
 
-async def admitted(wanted: Submission, sandboxes: Sandboxes, unsandboxed: Collection[str]) -> Submission:
-    """What may be submitted on this machine, remote tasks read. Raises InputError, TooLarge, Forbidden.
+async def check_admission(wanted: Submission, sandboxes: Sandboxes, unsandboxed: Collection[str]) -> Submission:
+    """Check that a submission may run on this machine, and read a remote environment's tasks.
 
     Args:
-        unsandboxed: names that may be submitted where this machine has no sandbox worth the name.
+        unsandboxed: names that may be submitted on a machine without an adequate sandbox.
+
+    Raises InputError, TooLarge, Forbidden.
     """
     check_name(wanted.name)
     if wanted.name in _RESERVED:
-        raise InputError(f"{wanted.name!r} is a part of the service's own paths", "choose another name")
+        raise InputError(f"{wanted.name!r} is reserved for the service's own paths", "choose another name")
     if isinstance(wanted.source, RemoteEnvironment):
         return replace(wanted, source=await asyncio.to_thread(checked, wanted.source))
     tier = await sandboxes.probe()
     if tier.level < MIN_TIER and wanted.name not in unsandboxed:
         raise Forbidden(
             f"this machine cannot confine submitted code: {'; '.join(tier.missing)}",
-            f"services.env.unsandboxed: [{wanted.name}] in the run's configuration allows it by name",
+            f"to allow it anyway, set services.env.unsandboxed: [{wanted.name}] in the run's configuration",
         )
     return wanted
 
 
-def kept_of(remote: RemoteEnvironment) -> Mapping[str, bytes]:
-    """The files to keep of a remote environment: its tasks."""
+def stored_files(remote: RemoteEnvironment) -> Mapping[str, bytes]:
+    """Files to store for a remote environment: its tasks."""
     return {f"{TASKS}/{split}.jsonl": text for split, text in remote.tasks.items()}
 
 
 def numbered(wanted: Submission, number: int, protocol: str) -> SubmittedVersion:
-    """The version that a submission becomes. Args: protocol: empty where only the validation finds it out."""
+    """Make the version record of a submission.
+
+    Args:
+        protocol: empty if only the validation can determine it.
+    """
     return SubmittedVersion(
         name=wanted.name,
         version=number,
@@ -117,6 +124,9 @@ def numbered(wanted: Submission, number: int, protocol: str) -> SubmittedVersion
 
 
 def is_same(version: SubmittedVersion, wanted: Submission) -> bool:
-    """Whether a submission says again what a version was made from. (A class that was found is not asked for again.)"""
-    told = (version.digest, version.config, version.weight)
-    return told == (wanted.digest, dict(wanted.config or {}), wanted.weight) and wanted.entry in (None, version.entry)
+    """Compare a submission with an existing version. An `entry` that was found may be left out."""
+    made_from = (version.digest, version.config, version.weight)
+    return made_from == (wanted.digest, dict(wanted.config or {}), wanted.weight) and wanted.entry in (
+        None,
+        version.entry,
+    )

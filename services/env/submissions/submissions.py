@@ -1,10 +1,9 @@
-"""Environments that people submit: taken, kept, validated, tried in a live run, put on offer, taken back.
+"""Submitted environments: store, validate, try as canary, activate, roll back, retire.
 
 Invariants (see `record` for the states)
-- What is answered is on disk. A service that starts again goes on where it was: what was on offer is on offer, what was
-  being validated is validated again, a canary is tried again.
-- Of one name, one version is in use; a new one takes its place only when it has proved itself, and until then the old
-  one goes on.
+- An answered request is on disk. A restarted service continues: offered versions are offered, interrupted validations
+  and canaries start again.
+- Of one name, one version is in use; a new one replaces it only after passing as canary.
 - One submission is validated at a time.
 """
 
@@ -23,8 +22,8 @@ from services.env.sandbox.sandboxes import Sandboxes
 from services.env.submissions.offers import Offers
 from services.env.submissions.programs import Programs
 from services.env.submissions.record import (
-    LIVING,
-    ON_ITS_WAY,
+    LIVE,
+    PENDING,
     PLAYABLE,
     Check,
     Report,
@@ -35,7 +34,7 @@ from services.env.submissions.record import (
     listed,
 )
 from services.env.submissions.store import SubmissionStore
-from services.env.submissions.submission import MIN_TIER, Submission, admitted, is_same, numbered
+from services.env.submissions.submission import MIN_TIER, Submission, check_admission, is_same, numbered
 from services.env.submissions.validation import Validated, validate
 from shared.errors import Conflict, InputError, NotFound, StorageUnavailable, Unavailable
 from shared.process import telemetry
@@ -45,11 +44,15 @@ _log = telemetry.Log("submissions")
 
 
 class Submissions:
-    """Args:
-    programs: what is run for those that are not remote; offers: puts versions on offer.
-    unsandboxed: names that may be submitted where this machine has no sandbox worth the name.
-    retry_s: after which a validation is begun again that could not be made (no index, no place for a sandbox);
-    patience_s: after which it is given up, from its first attempt in this process; clock: monotonic seconds.
+    """Submissions of the service.
+
+    Args:
+        programs: programs of the submissions that are not remote.
+        offers: versions on offer.
+        unsandboxed: names that may be submitted on a machine without an adequate sandbox.
+        retry_s: wait before repeating a validation that could not run (no index, no free sandbox), in seconds.
+        patience_s: time after the first attempt in this process at which it is given up, in seconds.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -75,10 +78,10 @@ class Submissions:
         self._lock = asyncio.Lock()
 
     async def open(self) -> None:
-        """Takes up what was kept."""
+        """Load stored versions and offer them."""
         for version in await asyncio.to_thread(self._store.load):
             if self._catalogue.has(version.name):
-                _log.error("a submitted environment is left out: its name is taken", env=version.full_name)
+                _log.error("submitted environment skipped: its name is taken", env=version.full_name)
                 continue
             self._versions.setdefault(version.name, {})[version.version] = version
         for name, known in self._versions.items():
@@ -89,23 +92,23 @@ class Submissions:
                 if version.state in ("submitted", "validating"):
                     self._waiting.put_nowait(version)
                 else:
-                    await asyncio.to_thread(self._offers.put_again, version)
-            self._offers.point(name, known.values())
+                    await asyncio.to_thread(self._offers.restore, version)
+            self._offers.assign_name(name, known.values())
         count(self.all())
 
     async def submit(self, wanted: Submission) -> SubmittedVersion:
-        """The first version of a new name. The same again gives the version there is.
+        """Submit the first version of a new name. Repeating it returns the existing version.
 
         Raises InputError, TooLarge, Forbidden (no sandbox here), Conflict (the name is taken, or there are too many),
         StorageUnavailable.
         """
         async with self._lock:
-            wanted = await admitted(wanted, self._sandboxes, self._unsandboxed)
+            wanted = await check_admission(wanted, self._sandboxes, self._unsandboxed)
             if known := self._versions.get(wanted.name):
                 newest = known[max(known)]
-                if is_same(newest, wanted) and newest.state in LIVING:
+                if is_same(newest, wanted) and newest.state in LIVE:
                     return newest
-                if any(version.state in LIVING for version in known.values()):
+                if any(version.state in LIVE for version in known.values()):
                     raise Conflict(
                         f"there is an environment {wanted.name!r} already ({newest.full_name} is {newest.state})",
                         f"PUT /environments/{wanted.name} submits a new version of it",
@@ -120,28 +123,28 @@ class Submissions:
             return await self._add(wanted)
 
     async def replace(self, wanted: Submission) -> SubmittedVersion:
-        """A new version of a name that is there; the one in use goes on until the new one has proved itself.
+        """Submit a new version of an existing name. The version in use stays until the new one passes.
 
-        Raises NotFound, Conflict (another version is on its way), and what `submit` raises.
+        Raises NotFound, Conflict (another version is pending), and what `submit` raises.
         """
         async with self._lock:
-            wanted = await admitted(wanted, self._sandboxes, self._unsandboxed)
+            wanted = await check_admission(wanted, self._sandboxes, self._unsandboxed)
             known = self._named(wanted.name)
             newest = known[max(known)]
-            if is_same(newest, wanted) and newest.state in LIVING:
+            if is_same(newest, wanted) and newest.state in LIVE:
                 return newest
             for version in known.values():
-                if version.state in ON_ITS_WAY:
+                if version.state in PENDING:
                     raise Conflict(
-                        f"{version.full_name} is {version.state}", "wait until it is decided, or retire it first"
+                        f"{version.full_name} is {version.state}", "wait until its validation ends, or retire it first"
                     )
             return await self._add(wanted)
 
     async def ensure(self, full_name: str, read: Callable[[], Submission]) -> SubmittedVersion:
-        """The only version of an environment that the run's configuration names, in use: the one that is kept, or what
-        `read` gives, validated now. Whoever wrote the configuration has allowed it, also where nothing confines it.
+        """Put an environment that the run's configuration names in use.
 
-        Raises InputError (it is rejected), Unavailable, and what `read` raises.
+        It has one version: the stored one, or the result of `read`, validated now. The configuration allows it even on
+        a machine without a sandbox. Raises InputError (it is rejected), Unavailable, and what `read` raises.
         """
         name = full_name.partition("@")[0]
         async with self._lock:
@@ -152,11 +155,11 @@ class Submissions:
                 version = await self._add(await asyncio.to_thread(read))
             elif version.state in PLAYABLE and version.splits:
                 return version
-            elif version.state not in ON_ITS_WAY:  # rejected by an earlier start, perhaps for want of time
+            elif version.state not in PENDING:  # rejected at an earlier start, perhaps by a timeout
                 version = version.model_copy(update={"history": (Transition(state="submitted", at=time.time()),)})
                 await self._put(version)
         if (tier := await self._sandboxes.probe()).level < MIN_TIER:
-            _log.warning("nothing confines the code", env=version.full_name, missing=tier.missing)
+            _log.warning("submitted code runs without a sandbox", env=version.full_name, missing=tier.missing)
         await self._validate(version)
         version = self._versions[name][1]
         if version.state not in PLAYABLE:
@@ -165,7 +168,7 @@ class Submissions:
         return version
 
     def versions(self, name: str) -> list[SubmittedVersion]:
-        """Of one name, oldest first; of `name@number` that one. Raises NotFound."""
+        """Versions of a name, oldest first, or the version `name@number`. Raises NotFound."""
         base, _, number = name.partition("@")
         known = self._named(base)
         if not number:
@@ -178,28 +181,27 @@ class Submissions:
         return [version for known in self._versions.values() for version in known.values()]
 
     def listed(self) -> list[SubmittedVersion]:
-        """Of each name the versions that are in use or on their way there, and the newest of the others."""
+        """Live versions of each name, and the newest of the others."""
         return [version for known in self._versions.values() for version in listed(known)]
 
     def log(self, version: SubmittedVersion) -> str:
-        """What its episodes printed last, and how they failed."""
+        """Recent output and failures of a version's episodes."""
         return self._offers.log(version)
 
     async def retire(self, name: str) -> SubmittedVersion:
-        """Takes a version back: no new groups. Without a number, the newest that is on its way or in use.
+        """Retire a version, so that no new groups use it.
 
-        Raises NotFound, Conflict.
+        Without a number, retires the newest that is pending or in use. Raises NotFound, Conflict.
         """
         async with self._lock:
             chosen = self.versions(name)
-            alive = [version for version in chosen if version.state in LIVING]
+            alive = [version for version in chosen if version.state in LIVE]
             return await self._move((alive or chosen)[-1], "retired", "on request")
 
     async def activate(self, name: str) -> SubmittedVersion:
-        """Puts a version in use, in place of the present one: promotes a canary, or goes back to a retired version.
-        Without a number, the newest that can be.
+        """Activate a version in place of the present one: promote a canary, or return to a retired version.
 
-        Raises NotFound, Conflict.
+        Without a number, activates the newest eligible one. Raises NotFound, Conflict.
         """
         async with self._lock:
             chosen = self.versions(name)
@@ -210,11 +212,11 @@ class Submissions:
             return await self._activate(version, "on request")
 
     def trouble(self, env: str) -> str | None:
-        """Why live episodes of an environment fail too often; None if they do not."""
+        """Description of an environment's excess failures; None if there are none."""
         return self._offers.trouble(env)
 
     def failures(self, env: str) -> list[Mapping[str, float | int]]:
-        """A row for each turn at which its live episodes failed."""
+        """One row for each turn at which its live episodes failed."""
         return self._offers.failures(env)
 
     def called(self, call: EpisodeCall) -> None:
@@ -225,11 +227,11 @@ class Submissions:
         self._offers.ended(env)
 
     async def validate_waiting(self) -> None:
-        """Worker: finds out what the sandbox can do here, then validates what was submitted, one after the other."""
+        """Worker: probe the sandbox, then validate submissions one after the other."""
         try:
             await self._sandboxes.probe()
         except Unavailable as error:
-            _log.error("no sandbox: nothing can be submitted", reason=str(error))
+            _log.error("no sandbox can be started: submissions are refused", reason=str(error))
         while True:
             version = await self._waiting.get()
             try:
@@ -239,7 +241,7 @@ class Submissions:
                 await self._put_off(version, error)
 
     async def _put_off(self, version: SubmittedVersion, error: Unavailable) -> None:
-        """Validates it later; what could not be validated for long is rejected, with the reason."""
+        """Queue another attempt; after `patience_s`, reject the version with the reason."""
         _log.warning("validation put off", env=version.full_name, reason=str(error))
         now = self._clock()
         waited_s = now - self._put_off_since.setdefault(version.full_name, now)
@@ -254,9 +256,7 @@ class Submissions:
         self._waiting.put_nowait(version)
 
     async def judge_canaries(self) -> None:
-        """Worker: promotes, rejects and rolls back versions by what was seen of them, and writes down how episodes
-        failed.
-        """
+        """Worker: promote, reject and roll back versions by their observations, and save failures."""
         while True:
             await asyncio.sleep(0.5)
             await self._offers.keep_failures()
@@ -268,10 +268,10 @@ class Submissions:
                         if version.state == "canary":
                             await (self._activate(version, why) if good else self._move(version, "rejected", why))
                 except Unavailable as error:
-                    _log.warning("a canary's verdict waits", env=name, reason=str(error))
+                    _log.warning("verdict on a canary postponed", env=name, reason=str(error))
 
     async def _roll_back_failing(self) -> None:
-        """Goes back from versions that fail more often than the ones whose place they took; at most once each."""
+        """Roll back versions that fail more often than the ones they replaced; at most once each."""
         for version in [one for one in self.all() if one.state == "active"]:
             before = self._replaced_by(version)
             why = self._offers.regression(version, before) if before is not None else None
@@ -284,7 +284,7 @@ class Submissions:
                 try:
                     await self._put(*version.rolled_back(before, why))
                 except Unavailable as error:
-                    _log.warning("a roll-back waits", env=version.full_name, reason=str(error))
+                    _log.warning("roll-back postponed", env=version.full_name, reason=str(error))
 
     def _replaced_by(self, version: SubmittedVersion) -> SubmittedVersion | None:
         return version.replaced(self._versions[version.name].values())
@@ -294,7 +294,7 @@ class Submissions:
         known = self._versions.get(wanted.name, {})
         number = 1 + max(max(known, default=0), await asyncio.to_thread(self._store.newest, wanted.name))
         if len(known) >= MAX_VERSIONS:
-            raise Conflict(f"{wanted.name} has {len(known)} versions, and more are not kept", "choose another name")
+            raise Conflict(f"{wanted.name} has {len(known)} versions, which is the limit", "choose another name")
         version = numbered(wanted, number, source.protocol)
         await asyncio.to_thread(self._store.add, version, source.files)
         self._versions.setdefault(wanted.name, {})[number] = version
@@ -304,7 +304,7 @@ class Submissions:
         return version
 
     async def _validate(self, version: SubmittedVersion) -> None:
-        """Raises Unavailable; then it is still to be validated."""
+        """Validate one version. On Unavailable it stays to be validated."""
         async with self._lock:
             version = self._versions[version.name][version.version]
             if version.state == "submitted":
@@ -329,7 +329,7 @@ class Submissions:
             raise
         except Exception:  # noqa: BLE001 - a defect here must not keep others from being validated
             _log.exception("the validation itself failed", env=version.full_name)
-            check = Check(name="validation", ok=False, detail="failed for a reason of the service's own; see its log")
+            check = Check(name="validation", ok=False, detail="failed through an error in the service; see its log")
             return Validated(Report(checks=(check,)), None)
 
     async def _judge(self, version: SubmittedVersion, found: Validated) -> None:
@@ -352,8 +352,9 @@ class Submissions:
             await self._activate(version, "validated; weight 0 joins no live run", **known)
 
     async def _activate(self, version: SubmittedVersion, why: str, **changes: Any) -> SubmittedVersion:
-        """The version in use, from now on; the one before is retired with it. A crash between the two leaves two that
-        are active on disk: the later one counts, see `open`.
+        """Activate a version and retire the one before it.
+
+        A crash between the two writes leaves two active versions on disk; `open` keeps the later one.
         """
         made = version.to("active", why, **changes)
         await self._put(made, *self._superseded(made))
@@ -373,15 +374,15 @@ class Submissions:
         return moved
 
     async def _put(self, *moved: SubmittedVersion) -> None:
-        """Keeps versions in their new states, then lets all of them be seen at once. Raises StorageUnavailable."""
+        """Save versions in their new states, then publish all of them at once. Raises StorageUnavailable."""
         for version in moved:
             await asyncio.to_thread(self._store.update, version)
         for version in moved:
             self._versions[version.name][version.version] = version
             self._offers.put(version)
-            _log.info("environment moved on", env=version.full_name, state=version.state, why=version.why)
+            _log.info("environment changed state", env=version.full_name, state=version.state, why=version.why)
         for name in {version.name for version in moved}:
-            self._offers.point(name, self._versions[name].values())
+            self._offers.assign_name(name, self._versions[name].values())
         count(self.all())
 
     def _named(self, name: str) -> dict[int, SubmittedVersion]:

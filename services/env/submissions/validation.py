@@ -1,11 +1,12 @@
-"""What a submitted environment has to show before it may join a run: it loads, plays, repeats itself under a seed,
-keeps its splits apart, gives finite rewards, and is quick enough. Everything runs where its episodes will.
+"""Validation of a submitted environment before it may join a run.
 
-The report names each check with what was seen, for its author to act on. Splits count as apart if no evaluation task
-begins like a training task; an environment whose tasks all begin alike hides what differs, which is told as a warning.
+The environment must load, play, repeat its episodes under a seed, keep its splits apart, give finite rewards, and be
+quick enough. Everything runs as its episodes will. The report names each check and its result, for the author to act
+on.
 
-A remote environment is somebody else's server: that it does not repeat itself, or draws the same task for two splits,
-is told as a warning.
+Splits count as disjoint if no evaluation task begins like a training task; if all tasks begin alike, this cannot be
+seen, which gives a warning. A remote environment runs on another server, so irreproducible episodes, or one task in two
+splits, give warnings only.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from services.env.submissions.record import Check, Report
 from shared.errors import Unavailable, VolleyError
 
 MAX_CALL_S = 5.0
-"""Seconds that a reset or a step may take while it is validated."""
+"""Seconds that a reset or a step may take during validation."""
 DEADLINE_S = 180.0
-"""For all of it."""
+"""Seconds for the whole validation."""
 PROVE_S = 180.0
-"""Beyond that for the solutions of task folders: none is begun later."""
+"""Additional seconds for the solutions of task folders; none is started later."""
 _PLAYED = {TRAIN: 6, EVAL: 3}
 _OPENED, _MAX_STEPS, _AT_ONCE, _MAX_LOG = 32, 20, 2, 4000
 _REPLIES: Sequence[Callable[[int], str]] = (
@@ -36,12 +37,12 @@ _REPLIES: Sequence[Callable[[int], str]] = (
     lambda step: "",
     lambda step: "I do not know. " * 200,
 )
-"""What a model might say that knows nothing of the task; a play takes one of them for all its steps."""
+"""Replies of a model that knows nothing of the task; an episode uses one of them for all its steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Play:
-    """What one episode showed, in a form that can be compared."""
+    """Results of one episode, for comparison."""
 
     opening: tuple[Message, ...]
     results: tuple[StepResult, ...]
@@ -77,36 +78,36 @@ class _Findings:
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """`description` is None where the code does not load, or nothing answers."""
+    """`description` is None if the code does not load or nothing answers."""
 
     report: Report
     description: EnvironmentDescription | None
 
 
 type Open = Callable[[Mapping[str, int], bool], SubmittedBackend]
-"""Makes the backend for splits of known sizes, and whether there are demonstrations."""
+"""Builds the backend, given the sizes of splits and whether there are demonstrations."""
 
 
 async def validate(open_backend: Open) -> Validated:
-    """Never raises for what the code does. Raises Unavailable when no sandbox can be started."""
+    """Validate an environment. Its failures are findings; raises Unavailable if no sandbox can be started."""
     findings, description = _Findings(), None
     backend, deadline_s = open_backend({}, False), DEADLINE_S
     try:
         async with asyncio.timeout(deadline_s) as deadline:
-            description = await _described(backend, findings)
+            description = await _check_loading(backend, findings)
             if description is not None:
                 backend = open_backend(description.splits, description.has_demonstration)
                 if isinstance(backend, HarborBackend):
                     deadline_s += proofs_s()
                     deadline.reschedule(asyncio.get_running_loop().time() + deadline_s)
-                    await _solved(backend, findings)
-                await _played(backend, findings)
+                    await _check_solutions(backend, findings)
+                await _check_play(backend, findings)
     except TimeoutError:
         findings.failed("time", f"the validation was given up after {deadline_s:g} s", "make reset and step quicker")
     return Validated(findings.report(backend.log), description)
 
 
-async def _described(backend: SubmittedBackend, findings: _Findings) -> EnvironmentDescription | None:
+async def _check_loading(backend: SubmittedBackend, findings: _Findings) -> EnvironmentDescription | None:
     check = "reachable" if backend.is_remote else "loads"
     try:
         description = await backend.describe()
@@ -127,12 +128,12 @@ _SPLITS_HINT = 'give the class splits = {"train": 1000, "eval": 100}: the number
 
 
 def proofs_s() -> float:
-    """The most seconds that programs of task folders can take: solutions are tried, and some tasks played twice."""
+    """Longest time for programs of task folders, in seconds: solutions are tried, and some tasks played twice."""
     return PROVE_S + SOLVE_S + 2 * GRADE_S + 2 * sum(_PLAYED.values()) * GRADE_S / _AT_ONCE
 
 
-async def _solved(backend: HarborBackend, findings: _Findings) -> None:
-    """Whether each task's solution gives 1, and nothing less. Of more than there is time for some, drawn at random."""
+async def _check_solutions(backend: HarborBackend, findings: _Findings) -> None:
+    """Check that each task's solution gives 1 and an idle episode less. If time is short, checks a random sample."""
     tasks = [(split, index) for split, n in sorted(backend.splits_of.items()) for index in range(n)]
     random.Random(0).shuffle(tasks)
     until = time.monotonic() + PROVE_S
@@ -140,7 +141,7 @@ async def _solved(backend: HarborBackend, findings: _Findings) -> None:
     async def tried(number: int) -> bool:
         if number and time.monotonic() > until:
             return False
-        await _prove(backend, *tasks[number])
+        await _check_solution(backend, *tasks[number])
         return True
 
     try:
@@ -149,12 +150,12 @@ async def _solved(backend: HarborBackend, findings: _Findings) -> None:
         findings.checks.append(failed.check)
         return
     if n < len(tasks):
-        findings.warnings.append(f"the solutions of {n} of {len(tasks)} tasks were tried: there was no time for more")
-    findings.passed("solutions", f"{n} solutions give 1, and nothing done gives less")
+        findings.warnings.append(f"the solutions of {n} of {len(tasks)} tasks were tried; there was no time for more")
+    findings.passed("solutions", f"{n} solutions give 1, and idle episodes less")
 
 
-async def _prove(backend: HarborBackend, split: str, index: int) -> None:
-    """Raises _Failed."""
+async def _check_solution(backend: HarborBackend, split: str, index: int) -> None:
+    """Check one task's solution. Raises _Failed."""
     name = await backend.task(split, index)
     try:
         idle, solved = await backend.prove(split, index)
@@ -162,24 +163,24 @@ async def _prove(backend: HarborBackend, split: str, index: int) -> None:
         _raise_if_ours(error, backend)
         raise _Failed("solutions", f"{name}: {error.detail}", error.hint) from error
     if idle.why or idle.reward >= 1.0:
-        told = idle.why or f"the tests give {idle.reward:g} where nothing was done"
-        raise _Failed("solutions", f"{name}: {told}", "tests/test.sh must give less than 1 before the task is solved")
+        fault = idle.why or f"the tests give {idle.reward:g} after an idle episode"
+        raise _Failed("solutions", f"{name}: {fault}", "tests/test.sh must give less than 1 before the task is solved")
     if solved.why or solved.reward != 1.0:
-        told = solved.why or f"the tests give {solved.reward:g} after solution/solve.sh"
-        raise _Failed("solutions", f"{name}: {told}", _SOLUTION_HINT)
+        fault = solved.why or f"the tests give {solved.reward:g} after solution/solve.sh"
+        raise _Failed("solutions", f"{name}: {fault}", _SOLUTION_HINT)
 
 
 _SOLUTION_HINT = (
-    "the log has what both scripts printed; a sandbox has bash, the programs of the machine's /usr, and no network"
+    "see the output of both scripts in the log; a sandbox has bash, the programs of the machine's /usr, and no network"
 )
 
 
-async def _played(backend: SubmittedBackend, findings: _Findings) -> None:
+async def _check_play(backend: SubmittedBackend, findings: _Findings) -> None:
     try:
-        await _episodes(backend, findings)
-        await _apart(backend, findings)
+        await _check_episodes(backend, findings)
+        await _check_disjoint_splits(backend, findings)
         if backend.has_demonstration:
-            await _demonstrated(backend, findings)
+            await _check_demonstrations(backend, findings)
     except _Failed as failed:
         findings.checks.append(failed.check)
         return
@@ -193,14 +194,14 @@ async def _played(backend: SubmittedBackend, findings: _Findings) -> None:
     low, high = min(findings.rewards, default=0.0), max(findings.rewards, default=0.0)
     told = f"from {low:g} to {high:g} in {findings.n_episodes} episodes, all finite"
     if low == high and backend.has_demonstration:
-        findings.warnings.append(f"every reward was {low:g}: where all answers are worth the same, nothing is learnt")
+        findings.warnings.append(f"every reward was {low:g}: if all answers get the same reward, nothing is learnt")
     elif low == high:
         told += "; the replies of the validation know nothing of the task, a demonstration would show more"
     findings.passed("rewards", told)
 
 
 def _raise_if_ours(error: VolleyError, backend: SubmittedBackend) -> None:
-    """Raises what says nothing of the environment: no sandbox is free, the package index does not answer."""
+    """Raise errors that are not the environment's: no free sandbox, or no answer from the package index."""
     if isinstance(error, Unavailable) and not backend.is_remote:
         raise error
 
@@ -210,8 +211,8 @@ class _Failed(Exception):
         self.check = Check(name=name, ok=False, detail=detail, hint=hint)
 
 
-async def _episodes(backend: SubmittedBackend, findings: _Findings) -> None:
-    """Plays tasks of each split twice. Raises _Failed."""
+async def _check_episodes(backend: SubmittedBackend, findings: _Findings) -> None:
+    """Play tasks of each split twice. Raises _Failed."""
     plays = [
         (split, index, _REPLIES[number % len(_REPLIES)])
         for split, most in _PLAYED.items()
@@ -229,14 +230,14 @@ async def _episodes(backend: SubmittedBackend, findings: _Findings) -> None:
     if not any(play.results and play.results[-1].over for pair in pairs for play in pair):
         findings.warnings.append(f"no episode ended within {_MAX_STEPS} steps; the run's max_turns will end them")
     findings.passed("episodes", f"{2 * len(pairs)} episodes of {steps} steps, none failed")
-    told = f"{len(pairs) - len(differ)} of {len(pairs)} tasks gave the same when they were played twice"
+    told = f"{len(pairs) - len(differ)} of {len(pairs)} tasks gave equal results when played twice"
     if differ:
-        findings.warnings.append(f"the server does not repeat itself: {told}; {differ[0]}. {_REMOTE_SEEDS}")
+        findings.warnings.append(f"the server is not reproducible: {told}; {differ[0]}. {_REMOTE_SEEDS}")
     else:
         findings.passed("determinism", f"{told} under the same seed")
 
 
-_REMOTE_SEEDS = "Episodes of one group may then be of different tasks, and no episode can be played again"
+_REMOTE_SEEDS = "Episodes of one group may then have different tasks, and no episode can be replayed"
 _SEED_HINT = "draw what is random from random.Random(...) seeded by split, index and seed; no clocks, no global state"
 
 
@@ -246,7 +247,7 @@ type _Planned = tuple[str, int, Callable[[int], str]]
 def _differing(
     plays: Sequence[_Planned], pairs: Sequence[tuple[_Play, _Play]], backend: SubmittedBackend
 ) -> list[tuple[_Planned, tuple[_Play, _Play]]]:
-    """Those whose two plays differ; of a remote environment, in what reaches the model or the trainer."""
+    """Tasks whose two plays differ; for a remote environment, in data that reaches the model or the trainer."""
     return [
         (play, (one, two))
         for play, (one, two) in zip(plays, pairs, strict=True)
@@ -268,8 +269,8 @@ def _difference(one: _Play, two: _Play) -> str:
     )
 
 
-async def _apart(backend: SubmittedBackend, findings: _Findings) -> None:
-    """Raises _Failed where an evaluation task begins like a training task."""
+async def _check_disjoint_splits(backend: SubmittedBackend, findings: _Findings) -> None:
+    """Check that no evaluation task begins like a training task. Raises _Failed."""
     wanted = [(split, index) for split in _PLAYED for index in _spread(backend.splits_of.get(split, 0), _OPENED)]
 
     async def opening(split: str, index: int) -> str:
@@ -281,7 +282,7 @@ async def _apart(backend: SubmittedBackend, findings: _Findings) -> None:
     seen = {digest: task for task, digest in zip(wanted, digests, strict=True) if task[0] == TRAIN}
     held_out = [(task, digest) for task, digest in zip(wanted, digests, strict=True) if task[0] == EVAL]
     if not held_out:
-        findings.warnings.append(f"there is no split {EVAL!r}: nothing tells whether what is learnt carries over")
+        findings.warnings.append(f"there is no split {EVAL!r}: generalization cannot be evaluated")
         return
     if len(seen) == 1 and len(wanted) > 2 and all(digest in seen for _, digest in held_out):
         findings.warnings.append("all tasks begin with the same messages, so whether splits overlap cannot be seen")
@@ -290,15 +291,17 @@ async def _apart(backend: SubmittedBackend, findings: _Findings) -> None:
         if digest in seen:
             told = f"{split}/{index} begins exactly like {seen[digest][0]}/{seen[digest][1]}"
             if backend.is_remote:
-                findings.warnings.append(f"{told}: evaluation may be of tasks that were trained on")
+                findings.warnings.append(f"{told}: evaluation may include training tasks")
                 return
             hint = "make tasks from (split, index) such that no evaluation task is a training task"
             raise _Failed("disjoint splits", told, hint)
-    findings.passed("disjoint splits", f"{len(held_out)} evaluation tasks begin like none of {len(wanted)} looked at")
+    findings.passed(
+        "disjoint splits", f"{len(held_out)} evaluation tasks of {len(wanted)} opened tasks overlap no training task"
+    )
 
 
-async def _demonstrated(backend: SubmittedBackend, findings: _Findings) -> None:
-    """Raises _Failed where a demonstration does not show what it says."""
+async def _check_demonstrations(backend: SubmittedBackend, findings: _Findings) -> None:
+    """Check that demonstrations end as they promise. Raises _Failed."""
     for split in _PLAYED:
         for index in _spread(backend.splits_of.get(split, 0), 2):
             try:
@@ -313,7 +316,7 @@ async def _demonstrated(backend: SubmittedBackend, findings: _Findings) -> None:
                 told = "solves its task" if shown.success else "does not solve its task"
                 raise _Failed(
                     "demonstrations",
-                    f"the demonstration of {split}/{index} says that it {told}, played it does not hold",
+                    f"the demonstration of {split}/{index} says that it {told}, but playing it gives the opposite",
                     "its assistant messages, given to step one by one, must end with info['success'] as it says",
                 )
     findings.passed("demonstrations", "played to the end they promise")
@@ -356,7 +359,7 @@ async def _timed_reset(backend: SubmittedBackend, findings: _Findings, split: st
 
 
 async def _gathered[T](calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """The results in order, a few at once. Raises _Failed or Unavailable: the first of them."""
+    """Run calls, a few at once, and return their results in order. Raises the first _Failed or Unavailable."""
     slots = asyncio.Semaphore(_AT_ONCE)
 
     async def one(call: Callable[[], Awaitable[Any]]) -> Any:
@@ -374,5 +377,5 @@ async def _gathered[T](calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
 
 
 def _spread(n_tasks: int, most: int) -> list[int]:
-    """At most `most` indices, from the first to the last."""
+    """At most `most` indices, evenly spaced from the first to the last."""
     return sorted({i * (n_tasks - 1) // max(1, min(most, n_tasks) - 1) for i in range(min(most, n_tasks))})

@@ -1,8 +1,7 @@
-"""A calculator that is safe to hand to a model: exact arithmetic on rational numbers, bounded in length, depth and
-size.
+"""Exact arithmetic on rational numbers for model-written expressions, bounded in length, depth and size.
 
-Only numbers, + - * / // % ** and parentheses are understood; names, calls, attributes and strings are refused. No input
-can take more than about a millisecond: every intermediate result is bounded before it is computed.
+Only numbers, + - * / // % ** and parentheses are accepted; names, calls, attributes and strings are rejected. No input
+takes more than about a millisecond, because every intermediate result is bounded before it is computed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ MAX_CHARACTERS = 200
 MAX_BITS = 2048
 MAX_EXPONENT = 128
 SHOWN_DIGITS, MAX_DIGITS = 10, 30
-"""Significant digits: of a value that no decimal gives exactly, and the most of one that is given exactly."""
+"""Significant digits: of a value without an exact decimal, and the most of one that has one."""
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
@@ -32,18 +31,19 @@ _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]
 
 
 class CalculatorError(Exception):
-    """The expression has no value; the text says why, in words a model can act on."""
+    """The expression has no value; the text gives the reason, for a model to act on."""
 
 
 def calculate(expression: str) -> str:
-    """The value of `expression` as text: exact when whole or a decimal of at most 30 digits, else with ten significant
-    digits. Raises CalculatorError.
+    """Value of `expression` as text. Raises CalculatorError.
+
+    Exact if it is whole or a decimal of at most 30 digits, otherwise with ten significant digits.
     """
     return show(evaluate(expression))
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value. Raises CalculatorError."""
+    """Exact value. Raises CalculatorError."""
     if len(expression) > MAX_CHARACTERS:
         raise CalculatorError(f"the expression is longer than {MAX_CHARACTERS} characters")
     text = _THOUSANDS.sub("", expression).strip()
@@ -84,7 +84,7 @@ def _value(node: ast.expr, text: str) -> Fraction:
 
 
 def _number(literal: str) -> Fraction:
-    """The exact value of a decimal literal. Raises CalculatorError on other bases and on extreme exponents."""
+    """Exact value of a decimal literal. Raises CalculatorError on other bases and on extreme exponents."""
     mantissa, _, exponent = literal.lower().partition("e")
     if literal[:2].lower() in ("0x", "0o", "0b") or len(exponent.lstrip("+-0")) > 2:
         raise CalculatorError(f"{literal} is not a plain decimal number")

@@ -1,10 +1,10 @@
-"""What a tool is: a name, a description, a JSON schema of its arguments, and a call that answers with text.
+"""Interface of tools: a name, a description, a JSON schema of the arguments, and a call that returns text.
 
 Invariants
-- A session belongs to one episode, and what it keeps (variables, files, a database) lives as long as that.
-- What the model did wrong is a ToolFault: text that it reads, never the end of its episode. A tool that is itself
-  broken raises a VolleyError: the episode fails, and is never a reward.
-- The same seed and the same calls have the same answers, unless the tool says that it is not the service's own (MCP).
+- A session belongs to one episode; its variables, files and database live as long as the episode.
+- A mistake of the model is a ToolFault: text that the model reads, while its episode continues. A broken tool raises a
+  VolleyError: the episode fails without a reward.
+- The same seed and calls give the same answers, except for tools of other servers (MCP).
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ class ToolDescription:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """OpenAI's shape, which chat templates take."""
+        """Schema in OpenAI's shape, which chat templates take."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 class ToolFault(Exception):
-    """The call cannot be carried out as it was made; the text says why, in words a model can act on."""
+    """The call cannot be carried out as written; the text gives the reason, for a model to act on."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolContext:
-    """Of an episode. `database` is what its task is about, as the SQL tool takes it, if there is one."""
+    """Context of an episode. `database` is its task's database in the SQL tool's format, if there is one."""
 
     seed: int
     database: str | None = None
 
 
 class ToolSession(Protocol):
-    """The tools of one kind in one episode. Calls in the same `lane` run one after the other, in their order; those of
-    a session without a lane all at once.
+    """Tools of one kind in one episode.
+
+    Calls in the same `lane` run one after the other, in their order; calls of a session without a lane run
+    concurrently.
     """
 
     @property
@@ -57,24 +59,25 @@ class ToolSession(Protocol):
     def lane(self) -> str | None: ...
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
-        """The answer, of any length. Raises ToolFault, Busy where there is no room and the call has not begun, and
-        VolleyError where the tool itself is broken.
+        """Answer a call, with text of any length.
+
+        Raises ToolFault, Busy (no capacity, and the call has not begun), and VolleyError if the tool itself is broken.
         """
         ...
 
     async def close(self) -> None:
-        """Frees what the session holds. Never raises."""
+        """Free the session's resources. Never raises."""
         ...
 
 
 class Arguments(BaseModel):
-    """What a built-in tool is called with."""
+    """Arguments of a built-in tool."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 def describe(name: str, description: str, arguments: type[Arguments]) -> ToolDescription:
-    """A tool whose arguments are a model; its schema is kept as short as a prompt wants it."""
+    """Describe a tool whose arguments are a model, with a schema short enough for prompts."""
     schema = arguments.model_json_schema()
     properties = {
         key: {name: part for name, part in value.items() if name not in ("title", "maxLength")}
@@ -85,14 +88,16 @@ def describe(name: str, description: str, arguments: type[Arguments]) -> ToolDes
 
 
 def read_arguments[A: Arguments](model: type[A], arguments: Mapping[str, Any]) -> A:
-    """Raises ToolFault naming what is wrong."""
+    """Validate a call's arguments. Raises ToolFault naming the fault."""
     try:
         return model.model_validate(dict(arguments))
     except ValidationError as error:
-        raise ToolFault("; ".join(_told(problem, model) for problem in error.errors()[:MAX_PROBLEMS])) from None
+        raise ToolFault(
+            "; ".join(_format_problem(problem, model) for problem in error.errors()[:MAX_PROBLEMS])
+        ) from None
 
 
-def _told(problem: Any, model: type[Arguments]) -> str:
+def _format_problem(problem: Any, model: type[Arguments]) -> str:
     key = ".".join(str(part) for part in problem["loc"])[:80]
     if problem["type"] == "missing":
         return f"the argument {key} is missing"

@@ -1,5 +1,6 @@
-"""A shell as a tool: commands in a sandbox that starts programs. Files stay from one command to the next; variables,
-the working folder and what runs in the background do not.
+"""A shell as a tool: commands in a sandbox that starts programs.
+
+Files persist between commands; variables, the working folder and background processes do not.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from shared.errors import SandboxFailed
 from shared.text import well_formed
 
 MAX_OUTPUT = 2**16
-"""Bytes that a command may bring out of its sandbox."""
+"""Bytes of output that a command may return from its sandbox."""
 _LATER_S = 5.0
-"""Seconds beyond a command's limit, which the sandbox itself keeps, until the sandbox is given up."""
+"""Grace after a command's time limit, which the sandbox enforces itself, before the sandbox is given up."""
 
 
 class BashArguments(Arguments):
@@ -35,7 +36,7 @@ BASH = describe(
 
 
 class CommandResult(BaseModel):
-    """What a command printed, its exit code, and for which limit it was ended, if it was."""
+    """Output and exit code of a command; `ended` names the limit for which it was killed, if any."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -49,22 +50,27 @@ class CommandResult(BaseModel):
         return "its processes together needed more memory than there is"
 
     @property
-    def told(self) -> str:
-        """For a log."""
+    def summary(self) -> str:
+        """Summary for a log."""
         how = f"ended for {self.ended}" if self.ended else f"ended with {self.exit}"
         return f"{how}: {self.output[-500:].strip()}" if self.output.strip() else how
 
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """Args: workdir: where every command begins; env: its variables beside PATH, HOME, LANG and TZ."""
+    """Shell of one sandbox.
+
+    Args:
+        workdir: working folder of every command.
+        env: its variables in addition to PATH, HOME, LANG and TZ.
+    """
 
     sandbox: Sandbox
     workdir: str
     env: Mapping[str, str]
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
-        """Raises SandboxFailed where the sandbox is gone."""
+        """Run a command. Raises SandboxFailed if the sandbox is gone."""
         asked = {
             "text": command,
             "cwd": self.workdir,
@@ -78,11 +84,11 @@ class Shell:
         try:
             return CommandResult.model_validate(found)
         except ValidationError:
-            raise SandboxFailed("a command was answered with something else than its result", why="protocol") from None
+            raise SandboxFailed("the answer to a command is not a result", why="protocol") from None
 
 
 class BashSession:
-    """The tool `bash` in one episode. Who opened its sandbox closes it."""
+    """The tool `bash` in one episode. The owner of the sandbox closes it."""
 
     tools = (BASH,)
     lane = "shell"
@@ -101,4 +107,4 @@ class BashSession:
         return f"{said}\n[exit code {result.exit}]" if result.exit else said
 
     async def close(self) -> None:
-        """Nothing of its own."""
+        """Do nothing: the session holds no resources."""

@@ -31,4 +31,4 @@ class CalculatorSession:
             raise ToolFault(str(error)) from None
 
     async def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing: the session holds no resources."""

@@ -1,6 +1,6 @@
-"""Tool calls as models write them: read from an assistant's message, and written.
+"""Reader and writer of tool calls in assistant messages.
 
-OpenAI's `tool_calls` count first; else the text is read in one of the formats that chat templates teach:
+OpenAI's `tool_calls` take precedence; otherwise the text is read in one of the formats that chat templates use:
 
     hermes        <tool_call>{"name": …, "arguments": {…}}</tool_call>           Hermes 2 Pro, Qwen2.5, Qwen3
     qwen3_coder   <tool_call><function=NAME><parameter=KEY>VALUE</parameter>…    Qwen3-Coder, Qwen3.5 and later
@@ -8,11 +8,11 @@ OpenAI's `tool_calls` count first; else the text is read in one of the formats t
                   <|python_tag|>NAME.call(KEY=VALUE, …)                          its built-in tools
     mistral       [TOOL_CALLS][{"name": …, "arguments": {…}}], [TOOL_CALLS]NAME[ARGS]{…}
 
-The names are those of vLLM's and SGLang's parsers, whose packages bring an engine along. Those drop calls that they
-cannot read, because they serve people; here the model is told what was wrong with a call, so that it can learn it. What
-stands in <think> is no call.
+The names are those of the parsers of vLLM and SGLang, whose packages require an engine. Those parsers drop unreadable
+calls, because they serve people; here the model gets an error message, so that it can learn. Text in <think> is never a
+call.
 
-Invariants: reading never raises, and is close to linear in the text; what is read is JSON that can be sent on: finite
+Invariants: reading never raises, and takes nearly linear time; the result is JSON that can be forwarded: finite
 numbers, bounded depth.
 """
 
@@ -46,12 +46,12 @@ _OBJECT = "a tool call must be one JSON object with name and arguments"
 _OPEN, _CLOSE, _MISTRAL, _PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
 _THINK, _END_THINK = "<think>", "</think>"
 _CUT = 12
-"""Characters before the end of a part of a text in which an error may come of the cut."""
+"""Distance in characters from the end of a truncated text within which truncation may cause a parse error."""
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,200})>(.*?)</function>\s*\Z", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,200})(?:\[CALL_ID\][A-Za-z0-9_-]{1,100})?\[ARGS\]\s*")
 _LONG_TEXT = 20_000
-"""Characters; reading the calls of more at once would hold up the event loop."""
+"""Characters; longer texts are read in a thread, because they would block the event loop."""
 _MAX_PYTHON_CALL = 20_000
 _PYTHON_CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,199})\.call\(")
 _SPACE = re.compile(r"\s*")
@@ -60,7 +60,7 @@ _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "</s>")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call; `problem` is set instead of the rest when it cannot be read."""
+    """One call. `problem` is set instead of the other fields if it cannot be read."""
 
     name: str = ""
     arguments: Mapping[str, Any] | None = None
@@ -71,10 +71,11 @@ type Schemas = Sequence[Mapping[str, Any]]
 
 
 def tool_calls(message: Message, form: CallFormat = "auto", schemas: Schemas = ()) -> list[ToolCall]:
-    """The calls of a message, in order, at most MAX_CALLS. Never raises.
+    """Read the calls of a message, in order, at most MAX_CALLS. Never raises.
 
-    Args: schemas: of the tools there are, in OpenAI's shape; qwen3_coder writes values without saying of which type
-    they are.
+    Args:
+        schemas: schemas of the available tools, in OpenAI's shape; qwen3_coder needs them because it writes values
+        without types.
     """
     if structured := message.get("tool_calls"):
         return [_from_openai(call) for call in structured[:MAX_CALLS]]
@@ -85,18 +86,18 @@ def tool_calls(message: Message, form: CallFormat = "auto", schemas: Schemas = (
         "llama3_json": lambda: _llama3_json(text),
         "mistral": lambda: _mistral(text),
     }
-    return list(islice(readers[recognised(text) if form == "auto" else form](), MAX_CALLS))
+    return list(islice(readers[detect_format(text) if form == "auto" else form](), MAX_CALLS))
 
 
 async def tool_calls_of(message: Message, form: CallFormat, schemas: Schemas) -> list[ToolCall]:
-    """The same beside the event loop, where it takes long."""
+    """Read the calls of a message, in a thread if the message is long."""
     if len(message["content"]) > _LONG_TEXT:
         return await asyncio.to_thread(tool_calls, message, form, schemas)
     return tool_calls(message, form, schemas)
 
 
-def recognised(text: str) -> Literal["hermes", "qwen3_coder", "llama3_json", "mistral"]:
-    """The format of a text by its first mark; where there is none, hermes, which finds no call in it."""
+def detect_format(text: str) -> Literal["hermes", "qwen3_coder", "llama3_json", "mistral"]:
+    """Detect the format of a text by its first mark; hermes without any mark, which finds no call."""
     marks = {name: text.find(mark) for name, mark in (("tag", _OPEN), ("mistral", _MISTRAL), ("python", _PYTHON))}
     found = {name: at for name, at in marks.items() if at >= 0}
     match min(found, key=lambda name: found[name], default=""):
@@ -112,7 +113,7 @@ def recognised(text: str) -> Literal["hermes", "qwen3_coder", "llama3_json", "mi
 
 
 def before_calls(text: str) -> str:
-    """What a message that has calls in its text says before the first of them, thoughts included."""
+    """Text of a message before its first call, including its thoughts."""
     spoken = _spoken(text)
     thought = text[: len(text) - len(spoken)] if text.endswith(spoken) else ""
     found = [at for mark in (_OPEN, _MISTRAL, _PYTHON) if (at := spoken.find(mark)) >= 0]
@@ -120,7 +121,7 @@ def before_calls(text: str) -> str:
 
 
 def write_call(name: str, arguments: Mapping[str, Any], form: CallFormat = "hermes") -> str:
-    """The text that `tool_calls` reads back."""
+    """Write a call as text that `tool_calls` reads back."""
     if form == "qwen3_coder":
         rows = [f"<parameter={key}>\n{_plain(value)}\n</parameter>" for key, value in arguments.items()]
         return "\n".join([_OPEN, f"<function={name}>", *rows, "</function>", _CLOSE])
@@ -132,7 +133,7 @@ def write_call(name: str, arguments: Mapping[str, Any], form: CallFormat = "herm
 
 
 def with_calls_written(message: Message) -> str:
-    """The message as one text: its content, then each of its `tool_calls` in the format `hermes`."""
+    """Write a message as one text: its content, then each of its `tool_calls` in the format `hermes`."""
     parts = [message["content"]] if message["content"] else []
     for structured in message.get("tool_calls", ())[:MAX_CALLS]:
         call = _from_openai(structured)
@@ -144,8 +145,9 @@ def with_calls_written(message: Message) -> str:
 
 
 def _spoken(text: str) -> str:
-    """What a message says beside what it thinks first; a template may have written the opening <think> itself. A tag
-    inside an argument is part of it.
+    """Text of a message without its leading thoughts; a template may have written the opening <think>.
+
+    A tag inside an argument belongs to the argument.
     """
     opened, closed = text.find(_THINK), text.find(_END_THINK)
     if opened >= 0 and not 0 <= closed < opened:
@@ -158,7 +160,7 @@ def _spoken(text: str) -> str:
 
 
 def _in_call(text: str, at: int) -> bool:
-    """Whether what stands at `at` is part of a call's arguments."""
+    """True if position `at` is inside a call's arguments."""
     if any(0 <= text.find(mark) < at for mark in (_MISTRAL, _PYTHON)) or text.lstrip().startswith("{"):
         return True
     begun = text.rfind(_OPEN, 0, at)
@@ -172,7 +174,10 @@ def _in_call(text: str, at: int) -> bool:
 
 
 def _hermes(text: str) -> Iterator[ToolCall]:
-    """A closing tag inside an argument's text closes nothing; the last call may lack its own."""
+    """Read calls in the format `hermes`.
+
+    A closing tag inside an argument's text does not end the call; the last call may lack its closing tag.
+    """
     at = text.find(_OPEN)
     while at >= 0:
         at += len(_OPEN)
@@ -212,7 +217,7 @@ def _xml_call(body: str, schemas: Schemas) -> ToolCall:
 
 
 def _types(name: str, schemas: Schemas) -> Mapping[str, Any]:
-    """The declared type of each argument of a tool."""
+    """Declared type of each argument of a tool."""
     for schema in schemas:
         match schema:
             case {"function": {"name": str(found), "parameters": {"properties": dict(properties)}}} if found == name:
@@ -221,7 +226,7 @@ def _types(name: str, schemas: Schemas) -> Mapping[str, Any]:
 
 
 def _kinds(schema: Mapping[str, Any]) -> Any:
-    """The type of a schema, or those of its alternatives; None if it names none."""
+    """Type of a schema, or the types of its alternatives; None if it names none."""
     if "type" in schema:
         return schema["type"]
     options = schema.get("anyOf") or schema.get("oneOf")
@@ -232,7 +237,7 @@ def _kinds(schema: Mapping[str, Any]) -> Any:
 
 
 def _typed(text: str, kind: Any) -> Any:
-    """A value as its schema has it: text stays text, all else is JSON. Raises DecodeError."""
+    """Convert a value to its schema's type: text stays text, anything else is JSON. Raises DecodeError."""
     kinds = kind if isinstance(kind, list) else [kind]
     if kind is None or "string" in kinds:
         return text
@@ -240,13 +245,13 @@ def _typed(text: str, kind: Any) -> Any:
         return _loads(text.strip(), 0)[0]
     except ValueError:
         said = text.strip().lower()
-        if "boolean" in kinds and said in ("true", "false"):  # Python's True and False, which templates write
+        if "boolean" in kinds and said in ("true", "false"):  # templates write Python's True and False
             return said == "true"
         raise DecodeError(f"{text[:80]!r} is not of type {kind}") from None
 
 
 def _llama3_json(text: str) -> Iterator[ToolCall]:
-    """The whole message, or what follows <|python_tag|>; several calls are separated by semicolons."""
+    """Read the whole message, or the text after <|python_tag|>. Semicolons separate calls."""
     before, tag, rest = text.partition(_PYTHON)
     rest = (rest if tag else before).strip()
     for end in _ENDS:
@@ -270,7 +275,7 @@ def _llama3_json(text: str) -> Iterator[ToolCall]:
 
 
 def _python_call(name: str, text: str) -> ToolCall:
-    """`name.call(query="…", n=3)`: named arguments, each a literal of Python."""
+    """Read `name.call(query="…", n=3)`: named arguments, each a Python literal."""
     if len(text) > _MAX_PYTHON_CALL:
         return ToolCall(problem=f"a tool call of this form has at most {_MAX_PYTHON_CALL} characters")
     try:
@@ -280,12 +285,12 @@ def _python_call(name: str, text: str) -> ToolCall:
         arguments = {str(word.arg): ast.literal_eval(word.value) for word in found.keywords}
         return _checked({"name": name, "arguments": _loads(json.dumps(arguments, allow_nan=False), 0)[0]})
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        told = str(error).partition("(<unknown>")[0].strip()
-        return ToolCall(problem=f"a tool call must be NAME.call(KEY=VALUE, …), with literals as values: {told}")
+        reason = str(error).partition("(<unknown>")[0].strip()
+        return ToolCall(problem=f"a tool call must be NAME.call(KEY=VALUE, …), with literals as values: {reason}")
 
 
 def _looks_like_a_call(text: str) -> bool:
-    """Whether a text without marks begins as a call: other JSON, a name without arguments too, is an answer."""
+    """True if a text without marks begins as a call. Other JSON, or a name without arguments, is an answer."""
     if re.match(r'\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:', text) is None:
         return False
     try:
@@ -317,7 +322,7 @@ def _mistral(text: str) -> Iterator[ToolCall]:
 
 
 def _json_call(text: str, at: int, keys: Sequence[str] = ("arguments",)) -> tuple[ToolCall, int]:
-    """The JSON object at `at`, as a call, and where it ends."""
+    """Read the JSON object at `at` as a call; return it and its end."""
     at = _after_space(text, at)
     try:
         found, end = _loads(text, at)
@@ -327,8 +332,8 @@ def _json_call(text: str, at: int, keys: Sequence[str] = ("arguments",)) -> tupl
 
 
 def _loads(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at `at`, and where it ends. Raises ValueError with a reason."""
-    part = text[at : at + MAX_ARGUMENTS + 1]  # an error counts the lines of all that it is given
+    """Read the JSON value at `at`; return it and its end. Raises ValueError with a reason."""
+    part = text[at : at + MAX_ARGUMENTS + 1]  # bounded, because an error counts the lines of the whole text
     try:
         value, end = _DECODER.raw_decode(part)
     except RecursionError:
@@ -358,7 +363,7 @@ _DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
 
 def _from_openai(call: object) -> ToolCall:
-    """OpenAI's shape, in which `arguments` is JSON text."""
+    """Read a call in OpenAI's shape, in which `arguments` is JSON text."""
     if not isinstance(call, dict):
         return ToolCall(problem=f"a tool call must be one JSON object, not {_kind(call)}")
     function = call.get("function", call)
@@ -366,7 +371,7 @@ def _from_openai(call: object) -> ToolCall:
         return ToolCall(problem=f"the function of a tool call must be one JSON object, not {_kind(function)}")
     arguments = function.get("arguments")
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
-        arguments = {}  # as some servers write the call of a tool without arguments
+        arguments = {}  # some servers write calls without arguments like this
     if isinstance(arguments, str):
         try:
             arguments, end = _loads(arguments.strip(), 0)
@@ -394,7 +399,7 @@ def _checked(call: Any, keys: Sequence[str] = ("arguments",)) -> ToolCall:
 
 
 def _kind(value: Any) -> str:
-    """The name of a value's type in JSON."""
+    """Name of a value's type in JSON."""
     names = {bool: "true or false", str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return names.get(type(value), "null")
 

@@ -1,6 +1,6 @@
-"""Carries out the tool calls of one message: checked, bounded, at once where they do not depend on each other.
+"""Execution of the tool calls of one message: validated, bounded, and concurrent where they are independent.
 
-Whatever the model did wrong becomes the text of an answer. A tool that is itself broken raises, and the episode fails.
+A mistake of the model becomes the text of an answer. A broken tool raises, and the episode fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shared.errors import Busy, RateLimited, VolleyError, first_error
 from shared.process import telemetry
 
 TURN_S = 25.0
-"""What all calls of a message may take together; a client waits a little longer for a step."""
+"""Seconds for all calls of a message; a client waits a little longer for a step."""
 
 _CALLS = telemetry.Counter(
     "volley_env_tool_calls_total", "Tool calls of models, by what became of them", ["tool", "outcome"],
@@ -28,14 +28,18 @@ _CALLS = telemetry.Counter(
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """What a call is answered with; `fine` says whether it was carried out."""
+    """Answer to a call; `ok` says that the call was carried out."""
 
     text: str
-    fine: bool
+    ok: bool
 
 
 class EpisodeTools:
-    """The tools of one episode. Args: sessions: opened, with different names of tools; they are closed with it."""
+    """Tools of one episode.
+
+    Args:
+        sessions: open sessions with distinct tool names; they are closed with the episode.
+    """
 
     def __init__(self, sessions: Sequence[ToolSession], use: ToolUse) -> None:
         self._sessions, self._use = sessions, use
@@ -49,8 +53,10 @@ class EpisodeTools:
         return tuple(tool for session in self._sessions for tool in session.tools)
 
     async def answer(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
-        """One answer a call, in their order; calls beyond the bounds share one. Raises Busy (none of them has begun, so
-        the message may be repeated), RateLimited (one of several found no room), VolleyError.
+        """Answer each call, in order; calls beyond the limits share one answer.
+
+        Raises Busy (none of them has begun, so the message may be repeated), RateLimited (some had begun when one found
+        no capacity), VolleyError.
         """
         taken = calls[: min(self._use.max_calls_per_turn, self._left)]
         self._left -= len(taken)
@@ -71,7 +77,7 @@ class EpisodeTools:
                         return
                     begun.add(i)
                     try:
-                        answers[i] = await self._one(taken[i], deadline)
+                        answers[i] = await self._answer_call(taken[i], deadline)
                     except Busy:
                         begun.discard(i)
                         refused = True
@@ -86,19 +92,19 @@ class EpisodeTools:
             if not isinstance(error, Busy):
                 raise error from None
             if begun:
-                told = f"{error.detail}, after other calls of the message had begun"
-                raise RateLimited(told, "create another episode", error.retry_after_s) from error
+                detail = f"{error.detail}, after other calls of the message had begun"
+                raise RateLimited(detail, "create another episode", error.retry_after_s) from error
             self._left += len(taken)
             raise error from None
         found = [answer for answer in answers if answer is not None]
-        self.n_faults += sum(not answer.fine for answer in found)
+        self.n_faults += sum(not answer.ok for answer in found)
         if len(taken) < len(calls):
             found.append(self._refused(len(calls) - len(taken)))
         self.n_calls += len(taken)
         return found
 
     async def close(self) -> None:
-        """Frees what the tools hold."""
+        """Close the sessions."""
         for session in self._sessions:
             await session.close()
 
@@ -109,7 +115,7 @@ class EpisodeTools:
             why = f"at most {self._use.max_calls_per_turn} are taken from one message"
         return ToolAnswer(f"error: {n} tool calls were not carried out: {why}", False)
 
-    async def _one(self, call: ToolCall, deadline: float) -> ToolAnswer:
+    async def _answer_call(self, call: ToolCall, deadline: float) -> ToolAnswer:
         session = self._by_name.get(call.name)
         try:
             if call.problem:

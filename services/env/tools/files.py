@@ -1,4 +1,4 @@
-"""The files of a workspace on their way into an interpreter's folder, and back."""
+"""Transfer of a workspace's files to and from an interpreter's folder."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from services.env.tools.workspace import Workspace
 MAX_NAMED = 3
 
 
-def to_send(workspace: Workspace | None, *, all_of_them: bool) -> tuple[dict[str, str], list[str]]:
-    """What a folder lacks: contents (base64) by path, and the paths that are there no more."""
+def changes_to_send(workspace: Workspace | None, *, all_of_them: bool) -> tuple[dict[str, str], list[str]]:
+    """Changes that the folder lacks: contents (base64) by path, and removed paths."""
     if workspace is None:
         return {}, []
     paths = set(workspace.content) if all_of_them else workspace.changed
@@ -22,8 +22,8 @@ def to_send(workspace: Workspace | None, *, all_of_them: bool) -> tuple[dict[str
     return there, gone
 
 
-def taken_back(workspace: Workspace, found: CellResult) -> list[str]:
-    """Keeps what a text did to the files; returns notes on what could not be kept, for the model."""
+def store_changes(workspace: Workspace, found: CellResult) -> list[str]:
+    """Store a text's changes to the files; return notes for the model about files that were not stored."""
     left_out = [f"{path[:80]!r} is too large to be kept" for path in found.left_out]
     for path in found.removed:
         workspace.content.pop(path, None)

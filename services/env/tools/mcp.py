@@ -1,7 +1,7 @@
-"""Tools of servers of the Model Context Protocol: a connection for each episode, or one that all share.
+"""Tools of Model Context Protocol servers, on a connection for each episode or one shared by all.
 
-They are somebody else's: nothing makes them repeat themselves, or keeps them from reaching further than an episode.
-Invariant: a connection lives in a task of its own, which nothing that happens to it ends but itself.
+The servers are external: their answers need not be reproducible, and their state may outlive an episode. Invariant: a
+connection lives in its own task, whose failure affects nothing else.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = 256
 _AT_ONCE = 4
-"""Servers that are started at once: each is a program that has to load."""
+"""Servers that are started at once; each is a program that has to load."""
 _log = telemetry.Log("mcp")
 
 
 class McpConnection:
-    """One server as its task sees it. `client` is there once it has answered; `closing` tells the task to leave it."""
+    """One server as its task sees it. `client` is set once it has answered; `closing` tells the task to disconnect."""
 
     def __init__(self) -> None:
         self.client: asyncio.Future[McpClient] = asyncio.get_running_loop().create_future()
@@ -53,7 +53,7 @@ class McpServers:
         await self._stack.aclose()
 
     async def open(self, settings: McpSettings) -> McpSession:
-        """Raises Unavailable, RateLimited, ConfigError."""
+        """Open a session. Raises Unavailable, RateLimited, ConfigError."""
         if not settings.shared:
             connection = self._connect(settings)
         else:
@@ -74,15 +74,15 @@ class McpServers:
         if len(self._connections) >= MAX_CONNECTIONS:
             raise RateLimited(f"{MAX_CONNECTIONS} MCP servers are connected already", "try again later", 2.0)
         if self._tasks is None:
-            raise Unavailable("the service does not take MCP servers now")
+            raise Unavailable("MCP servers are not available: the service is not running")
         connection = McpConnection()
-        connection.client.add_done_callback(_seen)
+        connection.client.add_done_callback(_ignore_error)
         self._connections.add(connection)
         self._tasks.create_task(self._hold(settings, connection))
         return connection
 
     async def _hold(self, settings: McpSettings, connection: McpConnection) -> None:
-        """The task of a connection: opens it, waits, closes it."""
+        """Task of a connection: open it, wait, close it."""
         where = f"the MCP server {settings.url or ' '.join(settings.command or ())[:200]}"
         try:
             try:
@@ -94,12 +94,12 @@ class McpServers:
                     client = await stack.enter_async_context(connect(settings, where))
                 connection.client.set_result(client)
                 await connection.closing.wait()
-        except Exception as error:  # noqa: BLE001 - whoever waits is told; the other connections go on
+        except Exception as error:  # noqa: BLE001 - waiting callers get the error; the other connections continue
             if not connection.client.done():
                 known = error if isinstance(error, VolleyError) else Unavailable(f"{where} cannot be used: {error}")
                 connection.client.set_exception(known)
             else:
-                _log.warning("an MCP server did not close well", server=where, error=str(error)[:300])
+                _log.warning("closing an MCP server failed", server=where, error=str(error)[:300])
         finally:
             connection.is_open = False
             connection.client.cancel()
@@ -111,7 +111,7 @@ class McpServers:
 
 
 class McpSession:
-    """The tools of one server in one episode. The server may be asked for several things at once."""
+    """Tools of one server in one episode. Calls to the server run concurrently."""
 
     lane = None
 
@@ -126,16 +126,16 @@ class McpSession:
             return await self._client.call(name.removeprefix(self._settings.prefix), arguments, timeout_s)
         except Unavailable:
             self._connection.is_open = False
-            self._connection.closing.set()  # also of a shared one: the next episode gets another
+            self._connection.closing.set()  # also of a shared connection: the next episode opens another
             raise
 
     async def close(self) -> None:
-        """The connection ends by itself, in its own time."""
+        """Let the connection close in its own task."""
         if not self._settings.shared:
             self._connection.closing.set()
 
 
-def _seen(future: asyncio.Future[Any]) -> None:
-    """Whoever waited may have left; an error that nobody reads is none to complain about."""
+def _ignore_error(future: asyncio.Future[Any]) -> None:
+    """Mark the error as retrieved, because the waiting caller may have left."""
     if not future.cancelled():
         future.exception()

@@ -1,7 +1,7 @@
-"""A connection to a server of the Model Context Protocol, by its official package. Imported with the first connection.
+"""Connection to a Model Context Protocol server through its official package, imported on first use.
 
-A program that speaks over stdio is the operator's own choice, and runs as the service does: with HOME, PATH and the
-variables that the configuration names, and nothing else of the service's environment.
+A stdio server is a program of the operator's choice, and runs with the service's rights: with HOME, PATH and the
+configured variables, and nothing else of the service's environment.
 """
 
 from __future__ import annotations
@@ -38,22 +38,27 @@ _TOKEN_KEY = "tools.mcp.token_file"  # noqa: S105 - the name of a key
 
 
 class McpClient:
-    """An initialized session. Args: where: what to call the server in messages."""
+    """An initialized session.
+
+    Args:
+        where: name of the server in messages.
+    """
 
     def __init__(self, session: ClientSession, where: str, offered: Mapping[str, types.Tool]) -> None:
         self._session, self._where = session, where
         self.tools = tuple(
             ToolDescription(tool.name, tool.description or "", tool.inputSchema) for tool in offered.values()
         )
-        no_others = referencing.Registry()  # a schema's references are not fetched from anywhere
+        no_others = referencing.Registry()  # a schema's references are never fetched
         self._validators = {
             name: jsonschema.validators.validator_for(tool.inputSchema)(tool.inputSchema, registry=no_others)
             for name, tool in offered.items()
         }
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
-        """The text of the answer. Raises ToolFault, Unavailable (the server is gone, or answers nothing at all),
-        VolleyError (what it answers is not the protocol).
+        """Call a tool and return the answer's text.
+
+        Raises ToolFault, Unavailable (the server is gone or hangs), VolleyError (the answer violates the protocol).
         """
         self._check(name, arguments)
         try:
@@ -77,8 +82,9 @@ class McpClient:
         return text or "(no output)"
 
     def _check(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Raises ToolFault. Neither large arguments nor a schema that cannot be used are checked: the server has the
-        last word anyway.
+        """Validate arguments. Raises ToolFault.
+
+        Large arguments and unusable schemas are skipped, because the server validates them anyway.
         """
         if len(str(arguments)) > MAX_CHECKED:
             return
@@ -91,7 +97,7 @@ class McpClient:
             raise ToolFault(f"{f'the argument {at[:80]}: ' if at else ''}{problem.message[:300]}")
 
     async def _check_alive(self) -> None:
-        """Raises Unavailable if it does not even answer a ping."""
+        """Ping the server. Raises Unavailable if it does not answer."""
         try:
             async with asyncio.timeout(PING_S):
                 await self._session.send_ping()
@@ -99,30 +105,32 @@ class McpClient:
             raise self._gone("hangs: it does not answer a ping") from error
 
     def _gone(self, what: str) -> Unavailable:
-        return Unavailable(f"{self._where} {what}", "see why, and start it again; the episode is played anew")
+        return Unavailable(
+            f"{self._where} {what}", "check the server's log, and restart it; the episode is played again"
+        )
 
 
-class _MendedMessages:
-    """Messages of a transport. The package hands on as errors those that hold half of a surrogate pair."""
+class _SurrogateSafeMessages:
+    """Messages of a transport, with lone surrogates replaced; the package would turn these messages into errors."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
-    async def __aenter__(self) -> _MendedMessages:
+    async def __aenter__(self) -> _SurrogateSafeMessages:
         await self._stream.__aenter__()
         return self
 
     async def __aexit__(self, *exception: Any) -> None:
         await self._stream.__aexit__(*exception)
 
-    def __aiter__(self) -> _MendedMessages:
+    def __aiter__(self) -> _SurrogateSafeMessages:
         return self
 
     async def __anext__(self) -> SessionMessage | Exception:
-        return _mended(await self._stream.__anext__())
+        return _without_surrogates(await self._stream.__anext__())
 
 
-def _mended(message: SessionMessage | Exception) -> SessionMessage | Exception:
+def _without_surrogates(message: SessionMessage | Exception) -> SessionMessage | Exception:
     if not isinstance(message, ValidationError):
         return message
     wrong = message.errors(include_url=False)[0]
@@ -137,7 +145,7 @@ def _mended(message: SessionMessage | Exception) -> SessionMessage | Exception:
 
 @asynccontextmanager
 async def connect(settings: McpSettings, where: str) -> AsyncIterator[McpClient]:
-    """To be entered and left by one task. Raises Unavailable with the reason, ConfigError."""
+    """Connect to a server; one task must enter and leave. Raises Unavailable with the reason, ConfigError."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
             async with AsyncExitStack() as stack:
@@ -167,14 +175,14 @@ async def _opened(stack: AsyncExitStack, settings: McpSettings, where: str, erro
         await stack.enter_async_context(http)
         opened = await stack.enter_async_context(streamable_http_client(settings.url or "", http_client=http))
         streams = opened[:2]
-    read: Any = _MendedMessages(streams[0])
+    read: Any = _SurrogateSafeMessages(streams[0])
     session = await stack.enter_async_context(ClientSession(read, streams[1]))
     await session.initialize()
     return McpClient(session, where, _chosen(await _offered(session, where), settings, where))
 
 
 async def _offered(session: ClientSession, where: str) -> dict[str, types.Tool]:
-    """All tools of a server, page by page. Raises Unavailable."""
+    """List all tools of a server, page by page. Raises Unavailable."""
     found: dict[str, types.Tool] = {}
     cursor: str | None = None
     while True:
@@ -188,7 +196,7 @@ async def _offered(session: ClientSession, where: str) -> dict[str, types.Tool]:
 
 
 def _chosen(offered: Mapping[str, types.Tool], settings: McpSettings, where: str) -> Mapping[str, types.Tool]:
-    """Raises ConfigError."""
+    """Select the configured tools. Raises ConfigError."""
     for name in settings.tools:
         if name not in offered:
             raise ConfigError(f"{where} has no tool {name!r}", f"it has: {', '.join(offered)}")
@@ -216,5 +224,5 @@ def _first(error: BaseException) -> BaseException:
 def _unusable(where: str, why: str, errors: IO[str]) -> Unavailable:
     errors.seek(0)
     said = errors.read(100_000).strip()[-300:]
-    told = f"; it wrote: {said}" if said else ""
-    return Unavailable(f"{where} cannot be used: {why[:300]}{told}", "mend its configuration, or start it")
+    output = f"; it wrote: {said}" if said else ""
+    return Unavailable(f"{where} cannot be used: {why[:300]}{output}", "fix its configuration, or start it")

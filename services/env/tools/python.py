@@ -10,13 +10,13 @@ from services.env.sandbox.limits import SandboxLimits, ScriptProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.tools.base import Arguments, ToolFault, describe, read_arguments
-from services.env.tools.files import taken_back, to_send
+from services.env.tools.files import changes_to_send, store_changes
 from services.env.tools.settings import PythonSettings
 from services.env.tools.workspace import Workspace
 from shared.errors import Busy, Conflict, RateLimited, SandboxFailed
 
 MAX_OUTPUT = 2**17
-"""Characters that a call may bring out of its sandbox."""
+"""Characters of output that a call may return from its sandbox."""
 
 _GONE = "the interpreter was started anew, and its variables are gone"
 
@@ -34,7 +34,12 @@ PYTHON = describe(
 
 
 class PythonSession:
-    """Args: seed: of `random` in the interpreter; workspace: files that it finds in its working folder."""
+    """The tool `python` in one episode.
+
+    Args:
+        seed: seeds `random` in the interpreter.
+        workspace: files in the interpreter's working folder.
+    """
 
     tools = (PYTHON,)
     lane = "files"
@@ -51,7 +56,7 @@ class PythonSession:
         code = read_arguments(PythonArguments, arguments).code
         fresh = self._sandbox is None or not self._sandbox.alive
         sandbox = await self._start() if self._sandbox is None or fresh else self._sandbox
-        files, removed = to_send(self._workspace, all_of_them=fresh)
+        files, removed = changes_to_send(self._workspace, all_of_them=fresh)
         asked = {
             "source": code,
             "seed": self._seed if fresh else None,
@@ -66,12 +71,12 @@ class PythonSession:
             found = answers.read_cell(await sandbox.call("cell", asked, timeout_s))
         except SandboxFailed as failed:
             self._received = False
-            if self._workspace is not None and failed.why == "refused":  # the files are not in their places
+            if self._workspace is not None and failed.why == "refused":  # the files were not written
                 self._workspace.changed |= {*files, *removed}
             raise ToolFault(self._why(failed, timeout_s)) from None
         self._received = True
         said = "\n".join(part.rstrip("\n") for part in (found.script.stdout, found.script.stderr) if part)
-        notes = taken_back(self._workspace, found) if self._workspace is not None else []
+        notes = store_changes(self._workspace, found) if self._workspace is not None else []
         if found.script.cut:
             notes.append(f"only the first {MAX_OUTPUT} characters of the output were kept")
         said = "\n".join([*([said] if said else []), *(f"[{note}]" for note in notes)]) or "(no output)"
@@ -85,8 +90,9 @@ class PythonSession:
             await self._sandbox.close()
 
     async def _start(self) -> Sandbox:
-        """A new process, in place of one that ended. Raises Unavailable, Busy (no room for one), Conflict (the episode
-        was closed meanwhile; what was started is ended).
+        """Start a process, replacing one that ended.
+
+        Raises Unavailable, Busy (no capacity), Conflict (the episode was closed meanwhile; the new process is killed).
         """
         if self._sandbox is not None:
             await self._sandbox.close()
@@ -103,7 +109,7 @@ class PythonSession:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise Conflict("the episode was deleted while its tools were at work", "create another one")
+            raise Conflict("the episode was deleted during a tool call", "create another one")
 
     def _why(self, failed: SandboxFailed, timeout_s: float) -> str:
         if failed.alive:

@@ -1,4 +1,4 @@
-"""The tools of an environment as its configuration names them.
+"""Configuration of an environment's tools.
 
 tools: [calculator, {python: {cpu_s: 5}}, {workspace: {files: {notes.txt: ""}}}, {mcp: {command: [my-server]}}]
 tool_use: {format: hermes, max_turns: 10}
@@ -39,8 +39,9 @@ class CalculatorSettings(ToolSettings):
 
 
 class PythonSettings(ToolSettings):
-    """A Python interpreter in a sandbox. `cpu_s` is for one call, `total_cpu_s` for an episode's process, in seconds;
-    `memory_mb` its address space.
+    """A Python interpreter in a sandbox.
+
+    `cpu_s` bounds one call, `total_cpu_s` an episode's process, in seconds; `memory_mb` is its address space.
     """
 
     cpu_s: float = Field(default=5.0, ge=0.1, le=20)
@@ -49,8 +50,9 @@ class PythonSettings(ToolSettings):
 
 
 class SqlSettings(ToolSettings):
-    """An SQLite database: the task's own, a file, or what the SQL in `script` makes; else an empty one. With `writable`
-    each episode has a copy of its own, which must be small.
+    """An SQLite database: the task's own, a file, or the result of the SQL in `script`; otherwise an empty one.
+
+    With `writable` each episode has its own copy, which must be small.
     """
 
     script: str | None = Field(default=None, max_length=2**18)
@@ -63,25 +65,25 @@ class SqlSettings(ToolSettings):
         if self.script is not None and self.database is not None:
             raise ValueError("sql takes a script or a database, not both")
         if self.writable and self.database is not None:
-            raise ValueError("a database file is only read: leave out writable, or give a script")
+            raise ValueError("a database file is read-only: leave out writable, or give a script")
         return self
 
     @field_validator("database")
     @classmethod
     def _absolute(cls, database: Path | None) -> Path | None:
-        """The processes that read it have another working folder."""
+        """Make the path absolute, because the processes that read it have another working folder."""
         return None if database is None else database.absolute()
 
 
 class WorkspaceSettings(ToolSettings):
-    """Files of an episode, which the Python tool sees too. `files` are there at the beginning, as text by path."""
+    """Files of an episode, shared with the Python tool. `files` holds the initial files, as text by path."""
 
     files: dict[str, str] = {}
     max_files: int = Field(default=64, ge=1, le=1000)
     max_kb: int = Field(default=256, ge=1, le=512)
 
     def workspace(self) -> Workspace:
-        """As an episode has it at the beginning. Raises ToolFault for files it cannot hold."""
+        """Workspace with the initial files. Raises ToolFault if they exceed the limits."""
         made = Workspace(self.max_files, self.max_kb * 1024)
         for path, text in self.files.items():
             made.write(path, encoded(text))
@@ -97,15 +99,15 @@ class WorkspaceSettings(ToolSettings):
 
 
 class McpSettings(ToolSettings):
-    """A server of the Model Context Protocol: a program (stdio), or an address (streamable HTTP).
+    """A Model Context Protocol server: a program (stdio), or an address (streamable HTTP).
 
     Args:
-        tools: those of its tools that are offered; all if there are none named.
-        prefix: put before their names.
-        env: names of this service's environment variables that its program gets too.
-        token_file: holds the bearer token that goes to its address.
-        shared: all episodes use one connection, where the server keeps nothing between calls.
-        start_s: how long it may take to answer first, in seconds.
+        tools: the tools to offer; by default all.
+        prefix: prefix of their names.
+        env: variables of this service's environment that the program inherits.
+        token_file: file with the bearer token for the address.
+        shared: share one connection among all episodes; for servers without state between calls.
+        start_s: deadline of the first answer, in seconds.
     """
 
     command: list[Annotated[str, Field(min_length=1)]] | None = Field(default=None, min_length=1, max_length=64)
@@ -126,7 +128,7 @@ class McpSettings(ToolSettings):
 
 
 class ToolEntry(ToolSettings):
-    """Exactly one of them."""
+    """One tool: exactly one of these keys."""
 
     calculator: CalculatorSettings | None = None
     python: PythonSettings | None = None
@@ -146,16 +148,16 @@ class ToolEntry(ToolSettings):
 
 
 class ToolUse(ToolSettings):
-    """How tools are used in an episode.
+    """Use of tools in an episode.
 
     Args:
-        format: that of the calls in the model's text (see `calls`); `auto` recognises it.
-        max_turns: assistant messages with calls; the episode is truncated with the last of them.
-        max_calls_per_turn, max_calls: of a message, and of an episode; others are answered with an error.
+        format: format of calls in the model's text (see `calls`); `auto` detects it.
+        max_turns: assistant messages with calls; the episode is truncated after the last of them.
+        max_calls_per_turn, max_calls: calls of a message and of an episode; further calls are answered with an error.
         parallel: calls of a message that run at once.
-        timeout_s: of one call.
-        max_output: characters of one answer; of longer ones the middle is left out.
-        describe: tells the tools and the format of calls in a message too, for chat templates that do not.
+        timeout_s: deadline of one call, in seconds.
+        max_output: characters of one answer; the middle of longer answers is dropped.
+        describe: also describe the tools and the format of calls in a message, for chat templates that do not.
     """
 
     format: CallFormat = "auto"
@@ -192,7 +194,7 @@ _CONFIG = TypeAdapter(ToolsConfig)
 
 
 def split_config(kind: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], ToolsConfig]:
-    """An environment's own settings, and those of its tools. Raises InputError."""
+    """Split an environment's own settings from those of its tools. Raises InputError."""
     own = {key: value for key, value in config.items() if key not in _KEYS}
     theirs = {key: config[key] for key in _KEYS if key in config}
     try:
@@ -202,13 +204,11 @@ def split_config(kind: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def check_requested(config: ToolsConfig) -> None:
-    """Raises Forbidden for what a request must not set: programs, addresses and files belong in the configuration."""
+    """Raises Forbidden for settings that a request may not make: programs, addresses and files."""
     for entry in config.tools:
         if entry.mcp is not None or (entry.sql is not None and entry.sql.database is not None):
             what = "mcp" if entry.mcp is not None else "sql.database"
-            raise Forbidden(
-                f"tools: {what} cannot be set by a request", "it belongs in the configuration of the service"
-            )
+            raise Forbidden(f"tools: {what} cannot be set by a request", "set it in the configuration of the service")
 
 
 def _explained(problem: Any) -> str:

@@ -1,5 +1,7 @@
-"""An SQLite database as a tool. Queries run in grading processes, bounded in SQLite's instructions, so that a busy
-machine changes no answer; a writable database is an image that each call gets and gives back.
+"""An SQLite database as a tool.
+
+Queries run in grading processes, bounded in SQLite's instructions, so that machine load never changes an answer. A
+writable database is an image that each call receives and returns.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from services.env.tools.settings import SqlSettings
 from shared.errors import Busy, GradingBusy, GradingEnded, InputError
 
 _LIBRARY = GradingPool("services.env.tools.sql_library", wait_s=3.0)
-"""Its wait and the longest call come to less than what a client waits for a step."""
+"""Pool whose wait and longest call stay below a client's deadline of a step."""
 
 
 class SqlArguments(Arguments):
@@ -30,7 +32,11 @@ SQL_READ, SQL_WRITE = describe("sql", _READ, SqlArguments), describe("sql", _WRI
 
 
 class SqlSession:
-    """Args: database: the task's own, JSON text as the library takes it, where the settings name none."""
+    """The tool `sql` in one episode.
+
+    Args:
+        database: the task's own database, JSON text in the library's format, used if the settings name none.
+    """
 
     lane = "sql"
 
@@ -57,15 +63,15 @@ class SqlSession:
         return found["shown"] or "done"
 
     async def check(self) -> None:
-        """Raises InputError when the database cannot be opened, Busy, Unavailable."""
+        """Open the database. Raises InputError if that fails, Busy, Unavailable."""
         arguments = (self._source, self._settings.writable, self._settings.max_rows)
         try:
             await self._runner.run("tool sql", "tool sql", "load", lambda: _LIBRARY.call("prepare", *arguments))
         except GradingEnded:
-            raise InputError("the database of the tool sql takes too much memory", "give a smaller one") from None
+            raise InputError("the database of the tool sql needs too much memory", "use a smaller one") from None
 
     async def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing: the session holds no resources."""
 
 
 def _source(settings: SqlSettings, database: str | None) -> str:

@@ -1,8 +1,8 @@
 """SQLite as a tool; runs in a grading process (services/env/grading), never in the service.
 
-A source is JSON text: {"schema": SQL} or {"file": path} as in text-to-SQL, or {"image": base64}, a database as
-`Connection.serialize` writes it. What is only read is bounded as there. What may be written lies in memory, is of a
-bounded size, and comes back as the next call's image, so a call that was ended has changed nothing.
+A source is JSON text: {"schema": SQL} or {"file": path} as in text-to-SQL, or {"image": base64}, a database written by
+`Connection.serialize`. Read-only queries are bounded as there. A writable database is in memory, bounded in size, and
+returned as the next call's image, so a killed call changes nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from services.env.grading.sql_library import (
 from shared.errors import InputError
 
 MAX_PAGES, PAGE = 128, 4096
-"""Of a database that may be written: half a megabyte."""
+"""Limit of a writable database: half a megabyte."""
 MAX_SHOWN, MAX_SHOWN_BYTES = 2**17, 300_000
-"""Characters, and bytes as JSON: with the image of a database it has to fit into an answer."""
+"""Limits of the answer's text, in characters, and in bytes as JSON, because it shares the answer with an image."""
 _MAX_CELL = 2000
 
 
 def prepare(source: str, writable: bool, max_rows: int) -> None:
-    """Raises InputError when the database cannot be opened."""
+    """Open the database. Raises InputError if that fails."""
     with closing(_opened(source, writable)) as connection:
         try:
             connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -42,7 +42,11 @@ def prepare(source: str, writable: bool, max_rows: int) -> None:
 
 
 def run(source: str, writable: bool, max_rows: int, sql: str) -> dict[str, Any]:
-    """{"shown": the rows as text, "problem": why there are none, "image": the database after it, if it is writable}."""
+    """Run statements.
+
+    Returns {"shown": the rows as text, "problem": reason for a failure, "image": the database afterwards, if it is
+    writable}.
+    """
     connection = _opened(source, writable)
     steps = StepBound(connection)
     shown: list[str] = []
@@ -54,7 +58,7 @@ def run(source: str, writable: bool, max_rows: int, sql: str) -> dict[str, Any]:
         for statement in _statements(sql):
             shown.append(_result(connection.execute(statement), max_rows))
     except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
-        problem = steps.told(error)[:600]
+        problem = steps.explain(error)[:600]
     steps.lift()
     connection.set_authorizer(None)
     problem = _committed(connection) or problem
@@ -81,21 +85,21 @@ def _opened(source: str, writable: bool) -> sqlite3.Connection:
     return connection
 
 
-def _by_chance(action: int, name: str | None) -> bool:
+def _is_random(action: int, name: str | None) -> bool:
     return action == sqlite3.SQLITE_FUNCTION and (name or "").lower() in ("random", "randomblob")
 
 
 def _authorize_queries(action: int, *about: str | None) -> int:
-    """The same query has the same rows."""
-    return sqlite3.SQLITE_DENY if _by_chance(action, about[1]) else authorize_reading(action, *about)
+    """Authorize reading, except with random functions, so that equal queries give equal rows."""
+    return sqlite3.SQLITE_DENY if _is_random(action, about[1]) else authorize_reading(action, *about)
 
 
 def _authorize_changes(action: int, *about: str | None) -> int:
-    return sqlite3.SQLITE_DENY if _by_chance(action, about[1]) else authorize_writing(action, *about)
+    return sqlite3.SQLITE_DENY if _is_random(action, about[1]) else authorize_writing(action, *about)
 
 
 def _committed(connection: sqlite3.Connection) -> str:
-    """Ends a transaction that was left open; why it could not be kept, if it could not."""
+    """Commit an open transaction; return the reason if that fails, else ""."""
     try:
         if connection.in_transaction:
             connection.commit()
@@ -106,13 +110,13 @@ def _committed(connection: sqlite3.Connection) -> str:
 
 
 def _image(connection: sqlite3.Connection) -> str | None:
-    """None of a database that nothing was ever written to, which SQLite cannot serialize."""
+    """Image of the database; None if nothing was ever written to it, which SQLite cannot serialize."""
     (pages,) = connection.execute("PRAGMA page_count").fetchone()
     return base64.b64encode(connection.serialize()).decode() if pages else None
 
 
 def _statements(script: str) -> Iterator[str]:
-    """One after the other; a semicolon inside a text or a trigger ends none."""
+    """Split a script into statements; a semicolon inside a text or a trigger does not end one."""
     begin = 0
     for at, character in enumerate(script):
         if character == ";" and sqlite3.complete_statement(script[begin : at + 1]):
@@ -123,14 +127,14 @@ def _statements(script: str) -> Iterator[str]:
 
 
 def _result(cursor: sqlite3.Cursor, max_rows: int) -> str:
-    """The rows of a statement under the names of their columns; how many it changed, if it gives none."""
+    """Rows of a statement under their column names, or the number of rows that it changed."""
     if cursor.description is None:
         return f"{cursor.rowcount} rows changed" if cursor.rowcount >= 0 else "done"
     rows = cursor.fetchmany(max_rows + 1)
     lines = [" | ".join(str(column[0]) for column in cursor.description)]
     lines += [" | ".join(_cell(value) for value in row) for row in rows[:max_rows]]
-    told = f"(the first {max_rows} rows)" if len(rows) > max_rows else f"({len(rows)} row{'s'[: len(rows) != 1]})"
-    return "\n".join([*lines, told])
+    summary = f"(the first {max_rows} rows)" if len(rows) > max_rows else f"({len(rows)} row{'s'[: len(rows) != 1]})"
+    return "\n".join([*lines, summary])
 
 
 def _cell(value: Any) -> str:
@@ -139,7 +143,7 @@ def _cell(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    """As much of the beginning as an answer can hold; it says so where that is not all."""
+    """Truncate text to fit an answer, with a note."""
     n = min(len(text), MAX_SHOWN)
     while len(json.dumps(text[:n])) > MAX_SHOWN_BYTES:
         n = n * 3 // 4

@@ -1,4 +1,4 @@
-"""The tools that an environment's configuration names, and how an episode gets its own."""
+"""Tools that an environment's configuration names, opened for each episode."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from shared.errors import ConfigError, Forbidden
 
 MIN_TIER = 1
 ANY_TOOLS = ToolsConfig.model_validate({"tools": ["calculator", "python", "sql", "workspace"]})
-"""What every environment can be given, as it is without settings."""
+"""Tools that any environment can have, with default settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """What tools and programs run on. `unconfined` names the tools and environments that may run where this machine has
-    no sandbox worth the name.
+    """Resources that tools and programs use.
+
+    `unconfined` names the tools and environments that may run on a machine without an adequate sandbox.
     """
 
     sandboxes: Sandboxes
@@ -43,16 +44,14 @@ class Toolbox:
     unconfined: Collection[str] = ()
 
     async def check_confined(self, what: str, name: str) -> None:
-        """Raises Forbidden where nothing would confine what a model writes for `what`, and `name` is not allowed to go
-        without; Unavailable.
-        """
+        """Raises Forbidden if model-written code would run unconfined and `name` may not; Unavailable."""
         if name in self.unconfined:
             return
         tier = self.sandboxes.tier or await self.sandboxes.probe()
         if tier.level < MIN_TIER:
             raise Forbidden(
-                f"{what} is refused here: nothing would confine what a model writes ({tier.missing})",
-                f"services.env.unsandboxed: [{name}] allows it",
+                f"{what} is refused: this machine cannot confine model-written code ({tier.missing})",
+                f"to allow it anyway, set services.env.unsandboxed: [{name}]",
             )
 
 
@@ -64,8 +63,10 @@ class ToolSet:
     config: ToolsConfig
 
     async def open(self, context: ToolContext) -> EpisodeTools:
-        """The tools of one episode. Raises Forbidden (no sandbox here), ConfigError (two tools of one name),
-        Unavailable (a server does not answer).
+        """Open the tools for one episode.
+
+        Raises Forbidden (no sandbox here), ConfigError (two tools with one name), Unavailable (a server does not
+        answer).
         """
         async with AsyncExitStack() as stack:
             sessions: list[ToolSession] = []
@@ -79,8 +80,9 @@ class ToolSet:
         return EpisodeTools(sessions, self.config.tool_use)
 
     async def check(self) -> None:
-        """Tries what the configuration alone decides. Raises InputError (a script or database of the SQL tool that
-        cannot be opened), Busy, Unavailable.
+        """Try the tools that depend on the configuration alone.
+
+        Raises InputError (a script or database of the SQL tool cannot be opened), Busy, Unavailable.
         """
         for entry in self.config.tools:
             if entry.sql is not None:
@@ -105,7 +107,7 @@ class ToolSet:
             case McpSettings():
                 return await self.toolbox.servers.open(settings)
             case _:
-                raise ConfigError(f"{type(settings).__name__} is no tool")
+                raise ConfigError(f"{type(settings).__name__} is not a tool")
 
 
 def _check_names(sessions: Sequence[ToolSession]) -> None:

@@ -1,4 +1,4 @@
-"""Files of one episode, in memory: there is no path that leads anywhere else, and no link."""
+"""Files of one episode, in memory, without links or access to other paths."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ MAX_PATH, MAX_DEPTH = 200, 16
 
 @dataclass(slots=True)
 class Workspace:
-    """`content` by path, relative and with slashes; `changed` are the paths that were written or removed since they
-    were last taken to another place.
-    """
+    """Files by relative path with slashes. `changed` holds the paths written or removed since the last transfer."""
 
     max_files: int
     max_bytes: int
@@ -25,7 +23,7 @@ class Workspace:
     changed: set[str] = field(default_factory=set[str])
 
     def write(self, path: str, data: bytes) -> str:
-        """The path as it is kept. Raises ToolFault (path, bounds)."""
+        """Write a file and return its normalized path. Raises ToolFault (path, limits)."""
         path = checked_path(path)
         used = sum(map(len, self.content.values())) - len(self.content.get(path, b""))
         if used + len(data) > self.max_bytes:
@@ -42,7 +40,7 @@ class Workspace:
         return path
 
     def read(self, path: str) -> bytes:
-        """Raises ToolFault."""
+        """Read a file. Raises ToolFault."""
         path = checked_path(path)
         if path not in self.content:
             known = ", ".join(sorted(self.content)[:20]) or "none"
@@ -50,7 +48,7 @@ class Workspace:
         return self.content[path]
 
     def remove(self, path: str) -> str:
-        """Raises ToolFault."""
+        """Remove a file and return its normalized path. Raises ToolFault."""
         self.read(path)
         path = checked_path(path)
         del self.content[path]
@@ -59,7 +57,7 @@ class Workspace:
 
 
 def checked_path(path: str) -> str:
-    """The path in its one spelling. Raises ToolFault."""
+    """Normalize a path. Raises ToolFault."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/") or ".." in parts or "\\" in path or not parts:
         raise ToolFault(f"{path[:80]!r} is not a path inside the workspace; name files like notes/today.txt")
@@ -69,7 +67,7 @@ def checked_path(path: str) -> str:
 
 
 class ListFiles(Arguments):
-    """Nothing."""
+    """No arguments."""
 
 
 class ReadFile(Arguments):
@@ -104,7 +102,7 @@ WORKSPACE_TOOLS: tuple[ToolDescription, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceSession:
-    """Shares its lane with Python, which works on the same files."""
+    """The workspace tools. They share a lane with Python, which changes the same files."""
 
     workspace: Workspace
     tools = WORKSPACE_TOOLS
@@ -150,11 +148,11 @@ class WorkspaceSession:
             raise ToolFault(f"{path} is no text: it has {len(data)} bytes that are not UTF-8") from None
 
     async def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing: the session holds no resources."""
 
 
 def encoded(text: str) -> bytes:
-    """Raises ToolFault for half of a surrogate pair."""
+    """Encode text. Raises ToolFault for lone surrogates."""
     try:
         return text.encode()
     except UnicodeEncodeError:

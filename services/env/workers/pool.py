@@ -1,8 +1,8 @@
-"""Worker processes for the built-in environments, so that their code uses more than one core.
+"""Worker processes for the built-in environments, so that their code uses several cores.
 
 Invariants
-- An episode stays in the process that began it. When that process ends, its episodes are lost, and only these: whoever
-  asks for one is told so, and another process takes its place.
+- An episode stays in the process that began it. If that process ends, only its episodes are lost: requests for them
+  fail, and another process replaces it.
 - No process outlives the service: the end of its socket ends it.
 """
 
@@ -40,8 +40,9 @@ _log = telemetry.Log("workers")
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """Of each process: threads of one kind of environment, seconds for one call, and calls that may wait. One that does
-    not answer for `grace_s` longer than a call may take is killed.
+    """Settings of each process: threads of one kind of environment, seconds for one call, and calls that may wait.
+
+    A process that does not answer within `grace_s` after a call's deadline is killed.
     """
 
     n_threads: int
@@ -55,18 +56,22 @@ class WorkerGone(Exception):
 
 
 class Worker:
-    """One running process. `n_episodes` are those that were begun in it and are not closed."""
+    """One running process. `n_episodes` counts the open episodes that it began."""
 
     def __init__(self, process: asyncio.subprocess.Process, settings: WorkerSettings) -> None:
         self.n_episodes = 0
-        self._process, self._patience_s = process, settings.deadline_s + settings.grace_s
+        self._process, self._timeout_s = process, settings.deadline_s + settings.grace_s
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._writer: asyncio.StreamWriter | None = None
 
     @classmethod
     async def start(cls, settings: WorkerSettings, digests: Mapping[str, str]) -> tuple[Self, asyncio.StreamReader]:
-        """Once it is ready. Raises OSError if there is none. Args: digests: of data files, by path."""
+        """Start a process and wait until it is ready. Raises OSError if that fails.
+
+        Args:
+            digests: digests of data files, by path.
+        """
         ours, theirs = socket.socketpair()
         arguments: list[object] = [theirs.fileno(), settings.n_threads, settings.deadline_s, settings.max_waiting]
         arguments.append(orjson.dumps(dict(digests)).decode())
@@ -89,7 +94,7 @@ class Worker:
         try:
             async with asyncio.timeout(_START_S):
                 if await wire.read(reader) is None:
-                    raise ConnectionResetError("it ended at once")
+                    raise ConnectionResetError("the process ended at once")
         except BaseException:
             await worker.end()
             raise
@@ -108,7 +113,7 @@ class Worker:
         return self._process.returncode
 
     async def listen(self, reader: asyncio.StreamReader) -> None:
-        """Hands out answers until the process ends, or is ended."""
+        """Deliver answers until the process ends."""
         try:
             while (answer := await wire.read(reader)) is not None:
                 future = self._waiting.pop(answer["id"], None)
@@ -120,7 +125,7 @@ class Worker:
             await self.end()
 
     async def end(self) -> None:
-        """Ends the process; who waits for an answer is told that it is gone. Repeating it changes nothing."""
+        """End the process and fail the waiting calls. Idempotent."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -137,14 +142,14 @@ class Worker:
             await self._process.wait()
 
     async def ask(self, call: str, **params: Any) -> Any:
-        """What the process answers. Raises WorkerGone, and what the environment raises."""
+        """Send a call and return the answer. Raises WorkerGone, and what the environment raises."""
         if self._writer is None:
             raise WorkerGone
         number = next(self._numbers)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             self._writer.write(wire.encode({"id": number, "call": call, **params}))
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self._timeout_s):
                 answer = await future
         except TimeoutError:
             _log.error("worker process does not answer", pid=self.pid, call=call)
@@ -158,14 +163,18 @@ class Worker:
         raise Busy(error.detail, error.hint, error.retry_after_s) if isinstance(error, RateLimited) else error
 
     def forget(self, episode: str) -> None:
-        """The episode is over."""
+        """Close an episode."""
         self.n_episodes -= 1
         if self._writer is not None:
             self._writer.write(wire.encode({"call": "close", "episode": episode}))
 
 
 class WorkerPool:
-    """Args: n: processes; 0 makes a pool that is not used."""
+    """Worker processes of the service.
+
+    Args:
+        n: number of processes; a pool of 0 is unused.
+    """
 
     def __init__(self, n: int, settings: WorkerSettings) -> None:
         self._n, self._settings = n, settings
@@ -176,7 +185,7 @@ class WorkerPool:
         self._digests: Mapping[str, str] = {}
 
     def expect(self, digests: Mapping[str, str]) -> None:
-        """Processes that start from now on read data files only if they have these digests, by path."""
+        """Make processes that start from now on read data files only with these digests, by path."""
         self._digests = dict(digests)
 
     async def __aenter__(self) -> Self:
@@ -189,14 +198,15 @@ class WorkerPool:
             await worker.end()
 
     async def keep(self) -> None:
-        """Worker: as many processes as there are to be, for as long as the service lives."""
+        """Worker: keep the configured number of processes running."""
         async with asyncio.TaskGroup() as group:
             for _ in range(self._n):
                 group.create_task(self._keep_one())
 
     async def begin(self, **params: Any) -> tuple[Worker, str, Any]:
-        """Where an episode was begun, its number, and its opening. Raises Unavailable, and what the environment
-        raises.
+        """Begin an episode; return its process, number and opening.
+
+        Raises Unavailable, and what the environment raises.
         """
         worker, episode = await self._least_busy(), f"e{next(self._episodes)}"
         worker.n_episodes += 1
@@ -207,11 +217,11 @@ class WorkerPool:
             raise
 
     async def ask(self, call: str, **params: Any) -> Any:
-        """A call that belongs to no episode. Raises as `begin`."""
+        """Make a call that belongs to no episode. Raises what `begin` does."""
         return await self._asked(await self._least_busy(), call, **params)
 
     async def step(self, worker: Worker, episode: str, message: Any) -> Any:
-        """Raises NotFound if the episode's process is gone, and what the environment raises."""
+        """Step an episode. Raises NotFound if its process is gone, and what the environment raises."""
         try:
             return await worker.ask("step", episode=episode, message=message)
         except WorkerGone:
@@ -232,7 +242,7 @@ class WorkerPool:
         try:
             return await worker.ask(call, **params)
         except WorkerGone:
-            raise Unavailable("the worker process ended meanwhile", "try again") from None
+            raise Unavailable("the worker process ended during the call", "try again") from None
 
     async def _least_busy(self) -> Worker:
         try:
@@ -243,7 +253,7 @@ class WorkerPool:
         except TimeoutError:
             raise Unavailable(self.why_none() or "no worker process is running", "try again later") from None
         worker = min(alive, key=lambda one: one.n_episodes)
-        self._workers.remove(worker)  # of those that have as few, the one that was asked longest ago
+        self._workers.remove(worker)  # among equally busy processes, the least recently used comes first
         self._workers.append(worker)
         return worker
 

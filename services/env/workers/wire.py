@@ -1,7 +1,7 @@
-"""What a worker process and the service say to each other: JSON values, a line each.
+"""Protocol between a worker process and the service: JSON values, one per line.
 
-Both ends are ours. NaN is kept: what the service takes from a client reaches the environment unchanged. U+FFFD replaces
-halves of surrogate pairs in what an environment answers.
+Both ends are Volley's. NaN is preserved, so that a client's message reaches the environment unchanged. In an
+environment's answers, U+FFFD replaces lone surrogates.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from services.env.episode_types import Demonstration, Info, StepResult
 from shared.text import without_halves
 
 MAX_LINE = 2**28
-"""Bytes."""
+"""Bytes of one line."""
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
-    """One line. Raises TypeError, ValueError for what is no JSON."""
+    """Encode one line. Raises TypeError, ValueError for a value that is not JSON."""
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
 async def read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next value; None when the other end is closed. Raises ConnectionError for a line that was cut."""
+    """Read the next value; None when the other end is closed. Raises ConnectionError for a truncated line."""
     line = await reader.readline()
     if line and not line.endswith(b"\n"):
-        raise ConnectionResetError("the last line is not whole")
+        raise ConnectionResetError("the last line is truncated")
     return json.loads(without_halves(line)) if line else None
 
 

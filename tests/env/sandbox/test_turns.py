@@ -181,11 +181,11 @@ async def test_what_computes_between_its_calls_is_paused_between_them(sandboxes:
 
     await count("begin")
     async with asyncio.timeout(60):
-        while not sandbox.rests:
+        while not sandbox.pauses_between_calls:
             await asyncio.sleep(0.01)
     for _ in range(2):
         await stands_still(sandbox)
         assert await count("go on") > 0
-    assert not neighbour.rests
+    assert not neighbour.pauses_between_calls
     for one in (sandbox, neighbour):
         await one.close()

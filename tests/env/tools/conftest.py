@@ -46,5 +46,5 @@ async def open_tools(toolbox: Toolbox) -> AsyncIterator[OpenTools]:
 async def ask(tools: EpisodeTools, name: str, /, **arguments: Any) -> str:
     """The answer to one call; one that was not carried out begins with "error: "."""
     (answer,) = await tools.answer([ToolCall(name, arguments)])
-    assert answer.fine != answer.text.startswith("error: ")
+    assert answer.ok != answer.text.startswith("error: ")
     return answer.text

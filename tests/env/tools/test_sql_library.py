@@ -88,4 +88,4 @@ def test_a_script_is_bounded() -> None:
 
 def test_whatever_ends_a_query_is_told() -> None:
     connection = sqlite3.connect(":memory:")
-    assert sql_library.StepBound(connection).told(MemoryError()) == "it takes too much memory"
+    assert sql_library.StepBound(connection).explain(MemoryError()) == "it takes too much memory"

@@ -1,8 +1,8 @@
-"""Where a remote environment is: which URLs may be submitted, and which addresses the service connects to for them.
+"""Addresses of remote environments: the URLs that may be submitted, and the IP addresses that may be connected to.
 
-Invariants: no URL with credentials, a query or a fragment is kept; no connection is made to a link-local address (the
-metadata services of clouds are there), whatever name or spelling leads to it. Addresses of the own machine and of
-private networks are allowed: remote environments are mostly there.
+Invariants: a URL with credentials, a query or a fragment is rejected; link-local addresses (the metadata services of
+clouds) are never connected to, under any name or spelling. Addresses of this machine and of private networks are
+allowed, because most remote environments have them.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ _EMBEDDING = tuple(
         ("::ffff:0:0/96", _LAST),  # IPv4-mapped
         ("::ffff:0:0:0/96", _LAST),  # IPv4-translated (RFC 2765)
         ("64:ff9b::/96", _LAST),  # NAT64 (RFC 6052)
-        ("64:ff9b:1::/48", _LAST),  # NAT64 with a prefix of its own (RFC 8215), of any length that RFC 6052 has
+        ("64:ff9b:1::/48", _LAST),  # NAT64 with a local prefix (RFC 8215), of any RFC 6052 length
         ("64:ff9b:1::/48", (6, 7, 9, 10)),
         ("64:ff9b:1::/48", (7, 9, 10, 11)),
         ("64:ff9b:1::/48", (9, 10, 11, 12)),
         ("2002::/16", (2, 3, 4, 5)),  # 6to4
-        ("2001::/32", (4, 5, 6, 7)),  # the server of Teredo
+        ("2001::/32", (4, 5, 6, 7)),  # the Teredo server
     )
 )
-"""Networks of IPv6 whose addresses lead to an IPv4 address, and its bytes in them."""
+"""IPv6 networks whose addresses embed an IPv4 address, and the positions of its bytes."""
 _TEREDO = ipaddress.ip_network("2001::/32")
 _ISATAP = (b"\x00\x00\x5e\xfe", b"\x02\x00\x5e\xfe")
 _NUMBERS = re.compile(r"(?:0x[0-9a-f]*|[0-9]+)(?:\.(?:0x[0-9a-f]*|[0-9]+)){0,3}", re.IGNORECASE)
-"""IPv4 as libc reads it: of one to four parts, decimal, octal or hexadecimal."""
+"""IPv4 in libc's notations: one to four parts, decimal, octal or hexadecimal."""
 
 type IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 type AddressInfo = tuple[Any, Any, int, str, Any]
-"""What getaddrinfo says: family, kind, protocol, canonical name, socket address."""
+"""A result of getaddrinfo: family, kind, protocol, canonical name, socket address."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteAddress:
-    """`path` begins with a slash and ends without one, or is empty."""
+    """A parsed address. `path` is empty, or begins with a slash and ends without one."""
 
     secure: bool
     host: str
@@ -77,7 +77,7 @@ class RemoteAddress:
 
     @property
     def origin(self) -> str:
-        """What tokens are kept by: `https://host:port`."""
+        """Key of tokens: `https://host:port`."""
         return f"{'https' if self.secure else 'http'}://{self._authority}"
 
     @property
@@ -93,20 +93,20 @@ class RemoteAddress:
 
 
 def read_address(url: str) -> RemoteAddress:
-    """Raises InputError naming what is wrong with the URL, without what may be a secret in it."""
+    """Parse a URL. Raises InputError naming the fault, without parts that may be secret."""
     if len(url) > MAX_URL or not url.isascii() or not url.isprintable() or " " in url:
-        raise InputError(f"url: up to {MAX_URL} printable ASCII characters without blanks are taken")
+        raise InputError(f"url: use up to {MAX_URL} printable ASCII characters without blanks")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
-        raise InputError("url: this is no address", _HINT) from None
+        raise InputError("url: this is not an address", _HINT) from None
     if parts.scheme not in _PORTS or not host:
         raise InputError("url: its scheme must be http, https, ws or wss, followed by a host", _HINT)
     if "@" in parts.netloc:
-        raise InputError("url: credentials do not belong there, it is stored and shown", _CREDENTIALS_HINT)
+        raise InputError("url: credentials are not allowed, because the URL is stored and shown", _CREDENTIALS_HINT)
     if parts.query or parts.fragment:
-        raise InputError("url: it may have no query and no fragment", _HINT)
+        raise InputError("url: a query or a fragment is not allowed", _HINT)
     if (reason := why_refused(host)) is not None:
         raise InputError(f"url: {reason}")
     secure = parts.scheme in ("https", "wss")
@@ -115,12 +115,12 @@ def read_address(url: str) -> RemoteAddress:
 
 _HINT = "for example http://127.0.0.1:8000"
 _CREDENTIALS_HINT = (
-    "services.env.remote_token_files in the service's configuration names the token's file for an address"
+    "put the token into the file that services.env.remote_tokens_file names in the service's configuration"
 )
 
 
 def why_refused(host: str) -> str | None:
-    """Why no connection to this address is made; None if it may be, or is a name whose addresses are not known yet."""
+    """Reason to refuse connections to this address; None if it is allowed, or is a name."""
     found = _parsed(host.partition("%")[0].rstrip("."))
     if found is None:
         return None
@@ -134,7 +134,7 @@ def _is_metadata(address: IpAddress) -> bool:
 
 
 def _parsed(host: str) -> IpAddress | None:
-    """None for a name."""
+    """IP address of a host; None for a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -146,7 +146,7 @@ def _parsed(host: str) -> IpAddress | None:
 
 
 def _embedded(address: IpAddress) -> Iterator[ipaddress.IPv4Address]:
-    """The IPv4 addresses that packets to an IPv6 address may end at."""
+    """IPv4 addresses to which packets for an IPv6 address may be routed."""
     if isinstance(address, ipaddress.IPv4Address):
         return
     packed = address.packed
@@ -160,7 +160,7 @@ def _embedded(address: IpAddress) -> Iterator[ipaddress.IPv4Address]:
 
 
 def checked_socket(info: AddressInfo) -> socket.socket:
-    """A socket for that address, not connected. Raises PermissionError where no connection is made to it."""
+    """Make an unconnected socket for an address. Raises PermissionError if the address is refused."""
     family, kind, protocol, _, address = info
     if (reason := why_refused(str(address[0]))) is not None:
         raise PermissionError(reason)
@@ -170,5 +170,5 @@ def checked_socket(info: AddressInfo) -> socket.socket:
 
 
 async def connect(address: RemoteAddress, timeout_s: float) -> socket.socket:
-    """A connected socket. Raises OSError."""
+    """Connect a socket. Raises OSError."""
     return await open_socket(address.host, address.port, timeout_s, why_refused)

@@ -1,13 +1,13 @@
-"""Environments of a NeMo-Gym resources server, played as NeMo-Gym's own agents play them; the policy is Volley's.
+"""Environments of a NeMo-Gym resources server, played as NeMo-Gym's agents play them, with Volley's policy.
 
-`verify` servers (nemo_gym 0.4.0, `simple_agent`): POST /seed_session with a row of data opens a session, which is a
-cookie; each tool is a POST to its name; an answer without calls is sent to POST /verify with the row and the whole
+`verify` servers (nemo_gym 0.4.0, `simple_agent`): POST /seed_session with a row of data opens a session, identified by
+a cookie; each tool is a POST to its name; an answer without calls is sent to POST /verify with the row and the whole
 response, and its `reward` is the episode's. `step` servers (`gymnasium_agent`): POST /reset, then POST /step with the
-row and the response of that turn; it answers Gymnasium's five-tuple.
+row and the response of that turn, which answers Gymnasium's five-tuple.
 
-A server has no tasks: rows are submitted with its address. It has no request that ends a session either, and a server
-that was started again takes an old cookie for a session that has seen nothing. So each episode holds a connection on
-which nothing is said: when that is gone, the session is.
+A server has no tasks: rows are submitted with its address. It has no request to end a session, and after a restart it
+takes an old cookie for a new, empty session. Therefore each episode holds an idle connection; when the connection is
+closed, the session is lost.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from shared.process import offload
 from shared.types import MAX_MESSAGE
 
 MAX_CALLS = 32
-"""Calls of one message that are carried out."""
+"""Most calls of one message that are carried out."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _GATEWAY = frozenset({502, 503, 504})
-"""What something before the server answers while it is not there."""
+"""Status codes of a proxy whose server is unreachable."""
 _MAX_TOLD, _MAX_FIELDS = 300, 64
 
 
 class NemoGymConfig(BaseModel):
-    """How a NeMo-Gym server is played.
+    """Settings of a NeMo-Gym server.
 
     Attributes:
-        max_turns: messages of the model; after the last the episode is verified as it stands, and truncated.
-        success: the path of a flag in the answer of /verify, or in the `info` of /step, that says whether the task is
-            solved; without it, a reward of at least 1 in all does.
-        tool_format: how the model writes calls of tools.
-        max_output: characters of a tool's answer that the model reads; of a longer one the middle is left out.
-        watch: whether an episode ends when the connection it holds is closed, which is how a server's restart is seen;
-            false for a proxy that closes connections on which nothing is said.
+        max_turns: messages of the model; after the last one the episode is verified as it stands, and truncated.
+        success: path of a flag in the answer of /verify, or in the `info` of /step, that says whether the task is
+        solved; by default, a total reward of at least 1.
+        tool_format: format of the model's tool calls.
+        max_output: characters of a tool's answer that the model reads; the middle of longer answers is dropped.
+        watch: end an episode when its idle connection is closed, which detects a server's restart; false for a proxy
+        that closes idle connections.
         max_sessions: episodes at once.
     """
 
@@ -76,7 +76,7 @@ class NemoGymConfig(BaseModel):
 
 
 class SilentConnection(asyncio.Protocol):
-    """A connection on which neither side says anything; it ends when the server does."""
+    """A connection without data in either direction, which ends with the server."""
 
     def __init__(self) -> None:
         self.alive = True
@@ -92,7 +92,7 @@ class SilentConnection(asyncio.Protocol):
 
 
 class NemoGymBackend(KnownSplits):
-    """A NeMo-Gym resources server as an environment; `context.folder` holds its tasks, a file for each split."""
+    """A NeMo-Gym resources server as an environment. `context.folder` holds a file of tasks for each split."""
 
     is_remote, has_demonstration = True, False
 
@@ -105,7 +105,7 @@ class NemoGymBackend(KnownSplits):
         self._style: Literal["verify", "step"] | None = None
 
     async def describe(self) -> RemoteDescription:
-        """Raises VolleyError where nothing answers, or something else than a NeMo-Gym server."""
+        """Describe the environment. Raises VolleyError if no NeMo-Gym server answers."""
         lines = await self._read()
         async with self.client() as client:
             await self._style_of(client)
@@ -115,7 +115,7 @@ class NemoGymBackend(KnownSplits):
         return f"{split}/{index}@{(await self._row(split, index)).digest}"
 
     async def reset(self, split: str, index: int, seed: int) -> NemoGymEpisode:
-        """`seed` is not passed on: the protocol has none."""
+        """Start an episode. `seed` is not sent, because the protocol has none."""
         row = await self._row(split, index)
         async with self.site.session(), AsyncExitStack() as stack:
             client = await stack.enter_async_context(self.client())
@@ -133,7 +133,7 @@ class NemoGymBackend(KnownSplits):
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[HttpClient]:
-        """A client with the cookies of one session."""
+        """Open a client with the cookies of one session."""
         site = self.site
         client = HttpClient(
             str(site.address),
@@ -148,25 +148,28 @@ class NemoGymBackend(KnownSplits):
             yield client
 
     async def ask(self, client: HttpClient, path: str, body: Any) -> Mapping[str, Any]:
-        """The object that a request of the protocol is answered with. Raises ServiceUnreachable, Unavailable,
-        NemoGymRefused, DecodeError.
+        """Send a request and return the object of its answer.
+
+        Raises ServiceUnreachable, Unavailable, NemoGymRefused, DecodeError.
         """
         reply = await self.exchange(client, "POST", path, body)
         if reply.status >= 300:
-            told = reply.content[:_MAX_TOLD].decode("utf-8", "replace")
-            self.log.append(f"{path}: {reply.status}: {told}")
+            text = reply.content[:_MAX_TOLD].decode("utf-8", "replace")
+            self.log.append(f"{path}: {reply.status}: {text}")
             raise NemoGymRefused(
-                f"{self.site.address} answered {path} with {reply.status}: {told}",
-                "does the row of data have what this server asks for? its own log says more",
+                f"{self.site.address} answered {path} with {reply.status}: {text}",
+                "check the row of data against the server's requirements, and see the server's log",
             )
         return await self._object(reply, path)
 
     async def exchange(self, client: HttpClient, method: str, path: str, body: Any = None) -> HttpReply:
-        """Raises ServiceUnreachable, Unavailable (a proxy answers in the server's place)."""
+        """Send a request. Raises ServiceUnreachable, Unavailable (a proxy answers instead of the server)."""
         with self.site.noting():
             reply = await client.exchange(method, path, body)
         if reply.status in _GATEWAY:
-            raise Unavailable(f"{self.site.address} answered {path} with {reply.status}", "is that server running?")
+            raise Unavailable(
+                f"{self.site.address} answered {path} with {reply.status}", "check that the server is running"
+            )
         return reply
 
     async def _object(self, reply: HttpReply, path: str) -> Mapping[str, Any]:
@@ -175,7 +178,7 @@ class NemoGymBackend(KnownSplits):
             len(reply.content), lambda: codec.from_json(reply.content, what, MAX_OBJECTS, "replace")
         )
         if not isinstance(value, dict):
-            raise DecodeError(f"{what} is no JSON object", "is this a NeMo-Gym resources server?")
+            raise DecodeError(f"{what} is not a JSON object", "check that the address is a NeMo-Gym resources server")
         return value
 
     async def _opened(self, client: HttpClient, row: TaskRow) -> tuple[Literal["verify", "step"], tuple[Message, ...]]:
@@ -186,11 +189,11 @@ class NemoGymBackend(KnownSplits):
         else:
             opening = (*row.opening, *_observed(await self.ask(client, "/reset", row.sent)))
         if not opening:
-            raise DecodeError(f"{self.site.address} gave nothing to begin with, and the row's input is empty")
+            raise DecodeError(f"{self.site.address} sent no observation, and the row's input is empty")
         return style, opening
 
     async def _style_of(self, client: HttpClient) -> Literal["verify", "step"]:
-        """Which of the two protocols the server speaks, by the paths that it declares; asked once."""
+        """Detect the server's protocol by the paths that it declares; cached."""
         if self._style is None:
             reply = await self.exchange(client, "GET", "/openapi.json")
             declared = (await self._object(reply, "/openapi.json")).get("paths") if reply.status == 200 else None
@@ -202,12 +205,12 @@ class NemoGymBackend(KnownSplits):
             else:
                 raise DecodeError(
                     f"{self.site.address} declares neither /seed_session and /verify nor /reset and /step",
-                    "is this the address of a NeMo-Gym resources server, not of its head server, agent or model?",
+                    "give the address of the resources server, not of its head server, agent or model",
                 )
         return self._style
 
     async def _watched(self, stack: AsyncExitStack) -> SilentConnection:
-        """Raises ServiceUnreachable."""
+        """Open the idle connection. Raises ServiceUnreachable."""
         address, tls = self.site.address, self.site.tls
         try:
             sock = await addresses.connect(address, CONNECT_S)
@@ -221,10 +224,10 @@ class NemoGymBackend(KnownSplits):
         return watch
 
     async def _read(self) -> Mapping[str, Sequence[bytes]]:
-        """Raises StorageDenied."""
+        """Read the tasks. Raises StorageDenied."""
         if self._lines is None:
             folder = self._folder
-            assert folder is not None, "tasks are kept with the submission"
+            assert folder is not None, "tasks are stored with the submission"
             try:
                 self._lines = await asyncio.to_thread(read_files, folder)
             except OSError as error:
@@ -238,7 +241,7 @@ class NemoGymBackend(KnownSplits):
 
 
 class NemoGymEpisode:
-    """A session of the server. `output` is what the model has said so far, and what it was answered."""
+    """A session of the server. `output` holds the model's messages so far and the answers to its calls."""
 
     database: None = None
 
@@ -278,37 +281,37 @@ class NemoGymEpisode:
                 self._backend.site.leave()
 
     async def _check_session(self) -> None:
-        """Raises Unavailable where the server went away since the episode began, and with it all that it knew."""
+        """Raises Unavailable if the server restarted since the episode began and lost its session."""
         if self._watch is None:
             return
-        await asyncio.sleep(0)  # what came before the answer is read before the answer is believed
+        await asyncio.sleep(0)  # process a close that arrived before the answer
         if not self._watch.alive:
             self._backend.log.append(f"{self.task}: the server closed the connection of the session")
             raise Unavailable(
-                f"{self._backend.site.address} closed the connection of the session: it was started again",
-                "behind a proxy that closes connections on which nothing is said, set config.watch: false",
+                f"{self._backend.site.address} closed the connection of the session, so it has restarted",
+                "behind a proxy that closes idle connections, set config.watch: false",
             )
 
     async def _verified(self, message: Message, calls: Sequence[ToolCall]) -> StepResult:
-        """One turn of a `verify` server: its tools, or its verdict."""
-        ids = self._said(message, calls)
-        answers, fine = await self._called(calls, ids)
+        """One turn of a `verify` server: answers of its tools, or its verdict."""
+        ids = self._record_message(message, calls)
+        answers, all_ok = await self._called(calls, ids)
         last = self._turns >= self._backend.config.max_turns
         if calls and not last:
-            return StepResult(answers, 0.0, False, False, Info({"reward": 0.0}, False, None if fine else "tool"))
+            return StepResult(answers, 0.0, False, False, Info({"reward": 0.0}, False, None if all_ok else "tool"))
         verdict = await self._backend.ask(
             self._client, "/verify", {**self._row.sent, "response": response(self._row, self._output)}
         )
         reward = _reward(verdict)
-        told = {key: value for key, value in verdict.items() if key not in self._row.sent and key != "reward"}
-        extra = {"verdict": _plain(told)}
-        info = Info({"reward": reward}, self._success(verdict, reward), None if fine else "tool", extra)
+        findings = {key: value for key, value in verdict.items() if key not in self._row.sent and key != "reward"}
+        extra = {"verdict": _plain(findings)}
+        info = Info({"reward": reward}, self._success(verdict, reward), None if all_ok else "tool", extra)
         return StepResult(answers, reward, terminated=not calls, truncated=bool(calls), info=info)
 
     async def _stepped(self, message: Message, calls: Sequence[ToolCall]) -> StepResult:
         """One turn of a `step` server, which carries out the calls itself."""
         before = len(self._output)
-        ids = self._said(message, [call for call in calls if not call.problem])
+        ids = self._record_message(message, [call for call in calls if not call.problem])
         sent = {**self._row.sent, "response": response(self._row, self._output[before:])}
         answer = await self._backend.ask(self._client, "/step", sent)
         reward, terminated, truncated = _reward(answer), bool(answer.get("terminated")), bool(answer.get("truncated"))
@@ -320,26 +323,27 @@ class NemoGymEpisode:
         nothing = () if over else (user(""),)
         return StepResult(tuple(messages) or nothing, reward, terminated, over and not terminated, info)
 
-    def _said(self, message: Message, calls: Sequence[ToolCall]) -> list[str]:
-        """Notes what the model said; the ids of its calls."""
+    def _record_message(self, message: Message, calls: Sequence[ToolCall]) -> list[str]:
+        """Append the model's message to the output; return ids for its calls."""
         ids = [f"call_{secrets.token_hex(8)}" for _ in calls]
         text = message["content"]
         self._output += output_items(before_calls(text) if calls and "tool_calls" not in message else text, calls, ids)
         return ids
 
     async def _called(self, calls: Sequence[ToolCall], ids: Sequence[str]) -> tuple[tuple[Message, ...], bool]:
-        """The answers to the calls of a message, and whether all of them were carried out."""
-        answers, fine = list[Message](), True
+        """Answers to the calls of a message, and True if all of them were carried out."""
+        answers, all_ok = list[Message](), True
         for number, (call, call_id) in enumerate(zip(calls, ids, strict=True)):
             text, done = await self._call(call) if number < MAX_CALLS else (f"error: at most {MAX_CALLS} calls", False)
-            text, fine = shortened(text, self._backend.config.max_output), fine and done
+            text, all_ok = shortened(text, self._backend.config.max_output), all_ok and done
             self._output.append(tool_output(call_id, text))
             answers.append(Message(role="tool", content=text))
-        return tuple(answers), fine
+        return tuple(answers), all_ok
 
     async def _call(self, call: ToolCall) -> tuple[str, bool]:
-        """What a tool answers, also when it complains, and whether it was carried out. Nothing but the row's own tools
-        is asked for: /verify is a path like any other.
+        """Answer of a tool, also an error, and True if the call was carried out.
+
+        Only the row's own tools are called, because /verify is a path like any tool's.
         """
         if call.problem:
             return f"error: {call.problem}", False
@@ -354,24 +358,24 @@ class NemoGymEpisode:
 
 
 def _reward(answer: Mapping[str, Any]) -> float:
-    """Raises DecodeError."""
+    """Reward of an answer. Raises DecodeError."""
     value = answer.get("reward")
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DecodeError(f"the server's reward {str(value)[:80]} is no finite number")
+        raise DecodeError(f"the server's reward {str(value)[:80]} is not a finite number")
     if abs(value) > MAX_REWARD:
         raise DecodeError(f"the server's reward {value:g} is beyond ±{MAX_REWARD:g}")
     return float(value)
 
 
 def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a server's findings is told with the episode: numbers, flags and short texts."""
+    """Part of a server's findings that is returned with the episode: numbers, flags and short texts."""
     short = {key: value for key, value in told.items() if not isinstance(value, str) or len(value) <= _MAX_TOLD}
     kept = {key: value for key, value in short.items() if value is None or isinstance(value, bool | int | float | str)}
     return dict(list(kept.items())[:_MAX_FIELDS])
 
 
 def _outputs(told: Mapping[str, Any], ids: Sequence[str]) -> list[Message]:
-    """What the calls of a turn gave, in the order of the calls."""
+    """Outputs of a turn's calls, in the order of the calls."""
     found = told.get("tool_outputs")
     rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
     place = {call_id: number for number, call_id in enumerate(ids)}

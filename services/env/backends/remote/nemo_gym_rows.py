@@ -1,8 +1,8 @@
-"""Rows of NeMo-Gym's data files: what a model is asked, and what the server is told of its answer.
+"""Rows of NeMo-Gym's data files: the model's input, and the response for the server.
 
 A row is one line of JSON: `responses_create_params` with OpenAI's Responses request (`input`, `tools`, `instructions`),
-beside whatever the server's verifier wants to know. Items of the Responses API become chat messages here, and messages
-of the model become items again, as NeMo-Gym's own converter writes them (nemo_gym 0.4.0, responses_converter.py).
+and the fields of the server's verifier. Items of the Responses API become chat messages here, and the model's messages
+become items again, as NeMo-Gym's own converter writes them (nemo_gym 0.4.0, responses_converter.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HINT = 'a line is {"responses_create_params": {"input": [{"role": "user", "cont
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:
-    """One task. `sent` is the whole row, as the server is given it; `digest` is of its bytes."""
+    """One task. `sent` is the whole row, as the server receives it; `digest` is of its bytes."""
 
     sent: Mapping[str, Any]
     opening: tuple[Message, ...]
@@ -42,15 +42,15 @@ class TaskRow:
 
 
 def check_rows(tasks: Mapping[str, bytes]) -> None:
-    """Raises InputError naming the split and the line of the first row that cannot be played."""
+    """Validate rows. Raises InputError naming the split and line of the first invalid row."""
     if not tasks:
-        raise InputError("tasks: there are none", 'a NeMo-Gym server has none of its own: {"train": "JSON lines", …}')
+        raise InputError("tasks: there are none", 'a NeMo-Gym server has no tasks; submit {"train": "JSON lines", …}')
     if len(tasks) > MAX_SPLITS or not all(_SPLIT.fullmatch(split) for split in tasks):
-        raise InputError(f"tasks: up to {MAX_SPLITS} splits are taken, named by letters, digits, _ and -")
+        raise InputError(f"tasks: use up to {MAX_SPLITS} splits, named by letters, digits, _ and -")
     for split, text in tasks.items():
         lines = lines_of(text)
         if not lines:
-            raise InputError(f"tasks.{split}: there is no line in it", _HINT)
+            raise InputError(f"tasks.{split}: there are no lines", _HINT)
         for number, line in enumerate(lines, 1):
             try:
                 read_row(line)
@@ -59,7 +59,7 @@ def check_rows(tasks: Mapping[str, bytes]) -> None:
 
 
 def read_files(folder: Path) -> Mapping[str, Sequence[bytes]]:
-    """The lines of each split that was submitted. Raises OSError. Blocks on disk."""
+    """Read the lines of each submitted split. Raises OSError. Blocks on disk."""
     return {path.stem: lines_of(path.read_bytes()) for path in sorted(folder.glob("*.jsonl"))}
 
 
@@ -68,9 +68,9 @@ def lines_of(text: bytes) -> list[bytes]:
 
 
 def read_row(line: bytes) -> TaskRow:
-    """Raises InputError."""
+    """Parse one row. Raises InputError."""
     if len(line) > MAX_ROW_BYTES:
-        raise InputError(f"it has {len(line)} bytes, at most {MAX_ROW_BYTES} are taken")
+        raise InputError(f"it has {len(line)} bytes; the limit is {MAX_ROW_BYTES}")
     try:
         row = codec.from_json(line, "it", MAX_ROW_VALUES, "halves")
     except DecodeError as error:
@@ -86,7 +86,7 @@ def read_row(line: bytes) -> TaskRow:
 
 
 def _thoughts(text: str) -> tuple[list[str], str]:
-    """Each closed <think>, and the rest."""
+    """Split a text into the contents of closed <think> tags and the rest."""
     thoughts, rest, at = list[str](), list[str](), 0
     while (opened := text.find(_THINK, at)) >= 0 and (closed := text.find(_END_THINK, opened)) >= 0:
         thoughts.append(text[opened + len(_THINK) : closed])
@@ -96,7 +96,7 @@ def _thoughts(text: str) -> tuple[list[str], str]:
 
 
 def output_items(text: str, calls: Sequence[ToolCall], call_ids: Sequence[str]) -> list[dict[str, Any]]:
-    """What a model said, as the items of a response: its thoughts, its text, its calls of tools."""
+    """Items of a response for a model's message: its thoughts, its text, its tool calls."""
     thoughts, said = _thoughts(text)
     items: list[dict[str, Any]] = []
     if thoughts:
@@ -118,11 +118,11 @@ def tool_output(call_id: str, text: str) -> dict[str, Any]:
 
 
 def response(row: TaskRow, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A whole response, as a server of the Responses API would have sent it."""
+    """A whole response, as a Responses API server would send it."""
     asked = row.sent["responses_create_params"]
-    told = {"tool_choice": asked.get("tool_choice") or "auto", "tools": asked.get("tools") or []}
+    settings = {"tool_choice": asked.get("tool_choice") or "auto", "tools": asked.get("tools") or []}
     whole = {"id": _id("resp"), "object": "response", "created_at": 0.0, "model": "policy", "status": "completed"}
-    return {**whole, **told, "parallel_tool_calls": True, "output": list(output)}
+    return {**whole, **settings, "parallel_tool_calls": True, "output": list(output)}
 
 
 def _is_text(value: Any) -> bool:
@@ -134,7 +134,7 @@ def _is_thought(item: Any) -> bool:
 
 
 def _message(item: Any) -> Message:
-    """One item of the input. Raises InputError."""
+    """Convert one item of the input. Raises InputError."""
     match item:
         case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
             call = {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -144,28 +144,28 @@ def _message(item: Any) -> Message:
         case {"role": str(role), "content": content} if role in _ROLES:
             return Message(role=_ROLES[role], content=_text(content))  # type: ignore[typeddict-item]
         case _:
-            raise InputError(f"an item of its input is no message: {str(item)[:120]}", _HINT)
+            raise InputError(f"an item of its input is not a message: {str(item)[:120]}", _HINT)
 
 
 def _text(content: Any) -> str:
-    """Raises InputError for what is no text: pictures, sound, files."""
+    """Text of a message. Raises InputError for pictures, sound and files."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
-            raise InputError(f"a part of a message is no text: {str(part)[:120]}", "only text is played")
+            raise InputError(f"a part of a message is not text: {str(part)[:120]}", "use tasks with text only")
     return "".join(part["text"] for part in parts)
 
 
 def _schema(tool: Any) -> Mapping[str, Any]:
-    """A tool of the Responses API in the shape of chat completions. Raises InputError."""
+    """Convert a tool of the Responses API to the shape of chat completions. Raises InputError."""
     match tool:
         case {"type": "function", "name": str(name)}:
             known = {key: tool[key] for key in ("description", "parameters") if tool.get(key) is not None}
             return {"type": "function", "function": {"name": name, **known}}
         case _:
-            raise InputError(f"a tool is no function: {str(tool)[:120]}", "only tools of type function are played")
+            raise InputError(f"a tool is not a function: {str(tool)[:120]}", "use tools of type function only")
 
 
 def _id(kind: str) -> str:

@@ -1,13 +1,12 @@
 """Environments of an OpenEnv server: one WebSocket connection to its `/ws` is one episode.
 
 Frames, as of OpenEnv 0.10 (package `openenv`, core/env_server/types.py): `{"type": "reset" | "step", "data": {…}}` is
-answered by `{"type": "observation", "data": {"observation", "reward", "done", "metadata"?}}` or
-`{"type": "error", "data": {"message", "code"}}`. OpenEnv knows no tasks that every server has, no success and no tools:
-tasks are seeds that the server's reset is given, or (split, index) where it takes those; an episode that is done with a
-reward above 0 counts as solved unless `success` names a flag.
+answered by `{"type": "observation", "data": {"observation", "reward", "done", "metadata"?}}` or `{"type": "error",
+"data": {"message", "code"}}`. OpenEnv servers do not share a notion of tasks, success or tools. Tasks are seeds for the
+server's reset, or (split, index) if it takes those; an episode that is done with a reward above 0 counts as solved
+unless `success` names a flag.
 
-A seed is a hash of (split, index) whose lowest bit is the split, so no seed serves two splits. Whether the server heeds
-it is its own business.
+A seed is a hash of (split, index) whose lowest bit is the split, so no seed serves two splits. A server may ignore it.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ MAX_FRAME = 4 * 2**20
 """Bytes of one answer."""
 _CLOSE_S, _FREED_S = 1.0, 0.5
 _REFUSED = frozenset({"VALIDATION_ERROR", "INVALID_JSON"})
-"""Codes of answers to an action that the server did not take."""
+"""Error codes for an action that the server rejected."""
 _HINT = 'answer with a JSON object: <answer>{"field": "value"}</answer>'
 
 Path = Annotated[str, Field(max_length=200)]
@@ -62,20 +61,21 @@ NumTasks = Annotated[int, Field(ge=1, le=2**31)]
 
 
 class OpenEnvConfig(BaseModel):
-    """How an OpenEnv is played as a conversation.
+    """Settings that turn an OpenEnv into a conversation.
 
     Attributes:
-        num_tasks: of each split.
-        reset_with: `seed` gives the server's reset a seed alone, `task` also `split` and `index` (OpenEnv's task API).
+        num_tasks: number of tasks of each split.
+        reset_with: `seed` sends only a seed to the server's reset, `task` also `split` and `index` (OpenEnv's task
+        API).
         instruction: a system message before the first observation.
-        observation: the path in the observation (`text`, `board.ascii`) that becomes the user message; without it the
-            whole observation does, as JSON. Text stays as it is, anything else is JSON.
-        action_field: the action is {action_field: what the model wrote}; without it, the JSON object in the model's
-            `<answer>{…}</answer>`.
-        success: the path of a flag in the observation or its metadata that says whether the task is solved.
-        execution_errors: what an exception in the server's step is: `fail` ends the episode as a failure, which is
-            never a reward; `invalid_action` tells it to the model, for servers that answer bad actions like that.
-        max_sessions: how many at once, as many as the server's `max_concurrent_envs`.
+        observation: path in the observation (`text`, `board.ascii`) of the user message; by default the whole
+        observation as JSON. Text stays unchanged, any other value is JSON.
+        action_field: the action is {action_field: the model's text}; by default, the JSON object in the model's
+        `<answer>{…}</answer>`.
+        success: path of a flag in the observation or its metadata that says whether the task is solved.
+        execution_errors: handling of an exception in the server's step: `fail` ends the episode as a failure without a
+        reward; `invalid_action` reports it to the model, for servers that answer bad actions this way.
+        max_sessions: sessions at once, equal to the server's `max_concurrent_envs`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -96,13 +96,12 @@ class OpenEnvBackend(KnownSplits):
     is_remote, has_demonstration = True, False
 
     def __init__(self, context: RemoteContext, config: OpenEnvConfig) -> None:
-        """How many tasks there are, `config` says."""
         self.name, self.config, self.log = context.name, config, context.log
         self.splits_of = context.splits or config.num_tasks
         self.site = RemoteSite(context.address, context.access, config.max_sessions, context.log)
 
     async def describe(self) -> RemoteDescription:
-        """Opens one episode. Raises VolleyError where the server cannot be played."""
+        """Open one episode. Raises VolleyError if the server cannot be played."""
         episode = await self.reset(next(iter(self.splits_of)), 0, 0)
         await episode.close()
         return RemoteDescription("openenv", self.splits_of)
@@ -112,14 +111,14 @@ class OpenEnvBackend(KnownSplits):
         return f"{split}/{index}@{task_seed(split, index):08x}"
 
     async def reset(self, split: str, index: int, seed: int) -> OpenEnvEpisode:
-        """`seed` is not passed on: a server takes one alone, and that makes the task."""
+        """Start an episode. `seed` is not sent, because a server takes one seed, which determines the task."""
         task = await self.task(split, index)
         asked: dict[str, Any] = {"seed": task_seed(split, index)}
         if self.config.reset_with == "task":
             asked |= {"split": split, "index": index}
         try:
             return await self._open(task, asked)
-        except Busy:  # a server frees a session a moment after it has ended
+        except Busy:  # the server frees a session shortly after it has ended
             await asyncio.sleep(_FREED_S)
             return await self._open(task, asked)
 
@@ -130,13 +129,13 @@ class OpenEnvBackend(KnownSplits):
         return self.site.trouble
 
     async def _open(self, task: str, asked: Mapping[str, Any]) -> OpenEnvEpisode:
-        """Raises Busy while the server takes no session more."""
+        """Open a session and reset it. Raises Busy if the server has no free session."""
         async with self.site.session():
             websocket = await self._connect()
             try:
                 opened = _observation(await self.call(websocket, "reset", {"type": "reset", "data": asked}))
                 if opened.done:
-                    raise VolleyError(f"{self.name}: the episode was over when it began", "a defect of the server")
+                    raise VolleyError(f"{self.name}: the episode was over after its reset", "a defect of the server")
             except BaseException:
                 websocket.transport.abort()
                 raise
@@ -147,7 +146,7 @@ class OpenEnvBackend(KnownSplits):
         return OpenEnvEpisode(self, websocket, task, opening)
 
     async def _connect(self) -> ClientConnection:
-        """Raises ServiceUnreachable. Redirects are not followed: the socket is ours."""
+        """Connect to the server. Raises ServiceUnreachable. Redirects are not followed, because the socket is given."""
         address, tls = self.site.address, self.site.tls
         try:
             sock = await addresses.connect(address, CONNECT_S)
@@ -169,8 +168,9 @@ class OpenEnvBackend(KnownSplits):
             raise self.site.unreachable("", error) from error
 
     async def call(self, websocket: ClientConnection, call: Call, frame: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer's data. Raises ServiceUnreachable (the connection broke), GivenUp, OpenEnvRefused, Busy,
-        DecodeError.
+        """Send a frame and return the data of its answer.
+
+        Raises ServiceUnreachable (the connection broke), GivenUp, OpenEnvRefused, Busy, DecodeError.
         """
         began = time.perf_counter()
         try:
@@ -184,7 +184,7 @@ class OpenEnvBackend(KnownSplits):
             CALL_SECONDS.labels(self.name, call).observe(time.perf_counter() - began)
 
     async def _asked(self, websocket: ClientConnection, frame: Mapping[str, Any]) -> dict[str, Any]:
-        with suppress(ConnectionClosed):  # a server that takes no session says why, and closes: that is read next
+        with suppress(ConnectionClosed):  # a server without a free session sends the reason and closes: read it next
             await websocket.send(orjson.dumps(frame).decode())
         raw = await websocket.recv(decode=False)
         what = f"the answer of {self.site.address}"
@@ -192,17 +192,19 @@ class OpenEnvBackend(KnownSplits):
         kind = answer.get("type") if isinstance(answer, dict) else None
         data = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(data, dict) or kind not in ("observation", "error"):
-            raise DecodeError(f"{what} to {frame['type']} is no frame of OpenEnv", "is this its /ws?")
+            raise DecodeError(
+                f"{what} to {frame['type']} is not an OpenEnv frame", "check that the address is an OpenEnv server"
+            )
         if kind == "error":
             code, told = str(data.get("code", "")), _complaint(data)
             if code == "CAPACITY_REACHED":
-                raise Busy(f"{self.site.address}: {told}", "config.max_sessions says how many sessions it has")
+                raise Busy(f"{self.site.address}: {told}", "set config.max_sessions to the server's number of sessions")
             said = f"{self.site.address} answered {frame['type']} with {code}: {told}"
             raise OpenEnvRefused(said, code=code, server_message=told)
         return data
 
     def text(self, observation: Any) -> str:
-        """The user message that an observation becomes. Raises VolleyError where it has no such path."""
+        """User message for an observation. Raises VolleyError if it lacks the configured path."""
         path = self.config.observation
         if path:
             found = at_path(observation, path)
@@ -211,12 +213,12 @@ class OpenEnvBackend(KnownSplits):
         else:
             found = observation
         if found is None and path:
-            raise VolleyError(f"{self.name}: the observation has no {path!r}", "config.observation names the path")
+            raise VolleyError(f"{self.name}: the observation has no {path!r}", "correct the path in config.observation")
         return (found if isinstance(found, str) else orjson.dumps(found).decode())[:MAX_MESSAGE]
 
 
 class OpenEnvEpisode:
-    """An episode on a connection of its own."""
+    """An episode on its own connection."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
     database: None = None
@@ -232,12 +234,12 @@ class OpenEnvEpisode:
         text = message["content"]
         action = {config.action_field: text} if config.action_field else _parsed(text)
         if action is None:
-            return _told(f"There is no action in this answer: {_HINT}", "format")
+            return _rejected_action(f"There is no action in this answer: {_HINT}", "format")
         try:
             data = await self._backend.call(self._websocket, "step", {"type": "step", "data": action})
         except OpenEnvRefused as error:
             if error.code in _REFUSED or config.execution_errors == "invalid_action":
-                return _told(error.server_message or error.code, "invalid_action")
+                return _rejected_action(error.server_message or error.code, "invalid_action")
             self._backend.log.append(f"step: {error.detail}")
             raise
         seen = _observation(data)
@@ -251,7 +253,7 @@ class OpenEnvEpisode:
         return StepResult(messages, seen.reward, terminated=seen.done, truncated=False, info=info)
 
     async def close(self) -> None:
-        """Ends the connection, which ends the session on the server."""
+        """Close the connection, which ends the session on the server."""
         if self._open:
             self._open = False
             try:
@@ -272,18 +274,18 @@ class _Observation:
 
 
 def _observation(data: Mapping[str, Any]) -> _Observation:
-    """Raises DecodeError."""
+    """Parse an observation. Raises DecodeError."""
     reward, done, metadata = data.get("reward"), data.get("done", False), data.get("metadata")
     value = 0.0 if reward is None else reward
     if not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > MAX_REWARD:
-        raise DecodeError(f"the reward {str(value)[:80]} is no number within ±{MAX_REWARD:g}")
+        raise DecodeError(f"the reward {str(value)[:80]} is not a number within ±{MAX_REWARD:g}")
     if not isinstance(done, bool):
         raise DecodeError(f"done is {str(done)[:80]}, not true or false")
     return _Observation(data.get("observation"), float(value), done, metadata if isinstance(metadata, dict) else {})
 
 
 def _complaint(data: Mapping[str, Any]) -> str:
-    """What an error frame says, with the fields that a validation found wrong."""
+    """Text of an error frame, with the fields that failed validation."""
     told, errors = str(data.get("message", "")), data.get("errors")
     wrong = [
         f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg', '')}"
@@ -293,12 +295,12 @@ def _complaint(data: Mapping[str, Any]) -> str:
     return "; ".join([told, *wrong])[:1000]
 
 
-def _told(text: str, error: Literal["format", "invalid_action"]) -> StepResult:
+def _rejected_action(text: str, error: Literal["format", "invalid_action"]) -> StepResult:
     return StepResult((user(text),), 0.0, False, False, Info({"reward": 0.0}, False, error))
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
-    """The JSON object in the last `<answer>`, None where there is none."""
+    """JSON object in the last `<answer>`; None if there is none."""
     if (found := tagged_answer(text)) is None:
         return None
     try:
@@ -309,6 +311,6 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 
 def task_seed(split: str, index: int) -> int:
-    """Less than 2**31, which every generator takes; the lowest bit says whether it is a training task."""
+    """Seed of a task, below 2**31, which every generator accepts; the lowest bit marks training tasks."""
     digest = hashlib.blake2b(f"{split}/{index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 2 << 1 | (split == TRAIN)

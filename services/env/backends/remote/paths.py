@@ -1,4 +1,4 @@
-"""Dotted paths into what a remote server answers."""
+"""Dotted paths into answers of remote servers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def at_path(value: Any, path: str) -> Any:
-    """What lies at `board.rows.0`; None where nothing does."""
+    """Value at a path like `board.rows.0`; None if there is none."""
     for key in path.split("."):
         if isinstance(value, dict):
             value = value.get(key)

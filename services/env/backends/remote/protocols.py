@@ -1,4 +1,4 @@
-"""The protocols that remote environments speak, by name, with the settings that each takes."""
+"""Protocols of remote environments, by name, with their settings."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ MAX_TASKS_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class RemoteEnvironment:
-    """What a submission names: an address, the protocol that is spoken there, and its settings; and what it brings for
-    servers that have no tasks of their own: JSON lines by split.
+    """A submitted remote environment: its address, protocol and settings.
+
+    `tasks` holds JSON lines by split, for servers without tasks of their own.
     """
 
     protocol: str
@@ -34,7 +35,7 @@ class RemoteEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class RemoteProtocol[C: BaseModel]:
-    """`check_tasks` raises InputError for tasks that cannot be played; without it, none are taken."""
+    """One protocol. `check_tasks` raises InputError for invalid tasks; None accepts no tasks."""
 
     config: type[C]
     open: Callable[[RemoteContext, C], SubmittedBackend]
@@ -43,7 +44,7 @@ class RemoteProtocol[C: BaseModel]:
 
 @cache
 def protocols() -> Mapping[str, RemoteProtocol[Any]]:
-    """By name. Their clients are imported when somebody submits, or has submitted, a remote environment."""
+    """Protocols by name. Their clients are imported when the first remote environment is used."""
     from services.env.backends.remote.nemo_gym import NemoGymBackend, NemoGymConfig
     from services.env.backends.remote.nemo_gym_rows import check_rows
     from services.env.backends.remote.openenv import OpenEnvBackend, OpenEnvConfig
@@ -57,7 +58,7 @@ def protocols() -> Mapping[str, RemoteProtocol[Any]]:
 
 
 def checked(wanted: RemoteEnvironment) -> RemoteEnvironment:
-    """The same, its address written in one way. Raises InputError, TooLarge."""
+    """Validate a remote environment and normalize its address. Raises InputError, TooLarge."""
     protocol = _protocol(wanted)
     try:
         validated(protocol.config, wanted.config, strict=False)
@@ -67,14 +68,16 @@ def checked(wanted: RemoteEnvironment) -> RemoteEnvironment:
         check_size(wanted.tasks)
         protocol.check_tasks(wanted.tasks)
     elif wanted.tasks:
-        raise InputError(f"tasks: the protocol {wanted.protocol} takes none", "its servers have tasks of their own")
+        raise InputError(
+            f"tasks: the protocol {wanted.protocol} accepts none", "leave out tasks; its servers have their own"
+        )
     return replace(wanted, url=str(read_address(wanted.url)))
 
 
 def check_size(tasks: Mapping[str, bytes]) -> None:
     """Raises TooLarge."""
     if (size := sum(map(len, tasks.values()))) > MAX_TASKS_BYTES:
-        raise TooLarge(f"the tasks have {size} bytes", f"at most {MAX_TASKS_BYTES} are taken")
+        raise TooLarge(f"the tasks have {size} bytes", f"the limit is {MAX_TASKS_BYTES}")
 
 
 def open_remote(
@@ -86,7 +89,7 @@ def open_remote(
     has_demonstration: bool,
     folder: Path | None = None,
 ) -> SubmittedBackend:
-    """The backend of what `checked` has found right; nothing is connected yet. Raises InputError."""
+    """Make the backend of an environment that passed `checked`, without connecting. Raises InputError."""
     protocol = _protocol(wanted)
     config = validated(protocol.config, wanted.config, strict=False)
     context = RemoteContext(name, read_address(wanted.url), access, log, splits, has_demonstration, folder)
@@ -96,5 +99,5 @@ def open_remote(
 def _protocol(wanted: RemoteEnvironment) -> RemoteProtocol[Any]:
     known = protocols()
     if wanted.protocol not in known:
-        raise InputError(f"protocol: there is none {wanted.protocol[:80]!r}", f"there are: {', '.join(known)}")
+        raise InputError(f"protocol: {wanted.protocol[:80]!r} is unknown", f"use one of: {', '.join(known)}")
     return known[wanted.protocol]

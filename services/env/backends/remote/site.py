@@ -1,9 +1,8 @@
-"""A remote environment's site: how it is reached, with which token, how many sessions it takes, what is the matter with
-it.
+"""Site of a remote environment: its address, token, sessions, and last failure.
 
-Invariants: a token goes only to the address that the service's own configuration names it for; nothing that is
-submitted can add one. Whatever goes wrong on the way is a ServiceUnreachable that names the address, so that the
-episode is played again; the next episode tries anew, and needs nobody's help when the site is back.
+Invariants: a token is sent only to the address for which the service's configuration names it; a submission cannot add
+one. Every connection failure is a ServiceUnreachable that names the address, so that the episode is played again. The
+next episode connects anew, so a site that recovers is used again without intervention.
 """
 
 from __future__ import annotations
@@ -30,8 +29,12 @@ CONNECT_S, _FORGET_S = 5.0, 1.0
 
 @dataclass(frozen=True, slots=True)
 class RemoteAccess:
-    """Args: tokens: bearer tokens by origin (`https://host:port`); ca_file: who vouches for https (default: the
-    system's authorities); deadline_s: for one call.
+    """Access to remote environments.
+
+    Args:
+        tokens: bearer tokens by origin (`https://host:port`).
+        ca_file: certificate authorities for https; by default the system's.
+        deadline_s: deadline of one call, in seconds.
     """
 
     tokens: Mapping[str, str] = field(repr=False)
@@ -41,8 +44,9 @@ class RemoteAccess:
 
 @dataclass(frozen=True, slots=True)
 class RemoteContext:
-    """What a remote environment's backend is made with. `splits` and `has_demonstration` are what its validation found;
-    `folder` holds what was submitted with it.
+    """Arguments of a remote environment's backend.
+
+    `splits` and `has_demonstration` are the validation's findings; `folder` holds the files submitted with it.
     """
 
     name: str
@@ -55,7 +59,13 @@ class RemoteContext:
 
 
 def open_access(tokens_file: Path | None, ca_file: Path | None, deadline_s: float) -> RemoteAccess:
-    """Args: tokens_file: a secret file with a line `URL TOKEN` for each server that wants one. Raises ConfigError."""
+    """Read the tokens.
+
+    Args:
+        tokens_file: a secret file with a line `URL TOKEN` for each server that needs one.
+
+    Raises ConfigError.
+    """
     tokens: dict[str, str] = {}
     lines = read_secret(tokens_file, _TOKENS_KEY).splitlines() if tokens_file is not None else ()
     for number, line in enumerate(lines, 1):
@@ -63,13 +73,13 @@ def open_access(tokens_file: Path | None, ca_file: Path | None, deadline_s: floa
         try:
             tokens[read_address(url).origin] = checked_token(token.strip())
         except (InputError, ValueError) as error:
-            told = f"{_TOKENS_KEY}: line {number} of {tokens_file}: {getattr(error, 'detail', error)}"
-            raise ConfigError(told, "a line is URL TOKEN, for example http://10.0.0.7:8000 6c2f…") from error
+            detail = f"{_TOKENS_KEY}: line {number} of {tokens_file}: {getattr(error, 'detail', error)}"
+            raise ConfigError(detail, "write lines of URL TOKEN, for example http://10.0.0.7:8000 6c2f…") from error
     return RemoteAccess(tokens, ca_file, deadline_s)
 
 
 def checked_token(token: str) -> str:
-    """Raises ValueError."""
+    """Return the token if it can be a header. Raises ValueError."""
     if not token.isascii() or not token.isprintable() or not token or " " in token:
         raise ValueError("the token must be printable ASCII characters, none of them blank")
     return token
@@ -80,7 +90,7 @@ _TOKENS_KEY = "services.env.remote_tokens_file"
 
 @dataclass(frozen=True, slots=True)
 class RemoteDescription:
-    """What is known of a remote environment once it was played. It has no class that could be named."""
+    """Description of a remote environment after a test episode. It has no class."""
 
     protocol: str
     splits: Mapping[str, int]
@@ -90,12 +100,17 @@ class RemoteDescription:
 
 
 class RemoteSite:
-    """Args: max_sessions: that are used at once; log: how its episodes failed, the newest last."""
+    """One site.
+
+    Args:
+        max_sessions: sessions at once.
+        log: failures of its episodes, the newest last.
+    """
 
     def __init__(self, address: RemoteAddress, access: RemoteAccess, max_sessions: int, log: deque[str]) -> None:
         self.address, self.deadline_s, self.log = address, access.deadline_s, log
         self.trouble: str | None = None
-        """Why it cannot be reached, since the last attempt; None where that went well."""
+        """Reason why the last attempt to reach it failed; None if it succeeded."""
         self._token, self._ca_file = access.tokens.get(address.origin), access.ca_file
         self._max_sessions, self._sessions = max_sessions, asyncio.Semaphore(max_sessions)
 
@@ -112,14 +127,14 @@ class RemoteSite:
         return client_context(self._ca_file) if self.address.secure else None
 
     async def enter(self) -> None:
-        """Takes one of the sessions, to be followed by `leave`. Raises Busy."""
+        """Take one of the sessions, to be followed by `leave`. Raises Busy."""
         try:
             async with asyncio.timeout(self.deadline_s):
                 await self._sessions.acquire()
         except TimeoutError:
             raise Busy(
                 f"{self.address}: all {self._max_sessions} sessions are in use",
-                "config.max_sessions says how many it has",
+                "set config.max_sessions to the server's number of sessions",
                 retry_after_s=2.0,
             ) from None
 
@@ -127,26 +142,30 @@ class RemoteSite:
         self._sessions.release()
 
     async def within[T](self, call: Call, work: Awaitable[T]) -> T:
-        """Raises GivenUp after the deadline."""
+        """Await `work` up to the deadline, then raise GivenUp."""
         try:
             async with asyncio.timeout(self.deadline_s):
                 return await work
         except TimeoutError:
-            told = f"{self.address}: {call} took longer than {self.deadline_s:g} s"
-            raise GivenUp(told, "the episode is given up") from None
+            detail = f"{self.address}: {call} took longer than {self.deadline_s:g} s"
+            raise GivenUp(detail, "the episode is given up") from None
 
     def unreachable(self, what: str, error: BaseException) -> ServiceUnreachable:
-        """The error for a connection that failed or broke, which is remembered. Args: what: what it was used for."""
+        """Record a failed or broken connection and return its error.
+
+        Args:
+            what: purpose of the connection.
+        """
         reason = f"{what}{reason_of(error)}"
         self._note(reason)
-        return ServiceUnreachable(f"{self.address}: {reason}", "is that server running?")
+        return ServiceUnreachable(f"{self.address}: {reason}", "check that the server is running")
 
     def reached(self) -> None:
         self.trouble = None
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Around calls of a client that names the address itself: notes whether the site was reached."""
+        """Record whether the calls inside reached the site; for clients that name the address themselves."""
         try:
             yield
         except ServiceUnreachable as error:
@@ -155,7 +174,7 @@ class RemoteSite:
         self.reached()
 
     async def forget(self, call: Awaitable[object]) -> None:
-        """A call that tidies up: whether it succeeds does not matter."""
+        """Await a cleanup call and ignore its failure."""
         with suppress(VolleyError, TimeoutError):
             async with asyncio.timeout(_FORGET_S):
                 await call
@@ -167,7 +186,7 @@ class RemoteSite:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
-        """One of the sessions, given back where what follows fails."""
+        """Take one of the sessions, and return it if the block fails."""
         await self.enter()
         try:
             yield
@@ -177,9 +196,9 @@ class RemoteSite:
 
 
 def reason_of(error: BaseException) -> str:
-    """In plain words, without the address."""
+    """Reason of a connection failure in plain words, without the address."""
     if isinstance(error, TimeoutError):
-        return "no connection within the time there is"
+        return "no connection within the timeout"
     if isinstance(error, ssl.SSLError):
         return f"no TLS connection can be made: {getattr(error, 'verify_message', None) or error.reason or error}"
     if isinstance(error, OSError):

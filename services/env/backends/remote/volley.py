@@ -1,6 +1,6 @@
-"""Environments of another Volley env service: its own requests, its tasks, its demonstrations, its tools.
+"""Environments of another Volley env service, with its tasks, demonstrations and tools.
 
-Every episode has a client of its own, so that it ends with its episode.
+Every episode has its own client, which is closed with the episode.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shared.errors import Busy, DecodeError, InputError, NotFound, RateLimited, 
 
 
 class VolleyConfig(BaseModel):
-    """`environment` is its name there; `max_sessions` how many episodes are played there at once."""
+    """`environment` is its name there; `max_sessions` bounds the episodes at once."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -42,12 +42,12 @@ class VolleyBackend(KnownSplits):
         self._ca_file = context.access.ca_file
 
     async def describe(self) -> RemoteDescription:
-        """Asks for splits and a demonstration. Raises VolleyError where the service does not answer as one."""
+        """Request splits and a demonstration. Raises VolleyError if the server is not an env service."""
         env = self.config.environment
         async with self.client() as client:
             names = await client.get(f"/{env}/splits", attempts=1)
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names[:16]):
-                raise DecodeError(f"{self.site.address}: the splits of {env} are no list of names")
+                raise DecodeError(f"{self.site.address}: the splits of {env} are not a list of names")
             splits = {name: await client.num_tasks(env, name) for name in names[:16]}
             try:
                 await client.demonstration(env, names[0], 0)
@@ -85,7 +85,7 @@ class VolleyBackend(KnownSplits):
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[EnvClient]:
-        """A client whose failures to connect are the site's. Raises VolleyError."""
+        """Open a client whose connection failures are recorded at the site. Raises VolleyError."""
         client = EnvClient(
             str(self.site.address),
             token=self.site.token,
@@ -98,12 +98,14 @@ class VolleyBackend(KnownSplits):
                 yield client
 
     def read[T](self, make: Callable[[], T]) -> T:
-        """Raises DecodeError for an answer that cannot be."""
+        """Parse an answer with `make`. Raises DecodeError if it is invalid."""
         try:
             return make()
         except (SandboxFailed, KeyError, TypeError) as error:
-            told = error.detail if isinstance(error, SandboxFailed) else f"it lacks {error}"
-            raise DecodeError(f"{self.site.address}: {told}", "is this a Volley env service?") from error
+            detail = error.detail if isinstance(error, SandboxFailed) else f"it lacks {error}"
+            raise DecodeError(
+                f"{self.site.address}: {detail}", "check that the address is a Volley env service"
+            ) from error
 
 
 class VolleyEpisode:
@@ -134,7 +136,7 @@ class VolleyEpisode:
         except RateLimited as error:
             self._n_steps -= 1
             raise Busy(f"{site.address}: {error.detail}", retry_after_s=error.retry_after_s) from error
-        except InputError as error:  # it does not know the episode any more: it was started again
+        except InputError as error:  # the service restarted and does not know the episode
             raise Unavailable(f"{site.address} lost the episode: {error.detail}") from error
         return self._backend.read(lambda: answers.read_step(_parted(answer)))
 
@@ -149,7 +151,7 @@ class VolleyEpisode:
 
 
 def _parted(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to a step with what the environment added to `info` apart."""
+    """A step's answer, with the environment's additions to `info` in `extra`."""
     known = ("reward_components", "success", "error")
     info = answer["info"]
     extra = {key: value for key, value in info.items() if key not in known}

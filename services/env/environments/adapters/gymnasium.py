@@ -1,11 +1,11 @@
-"""Gymnasium's own environments by id: those with discrete actions whose observations are, or can be written as, text.
+"""Gymnasium environments by id, with discrete actions and observations that can be written as text.
 
 The conversation, its budgets and its action protocol are those of the games (`text_game.py`); rewards are the
 environment's. gymnasium is imported with the first episode, in the thread that needs it.
 
 A task is a start: the seed of `reset` is a hash of (id, split, index) whose lowest bit is the split, and a start
-belongs to the split that the hash of its first observation says, as a layout does. What is random after the start goes
-by the episode's seed.
+belongs to the split given by the hash of its first observation, like a layout. The episode's seed drives everything
+random after the start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white", "crimson")
 _COLOURED = re.compile(r"\x1b\[(\d+)(?:;\d+)*m([^\x1b]*)\x1b\[0m")
 _NESTED = 2
-"""Colours within colours, of the letter and of what lies behind it."""
+"""Levels of nested colours: the letter's and the background's."""
 
 _SEEDS = 2**31
 _DRAW_EFFORT = 500
@@ -39,12 +39,14 @@ _MAX_TEXT = 20_000
 
 
 class GymnasiumConfig(GameConfig):
-    """`id` and `make` are what `gymnasium.make` gets. `actions` are names for the actions 0, 1, …; without them a model
-    writes the numbers. `rules` is the text before the first observation. `observation: render` shows what the
-    environment draws as text, `space` the observation itself, `auto` the first that there is.
+    """Settings of a gymnasium environment.
 
-    An episode is won when it terminates with a reward above `success_above`. With `distinct_starts: false` splits
-    differ in their seeds alone, for environments that have few starts or one.
+    `id` and `make` are the arguments of `gymnasium.make`. `actions` names the actions 0, 1, …; by default a model
+    writes the numbers. `rules` is the text before the first observation. `observation: render` shows the environment's
+    text rendering, `space` the observation itself, `auto` the rendering if there is one.
+
+    An episode is won if it terminates with a reward above `success_above`. With `distinct_starts: false` splits differ
+    only in their seeds, for environments with few starts or one.
     """
 
     id: str = Field(default="Taxi-v4", pattern=r"^[\w./-]+$", max_length=100)
@@ -63,15 +65,15 @@ class GymnasiumConfig(GameConfig):
         if len({name.lower() for name in self.actions}) < len(self.actions):
             raise ValueError("actions must be different words")
         if any(not re.fullmatch(r"[^\s,|<>]{1,40}", name) for name in self.actions):
-            raise ValueError("actions are single words, without commas, bars and angle brackets")
+            raise ValueError("actions must be single words, without commas, bars and angle brackets")
         if "render_mode" in self.make:
-            raise ValueError("make has no render_mode: observation chooses what is shown")
+            raise ValueError("make must not set render_mode; use observation instead")
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What `reset` with a seed gives; `text` is its first observation."""
+    """Result of `reset` with a seed; `text` is its first observation."""
 
     seed: int
     text: str
@@ -79,7 +81,7 @@ class Start:
 
 @dataclass(slots=True)
 class GymnasiumGame:
-    """A gymnasium environment in play. `drawn` says whether its rendering is shown, else `observed` is."""
+    """A gymnasium environment in play. `drawn` shows its rendering, otherwise `observed` is shown."""
 
     env: gymnasium.Env[Any, Any]
     observed: Any
@@ -96,13 +98,14 @@ class GymnasiumGame:
         return MoveOutcome({"reward": float(reward)}, bool(over), bool(over) and float(reward) > self.success_above)
 
     def plan(self) -> Sequence[str] | None:
-        """Nothing is known of an environment in general; see `Gymnasium.demonstration`."""
+        """Return None: no plan is known for environments in general; see `Gymnasium.demonstration`."""
         return None
 
 
 class Gymnasium:
-    """The environment. Raises InputError at the first task if gymnasium does not have it, or it cannot be played in
-    text.
+    """Environment of one gymnasium id.
+
+    At the first task, raises InputError if gymnasium does not have it, or it cannot be played in text.
     """
 
     splits = (TRAIN, EVAL)
@@ -133,13 +136,13 @@ class Gymnasium:
         return self._episode(self._drawn(split, index).layout, seed)
 
     def demonstration(self, split: str, index: int) -> Demonstration:
-        """Played by the best policy, where the environment tells its transition table `P` (toy_text); else NotFound."""
+        """Play the best policy, if the environment has a transition table `P` (toy_text); else raise NotFound."""
         start = self._drawn(split, index).layout
         episode = self._episode(start, 0)
         assert isinstance(episode.game, GymnasiumGame)
         inner: Any = episode.game.env
         if not hasattr(inner, "P") or not hasattr(inner, "s"):
-            raise NotFound(f"{self._name} has no demonstrations", "only environments that tell their transitions have")
+            raise NotFound(f"{self._name} has no demonstrations", "only environments with a transition table have them")
         with self._planning:
             policy = self._policy = self._policy or Policy(inner.P)
         names = episode.game.names
@@ -153,7 +156,7 @@ class Gymnasium:
         return DrawnLayout(self._start(seed, Effort()), seed, f"{seed % _SEEDS:08x}")
 
     def _start(self, seed: int, effort: Effort) -> Start:
-        """Made with one environment for all starts: some are slow to make."""
+        """Make a start with an environment shared by all starts, because some are slow to build."""
         effort.spend(_DRAW_EFFORT)
         with self._scouting:
             scout = self._scout = self._scout or self._game()
@@ -169,7 +172,7 @@ class Gymnasium:
         return GameEpisode(game, self.config, protocol, instructions(rules, self.config, protocol))
 
     def _game(self) -> GymnasiumGame:
-        """A new environment, not yet started, without gymnasium's own limit on steps. Raises InputError."""
+        """Build a new environment without gymnasium's step limit, not yet reset. Raises InputError."""
         import gymnasium
 
         config = self.config
@@ -183,11 +186,16 @@ class Gymnasium:
                 settings["render_mode"] = "ansi"
             env = gymnasium.make(config.id, disable_env_checker=True, **settings).unwrapped
         except (gymnasium.error.Error, TypeError, ValueError, AttributeError, ImportError) as error:
-            raise InputError(f"gymnasium does not make {config.id} with {config.make}: {_plain(str(error))}") from error
+            raise InputError(f"gymnasium cannot make {config.id} with {config.make}: {_plain(str(error))}") from error
         if not isinstance(env.action_space, gymnasium.spaces.Discrete):
-            raise InputError(f"{config.id} has actions of {env.action_space}", "only discrete ones can be written")
+            raise InputError(
+                f"{config.id} has actions of {env.action_space}", "choose an environment with discrete actions"
+            )
         if not drawn and isinstance(env.observation_space, gymnasium.spaces.Box):
-            raise InputError(f"{config.id} observes {env.observation_space}", "only text and discrete ones can be read")
+            raise InputError(
+                f"{config.id} observes {env.observation_space}",
+                "choose an environment with text or discrete observations",
+            )
         n = int(env.action_space.n)
         if config.actions and len(config.actions) != n:
             raise InputError(f"{config.id} has {n} actions, and actions names {len(config.actions)}")
@@ -201,7 +209,7 @@ def _started(game: GymnasiumGame, seed: int) -> GymnasiumGame:
 
 
 def _plain(text: str) -> str:
-    """Drawn text without terminal codes: a coloured part becomes {colour:part}, because colours mark the player."""
+    """Rendered text without terminal codes; a coloured part becomes {colour:part}, because colours mark the player."""
 
     def mark(found: re.Match[str]) -> str:
         colour = int(found[1]) % 10
@@ -213,7 +221,7 @@ def _plain(text: str) -> str:
 
 
 def _written(observed: Any) -> str:
-    """Text as it is; numbers and tuples of them as Python writes them, without numpy's types."""
+    """Text unchanged; numbers and tuples of them as Python writes them, without numpy's types."""
     plain = observed.tolist() if hasattr(observed, "tolist") else observed
     return str(plain if not isinstance(plain, tuple) else tuple(_scalar(part) for part in plain))[:_MAX_TEXT]
 

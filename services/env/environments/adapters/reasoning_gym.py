@@ -1,10 +1,10 @@
-"""reasoning-gym: procedural questions with verifiers, any dataset of the package by name; one answer an episode.
+"""reasoning-gym: procedural questions with verifiers, from any dataset of the package; one answer an episode.
 
 The package runs in grading processes (`reasoning_gym_library`): it is heavy, some of its datasets use Python's global
-random numbers, and some of its scorers evaluate the answer. The reward is what the dataset's own scorer gives.
+random numbers, and some of its scorers evaluate the answer. The reward is the score of the dataset's own scorer.
 
-A question belongs to the split that its text's hash says, so an evaluation question is never a training question,
-whichever seed made it; see `layouts.py`.
+A question belongs to the split given by its text's hash, so no evaluation question is a training question, under any
+seed; see `layouts.py`.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from services.env.grading.pool import GradingPool
 from shared.errors import GradingEnded, NotFound
 
 _LIBRARY = GradingPool("services.env.environments.adapters.reasoning_gym_library")
-"""Shared by all environments of the kind: the package is loaded once or twice, whatever their number."""
+"""Pool shared by all environments of the kind, so that the package is loaded at most twice."""
 
 _DRAW_EFFORT = 1000
 _SEEDS = 2**31
-"""Upstream seeds go into numpy too, which takes 32 bits."""
+"""Bound of upstream seeds, which also seed numpy, limited to 32 bits."""
 
 _ASK = "Give the final answer in <answer> tags, like <answer>42</answer>."
 _MAX_SHOWN = 256
 
 
 class ReasoningGymConfig(BaseModel):
-    """`dataset` names one of the package, `dataset_config` holds its settings: they set how difficult it is.
+    """Settings of reasoning-gym.
 
-    `talk: bare` sends the question alone, for models too small to read instructions.
+    `dataset` names a dataset of the package, `dataset_config` its settings, which set the difficulty. `talk: bare`
+    sends only the question, for models too small to read instructions.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,7 +61,7 @@ class ReasoningGymConfig(BaseModel):
     @model_validator(mode="after")
     def _seeded_here(self) -> ReasoningGymConfig:
         if taken := {"seed", "size"} & self.dataset_config.keys():
-            raise ValueError(f"dataset_config has no {' and '.join(sorted(taken))}: they come from split and index")
+            raise ValueError(f"dataset_config has no {' and '.join(sorted(taken))}: split and index determine them")
         return self
 
 
@@ -75,7 +76,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningGymEpisode:
-    """One question, to be answered once."""
+    """One question with one answer."""
 
     env: ReasoningGym
     question: Question
@@ -99,7 +100,7 @@ class ReasoningGymEpisode:
 
 
 class ReasoningGym:
-    """The environment. The package is loaded with the first question, in a process of its own."""
+    """Environment of one dataset. The package is loaded with the first question, in a separate process."""
 
     splits = (TRAIN, EVAL)
 
@@ -122,16 +123,14 @@ class ReasoningGym:
         return f"{split}/{index}@{self._questions.get(split, index).digest}"
 
     def reset(self, split: str, index: int, seed: int) -> ReasoningGymEpisode:
-        """Nothing is random once the question is chosen: `seed` changes nothing."""
+        """Start an episode. `seed` has no effect, because nothing is random after the choice of the question."""
         return ReasoningGymEpisode(self, self.question(split, index))
 
     def question(self, split: str, index: int) -> Question:
         return self._questions.get(split, index).layout
 
     def demonstration(self, split: str, index: int) -> Demonstration:
-        """The dataset's own answer; a few datasets have one that their scorer gives less than 1. Raises NotFound where
-        there is none.
-        """
+        """The dataset's own answer, which a few scorers grade below 1. Raises NotFound if there is none."""
         question = self.question(split, index)
         if question.answer is None:
             raise NotFound(f"{self._config.dataset} has no answer of its own to {split}/{index}")
@@ -143,7 +142,7 @@ class ReasoningGym:
         return user(question.text if self._config.talk == "bare" else f"{question.text}\n{_ASK}")
 
     def score(self, question: Question, answer: str) -> float:
-        """Raises GradingEnded when the scorer takes more than its share."""
+        """Score an answer. Raises GradingEnded if the scorer exceeds its limits."""
         return _LIBRARY.grade("score", self._config.dataset, self._settings, question.seed, answer)
 
     def _make(self, seed: int, effort: Effort) -> Question:

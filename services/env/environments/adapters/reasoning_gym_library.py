@@ -1,8 +1,8 @@
-"""What is asked of the package `reasoning-gym`; runs in a grading process (services/env/grading), never in the service.
+"""Interface to the package `reasoning-gym`; runs in a grading process (services/env/grading), never in the service.
 
-Its scorers are written for text one trusts, and nine of them evaluate the answer as Python. Here `eval` in their
-modules reads literals only, and an answer for `parse_expr` is passed on only if it is plain mathematics (`is_plain`):
-any other one scores what upstream gives for text it cannot parse.
+The package's scorers expect trusted text, and nine of them evaluate the answer as Python. Here `eval` in their modules
+reads literals only, and an answer for `parse_expr` is passed on only if it is plain mathematics (`is_plain`); any other
+answer gets upstream's score for unparsable text.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from shared.errors import InputError
 
 
 def _sat_solver() -> types.ModuleType:
-    """`pycosat`, which has no wheels, out of python-sat: one of reasoning-gym's datasets lists the solutions of a
-    formula with it.
+    """Module `pycosat`, which has no wheels, built on python-sat.
+
+    One dataset lists the solutions of a formula with it.
     """
     from pysat.solvers import Minisat22
 
@@ -54,15 +55,16 @@ READS_LISTS = (
 PARSES_EXPRESSIONS = frozenset(
     {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 )
-"""Datasets whose scorer calls sympy's `parse_expr` on the answer, which is `eval` too. A test compares both with the
-source of the package.
+"""Datasets whose scorer calls sympy's `parse_expr` on the answer, which also evaluates it.
+
+A test compares both lists with the package's source.
 """
 
 for _module in READS_LISTS:
     vars(importlib.import_module(f"reasoning_gym.{_module}"))["eval"] = ast.literal_eval
 
 _EXAMPLES = ("example_answer", "example_correct_answer", "possible_answer")
-"""Where items keep an answer of several that are right."""
+"""Keys under which items hold one of several right answers."""
 
 _FUNCTIONS = "sin cos tan cot sec csc asin acos atan sinh cosh tanh asinh acosh atanh exp log sqrt cbrt abs Abs erf"
 _WORDS = frozenset(_FUNCTIONS.split())
@@ -76,21 +78,24 @@ _warm: set[str] = set()
 
 
 def names() -> list[str]:
-    """All datasets there are."""
+    """All datasets."""
     return sorted(DATASETS)
 
 
 def question(dataset: str, config: str, seed: int) -> tuple[str, str | None]:
-    """The question of the dataset's only item for `seed`, and an answer the dataset itself gives, if there is one.
+    """Question of the dataset's only item for `seed`, and the dataset's own answer, if there is one.
 
-    Args: config: the dataset's settings as JSON text. Raises InputError (unknown dataset, wrong settings).
+    Args:
+        config: the dataset's settings as JSON text.
+
+    Raises InputError (unknown dataset, wrong settings).
     """
     item = _item(dataset, config, seed)[1]
     return item["question"], answer_of(item)
 
 
 def prepare(dataset: str, config: str, seed: int) -> None:
-    """Makes the item, and grades a first right answer so that what is loaded late is loaded before the fork."""
+    """Make the item, and grade a right answer, so that late imports happen before the fork."""
     upstream, item = _item(dataset, config, seed)
     if dataset not in _warm:
         _warm.add(dataset)
@@ -98,20 +103,21 @@ def prepare(dataset: str, config: str, seed: int) -> None:
 
 
 def score(dataset: str, config: str, seed: int, answer: str) -> float:
-    """What the dataset's scorer gives `answer`, 0 to 1. What it cannot read, and says by an exception, is 0."""
+    """Score of `answer` by the dataset's scorer, 0 to 1. An exception of the scorer gives 0."""
     upstream, item = _item(dataset, config, seed)
     if dataset in PARSES_EXPRESSIONS and not is_plain(answer):
         answer = _UNREADABLE
     random.seed(seed)
     try:
         return float(upstream.score_answer(answer, item))
-    except Exception:  # noqa: BLE001 - whatever a scorer makes of text it was not written for
+    except Exception:  # noqa: BLE001 - a scorer may raise anything on text it was not written for
         return 0.0
 
 
 def is_plain(answer: str) -> bool:
-    """Whether `answer` is an expression of numbers, variables of up to two letters and well-known functions: nothing
-    in it can name an attribute or another function.
+    """True if `answer` contains only numbers, variables of up to two letters and well-known functions.
+
+    Such an expression cannot name an attribute or another function.
     """
     if not _LEGAL.fullmatch(answer) or _MEMBER.search(answer):
         return False
@@ -138,4 +144,4 @@ def _item(dataset: str, config: str, seed: int) -> tuple[ProceduralDataset, dict
         upstream = reasoning_gym.create_dataset(dataset, **settings, seed=seed, size=1)
         return upstream, upstream[0]
     except (TypeError, ValueError, AssertionError, KeyError, IndexError) as error:
-        raise InputError(f"reasoning-gym does not take dataset_config={config} for {dataset}: {error}") from error
+        raise InputError(f"reasoning-gym rejects dataset_config={config} for {dataset}: {error}") from error

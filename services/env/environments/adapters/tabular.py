@@ -1,5 +1,7 @@
-"""The best policy of an environment that tells its transitions: value iteration (Sutton and Barto 2018, section 4.4)
-over gymnasium's table `P[state][action] = [(probability, next state, reward, over), …]`.
+"""Optimal policy of an environment with a transition table, by value iteration.
+
+Sutton and Barto 2018, section 4.4, over gymnasium's table `P[state][action] = [(probability, next state, reward, over),
+…]`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ _LONGEST_PATH = 200
 
 
 class Policy:
-    """The greedy policy of the optimal values; of equal actions the first."""
+    """The greedy policy of the optimal values. Among equal actions it takes the first."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -35,7 +37,7 @@ class Policy:
         return max(actions, key=lambda action: (round(self._worth(actions[action]), 5), -action))
 
     def path(self, state: int) -> list[int]:
-        """The actions from `state` to the end as far as they are certain: one, where chance decides what it does."""
+        """Actions from `state` to the end, or to the first action with a random outcome, inclusive."""
         actions: list[int] = []
         while len(actions) < _LONGEST_PATH:
             actions.append(self.action(state))
@@ -46,7 +48,7 @@ class Policy:
         return actions
 
     def _worth(self, outcomes: Sequence[Transition]) -> float:
-        """Expected reward, and value of where it leads."""
+        """Expected reward plus discounted value of the next state."""
         return sum(
             chance * (float(reward) + (0.0 if over else _DISCOUNT * self._values[there]))
             for chance, there, reward, over in outcomes

@@ -1,6 +1,6 @@
-"""Programming problems as JSONL: HumanEval's lines, MBPP's, APPS's, or any with tests of one's own.
+"""Programming problems as JSONL: lines of HumanEval, MBPP or APPS, or with custom tests.
 
-A test is a program of asserts that calls the answer's functions, or a text for stdin with what is to be printed.
+A test is a program of asserts that calls the answer's functions, or a text for stdin with the expected output.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from shared.errors import ConfigError
 
 FORMAT = (
     'a line is {"question": "…", "tests": ["assert f(1) == 2", …]}, or has tests like {"input": "3\\n", "output": "9"};'
-    " lines of HumanEval, MBPP and APPS are taken as they are"
+    " lines of HumanEval, MBPP and APPS work unchanged"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Asserts:
-    """A program that calls names of the answer, and raises where they are wrong."""
+    """A program that calls names of the answer, and raises if they are wrong."""
 
     program: str
 
 
 @dataclass(frozen=True, slots=True)
 class PrintedTest:
-    """What a program is given on stdin, and what it is to print."""
+    """A program's stdin and its expected stdout."""
 
     stdin: str
     stdout: str
@@ -42,11 +42,11 @@ class CodeProblem:
     """One problem.
 
     Args:
-        question: what is asked, as the data set words it.
+        question: the question in the data set's words.
         shown: tests that may be shown, as text.
-        given: code that the answer may rely on, and that the tests have for themselves: imports, helpers.
-        setup: what the tests run first.
-        tested: the function that is asked for, if the data names it; `given` may hold its beginning.
+        given: code available to the answer and, separately, to the tests: imports, helpers.
+        setup: code that runs before the tests.
+        tested: name of the required function, if the data gives it; `given` may hold its beginning.
         solution: a right answer, if there is one.
     """
 
@@ -61,13 +61,13 @@ class CodeProblem:
 
 @lru_cache(maxsize=8)
 def read_code(path: Path) -> tuple[CodeProblem, ...]:
-    """All problems of a file, read once in a process. Raises ConfigError naming the file and the line."""
+    """Read all problems of a file, cached for the process. Raises ConfigError naming the file and the line."""
     hint = "point data.train and data.eval to JSONL files of programming problems"
     return read_rows(path, _problem, noun="problems", hint=hint)
 
 
 def _problem(row: Mapping[str, Any], where: str) -> CodeProblem:
-    """Raises ConfigError."""
+    """Parse one line. Raises ConfigError."""
     try:
         match row:
             case {"prompt": str(prompt), "entry_point": str(name), "test": str(test)}:
@@ -85,7 +85,7 @@ def _problem(row: Mapping[str, Any], where: str) -> CodeProblem:
 
 
 def _humaneval(row: Mapping[str, Any], prompt: str, name: str, test: str) -> CodeProblem:
-    """Chen et al. 2021: a prompt that ends inside the function, and a function `check(candidate)`."""
+    """HumanEval (Chen et al. 2021): a prompt that ends inside the function, and a function `check(candidate)`."""
     solution = row.get("canonical_solution")
     return CodeProblem(
         f"Complete this function, and answer with all of it:\n```python\n{prompt.rstrip()}\n```",
@@ -97,7 +97,7 @@ def _humaneval(row: Mapping[str, Any], prompt: str, name: str, test: str) -> Cod
 
 
 def _mbpp(row: Mapping[str, Any], tests: Sequence[Any]) -> CodeProblem:
-    """Austin et al. 2021, both editions."""
+    """MBPP (Austin et al. 2021), both editions."""
     shown = tuple(_text(test, "test_list") for test in tests)
     hidden = tuple(_text(test, "challenge_test_list") for test in row.get("challenge_test_list") or ())
     setup = [_text(line, "test_imports") for line in row.get("test_imports") or ()]
@@ -113,12 +113,12 @@ def _mbpp(row: Mapping[str, Any], tests: Sequence[Any]) -> CodeProblem:
 
 
 def _apps(row: Mapping[str, Any]) -> CodeProblem:
-    """Hendrycks et al. 2021: inputs and outputs as lists; with `fn_name` they are arguments and results."""
+    """APPS (Hendrycks et al. 2021): lists of inputs and outputs; with `fn_name` they are arguments and results."""
     given = row["input_output"]
     pairs = orjson.loads(given) if isinstance(given, str) else given
     inputs, outputs = pairs["inputs"], pairs["outputs"]
     if len(inputs) != len(outputs):
-        raise ValueError("it has other numbers of inputs and outputs")
+        raise ValueError("its numbers of inputs and outputs differ")
     solutions = row.get("solutions") or []
     solutions = orjson.loads(solutions) if isinstance(solutions, str) and solutions.strip() else solutions
     name = pairs.get("fn_name")
@@ -161,13 +161,13 @@ def _as_text(test: Asserts | PrintedTest) -> str:
 
 
 def _lines(value: Any) -> str:
-    """APPS has texts, or lists of lines."""
+    """Text of an input or output, which APPS gives as text or as a list of lines."""
     return "\n".join(str(line) for line in value) if isinstance(value, list) else _text(value, "input_output")
 
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name} is no text")
+        raise ValueError(f"{name} is not text")
     return value
 
 

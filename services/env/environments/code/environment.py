@@ -1,6 +1,6 @@
-"""Programming problems: the answer's last Python block is run against the problem's tests in sandboxes (`grading.py`).
+"""Programming problems: the answer's last Python block runs against the problem's tests in sandboxes (`grading.py`).
 
-Reward for all tests that pass, or with `partial` for the share of them. One answer an episode.
+The reward is for all tests passing, or with `partial` for the share that passes. One answer an episode.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ _WAIT_S = 5.0
 
 
 class CodeConfig(BaseModel):
-    """`train` and `eval` are JSONL files. An answer that passes all tests is worth `correct_reward`; with `partial` the
-    share that passes is. `show_tests` of a problem's tests are told, where the data set means them to be. At most
-    `max_tests` are run, each with `cpu_s` seconds and `memory_mb`.
+    """Settings of the programming problems.
+
+    `train` and `eval` are JSONL files. An answer that passes all tests is worth `correct_reward`; with `partial`, the
+    share of passed tests counts. The first `show_tests` of a problem's visible tests are shown. At most `max_tests` are
+    run, each with `cpu_s` seconds of CPU time and `memory_mb` MiB.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -52,7 +54,7 @@ class CodeConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class CodeEpisode:
-    """One problem, to be answered once. Its step is a coroutine: programs are waited for, not computed."""
+    """One problem with one answer. Its step is a coroutine, because it waits for programs."""
 
     env: Code
     problem: CodeProblem
@@ -63,7 +65,7 @@ class CodeEpisode:
         return (self.env.question(self.problem),)
 
     async def step(self, message: Message) -> StepResult:
-        """Raises Busy, Forbidden (nothing confines programs here), Unavailable."""
+        """Grade one answer. Raises Busy, Forbidden (programs cannot be confined here), Unavailable."""
         program = read_program(message["content"])
         if program is None:
             return StepResult((), 0.0, True, False, Info({"tests": 0.0}, False, "format"))
@@ -78,8 +80,12 @@ class CodeEpisode:
 
 
 class Code(ProblemFiles[CodeProblem]):
-    """The environment. Files are read at the first use of a split; raises ConfigError if one is missing or
-    malformed. Args: toolbox: where programs run.
+    """Environment of programming problems.
+
+    Files are read at the first use of a split; raises ConfigError if one is missing or malformed.
+
+    Args:
+        toolbox: sandboxes for the programs.
     """
 
     def __init__(self, config: CodeConfig, toolbox: Toolbox) -> None:
@@ -90,11 +96,11 @@ class Code(ProblemFiles[CodeProblem]):
         self._places = asyncio.Semaphore(max(2, os.cpu_count() or 1))
 
     def reset(self, split: str, index: int, seed: int) -> CodeEpisode:
-        """Nothing is random: `seed` changes nothing."""
+        """Start an episode. `seed` has no effect, because nothing is random."""
         return CodeEpisode(self, self.problem(split, index))
 
     def demonstration(self, split: str, index: int) -> Demonstration:
-        """The data set's solution. Raises NotFound where there is none."""
+        """The data set's solution. Raises NotFound if there is none."""
         problem = self.problem(split, index)
         if problem.solution is None:
             raise NotFound(f"code/{split}/{index} has no solution of its own")
@@ -109,16 +115,16 @@ class Code(ProblemFiles[CodeProblem]):
         return user("\n".join([*parts, _ASK]))
 
     async def verdicts(self, problem: CodeProblem, program: str) -> tuple[list[Verdict], int]:
-        """Of the tests that were run, and how many there are. Raises Busy, Forbidden, Unavailable."""
+        """Verdicts of the tests that ran, and the total number of tests. Raises Busy, Forbidden, Unavailable."""
         await self._toolbox.check_confined("the environment code", "code")
         tests = problem.tests[: self.config.max_tests]
         if not self.config.partial:
-            tests = _together(tests)
+            tests = _merge_asserts(tests)
         try:
             async with asyncio.timeout(_WAIT_S):
                 await self._places.acquire()
         except TimeoutError:
-            raise Busy("code: as many programs run as there are processors", "ask again", 0.5) from None
+            raise Busy("code: a program runs on every processor", "try again", 0.5) from None
         try:
             grader = Grader(self._sandboxes, self.config.cpu_s, self.config.memory_mb, _TOTAL_S)
             found = await grader.grade(problem, program, tests, all_of_them=self.config.partial)
@@ -134,13 +140,13 @@ class Code(ProblemFiles[CodeProblem]):
 
 
 def read_program(text: str) -> str | None:
-    """The last fenced block of an answer that is Python, or of no language; None if there is none."""
+    """Last fenced block of an answer that is Python or has no language; None if there is none."""
     blocks = [body for language, body in _FENCED.findall(text) if language.lower() in _LANGUAGES]
     return blocks[-1][:_MAX_PROGRAM] if blocks else None
 
 
-def _together(tests: tuple[Asserts | PrintedTest, ...]) -> tuple[Asserts | PrintedTest, ...]:
-    """All asserts as one program: where only all of them count, they need not run apart."""
+def _merge_asserts(tests: tuple[Asserts | PrintedTest, ...]) -> tuple[Asserts | PrintedTest, ...]:
+    """Merge all asserts into one program, for when only all of them together count."""
     asserts = [test.program for test in tests if isinstance(test, Asserts)]
     others = tuple(test for test in tests if isinstance(test, PrintedTest))
     return (*others, Asserts("\n".join(asserts))) if asserts else others

@@ -1,11 +1,11 @@
-"""Whether a program passes its tests, found out where the program cannot reach.
+"""Tests of a program, evaluated out of the program's reach.
 
 Invariants
-- The answer runs in a sandbox of its own, and never learns what is expected of it: of asserts it sees the arguments of
-  calls, of other tests the input.
-- Asserts run in another sandbox, on plain values (`inside.py`); what is printed is compared here. So nothing that
-  the answer patches, exits, prints or pretends to be decides on anything but its own values.
-- Every test program has processes of its own; what one does to its process costs the others nothing.
+- The answer runs in its own sandbox, and never sees expected results: of asserts it sees the arguments of calls, of
+  other tests the input.
+- Asserts run in another sandbox, on plain values (`inside.py`); printed output is compared here. So the answer cannot
+  influence the verdict by patching, exiting, printing or pretending, but only by its values.
+- Every test program has its own processes, which cannot affect those of others.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MAX_OUTPUT = 2**18
 
 _START_S = 10.0
 _WALL_FACTOR, _WALL_MORE_S = 2.0, 2.0
-"""A program may take so much longer than its CPU time."""
+"""Wall-clock limit of a program, relative to its CPU time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Of one test. `why`: passed, wrong, exception, time, memory, crash or output."""
+    """Verdict on one test. `why`: passed, wrong, exception, time, memory, crash or output."""
 
     passed: bool
     why: str = "passed"
@@ -49,7 +49,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Grader:
-    """Args: cpu_s, memory_mb: what a test program may use; total_s: wall clock of all tests of an answer."""
+    """Runner of tests.
+
+    Args:
+        cpu_s, memory_mb: limits of one test program.
+        total_s: wall-clock time for all tests of an answer, in seconds.
+    """
 
     sandboxes: Sandboxes
     cpu_s: int
@@ -59,18 +64,18 @@ class Grader:
     async def grade(
         self, problem: CodeProblem, source: str, tests: Sequence[Asserts | PrintedTest], *, all_of_them: bool
     ) -> list[Verdict]:
-        """One verdict a test, up to the first that fails unless `all_of_them` are wanted. Raises Unavailable."""
+        """Return one verdict per test, up to the first failure unless `all_of_them`. Raises Unavailable."""
         ends, found = time.monotonic() + self.total_s, list[Verdict]()
         for test in tests:
             if (left_s := ends - time.monotonic()) <= 0:
                 found.append(Verdict(False, "time", "the tests together took too long"))
             else:
-                found.append(await self._one(problem, source, test, left_s))
+                found.append(await self._run_test(problem, source, test, left_s))
             if not found[-1].passed and not all_of_them:
                 break
         return found
 
-    async def _one(self, problem: CodeProblem, source: str, test: Asserts | PrintedTest, left_s: float) -> Verdict:
+    async def _run_test(self, problem: CodeProblem, source: str, test: Asserts | PrintedTest, left_s: float) -> Verdict:
         try:
             async with asyncio.timeout(min(left_s, _WALL_FACTOR * self.cpu_s + _WALL_MORE_S)):
                 if isinstance(test, PrintedTest):
@@ -133,15 +138,15 @@ class _Cells:
         self._sandbox, self._cpu_s = sandbox, cpu_s
         self._seed: int | None = 0
         self.complaint = ""
-        """What the last text wrote to stderr, with the exception that ended it."""
+        """Output of the last text on stderr, including an exception."""
 
     async def run(self, source: str) -> str | None:
-        """What went wrong; None if nothing did."""
+        """Run a text; return its error, None if it succeeded."""
         found = await self._cell(source)
         return (found.stderr or f"it ended with exit code {found.exit}") if found.exit else None
 
     async def value(self, expression: str) -> str | None:
-        """The text that an expression gives; None if it gives none. Marked, since what it calls may print."""
+        """Text value of an expression; None if it has none. A random mark separates it from printed output."""
         mark = secrets.token_hex(16)
         found = await self._cell(f"__import__('sys').stdout.write({mark!r} + ({expression}) + '\\n') and None")
         _, marked, text = found.stdout.rpartition(mark)
@@ -157,7 +162,7 @@ class _Cells:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether the lines are the same but for blanks at their ends, or the words are but for how numbers are written."""
+    """Compare outputs by lines, ignoring trailing blanks, or by words, with numbers compared by value."""
     if [line.rstrip() for line in printed.rstrip().splitlines()] == [
         line.rstrip() for line in expected.rstrip().splitlines()
     ]:
@@ -184,13 +189,13 @@ def _verdict(said: dict[str, Any]) -> Verdict:
 
 
 def _object(text: str | None) -> dict[str, Any]:
-    """What the tests say; nothing, if they were cut off."""
+    """Answer of the tests; empty if they were interrupted."""
     found = orjson.loads(text) if text is not None else {}
     return found if isinstance(found, dict) else {}
 
 
 def _names(text: str | None) -> list[str]:
-    """The names that the answer says it defines."""
+    """Names that the answer reports as defined."""
     try:
         found = orjson.loads(text or "[]")
     except orjson.JSONDecodeError:

@@ -1,9 +1,8 @@
-"""Runs in both sandboxes of asserts: in that of the answer before it, in that of the tests, which the answer never
-enters.
+"""Code that runs in both sandboxes of asserts, the answer's and the tests', which the answer never enters.
 
-In the second, names of the answer stand for questions to the first (`_Stand`). What comes back is made into plain
-values of Python's own, or into a `_Stand` for anything else, which equals nothing but itself: an object of the answer
-cannot say of itself that it is right. Nothing in the first is trusted: the answer may do with it as it likes.
+In the tests' sandbox, names of the answer are proxies (`_Stand`) that send questions to the answer's sandbox. Replies
+become plain Python values; anything else becomes a `_Stand`, which equals only itself, so an object of the answer
+cannot declare itself right. The answer's sandbox is untrusted, because the answer can change anything in it.
 """
 
 import builtins as _builtins
@@ -14,17 +13,17 @@ import sys as _sys
 import threading as _threading
 
 _kept = {}
-_asked, _told = _queue.Queue(), _queue.Queue()
+_asked, _replies = _queue.Queue(), _queue.Queue()
 _ERRORS = {
     name: kind
     for name, kind in vars(_builtins).items()
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)
 }
-"""What the answer may raise in the tests: nothing that ends a program, nothing that needs more than a text."""
+"""Exceptions that the answer may raise in the tests: none that ends a program or needs more than a text."""
 
 
 def _plain(value, other, depth=0):
-    """A value as JSON; `other` makes it of what is no plain value."""
+    """Encode a value as JSON; `other` encodes what is not a plain value."""
     if depth > 60:
         raise RecursionError("the value is nested too deep")
     kind = type(value)
@@ -50,7 +49,7 @@ def _plain(value, other, depth=0):
 
 
 def _value(told, other):
-    """What `_plain` was given; `other` makes it of a tag that is not known here, and what stands there."""
+    """Decode a value of `_plain`; `other` decodes unknown tags from (tag, body)."""
     if not isinstance(told, dict):
         return told
     ((tag, body),) = told.items()
@@ -68,7 +67,7 @@ def _value(told, other):
 
 
 def _be_answer():
-    """In the sandbox of the answer: a module that is imported, not a program that is started."""
+    """Make the answer's sandbox look like an imported module, not a started program."""
     globals()["__name__"] = "answer"
     _sys.modules["answer"] = _sys.modules["__main__"]
 
@@ -101,13 +100,14 @@ def _answer(asked):
             case _:
                 found = setattr(target, *args)
         return _json.dumps({"value": _plain(found, _keep)})
-    except Exception as error:  # noqa: BLE001 - what the answer raises is its answer
+    except Exception as error:  # noqa: BLE001 - the answer's exception is its reply
         return _json.dumps({"error": [type(error).__name__, str(error)[:500]]})
 
 
 class _Stand:
-    """Something of the answer that is no plain value: a function, a class, an object of a class of its own. `_of` says
-    which.
+    """Proxy of an object of the answer that is not a plain value: a function, a class, an instance.
+
+    `_of` identifies the object.
     """
 
     def __init__(self, of):
@@ -141,7 +141,7 @@ def _ask(do, of, args=(), kwargs=None):
     question = {"do": do, "of": of, "args": [_plain(arg, _known) for arg in args]}
     question["kwargs"] = {key: _plain(arg, _known) for key, arg in (kwargs or {}).items()}
     _asked.put({"ask": question})
-    reply = _told.get()
+    reply = _replies.get()
     if "error" in reply:
         name, text = reply["error"]
         raise _ERRORS.get(str(name), RuntimeError)(str(text))
@@ -149,7 +149,7 @@ def _ask(do, of, args=(), kwargs=None):
 
 
 def _known(value):
-    """Raises TypeError for what the answer cannot be given."""
+    """Encode a proxy. Raises TypeError for values that cannot be sent to the answer."""
     if type(value) is _Stand:
         return value._of
     raise TypeError(f"a test cannot give the answer a {type(value).__name__}")
@@ -160,7 +160,9 @@ def _stand(tag, body):
 
 
 class _Names(dict):
-    """The test program's own names; then Python's; then the standard library's modules; then the answer's."""
+    """Scope of the test program: its own names, then builtins, then modules of the standard library, then the answer's
+    names.
+    """
 
     def __missing__(self, name):
         if hasattr(_builtins, name):
@@ -181,7 +183,7 @@ def _test(preamble, program, names, tested):
         _asked.put({"passed": True})
     except AssertionError:
         _asked.put({"passed": False, "why": "wrong"})
-    except BaseException as error:  # noqa: BLE001 - a verdict like any other
+    except BaseException as error:  # noqa: BLE001 - an exception is a verdict
         _asked.put({"passed": False, "why": "exception", "detail": f"{type(error).__name__}: {error}"[:300]})
 
 
@@ -192,5 +194,5 @@ def _begin(preamble, program, names, tested):
 
 
 def _go_on(reply):
-    _told.put(_json.loads(reply))
+    _replies.put(_json.loads(reply))
     return _json.dumps(_asked.get())

@@ -1,4 +1,4 @@
-"""Runs before a program that reads stdin: gives it sys.stdin and sys.stdout as a program has them, bytes included."""
+"""Prelude of a program that reads stdin: complete sys.stdin and sys.stdout, including their byte buffers."""
 
 import builtins as _builtins
 import io as _io

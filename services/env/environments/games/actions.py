@@ -1,7 +1,7 @@
-"""How a game reads actions out of text, and writes them: `<answer>Right || Down</answer>`, or the bare names.
+"""Reading and writing of actions in text: `<answer>Right || Down</answer>`, or the bare names.
 
-Reading is total: any text gives a `Reply`, never an exception. Unknown names are dropped and make the reply malformed,
-known ones around them are still played (GRL's convention).
+Reading never raises: any text gives a `Reply`. Unknown names are dropped and make the reply malformed; known names
+around them are still played (GRL's convention).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SEPARATORS = re.compile(r"\|\||[\s,]+")
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The actions of one turn, canonical names in order; `fault` says why the penalty is due, if it is."""
+    """Actions of one turn, canonical names in order; `fault` is the reason for a penalty, if any."""
 
     actions: tuple[str, ...]
     fault: Fault | None = None
@@ -29,14 +29,14 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class ActionProtocol:
-    """`names` are the legal actions; `style` says whether they stand in an <answer> tag or alone."""
+    """`names` are the legal actions; `style` says whether they are written in an <answer> tag or alone."""
 
     names: tuple[str, ...]
     style: Style = "answer"
     max_per_turn: int = 1
 
     def read(self, text: str) -> Reply:
-        """At most `max_per_turn` actions of `text`; the last <answer> counts. Case and space do not matter."""
+        """Read at most `max_per_turn` actions. The last <answer> counts; case and spaces are ignored."""
         body = tagged_answer(text) if self.style == "answer" else text
         if body is None:
             return Reply((), "format")
@@ -47,7 +47,7 @@ class ActionProtocol:
         return Reply(actions[: self.max_per_turn], fault)
 
     def write(self, actions: Sequence[str]) -> str:
-        """The text that `read` gives back as `actions`."""
+        """Text that `read` turns back into `actions`."""
         if self.style == "answer":
             return f"<answer>{' || '.join(actions)}</answer>"
         return " ".join(actions)

@@ -1,8 +1,8 @@
-"""Blocksworld as GRL plays it: stacks of numbered blocks are moved, one block at a time, until they stand as the goal
-says; `<answer>(move 2 to 0) || (move 1 to 2)</answer>`, where 0 is the table.
+"""Blocksworld with GRL's rules: stacks of numbered blocks are moved, one block at a time, into the goal state.
 
-Rewards are GRL's: -1 an action, whether the block can be moved or not, and +10 for the one that reaches the goal;
-`reward_scale` multiplies both. Tasks that differ only in the numbers of the blocks belong to the same split.
+An answer is `<answer>(move 2 to 0) || (move 1 to 2)</answer>`, where 0 is the table. Rewards are GRL's: -1 for an
+action, also for one that cannot be carried out, and +10 for the action that reaches the goal; `reward_scale` multiplies
+both. Tasks that differ only in the numbers of the blocks belong to the same split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.env.environments.games.text_game import GameConfig, GameEnvironmen
 from services.env.episode_types import MAX_REWARD, Demonstration
 
 type Blocks = tuple[int, ...]
-"""What each block stands on: blocks[i] is the number of the block below block i + 1, or 0 for the table."""
+"""Supports of the blocks: blocks[i] is the number of the block below block i + 1, or 0 for the table."""
 
 type View = Literal["text", "1d", "2d"]
 
@@ -33,8 +33,10 @@ RULES = (
 
 
 class BlocksworldConfig(GameConfig):
-    """`render`: sentences; lists of what each block stands on; or stacks side by side. Tasks need at least
-    `min_solution` moves.
+    """Settings of Blocksworld.
+
+    `render`: sentences; lists of each block's support; or stacks side by side. Tasks need at least `min_solution`
+    moves.
     """
 
     num_blocks: int = Field(default=4, ge=2, le=6)
@@ -95,20 +97,20 @@ class BlocksworldGame:
 
 @dataclass(frozen=True, slots=True)
 class Blocksworld(GameEnvironment[BlocksworldConfig, BlocksTask]):
-    """The environment; build it with `blocksworld`."""
+    """Environment of Blocksworld; built by `blocksworld`."""
 
     def reset(self, split: str, index: int, seed: int) -> GameEpisode:
-        """The game has no chance in it: `seed` changes nothing."""
+        """Start an episode. `seed` has no effect, because the game is not random."""
         task = self.layouts.get(split, index).layout
         game = BlocksworldGame(task.start, task.goal, self.config)
-        return self.played(game, RULES.format(n=self.config.num_blocks), n_named=4)
+        return self.make_episode(game, RULES.format(n=self.config.num_blocks), n_named=4)
 
     def demonstration(self, split: str, index: int) -> Demonstration:
         return demonstrate(self.reset(split, index, 0))
 
 
 def blocksworld(config: BlocksworldConfig) -> Blocksworld:
-    """Builds the environment; tasks are made when they are asked for."""
+    """Build the environment. Tasks are made on demand."""
 
     def make(seed: int, effort: Effort) -> BlocksTask | None:
         dice = random.Random(seed)
@@ -133,7 +135,7 @@ def blocksworld(config: BlocksworldConfig) -> Blocksworld:
 
 
 def is_legal(state: Blocks, block: int, onto: int) -> bool:
-    """Whether neither the block nor what it goes onto carries another block."""
+    """True if neither the block nor its target carries another block."""
     return block != onto and block not in state and (onto == 0 or onto not in state)
 
 
@@ -142,7 +144,7 @@ def moved(state: Blocks, block: int, onto: int) -> Blocks:
 
 
 def solve(start: Blocks, goal: Blocks, effort: Effort | None = None) -> list[tuple[int, int]] | None:
-    """A shortest sequence of (block, onto) from `start` to `goal`, by breadth-first search. There always is one."""
+    """A shortest sequence of (block, onto) from `start` to `goal`, by breadth-first search. One always exists."""
     came: dict[Blocks, tuple[Blocks, tuple[int, int]] | None] = {start: None}
     queue = deque([start])
     while queue:
@@ -159,7 +161,7 @@ def solve(start: Blocks, goal: Blocks, effort: Effort | None = None) -> list[tup
 
 
 def renumbered(rows: Rows) -> Rows:
-    """The smallest of what the task becomes when the blocks get other numbers."""
+    """Smallest form of a task over all renumberings of its blocks."""
     states = [tuple(int(n) for n in row.strip("[]").split(", ")) for row in rows]
     n = len(states[0])
     forms: list[Rows] = []
@@ -190,7 +192,7 @@ def _moves(state: Blocks) -> Iterator[tuple[int, int]]:
 
 
 def _stacked(n: int, dice: random.Random) -> Blocks:
-    """Blocks put down one after the other, each on the table or on a stack."""
+    """A random state: blocks put down one after the other, each on the table or on a stack."""
     state, tops = [0] * n, [0]
     for block in dice.sample(range(1, n + 1), n):
         below = dice.choice(tops)
@@ -200,7 +202,7 @@ def _stacked(n: int, dice: random.Random) -> Blocks:
 
 
 def _name(block: int, onto: int, config: BlocksworldConfig) -> str:
-    """GRL's words; without the tag, where words are told apart by spaces, 2>0."""
+    """GRL's name of an action, or 2>0 without the tag, where spaces separate names."""
     return f"(move {block} to {onto})" if config.protocol == "answer" else f"{block}>{onto}"
 
 
@@ -221,7 +223,7 @@ def _listed(state: Blocks) -> str:
 
 
 def _drawn(state: Blocks) -> str:
-    """Stacks from left to right, by their lowest block; the last line lies on the table."""
+    """Stacks from left to right, ordered by their lowest block; the last line is on the table."""
     stacks = [[block] for block, below in enumerate(state, 1) if below == 0]
     for stack in stacks:
         while stack[-1] in state:

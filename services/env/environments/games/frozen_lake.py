@@ -1,7 +1,7 @@
-"""FrozenLake: gymnasium's own environment, on random maps, rendered as text.
+"""FrozenLake: gymnasium's environment on random maps, rendered as text.
 
-Maps come from gymnasium's `generate_random_map` and are only used when their shortest path fits the budget of actions.
-gymnasium is imported with the first map, in the thread that draws it: a run of another environment never needs it.
+Maps come from gymnasium's `generate_random_map` and are used only if their shortest path fits the budget of actions.
+gymnasium is imported with the first map, in the thread that draws it, so runs of other environments do not need it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
 ACTIONS = ("Left", "Down", "Right", "Up")
-"""In gymnasium's order: the position is the action's number."""
+"""Actions in gymnasium's order; the position is the action's number."""
 
 _MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 _DEMO_SEEDS = 64
@@ -40,12 +40,14 @@ type Render = Literal["grid", "spaced", "grid+around", "grid+coords", "coords"]
 
 
 class FrozenLakeConfig(GameConfig):
-    """`render`: the board as lines; spaced; with what lies around the player; with coordinates of player and goal;
-    these alone.
+    """Settings of FrozenLake.
 
-    `demo_blind` is the share of demonstrations played by someone who heads for the goal without looking at the ice
-    (right until the edge, then down), and so often falls into a hole. A model that has learned from them and from
-    others plays either way; which of them reaches the goal is left to reinforcement learning.
+    `render`: the board as lines; spaced; with the cells around the player; with coordinates of player and goal; only
+    the coordinates.
+
+    `demo_blind` is the share of demonstrations that head for the goal without looking at the ice (right until the edge,
+    then down), and so often fall into a hole. A model trained on both kinds plays either way; reinforcement learning
+    then selects the one that reaches the goal.
     """
 
     size: int = Field(default=4, ge=3, le=16)
@@ -97,14 +99,15 @@ class LakeGame:
 
 @dataclass(frozen=True, slots=True)
 class FrozenLake(GameEnvironment[FrozenLakeConfig, Rows]):
-    """The environment; build it with `frozen_lake`."""
+    """Environment of FrozenLake; built by `frozen_lake`."""
 
     def reset(self, split: str, index: int, seed: int) -> GameEpisode:
         return self._episode(self._game(self.layouts.get(split, index), seed))
 
     def demonstration(self, split: str, index: int) -> Demonstration:
-        """A blind one may fail, see `demo_blind`. On slippery ice the first of some seeds on which the plan works:
-        InputError if none.
+        """A demonstration; a blind one may fail, see `demo_blind`.
+
+        On slippery ice, the plan is tried with several seeds; raises InputError if it never works.
         """
         drawn = self.layouts.get(split, index)
         dice = random.Random(drawn.seed)
@@ -129,11 +132,11 @@ class FrozenLake(GameEnvironment[FrozenLakeConfig, Rows]):
         return LakeGame(drawn.layout, lake, self.config)
 
     def _episode(self, game: LakeGame) -> GameEpisode:
-        return self.played(game, RULES + (SLIPPERY if self.config.is_slippery else ""))
+        return self.make_episode(game, RULES + (SLIPPERY if self.config.is_slippery else ""))
 
 
 def frozen_lake(config: FrozenLakeConfig) -> FrozenLake:
-    """Builds the environment; maps are made when they are asked for."""
+    """Build the environment. Maps are made on demand."""
 
     def make(seed: int, effort: Effort) -> Rows | None:
         from gymnasium.envs.toy_text.frozen_lake import generate_random_map
@@ -152,8 +155,9 @@ def frozen_lake(config: FrozenLakeConfig) -> FrozenLake:
 
 
 def shortest_path(rows: Rows, start: tuple[int, int]) -> tuple[str, ...] | None:
-    """A shortest sequence of actions from `start` (row, column) to G that avoids H, by breadth-first search; None if
-    there is none.
+    """A shortest sequence of actions from `start` (row, column) to G that avoids H; None if there is none.
+
+    Breadth-first search.
     """
     paths: dict[tuple[int, int], tuple[str, ...]] = {start: ()}
     queue = deque([start])
@@ -170,7 +174,7 @@ def shortest_path(rows: Rows, start: tuple[int, int]) -> tuple[str, ...] | None:
 
 
 def distances(rows: Rows) -> dict[Cell, int]:
-    """Moves to G from every cell (row, column) that has a way around the holes."""
+    """Number of moves to G from every cell (row, column) with a path around the holes."""
     away = {(r, c): 0 for r, row in enumerate(rows) for c, tile in enumerate(row) if tile == "G"}
     queue = deque(away)
     while queue:
@@ -184,9 +188,7 @@ def distances(rows: Rows) -> dict[Cell, int]:
 
 
 def way(away: Mapping[Cell, int], start: Cell) -> tuple[str, ...] | None:
-    """The path `shortest_path` finds, read off `distances`: the first of the actions that lead nearer,
-    again and again.
-    """
+    """The path of `shortest_path`, read from `distances`: at each cell the first action that leads nearer."""
     if start not in away:
         return None
     actions: list[str] = []
@@ -202,7 +204,7 @@ def way(away: Mapping[Cell, int], start: Cell) -> tuple[str, ...] | None:
 
 
 def blind_action(size: int, player: tuple[int, int]) -> str:
-    """Right until the edge, then Down to the goal in the last corner, whatever lies on the way."""
+    """Right until the edge, then Down to the goal in the last corner, regardless of holes."""
     return "Right" if player[1] < size - 1 else "Down"
 
 

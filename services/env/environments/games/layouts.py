@@ -1,15 +1,15 @@
-"""Tasks of a procedural environment: (split, index) → seed → layout, with training and evaluation apart by
-construction.
+"""Tasks of a procedural environment: (split, index) → seed → layout, with disjoint splits by construction.
 
 Two independent guarantees:
 - seeds: the lowest bit of a task's seed is its split, so no seed serves both;
-- layouts: a layout belongs to the split its own hash says, whatever seed, size or variant made it. The hash is that of
-  the layout's smallest rotation or reflection, so an evaluation layout is not even a mirrored training layout. Tasks
-  that are text (`form=as_it_is`) are hashed as they are.
+- layouts: a layout belongs to the split given by its own hash, for any seed, size or variant. The hash is that of the
+  layout's smallest rotation or reflection, so no evaluation layout is even a mirrored training layout. Tasks that are
+  text (`form=as_it_is`) are hashed unchanged.
+
 Evaluation layouts, and on request training layouts, are also pairwise different. Nothing depends on process, time or
-Python's hash seed. Work is bounded in steps of search, not in seconds: a call takes MAX_EFFORT and a little; time only
-decides how many layouts a call draws ahead, never which. Memory is bounded: of a layout that was drawn its seed is
-kept, and a few are kept whole.
+Python's hash seed. Work is bounded in search steps, not in seconds: a call takes about MAX_EFFORT; time decides only
+how many layouts a call draws ahead, never which. Memory is bounded: the seeds of drawn layouts are kept, and only a few
+whole layouts.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from shared.errors import InputError, RateLimited
 type Rows = tuple[str, ...]
 
 EVAL_SHARE = 4
-"""One hash in so many is an evaluation layout."""
+"""Share of evaluation layouts: one hash in this many."""
 
 MAX_DISTINCT = 10_000
 """Tasks of a split whose layouts are pairwise different."""
 
 MAX_EFFORT = 200_000
-"""Steps of search that one call may take, some ten microseconds each; what it has found by then is kept for the next.
-"""
+"""Search steps of one call, about ten microseconds each; the next call continues from its results."""
 
 DRAW_S = 8.0
-"""After this a call draws no further layout, and the next goes on: where one is made outside, it may take a second."""
+"""Seconds after which a call draws no further layout; the next call continues. Drawing one may take a second."""
 
 WAIT_S = 5.0
-"""How long a call waits for another one that draws."""
+"""Seconds that a call waits for another one that draws."""
 
 _MAX_DRAWS = 4096
 _KEPT = 1024
@@ -48,7 +47,7 @@ _KEPT = 1024
 
 @dataclass(frozen=True, slots=True)
 class DrawnLayout[L]:
-    """A layout with the seed it came from and the digest (12 hex digits) of its canonical form."""
+    """A layout with its seed and the digest (12 hex digits) of its canonical form."""
 
     layout: L
     seed: int
@@ -56,7 +55,7 @@ class DrawnLayout[L]:
 
 
 def canonical(rows: Rows) -> Rows:
-    """The smallest of the layout's eight rotations and reflections."""
+    """Smallest of the layout's eight rotations and reflections."""
     forms: list[Rows] = []
     for _ in range(4):
         rows = tuple("".join(column) for column in zip(*rows[::-1], strict=True))
@@ -65,7 +64,7 @@ def canonical(rows: Rows) -> Rows:
 
 
 def as_it_is(rows: Rows) -> Rows:
-    """The form of a task that is text: nothing but itself is the same task."""
+    """Form of a task that is text, which is equivalent only to itself."""
     return rows
 
 
@@ -74,7 +73,7 @@ def digest_of(rows: Rows, form: Callable[[Rows], Rows] = canonical) -> str:
 
 
 def split_of(rows: Rows, form: Callable[[Rows], Rows] = canonical) -> str:
-    """The only split this layout may be used in."""
+    """The only split in which this layout may be used."""
     return EVAL if int(digest_of(rows, form), 16) % EVAL_SHARE == 0 else TRAIN
 
 
@@ -87,7 +86,7 @@ def seed_of(env: str, split: str, index: int, draw: int) -> int:
 
 @dataclass(slots=True)
 class Effort:
-    """Counts steps of search: cells of a map that is drawn, positions that are looked at."""
+    """Counter of search steps: cells of drawn maps, positions examined."""
 
     spent: int = 0
 
@@ -100,18 +99,17 @@ class Effort:
 
 
 class Layouts[L]:
-    """The layouts of one procedural environment.
+    """Layouts of one procedural environment.
 
     Args:
-        env: name that goes into the seeds and messages.
-        make: seed → layout, or None when that seed gives no usable one; counts its steps. Each call is bounded by
-            itself.
-        rows: layout → its text rows, which identify it.
-        counts: tasks a split has.
-        advice: which settings make usable layouts more frequent.
-        distinct_train: training layouts are pairwise different too; drawn in order, so the first use of a late one is
-            slow.
-        form: rows → those of them that stand for all that are the same task.
+        env: name used in seeds and messages.
+        make: seed → layout, or None if the seed gives no usable one; counts its steps. Each call bounds itself.
+        rows: layout → text rows that identify it.
+        counts: number of tasks of each split.
+        advice: settings that make usable layouts more frequent.
+        distinct_train: make training layouts pairwise different too. They are drawn in order, so the first use of a
+        late one is slow.
+        form: rows → representative of all rows of the same task.
     """
 
     def __init__(
@@ -131,27 +129,29 @@ class Layouts[L]:
         self._seen: set[bytes] = set()
         self._lock = threading.Lock()
         self._train = lru_cache(maxsize=_KEPT)(lambda index: self._draw(TRAIN, index, Effort()))
-        self._made = lru_cache(maxsize=_KEPT)(self._make_again)
+        self._made = lru_cache(maxsize=_KEPT)(self._remake)
 
     def count(self, split: str) -> int:
-        """Tasks of a split. Raises NotFound."""
+        """Number of tasks of a split. Raises NotFound."""
         check_task(self._env, self.counts, split, 0)
         return self.counts[split]
 
     def get(self, split: str, index: int) -> DrawnLayout[L]:
-        """Raises NotFound, InputError when the configuration has too few layouts, RateLimited when drawing goes on with
-        the next call.
+        """The layout of a task.
+
+        Raises NotFound, InputError if the configuration has too few layouts, RateLimited if drawing continues with the
+        next call.
         """
         check_task(self._env, self.counts, split, index)
         return self._made(self._distinct_seed(split, index)) if split in self._distinct else self._train(index)
 
-    def _make_again(self, seed: int) -> DrawnLayout[L]:
+    def _remake(self, seed: int) -> DrawnLayout[L]:
         layout = self._make(seed, Effort())
         assert layout is not None, "this seed has given a layout before"
         return DrawnLayout(layout, seed, digest_of(self._rows(layout), self._form))
 
     def _distinct_seed(self, split: str, index: int) -> int:
-        """The seed of a layout that differs from all before it; they are drawn in order."""
+        """Seed of a layout that differs from all earlier ones; they are drawn in order."""
         known, effort = self._distinct[split], Effort()
         if not self._lock.acquire(timeout=WAIT_S):
             raise self._later(split, index)
@@ -168,7 +168,12 @@ class Layouts[L]:
             self._lock.release()
 
     def _draw(self, split: str, index: int, effort: Effort, of_call: Effort | None = None) -> DrawnLayout[L]:
-        """Args: effort: of this layout; of_call: of all that the call has drawn."""
+        """Draw one layout.
+
+        Args:
+            effort: steps for this layout.
+            of_call: steps of the whole call.
+        """
         for draw in range(_MAX_DRAWS):
             seed, before = seed_of(self._env, split, index, draw), effort.spent
             layout = self._make(seed, effort)
@@ -190,14 +195,14 @@ class Layouts[L]:
         new = "new " if split in self._distinct else ""
         return InputError(
             f"{self._env} found no {new}layout for {split} task {index} in {n_draws} draws",
-            f"its configuration allows too few, or makes them too rare: {self._advice}, or lower {split}_tasks",
+            f"{self._advice}, or lower {split}_tasks: the settings allow too few layouts, or make them too rare",
         )
 
     def _later(self, split: str, index: int) -> RateLimited:
         return RateLimited(
-            f"{self._env}: {len(self._distinct[split])} layouts are drawn by now, {split} task "
+            f"{self._env}: {len(self._distinct[split])} layouts are drawn so far, {split} task "
             f"{index} is not among them",
-            f"ask again, or lower {split}_tasks",
+            f"try again, or lower {split}_tasks",
         )
 
 

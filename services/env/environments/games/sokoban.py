@@ -1,8 +1,8 @@
-"""Sokoban as GRL plays it: generated solvable levels, `<answer>Right || Up</answer>`, several actions a turn, up to N
-turns.
+"""Sokoban with GRL's rules: generated solvable levels, and several actions per turn.
 
-Rewards are GRL's: -0.1 an action, +1 for a box pushed onto a target, -1 for one pushed off, +10 when all are on;
-`reward_scale` multiplies all four. The penalty for a malformed answer is not scaled.
+An answer is `<answer>Right || Up</answer>`. Rewards are GRL's: -0.1 for an action, +1 for a box pushed onto a target,
+-1 for one pushed off, +10 when all are on; `reward_scale` multiplies all four. The penalty for a malformed answer is
+not scaled.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ RULES = (
 
 
 class SokobanConfig(GameConfig):
-    """`dim_room` is (height, width) with the surrounding wall. Levels need at least `min_solution` actions, at most the
-    budget.
+    """Settings of Sokoban.
 
-    `demo_blind` is the share of demonstrations played by someone who walks straight into a box and on, without looking
-    at walls and targets, and so rarely succeeds; what it is for, see FrozenLakeConfig.
+    `dim_room` is (height, width) including the surrounding wall. Levels need at least `min_solution` actions, at most
+    the budget.
+
+    `demo_blind` is the share of demonstrations that push straight into a box without looking at walls and targets, and
+    so rarely succeed; for its purpose see FrozenLakeConfig.
     """
 
     dim_room: tuple[int, int] = (6, 6)
@@ -97,29 +99,32 @@ class SokobanGame:
 
 @dataclass(frozen=True, slots=True)
 class Sokoban(GameEnvironment[SokobanConfig, Level]):
-    """The environment; build it with `sokoban`."""
+    """Environment of Sokoban; built by `sokoban`."""
 
     def reset(self, split: str, index: int, seed: int) -> GameEpisode:
-        """The game has no chance in it: `seed` changes nothing."""
+        """Start an episode. `seed` has no effect, because the game is not random."""
         level = self.layouts.get(split, index).layout
-        return self.played(SokobanGame(level, level.start, self.config), RULES)
+        return self.make_episode(SokobanGame(level, level.start, self.config), RULES)
 
     def demonstration(self, split: str, index: int) -> Demonstration:
-        """A blind one may fail, see `demo_blind`. Raises InputError when the level is too large for the solver."""
+        """A demonstration; a blind one may fail, see `demo_blind`.
+
+        Raises InputError if the level is too large for the solver.
+        """
         drawn = self.layouts.get(split, index)
         if random.Random(drawn.seed).random() < self.config.demo_blind:
             game = SokobanGame(drawn.layout, drawn.layout.start, self.config)
-            return play(self.played(game, RULES), lambda: [blind_action(game.position)])
+            return play(self.make_episode(game, RULES), lambda: [blind_action(game.position)])
         shown = demonstrate(self.reset(split, index, 0))
         if not shown.success:
             raise InputError(
-                f"sokoban/{split}/{index} is too large to be solved by search", "lower dim_room or num_boxes"
+                f"sokoban/{split}/{index} is too large for the solver's search", "lower dim_room or num_boxes"
             )
         return shown
 
 
 def blind_action(position: Position) -> str:
-    """Towards the first box, up or down until its row is reached, then along it, whatever lies on the way."""
+    """Action toward the first box: up or down to its row, then along the row, regardless of obstacles."""
     (row, column), (box_row, box_column) = position.player, min(position.boxes)
     if row != box_row:
         return "Down" if row < box_row else "Up"
@@ -127,7 +132,7 @@ def blind_action(position: Position) -> str:
 
 
 def sokoban(config: SokobanConfig) -> Sokoban:
-    """Builds the environment; levels are made when they are asked for."""
+    """Build the environment. Levels are made on demand."""
     height, width = config.dim_room
 
     def make(seed: int, effort: Effort) -> Level | None:

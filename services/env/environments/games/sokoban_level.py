@@ -1,9 +1,9 @@
-"""Sokoban's rules, level generator and solver, on plain cells. No text protocol, no rewards.
+"""Sokoban's rules, level generator and solver, on plain cells, without a text protocol or rewards.
 
 A cell is (row, column). A level is walls, targets, boxes and the player; the outermost rows and columns are walls.
 Levels are made in reverse: from every solved position of a carved room, moves are undone breadth-first. The depth at
-which a position is reached is then exactly the number of moves of its shortest solution, so a level comes with a proof
-and a difficulty.
+which a position is reached is the length of its shortest solution, so a level comes with a proof of solvability and a
+difficulty.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_POSITIONS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What never changes in a level. `floor` includes the target cells."""
+    """Constant part of a level. `floor` includes the target cells."""
 
     height: int
     width: int
@@ -37,7 +37,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """What a move changes."""
+    """Variable part of a level."""
 
     player: Cell
     boxes: frozenset[Cell]
@@ -45,7 +45,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A room with the position play starts from; `moves` is the length of its shortest solution."""
+    """A room with its start position; `moves` is the length of its shortest solution."""
 
     room: Room
     start: Position
@@ -57,9 +57,7 @@ def solved(room: Room, position: Position) -> bool:
 
 
 def move(room: Room, position: Position, direction: Cell) -> Position:
-    """The position after the player tries to go one cell in `direction`; the same one when a wall or a stuck box is in
-    the way.
-    """
+    """Position after a step in `direction`; unchanged if a wall or a stuck box is in the way."""
     there = _add(position.player, direction)
     if there not in room.floor:
         return position
@@ -85,9 +83,7 @@ def draw(room: Room, position: Position) -> tuple[str, ...]:
 
 
 def solve(room: Room, position: Position, max_positions: int = _MAX_POSITIONS) -> tuple[str, ...] | None:
-    """A shortest sequence of moves that solves the level, by breadth-first search; None if there is none within
-    `max_positions`.
-    """
+    """A shortest solution by breadth-first search; None if there is none within `max_positions`."""
     came: dict[Position, tuple[Position, str] | None] = {position: None}
     queue = deque([position])
     while queue and len(came) < max_positions:
@@ -105,10 +101,9 @@ def solve(room: Room, position: Position, max_positions: int = _MAX_POSITIONS) -
 def generate(
     seed: int, height: int, width: int, n_boxes: int, min_moves: int, max_moves: int, effort: Effort | None = None
 ) -> Level | None:
-    """A level whose shortest solution has min_moves..max_moves moves and whose boxes all start off target; None if this
-    seed has none.
+    """A level whose shortest solution has min_moves..max_moves moves and whose boxes all start off target.
 
-    `effort` counts the positions it looked at, and a part for every cell of the room.
+    None if this seed has none. `effort` counts the positions examined and the cells of the room.
     """
     effort = effort or Effort()
     effort.spend(height * width)
@@ -129,9 +124,7 @@ def generate(
 
 
 def _carve(rng: random.Random, height: int, width: int) -> set[Cell]:
-    """A connected floor inside the border: a random walk that now and then turns, until a random share of the room is
-    open.
-    """
+    """A connected floor inside the border: a random walk with random turns, until a random share is open."""
     cell = rng.randrange(1, height - 1), rng.randrange(1, width - 1)
     floor, steps = {cell}, list(MOVES.values())
     direction = rng.choice(steps)
@@ -149,9 +142,7 @@ def _carve(rng: random.Random, height: int, width: int) -> set[Cell]:
 
 
 def _undo(room: Room, max_moves: int) -> Iterator[tuple[Position, int]]:
-    """All positions up to `max_moves` undone moves from a solved one, nearest first, each with its depth, until
-    _MAX_POSITIONS.
-    """
+    """Positions up to `max_moves` undone moves from a solved one, nearest first, with depths, up to _MAX_POSITIONS."""
     starts = [Position(cell, room.targets) for cell in sorted(room.floor - room.targets)]
     depths = dict.fromkeys(starts, 0)
     queue = deque(starts)
@@ -167,9 +158,7 @@ def _undo(room: Room, max_moves: int) -> Iterator[tuple[Position, int]]:
 
 
 def _predecessors(room: Room, position: Position) -> Iterator[Position]:
-    """The positions from which one move leads to `position`: the player steps back, alone or pulling the
-    box in front.
-    """
+    """Positions from which one move leads to `position`: the player steps back, alone or pulling the box in front."""
     for direction in MOVES.values():
         back = position.player[0] - direction[0], position.player[1] - direction[1]
         if back not in room.floor or back in position.boxes:

@@ -1,9 +1,9 @@
-"""Tetris as GRL plays it: pieces fall into a small box, moved Left, Right and Down; the first full line wins.
+"""Tetris with GRL's rules: pieces in a small box, moved Left, Right and Down; the first full line wins.
 
-Nothing falls by itself. A piece that has something below it after an action stays there; when it leaves no line full
-and reaches the top row, the game is lost, else the next piece comes. Rewards are GRL's: -0.1 an action, +10 a line;
-`reward_scale` multiplies both. A level is told by the pieces its solution uses: levels that agree in them, or are
-mirror images, belong to the same split.
+Nothing falls by itself. A piece with something below it after an action stays there; if no line is full and it reaches
+the top row, the game is lost, otherwise the next piece comes. Rewards are GRL's: -0.1 for an action, +10 for a line;
+`reward_scale` multiplies both. A level is identified by the pieces of its solution: levels with equal or mirrored
+pieces belong to the same split.
 """
 
 from __future__ import annotations
@@ -38,18 +38,20 @@ SHAPES: dict[str, tuple[Cell, ...]] = {
     "-": ((0, 0), (0, 1)),
     "O": ((0, 0), (0, 1), (-1, 0), (-1, 1)),
 }
-"""Cells of a piece from its lowest left one."""
+"""Cells of a piece relative to its lowest left cell."""
 
 BOX_TYPES = {1: (".",), 2: ("I", "-"), 3: ("I", "-", "O")}
-"""GRL's names for the sets of pieces."""
+"""GRL's numbers for the sets of pieces."""
 
 _MAX_STEPS = 20_000
 _MOVES: dict[str, Cell] = {"Left": (0, -1), "Right": (0, 1), "Down": (1, 0)}
 
 
 class TetrisConfig(GameConfig):
-    """`dim_x` and `dim_y` are width and height; `box_type` chooses the pieces: 1 single cells, 2 pairs of cells, 3
-    pairs and squares of four. `n_pieces` come before they come again.
+    """Settings of Tetris.
+
+    `dim_x` and `dim_y` are width and height; `box_type` chooses the pieces: 1 single cells, 2 pairs of cells, 3 pairs
+    and squares of four. After `n_pieces` the sequence repeats.
     """
 
     dim_x: int = Field(default=4, ge=3, le=5)
@@ -72,7 +74,7 @@ class TetrisConfig(GameConfig):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A shape and the column its lowest left cell comes in."""
+    """A shape and the initial column of its lowest left cell."""
 
     shape: str
     column: int
@@ -80,7 +82,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What is in play: cells that lie still, and where the lowest left cell of the n-th piece is."""
+    """State of play: resting cells, and the position of the n-th piece's lowest left cell."""
 
     filled: frozenset[Cell]
     n: int
@@ -95,7 +97,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class TetrisLevel:
-    """The pieces in their order; after the last one the first comes again. A solution uses the first `n_used`."""
+    """A sequence of pieces, which repeats after the last one. A solution uses the first `n_used`."""
 
     width: int
     height: int
@@ -118,7 +120,7 @@ class TetrisLevel:
         )
 
     def after(self, box: Box, action: str) -> Box:
-        """The box after one action; a piece that cannot move stays where it is."""
+        """The box after one action. A piece that cannot move stays."""
         down, right = _MOVES[action]
         at = box.at[0] + down, box.at[1] + right
         at = at if self.fits(box, at) else box.at
@@ -143,7 +145,7 @@ class TetrisGame:
     config: TetrisConfig
 
     def render(self) -> str:
-        """A full line is shown as it was; the piece that came to rest last, when the game is over, lies still."""
+        """The box as text. A full line stays visible; after the end of the game the last piece counts as resting."""
         falling = set() if self.box.over else set(self.level.cells(self.box, self.box.at))
         return "\n".join(
             "".join(
@@ -166,15 +168,15 @@ class TetrisGame:
 
 @dataclass(frozen=True, slots=True)
 class Tetris(GameEnvironment[TetrisConfig, TetrisLevel]):
-    """The environment; build it with `tetris`."""
+    """Environment of Tetris; built by `tetris`."""
 
     def reset(self, split: str, index: int, seed: int) -> GameEpisode:
-        """The game has no chance in it: `seed` changes nothing."""
+        """Start an episode. `seed` has no effect, because the game is not random."""
         level = self.layouts.get(split, index).layout
-        return self.played(TetrisGame(level, level.first(), self.config), RULES)
+        return self.make_episode(TetrisGame(level, level.first(), self.config), RULES)
 
     def demonstration(self, split: str, index: int) -> Demonstration:
-        """Raises InputError when the turns do not suffice for the plan."""
+        """A demonstration. Raises InputError if the plan does not fit the turns."""
         shown = demonstrate(self.reset(split, index, 0))
         if not shown.success:
             raise InputError(f"tetris/{split}/{index}: no plan fits the turns", "raise max_turns or max_actions")
@@ -182,7 +184,7 @@ class Tetris(GameEnvironment[TetrisConfig, TetrisLevel]):
 
 
 def tetris(config: TetrisConfig) -> Tetris:
-    """Builds the environment; levels are made when they are asked for, and can be won within the budget."""
+    """Build the environment. Levels are made on demand, and can be won within the budget."""
 
     def make(seed: int, effort: Effort) -> TetrisLevel | None:
         dice = random.Random(seed)
@@ -209,10 +211,10 @@ def tetris(config: TetrisConfig) -> Tetris:
 
 
 def solve(level: TetrisLevel, start: Box, effort: Effort | None = None) -> list[str] | None:
-    """Actions that fill a line, each piece moved sideways first and then down; None if _MAX_STEPS of search find none.
+    """Actions that fill a line, each piece moved sideways first and then down.
 
-    A* over where pieces come to rest, guided by the actions that the bottom row still needs: with single cells there is
-    no shorter solution, with larger pieces there hardly is.
+    None if _MAX_STEPS of search find none. A* over resting positions, guided by the actions that the bottom row still
+    needs: optimal for single cells, nearly optimal for larger pieces.
     """
     widest = max(len({column for _, column in SHAPES[piece.shape]}) for piece in level.pieces)
     bottom = level.height - 1
@@ -241,7 +243,7 @@ def solve(level: TetrisLevel, start: Box, effort: Effort | None = None) -> list[
 
 
 def _drops(level: TetrisLevel, box: Box) -> list[tuple[tuple[str, ...], Box]]:
-    """Where the falling piece can come to rest, and the actions that bring it there."""
+    """Possible resting positions of the falling piece, and the actions that lead to them."""
     found: list[tuple[tuple[str, ...], Box]] = []
     for sideways in ("Left", "Right"):
         here, moves = box, ()
@@ -264,7 +266,7 @@ def _dropped(level: TetrisLevel, box: Box, moves: tuple[str, ...]) -> tuple[tupl
 
 
 def mirrored(rows: Rows) -> Rows:
-    """The smaller of a level and its mirror image."""
+    """Smaller of a level and its mirror image."""
     width = int(rows[0].split("x")[0])
     other = [rows[0]]
     for row in rows[1:]:

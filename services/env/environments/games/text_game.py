@@ -1,7 +1,7 @@
-"""The conversation around a grid game: budgets of turns and actions, the action protocol, rewards, demonstrations.
+"""Conversation of a grid game: budgets of turns and actions, action protocol, rewards, demonstrations.
 
-A game only knows its rules (`Game`); everything a model sees or is paid for is decided here, once for all games.
-Invariant: the reward of a step is the sum of its reward components.
+A game implements only its rules (`Game`); this module determines, for all games, what a model reads and what it is
+rewarded for. Invariant: the reward of a step is the sum of its reward components.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ type Talk = Literal["chat", "bare"]
 
 
 class GameConfig(BaseModel):
-    """The settings all games share.
+    """Settings that all games share.
 
-    `talk: bare` sends the board alone, for models too small to read instructions. `distinct_train` draws every training
-    layout once (evaluation layouts always are), which evens out easy and hard ones; layouts are then drawn in order.
+    `talk: bare` sends only the board, for models too small to read instructions. `distinct_train` draws every training
+    layout once (evaluation layouts always are), which balances easy and hard ones; layouts are then drawn in order.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -58,7 +58,7 @@ class GameConfig(BaseModel):
 
     @property
     def budget(self) -> int:
-        """Actions one episode may play at most."""
+        """Most actions of one episode."""
         return min(self.max_actions, self.max_turns * self.max_actions_per_turn)
 
     @property
@@ -69,7 +69,7 @@ class GameConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class MoveOutcome:
-    """What one action did: reward by component, whether the game is over, whether it is won."""
+    """Result of one action: reward by component, `over` if the game has ended, `won` if it is won."""
 
     rewards: Mapping[str, float]
     over: bool
@@ -77,18 +77,18 @@ class MoveOutcome:
 
 
 class Game(Protocol):
-    """The rules of one board in play."""
+    """Rules of one board in play."""
 
     def render(self) -> str:
         """The board as text."""
         ...
 
     def act(self, action: str) -> MoveOutcome:
-        """Plays a legal action by name. Never called once `over`."""
+        """Play a legal action by name. Not called once the game is `over`."""
         ...
 
     def plan(self) -> Sequence[str] | None:
-        """A shortest sequence of actions that wins from here if nothing random happens, or None."""
+        """A shortest sequence of actions that wins without random events, or None."""
         ...
 
 
@@ -126,7 +126,7 @@ class GameEpisode:
         )
 
     def _play(self, actions: Sequence[str], rewards: dict[str, float]) -> tuple[list[str], MoveOutcome | None]:
-        """Plays until the actions, the budget or the game end; adds to `rewards`."""
+        """Play until the actions, the budget or the game end; add to `rewards`."""
         done: list[str] = []
         outcome = None
         for action in actions[: self.config.max_actions - self.played]:
@@ -152,7 +152,7 @@ class GameEpisode:
 
 @dataclass(frozen=True, slots=True)
 class GameEnvironment[C: GameConfig, L]:
-    """What the environments of drawn layouts share; each adds `reset` and `demonstration`."""
+    """Base of environments with drawn layouts; subclasses add `reset` and `demonstration`."""
 
     config: C
     layouts: Layouts[L]
@@ -165,16 +165,17 @@ class GameEnvironment[C: GameConfig, L]:
     def task(self, split: str, index: int) -> str:
         return f"{split}/{index}@{self.layouts.get(split, index).digest}"
 
-    def played(self, game: Game, rules: str, n_named: int | None = None) -> GameEpisode:
-        """`game` behind its instructions; `n_named` as there."""
+    def make_episode(self, game: Game, rules: str, n_named: int | None = None) -> GameEpisode:
+        """An episode of `game` with its instructions; for `n_named` see `instructions`."""
         intro = instructions(rules, self.config, self.protocol, n_named)
         return GameEpisode(game, self.config, self.protocol, intro)
 
 
 def instructions(rules: str, config: GameConfig, protocol: ActionProtocol, n_named: int | None = None) -> str:
-    """The text before the first board: the rules, then the protocol and the budget.
+    """Text before the first board: the rules, then the protocol and the budget.
 
-    Args: n_named: how many actions are named, where they explain themselves; all of them otherwise.
+    Args:
+        n_named: number of actions to list, if they are self-explanatory; by default all.
     """
     if config.talk == "bare":
         return ""
@@ -189,15 +190,13 @@ def instructions(rules: str, config: GameConfig, protocol: ActionProtocol, n_nam
 
 
 def demonstrate(episode: GameEpisode) -> Demonstration:
-    """Plays `episode` along the game's own plan. Nothing random happens in the game, so one look is enough."""
+    """Play `episode` along the game's plan, computed once because the game is not random."""
     planned = episode.game.plan() or ()
     return play(episode, lambda: planned[episode.played :])
 
 
 def play(episode: GameEpisode, choose: Callable[[], Sequence[str] | None]) -> Demonstration:
-    """Plays `episode` along what `choose` wants to do next, asked again each turn, until it is over or nothing is
-    wanted.
-    """
+    """Play `episode` along the actions of `choose`, called each turn, until it is over or there are none."""
     messages = list(episode.opening)
     while wanted := choose():
         chunk = wanted[: _chunk(len(wanted), episode)]
@@ -210,6 +209,6 @@ def play(episode: GameEpisode, choose: Callable[[], Sequence[str] | None]) -> De
 
 
 def _chunk(left: int, episode: GameEpisode) -> int:
-    """Actions of the next turn: as configured, more when the turns would not suffice otherwise."""
+    """Number of actions of the next turn: as configured, or more if the turns would not suffice."""
     turns = episode.config.max_turns - episode.turns
     return min(episode.config.max_actions_per_turn, max(episode.config.demo_actions_per_turn, -(-left // turns)))

@@ -1,4 +1,4 @@
-"""GSM8K's file format and conventions: problems, the `#### number` answer, the `<<48/2=24>>` annotations."""
+"""GSM8K's file format: problems, the `#### number` answer, and the `<<48/2=24>>` annotations."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class Problem:
 
 @lru_cache(maxsize=8)
 def read_problems(path: Path) -> tuple[Problem, ...]:
-    """All problems of a JSONL file, read once in a process. Raises ConfigError naming the file, and the line if one is
-    malformed.
+    """Read all problems of a JSONL file, cached for the process.
+
+    Raises ConfigError naming the file, and the line if one is malformed.
     """
     hint = "point data.train and data.eval to GSM8K's train.jsonl and test.jsonl"
     return read_rows(path, _problem, noun="problems", hint=hint)
@@ -48,21 +49,19 @@ def _problem(row: Mapping[str, Any], where: str) -> Problem:
         ) is not None:
             return Problem(question, solution, answer)
         case _:
-            raise ConfigError(f"{where} is not a GSM8K problem", 'a line is {"question": "…", "answer": "… #### 72"}')
+            raise ConfigError(
+                f"{where} is not a GSM8K problem", 'write lines like {"question": "…", "answer": "… #### 72"}'
+            )
 
 
 def read_number(text: str, mode: Literal["strict", "flexible"]) -> str | None:
-    """The answer in `text` without commas: the number after the last `#### number` (strict), or the last number
-    (flexible).
-    """
+    """The answer in `text` without commas: the number after the last `#### ` (strict), or the last one (flexible)."""
     found = (_STRICT if mode == "strict" else _FLEXIBLE).findall(text)
     return found[-1].replace(",", "") if found else None
 
 
 def same_number(given: str, expected: str) -> bool:
-    """Whether two texts from `read_number` are the same value: 72 and 72.0 are. Numbers of absurd length are never
-    equal.
-    """
+    """Compare two results of `read_number` by value: 72 equals 72.0. Numbers over MAX_NUMBER characters never match."""
     if len(given) > MAX_NUMBER:
         return False
     try:
@@ -77,10 +76,9 @@ def solution_text(problem: Problem) -> str:
 
 
 def solution_messages(problem: Problem, max_turns: int, form: CallFormat = "hermes") -> tuple[Message, ...]:
-    """The solution as a conversation with the calculator, at most `max_turns` assistant messages: each annotation is a
-    call.
+    """The solution as a conversation of at most `max_turns` assistant messages; each annotation is a calculator call.
 
-    Annotations the calculator cannot evaluate, and those beyond the budget of turns, stay plain text.
+    Annotations that the calculator cannot evaluate, and those beyond the turns, stay plain text.
     """
     messages: list[Message] = []
     said = 0

@@ -1,8 +1,8 @@
-"""GSM8K: grade-school word problems from the original JSONL, answered at once or with a calculator over several turns.
+"""GSM8K: grade-school word problems, answered at once or with a calculator over several turns.
 
-Reward 1 for the right number after the dataset's `#### ` (or for the last number, with `extraction: flexible`), plus
-`format_reward` when the answer stands after `#### ` at all. Demonstrations are the dataset's own solutions; with the
-calculator, its `<<48/2=24>>` annotations become calls.
+The reward is 1 for the right number after `#### ` (or as the last number, with `extraction: flexible`), plus
+`format_reward` if the answer is after `#### `. Demonstrations are the dataset's solutions; with the calculator, their
+`<<48/2=24>>` annotations become calls.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class Gsm8kEpisode:
         return self._compute(calls) if calls else self._grade(message["content"])
 
     def _compute(self, calls: Sequence[ToolCall]) -> StepResult:
-        """Answers tool calls; the turn after the last one is not granted."""
+        """Answer tool calls. Calls in the last turn truncate the episode."""
         answers = [_answer_call(call) for call in calls]
-        fault = "tool" if any(not fine for _, fine in answers) else None
+        fault = "tool" if any(not ok for _, ok in answers) else None
         messages = tuple(Message(role="tool", content=text) for text, _ in answers)
         return StepResult(messages, 0.0, False, self.turns >= self.config.max_turns, Info({}, False, fault))
 
@@ -108,9 +108,7 @@ class Gsm8kEpisode:
 
 
 class Gsm8k(ProblemFiles[Problem]):
-    """The environment. Files are read at the first use of a split; raises ConfigError if one is missing or
-    malformed.
-    """
+    """Environment of GSM8K. Files are read at the first use; raises ConfigError if one is missing or malformed."""
 
     def __init__(self, config: Gsm8kConfig) -> None:
         hint = "set data.train and data.eval to the dataset's train.jsonl and test.jsonl"
@@ -119,7 +117,7 @@ class Gsm8k(ProblemFiles[Problem]):
         self._config = config
 
     def reset(self, split: str, index: int, seed: int) -> Gsm8kEpisode:
-        """Nothing is random: `seed` changes nothing."""
+        """Start an episode. `seed` has no effect, because nothing is random."""
         return Gsm8kEpisode(self.problem(split, index), self._config)
 
     def demonstration(self, split: str, index: int) -> Demonstration:
@@ -131,7 +129,7 @@ class Gsm8k(ProblemFiles[Problem]):
         return Demonstration((ask, {"role": "assistant", "content": solution_text(problem)}), success=True)
 
     def calculator_demonstration(self, split: str, index: int, max_turns: int, form: CallFormat) -> Demonstration:
-        """The dataset's own solution, whose annotations are calls of the service's calculator. Raises NotFound."""
+        """The dataset's own solution with its annotations as calculator calls. Raises NotFound."""
         problem = self.problem(split, index)
         ask = user(_question(problem, self._config))
         return Demonstration((ask, *solution_messages(problem, max_turns, form)), success=True)
@@ -142,7 +140,7 @@ def _question(problem: Problem, config: Gsm8kConfig) -> str:
 
 
 def _answer_call(call: ToolCall) -> tuple[str, bool]:
-    """The observation a call gets, a number or what is wrong with it, and whether it could be carried out."""
+    """Answer to a call, a number or an error, and True if the call was carried out."""
     if call.problem:
         return f"error: {call.problem}", False
     if call.name != "calculator":

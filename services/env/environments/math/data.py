@@ -1,4 +1,4 @@
-"""Problems with an answer that is a mathematical expression, as JSONL: MATH's lines, or any with problem and answer."""
+"""Problems with a mathematical expression as answer, as JSONL: MATH's lines, or any with problem and answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.env.grading.answers import boxed_answer
 from shared.errors import ConfigError
 
 FORMAT = (
-    'a line is {"problem": "…", "answer": "\\\\frac{1}{2}"}, or has "solution" with a \\boxed{…} instead of "answer"'
+    'write lines like {"problem": "…", "answer": "\\\\frac{1}{2}"}, or with "solution" (with \\boxed{…}) for "answer"'
 )
 
 
@@ -28,7 +28,7 @@ class MathProblem:
 
 @lru_cache(maxsize=8)
 def read_math(path: Path) -> tuple[MathProblem, ...]:
-    """All problems of a file, read once in a process. Raises ConfigError naming the file and the line."""
+    """Read all problems of a file, cached for the process. Raises ConfigError naming the file and the line."""
     return read_rows(path, _problem, noun="problems", hint="point data.train and data.eval to JSONL files")
 
 

@@ -1,7 +1,7 @@
-"""Mathematics with a boxed answer: problems from JSONL, one answer an episode, right if it means the same as the gold
-answer.
+"""Mathematics with a boxed answer: problems from JSONL, one answer an episode.
 
-The same text is right at once; anything else is decided by math-verify, in a grading process (`library.py`).
+An answer equal to the gold text is right at once; math-verify, in a grading process (`library.py`), decides on any
+other.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MathConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class MathEpisode:
-    """One problem, to be answered once."""
+    """One problem with one answer."""
 
     problem: MathProblem
     config: MathConfig
@@ -76,8 +76,9 @@ class MathEpisode:
 
 
 class Math(ProblemFiles[MathProblem]):
-    """The environment. Files are read at the first use of a split; raises ConfigError if one is missing or
-    malformed.
+    """Environment of math problems.
+
+    Files are read at the first use; raises ConfigError if one is missing or malformed.
     """
 
     def __init__(self, config: MathConfig) -> None:
@@ -87,17 +88,17 @@ class Math(ProblemFiles[MathProblem]):
         self._config = config
 
     def reset(self, split: str, index: int, seed: int) -> MathEpisode:
-        """Nothing is random: `seed` changes nothing."""
+        """Start an episode. `seed` has no effect, because nothing is random."""
         return MathEpisode(self.problem(split, index), self._config)
 
     def demonstration(self, split: str, index: int) -> Demonstration:
-        """The solution of the data set, or the boxed answer alone."""
+        """The data set's solution, or the boxed answer alone."""
         problem = self.problem(split, index)
         return Demonstration((_question(problem), assistant(problem.solution)), success=True)
 
 
 def is_right(gold: str, answer: str) -> bool:
-    """Whether `answer` means the same as `gold`. Raises GradingEnded when finding out takes more than its share."""
+    """True if `answer` is equivalent to `gold`. Raises GradingEnded if the comparison exceeds its limits."""
     return answer.strip() == gold.strip() or _LIBRARY.grade("equal", gold, answer)
 
 

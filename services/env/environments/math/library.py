@@ -1,8 +1,8 @@
-"""What is asked of `math-verify`, Hugging Face's judge of LaTeX answers; runs in a grading process, not in the service.
+"""Interface to `math-verify`, Hugging Face's judge of LaTeX answers; runs in a grading process, not in the service.
 
-Its own time limits use signals, which a thread of a server does not get, and expressions such as 5^{5^{5^5}} outlast
-them: here the fork that grades is limited instead. Of its extractors only the one for LaTeX is used: it builds sympy
-objects from a grammar, and nothing a model wrote is evaluated as Python.
+The package's time limits need signals, which a server's thread does not receive, and expressions such as 5^{5^{5^5}}
+outlast them; here the grading fork is limited instead. Only its LaTeX extractor is used: it builds sympy objects from a
+grammar, so model-written text is never evaluated as Python.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
 
 MAX_ANSWER = 2000
-"""Characters: no right answer of a data set is longer."""
+"""Characters of an answer; data sets have no longer right answers."""
 
 _LATEX = (LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),)
-"""The whole box or nothing: of an answer it cannot read, upstream would otherwise take a part that it can."""
+"""Extract the whole box or nothing: by default, upstream would take the readable part of an unreadable answer."""
 
 
 def prepare(gold: str) -> None:
-    """Reads the gold answer, and compares it with itself so that what sympy loads late is loaded before the fork."""
+    """Read the gold answer, and compare it with another, so that sympy's late imports happen before the fork."""
     if not _read(gold):
         return
     verify(_read(gold), _read("1"), timeout_seconds=0)
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether two answers, LaTeX without their box, mean the same: number, expression, set, interval, equation, text.
+    """True if two answers, LaTeX without their box, are equivalent: number, expression, set, interval, equation, text.
 
-    The order counts: `answer` may be more explicit than `gold`, such as x=5 for 5. Per cent signs do not count, as in
+    The order matters: `answer` may be more explicit than `gold`, such as x=5 for 5. Per cent signs are ignored, as in
     MATH's own grader (Hendrycks et al. 2021).
     """
     if len(answer) > MAX_ANSWER:
@@ -45,7 +45,7 @@ def _read(latex: str) -> list[Any]:
 
 
 def _warm_up() -> None:
-    """The grammar learns its tables, and sympy loads its parts, from what they meet: once here, not in every fork."""
+    """Compare usual expressions once, so that the grammar's tables and sympy's parts are loaded before any fork."""
     for gold, answer in _USUAL:
         verify(_read(gold), _read(answer), timeout_seconds=0)
 

@@ -1,4 +1,4 @@
-"""Text-to-SQL tasks as files: one JSON object a line, with the keys of BIRD and Spider, or with the schema as SQL."""
+"""Text-to-SQL tasks as files: one JSON object per line, with the keys of BIRD and Spider, or with the schema as SQL."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import orjson
 from services.env.environments.problem_files import read_rows
 from shared.errors import ConfigError
 
-FORMAT = 'a line is {"question": "…", "sql": "SELECT …", "schema": "CREATE TABLE …"} or has "db_id" instead of "schema"'
+FORMAT = 'write lines like {"question": "…", "sql": "SELECT …", "schema": "CREATE TABLE …"}, or "db_id" for "schema"'
 
 
 @dataclass(frozen=True, slots=True)
 class SqlTask:
-    """`source` names the database for `library.py`; `shown` is its CREATE statements, empty if they are to be read."""
+    """`source` names the database for `library.py`; `shown` holds its CREATE statements, empty if they must be read."""
 
     question: str
     sql: str
@@ -33,7 +33,7 @@ class SqlTask:
 
 @lru_cache(maxsize=8)
 def read_tasks(path: Path, databases: Path | None) -> tuple[SqlTask, ...]:
-    """All tasks of a JSONL file, read once in a process. Raises ConfigError naming the file and the line."""
+    """Read all tasks of a JSONL file, cached for the process. Raises ConfigError naming the file and the line."""
     hint = "point data.train and data.eval to JSONL files"
     return read_rows(path, lambda row, where: _task(row, where, databases), noun="tasks", hint=hint)
 
@@ -55,10 +55,12 @@ def _with_evidence(question: str, row: Mapping[str, object]) -> str:
 
 
 def _database(name: str, where: str, databases: Path | None) -> Path:
-    """BIRD's and Spider's layout: NAME/NAME.sqlite in one folder."""
+    """Path of a database in the layout of BIRD and Spider: NAME/NAME.sqlite in one folder."""
     if databases is None:
         raise ConfigError(f"{where} names the database {name!r}", "set databases to the folder that holds it")
     path = databases / name / f"{name}.sqlite"
     if Path(name).name != name or not path.is_file():
-        raise ConfigError(f"{where}: there is no database {path}", "databases holds NAME/NAME.sqlite for each db_id")
+        raise ConfigError(
+            f"{where}: there is no database {path}", "put NAME/NAME.sqlite for each db_id into the folder databases"
+        )
     return path.resolve()

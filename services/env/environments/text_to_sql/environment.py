@@ -1,8 +1,8 @@
-"""Text-to-SQL over SQLite: a question about a database, answered by a query; right if it gives the gold query's rows.
+"""Text-to-SQL over SQLite: an answer is right if its query gives the gold query's rows.
 
-Tasks come from JSONL files (BIRD's and Spider's keys, or the schema as SQL), or are made from a seed where there are no
-files (`samples.py`). Queries run in a grading process, read-only and bounded (`library.py`). With several turns a model
-sees what its query gave, and may try again for less.
+Tasks come from JSONL files (BIRD's and Spider's keys, or the schema as SQL), or are made from a seed if there are no
+files (`samples.py`). Queries run in a grading process, read-only and bounded (`grading/sql_library.py`). With several
+turns a model sees the result of its query, and may try again for a smaller reward.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ _MAX_SHOWN = 500
 
 
 class TextToSqlConfig(BaseModel):
-    """`train` and `eval` are JSONL files, `databases` the folder of the databases they name; without files there are
-    `train_tasks` and `eval_tasks` made tasks. A right query in turn n is worth `correct_reward` times `retry_factor` to
-    the power n - 1 (GRL halves it).
+    """Settings of text-to-SQL.
+
+    `train` and `eval` are JSONL files, `databases` the folder of the databases that they name; without files,
+    `train_tasks` and `eval_tasks` tasks are generated. A right query in turn n is worth `correct_reward` times
+    `retry_factor` to the power n - 1 (GRL halves it).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -67,7 +69,7 @@ class TextToSqlConfig(BaseModel):
 
 @dataclass(slots=True)
 class TextToSqlEpisode:
-    """One question in progress; `shown` is the database's CREATE statements."""
+    """One question in progress; `shown` holds the database's CREATE statements."""
 
     sql_task: SqlTask
     shown: str
@@ -77,7 +79,7 @@ class TextToSqlEpisode:
 
     @property
     def database(self) -> str:
-        """For the SQL tool."""
+        """The task's database, for the SQL tool."""
         return self.sql_task.database
 
     @property
@@ -114,7 +116,10 @@ class TextToSqlEpisode:
 
 
 class TextToSql:
-    """The environment. Files are read at the first use; raises ConfigError if one is missing or malformed."""
+    """Environment of text-to-SQL.
+
+    Files are read at the first use; raises ConfigError if one is missing or malformed.
+    """
 
     def __init__(self, config: TextToSqlConfig) -> None:
         self._config = config
@@ -149,12 +154,12 @@ class TextToSql:
         return f"{split}/{index}@{hashlib.blake2b(named.encode(), digest_size=6).hexdigest()}"
 
     def reset(self, split: str, index: int, seed: int) -> TextToSqlEpisode:
-        """Nothing is random: `seed` changes nothing."""
+        """Start an episode. `seed` has no effect, because nothing is random."""
         task = self._task(split, index)
         return TextToSqlEpisode(task, _schema(task), self._config)
 
     def demonstration(self, split: str, index: int) -> Demonstration:
-        """The gold query."""
+        """The gold query as an answer."""
         task = self._task(split, index)
         said = assistant(f"```sql\n{task.sql}\n```")
         return Demonstration((_question(task, _schema(task)), said), success=True)
@@ -165,7 +170,7 @@ class TextToSql:
 
 
 def read_query(text: str) -> str | None:
-    """The query of an answer: its last fenced block, or what stands in <answer> tags; None if there is neither."""
+    """Query of an answer: its last fenced block, else the content of its <answer> tags; None if there is neither."""
     tagged = tagged_answer(text)
     fenced = _FENCED.findall(text if tagged is None else tagged)
     query = fenced[-1] if fenced else tagged

@@ -1,10 +1,10 @@
-"""Text-to-SQL tasks made from a seed: a small database of one of several domains, a question, the query that answers.
+"""Generated text-to-SQL tasks: a small database from one of several domains, a question, and its query.
 
-They need no download and come in any number. What the query has to know stands in the question and the CREATE
-statements; the rows are only what it is judged by.
+They need no download and are unlimited in number. The question and the CREATE statements hold everything that the query
+needs; the rows only serve to judge it.
 """
 
-# ruff: noqa: S608 - all that is put into these queries is made here
+# ruff: noqa: S608 - every part of these queries is made here
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from services.env.environments.text_to_sql.data import SqlTask
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """Two tables: things with a name, a kind and a number, and events of theirs with a year and an amount.
+    """Two tables: things with a name, a kind and a number, and their events with a year and an amount.
 
-    Names are those of the CREATE statements; questions use them as they are.
+    Names are those of the CREATE statements, and the questions use them unchanged.
     """
 
     things: str
@@ -114,7 +114,7 @@ type Ask = Callable[[Domain, random.Random], tuple[str, str]]
 
 
 def sample(seed: int) -> SqlTask | None:
-    """The task of a seed; None where its query gives no row, because then almost any other would pass for it."""
+    """The task of a seed; None if its query gives no row, because then almost any other query would pass."""
     dice = random.Random(seed)
     domain = dice.choice(DOMAINS)
     rows = _rows(domain, dice)

@@ -1,10 +1,10 @@
-"""Three ways to write an environment, told apart by the signature of `reset`, and one way to talk to it.
+"""Adapters for three ways to write an environment, chosen by the signature of `reset`.
 
-- simple: `reset(split, index, seed)` returns what the model is told, `step(text)` Gymnasium's five-tuple; one class;
+- simple: `reset(split, index, seed)` returns the first messages, `step(text)` Gymnasium's five-tuple; one class;
 - gymnasium: `reset(*, seed=None, options=None)` returns (observation, info), `step(action)` the five-tuple;
 - volley: `reset(split, index, seed)` returns an episode with `opening` and `step(message)`.
 
-Any of the methods may be async. Every episode of the first two kinds has an environment of its own.
+Any of the methods may be async. Every episode of the first two kinds has its own environment object.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from values import (
 Wait = Callable[[Any], Any]
 
 GYMNASIUM_SPLITS = {"train": 100_000, "eval": 256}
-"""Of a gymnasium environment that names none: any seed makes a task."""
+"""Splits of a gymnasium environment that declares none: any seed makes a task."""
 _OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 def find_entry(namespace: Mapping[str, Any], module: str, entry: str | None) -> tuple[type, str]:
-    """The class to use, and its protocol. Raises Refused."""
+    """Find the class to use and its protocol. Raises Refused."""
     if entry is not None:
         found = namespace.get(entry)
         if not isinstance(found, type):
@@ -71,7 +71,7 @@ def _protocol(found: type) -> str:
         return "simple" if callable(getattr(found, "step", None)) else "volley"
     if "options" in parameters or "seed" in parameters:
         return "gymnasium"
-    if len(parameters) == 4:  # self and three more, whatever they are called
+    if len(parameters) == 4:  # self and three more, of any name
         return "simple" if callable(getattr(found, "step", None)) else "volley"
     raise Refused(
         f"{found.__name__}.reset takes ({', '.join(parameters)}); it must take (self, split, index, seed), or"
@@ -82,7 +82,9 @@ def _protocol(found: type) -> str:
 class Adapter:
     """One environment class and at most one live episode.
 
-    Args: config: what its constructor gets; wait: returns the result of what may be awaitable.
+    Args:
+        config: arguments of its constructor.
+        wait: resolves a value that may be awaitable.
     """
 
     protocol = "simple"
@@ -119,7 +121,7 @@ class Adapter:
 
     def step(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if self._live is None:
-            raise Refused("there is no episode to step: it was never reset, or it is over")
+            raise Refused("there is no episode to step: reset was not called, or the episode is over")
         result = self._play(self._live, message)
         if result["terminated"] or result["truncated"]:
             self._live = None
@@ -142,7 +144,7 @@ class Adapter:
         return tools_of(getattr(self._live, "tools", None) or getattr(self._environment, "tools", ()))
 
     def _named(self, split: str, index: int) -> str | None:
-        """The author's own id of a task, None if there is no method for it."""
+        """The author's own id of a task; None if the class has no method `task`."""
         name = getattr(self._environment, "task", None)
         return task_of(self._wait(name(split, index))) if callable(name) else None
 
@@ -153,7 +155,7 @@ class Adapter:
             raise Refused(f"{split} has no task {index}; indices run from 0 to {self.splits[split] - 1}")
 
     def _open(self, environment: Any, split: str, index: int, seed: int) -> tuple[Any, list[dict[str, Any]]]:
-        """The live episode, and what it says first."""
+        """Start an episode; return it and its first messages."""
         said = self._wait(environment.reset(split, index, seed))
         if isinstance(said, tuple) and len(said) == 2 and isinstance(said[1], Mapping):
             said = said[0]
@@ -164,7 +166,7 @@ class Adapter:
 
 
 class VolleyAdapter(Adapter):
-    """Of a class whose `reset` returns an episode."""
+    """Adapter of a class whose `reset` returns an episode."""
 
     protocol = "volley"
 
@@ -188,7 +190,7 @@ class VolleyAdapter(Adapter):
 
 
 class GymnasiumAdapter(Adapter):
-    """Of a class with gymnasium's `reset` and `step`: actions are read from text, observations are text."""
+    """Adapter of a class with gymnasium's `reset` and `step`. Actions are read from text, observations are text."""
 
     protocol = "gymnasium"
 
@@ -229,7 +231,7 @@ class GymnasiumAdapter(Adapter):
         return step_of((self._shown(live, result[0]), *result[1:]))
 
     def _shown(self, environment: Any, observation: Any) -> Any:
-        """The observation as text: itself, or what the environment renders."""
+        """The observation as text: itself, or the environment's rendering."""
         if isinstance(observation, (str, list)):
             return observation
         shown = self._wait(environment.render()) if getattr(environment, "render_mode", None) == "ansi" else None
@@ -241,7 +243,7 @@ class GymnasiumAdapter(Adapter):
         )
 
     def _action(self, environment: Any, text: str) -> tuple[Any, str | None]:
-        """The action that a text names, or the model's fault."""
+        """The action that a text names, or the kind of the model's mistake."""
         space = getattr(environment, "action_space", None)
         text = _answer(text).strip()
         if not hasattr(space, "n"):
@@ -267,13 +269,13 @@ class GymnasiumAdapter(Adapter):
 
 
 def _answer(text: str) -> str:
-    """What the last closed <answer> holds, else all of it; linear in its length."""
+    """Content of the last closed <answer>, else the whole text. Takes linear time."""
     opened = text.rfind(_OPEN, 0, max(0, text.rfind(_CLOSE)))
     return text if opened < 0 else text[opened + len(_OPEN) : text.find(_CLOSE, opened)]
 
 
 def task_seed(split: str, index: int) -> int:
-    """31 bits that name the task; the lowest bit is the split, so no seed serves training and another split."""
+    """Seed of a task, 31 bits; the lowest bit is the split, so training shares no seed with another split."""
     hashed = int.from_bytes(hashlib.blake2b(f"{split}/{index}".encode(), digest_size=4).digest(), "big")
     return (hashed >> 2 << 1) | (split != "train")
 
@@ -284,6 +286,6 @@ ADAPTERS: Mapping[str, type[Adapter]] = {"simple": Adapter, "volley": VolleyAdap
 def adapt(
     namespace: Mapping[str, Any], module: str, entry: str | None, config: Mapping[str, Any], wait: Wait
 ) -> Adapter:
-    """Raises Refused."""
+    """Make the adapter of a submitted class. Raises Refused."""
     found, protocol = find_entry(namespace, module, entry)
     return ADAPTERS[protocol](found, config, wait)

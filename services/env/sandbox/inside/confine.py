@@ -1,6 +1,6 @@
-"""How a sandbox gives up what it may do: once, before any code of a stranger is read, and for good.
+"""Confinement of a sandbox: irrevocable, and complete before any untrusted code is read.
 
-Invariant: every step that the zygote announced succeeds, or the process ends. Nothing here gives less and goes on.
+Invariant: every announced step succeeds, or the process ends. No step is weakened or skipped.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ import linux
 import namespaces
 
 CHANNEL = 3
-"""The descriptor on which a sandbox is asked and answers; 0 is empty, 1 and 2 are its log."""
+"""Descriptor for requests and answers; 0 is empty, 1 and 2 are the log."""
 
 DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/full"]
 _LIBRARIES = ["/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64"]
 _FILES = ["/etc/ld.so.cache", "/usr/share/zoneinfo", "/etc/localtime"]
 _FIRST_UID, _UIDS = 61184, 4096
-"""Users that systemd sets aside for processes that come and go."""
+"""User ids that systemd reserves for dynamic users."""
 
 
 @dataclass(frozen=True)
 class Confinement:
-    """What all sandboxes of this zygote give up.
+    """Confinement of all sandboxes of this zygote.
 
     Args:
-        landlock: the version of Landlock to use, 0 for none.
+        landlock: version of Landlock to use, 0 for none.
         program: the seccomp filter, empty for none.
         read: folders and files that may be read.
-        proc: the old /proc, where `namespaces` were entered by an ordinary user.
-        namespaces: whether the zygote is in namespaces of its own.
-        reads_all: root's Python lies where other users may not look, so sandboxes keep the right to read, of which
-            Landlock leaves them `read`.
-        privileged: whether the zygote is root's, and may give every sandbox a user of its own.
-        shell: whether its sandboxes start programs; each then has a root and a pid namespace of its own.
+        proc: the old /proc, if an ordinary user entered `namespaces`.
+        namespaces: True if the zygote is in its own namespaces.
+        reads_all: root's Python is unreadable for other users, so sandboxes keep the right to read everything, which
+        Landlock restricts to `read`.
+        privileged: True if the zygote runs as root and may give every sandbox its own user.
+        shell: True if its sandboxes start programs; each then has its own root and pid namespace.
     """
 
     landlock: int
@@ -54,27 +54,27 @@ class Confinement:
 
 
 def python_folders() -> list[str]:
-    """What Python and its extension modules need to read."""
+    """Files and folders that Python and its extension modules read."""
     own = [os.path.dirname(os.path.abspath(os.__file__)), os.path.join(sys.base_prefix, "lib"), *sys.path]
     own += [os.path.join(sys.base_exec_prefix, getattr(sys, "platlibdir", "lib"))]
     return [path for path in dict.fromkeys([*own, *_LIBRARIES, *_FILES]) if os.path.exists(path)]
 
 
 def system_folders() -> list[str]:
-    """What programs that are started need: the machine's own, without what it is told by its owner in /etc."""
+    """Files and folders that programs need: the machine's own, without its owner's configuration in /etc."""
     in_etc = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "os-release")
     return ["/usr", "/bin", "/sbin", *_LIBRARIES, *(f"/etc/{name}" for name in in_etc), sys.base_prefix]
 
 
 def site_packages() -> list[str]:
-    """Folders inside the standard library's in which others have installed packages."""
+    """Folders of installed packages inside the standard library's folder."""
     library = os.path.dirname(os.path.abspath(os.__file__))
     found = [os.path.join(library, name) for name in ("site-packages", "dist-packages")]
     return [path for path in found if os.path.isdir(path) and not os.path.islink(path)]
 
 
 def hides_python(paths: list[str], parents: bool) -> bool:
-    """Whether only their owner may read some of `paths`, or, if they stand where they are, pass on the way to them."""
+    """True if users other than the owner cannot read `paths`, or, with `parents`, cannot reach them."""
     for path in [*paths, os.__file__]:
         at = os.path.realpath(path)
         wanted = 0o005 if os.path.isdir(at) else 0o004
@@ -88,7 +88,7 @@ def hides_python(paths: list[str], parents: bool) -> bool:
 
 
 def capabilities() -> int:
-    """The effective ones, as a mask; 0 where there is no such thing."""
+    """Effective capabilities as a mask; 0 on systems without them."""
     if not linux.IS_LINUX:
         return 0
     with open("/proc/self/status", encoding="utf-8") as file:
@@ -96,8 +96,9 @@ def capabilities() -> int:
 
 
 def is_privileged(reads_all: bool) -> bool:
-    """Whether this is root, with the rights to make processes of other users, to end them and to remove what they
-    leave. Containers may lack some. `reads_all`: whether those processes need the right to read everything.
+    """True if this process is root with all capabilities to manage other users' processes and files.
+
+    A container may lack some. `reads_all`: those processes also need the capability to read everything.
     """
     wanted = {linux.CAP_CHOWN, linux.CAP_DAC_OVERRIDE, linux.CAP_FOWNER, linux.CAP_KILL}
     wanted |= {linux.CAP_SETGID, linux.CAP_SETUID} | ({linux.CAP_DAC_READ_SEARCH} if reads_all else set())
@@ -105,29 +106,30 @@ def is_privileged(reads_all: bool) -> bool:
     return os.getuid() == 0 and capabilities() & mask == mask
 
 
-def be_first_to_go() -> None:
-    """When the machine's memory runs out, the kernel ends sandboxes before anything else."""
+def prefer_for_oom_kill() -> None:
+    """Make the kernel kill sandboxes first when memory runs out."""
     if linux.IS_LINUX:
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
             file.write("1000")
 
 
 def user_of(number: int) -> int:
-    """The user of a sandbox, where the zygote is root's: no two that live have the same one."""
+    """User id of a sandbox of a root zygote, unique among live sandboxes."""
     return _FIRST_UID + number % _UIDS
 
 
 def enter(
     what: Confinement, number: int, limits: dict[str, Any], tmp: str, parent: int, alive: int | None = None
 ) -> None:
-    """Confines this process, a fresh child of the zygote.
+    """Confine this process, a new child of the zygote.
 
     Args:
-        number: of the sandbox.
+        number: the sandbox's number.
         limits: the fields of SandboxLimits.
         tmp: the private folder; with namespaces it is mounted here.
         parent: the zygote's process id.
-        alive: where this is the first process of a pid namespace: ended when the process that waits for it is gone.
+        alive: for the first process of a pid namespace, a descriptor that reads as ended when the waiting process is
+        gone.
 
     Raises OSError or ValueError; the process must then end.
     """
@@ -171,7 +173,7 @@ def _drop_rights(what: Confinement, uid: int) -> None:
 
 
 def _set_limits(limits: dict[str, Any], bounds_threads: bool, shell: bool) -> None:
-    """What starts programs gives those their CPU time and address space; it has its own."""
+    """Set resource limits. A shell sandbox sets CPU time and address space for its programs instead."""
     mega = 1 << 20
     wanted = {
         "CPU": (limits["cpu_s"], limits["cpu_s"] + 2),

@@ -1,7 +1,7 @@
-"""The loop of a sandbox: reads a request, runs the stranger's code, answers; one at a time.
+"""Main loop of a sandbox: read a request, run the untrusted code, answer; one at a time.
 
 A frame is 4 bytes of length (big endian) and JSON: {"id", "method", "params"} -> {"id", "result"} or {"id", "error":
-{"why", "detail"}}. Whatever runs here may do as it likes with all of this: what it says is checked on the other side.
+{"why", "detail"}}. Untrusted code can change anything in this process, so the service checks every answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OF_SHELLS = {**shell.METHODS, **judging.METHODS}
 
 
 class Host:
-    """Args: limits: the fields of SandboxLimits."""
+    """Handler of requests. `limits` holds the fields of SandboxLimits."""
 
     def __init__(self, limits: dict[str, Any]) -> None:
         self._limits = limits
@@ -43,7 +43,7 @@ class Host:
         self._interpreter: interpreter.Interpreter | None = None
 
     def answer(self, method: str, params: dict[str, Any]) -> Any:
-        """Raises whatever the stranger's code raises, and Refused."""
+        """Answer one request. Raises any exception of the untrusted code, and Refused."""
         if method == "paths":
             sys.path[:0] = params["paths"]
             return None
@@ -74,7 +74,7 @@ class Host:
         raise Refused(f"there is no method {method!r}")
 
     def failure(self, error: BaseException) -> dict[str, str]:
-        """What to tell of an exception: its text and where in the submitted files it came from."""
+        """Describe an exception: its text and its position in the submitted files."""
         if isinstance(error, Refused):
             return {"why": "refused", "detail": _text_of(str(error)[:MAX_DETAIL])}
         why = "memory" if isinstance(error, MemoryError) else "exception"
@@ -89,7 +89,7 @@ class Host:
         paths: list[str],
         module: str | None,
     ) -> dict[str, Any]:
-        """Runs the submitted file, or imports the submitted module, and describes the environment it holds."""
+        """Run the submitted file, or import the submitted module, and describe its environment."""
         sys.path[:0] = paths
         self._files.update(dict.fromkeys(paths, ""))
         if source is not None:
@@ -105,17 +105,17 @@ class Host:
         module = types.ModuleType(name)
         module.__file__ = filename
         sys.modules[name] = module
-        self._know(source, filename)
+        self._cache_source(source, filename)
         exec(compile(source, filename, "exec", dont_inherit=True), vars(module))  # noqa: S102 - this is the sandbox
         return vars(module)
 
-    def _know(self, source: str, filename: str) -> None:
-        """For tracebacks."""
+    def _cache_source(self, source: str, filename: str) -> None:
+        """Make the source available to tracebacks."""
         self._files[filename] = source
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
 
     def _run(self, source: str, stdin: str, max_output: int) -> dict[str, Any]:
-        """Runs a program; returns what it printed, at most `max_output` characters of each, and its exit code."""
+        """Run a program; return its output, at most `max_output` characters per stream, and its exit code."""
         return self._printed(lambda: self._execute(source, "program.py", "__main__"), stdin, max_output)
 
     def _cell(
@@ -129,8 +129,9 @@ class Host:
         received: bool,
         max_bytes: int,
     ) -> dict[str, Any]:
-        """Runs a text in the interpreter of this sandbox, which keeps its variables; the files it changed beside what
-        `_run` returns.
+        """Run a text in this sandbox's interpreter, which keeps its variables.
+
+        Returns the changed files in addition to the result of `_run`.
         """
         if self._interpreter is None:
             self._interpreter = interpreter.Interpreter(eval)  # noqa: S307 - in a sandbox
@@ -138,8 +139,8 @@ class Host:
         try:
             one.put(files, removed, received)
         except OSError as error:
-            raise Refused(f"a file of the workspace cannot be put in its place: {error.strerror}") from None
-        self._know(source, "program.py")
+            raise Refused(f"a file of the workspace cannot be written: {error.strerror}") from None
+        self._cache_source(source, "program.py")
         printed = self._printed(lambda: one.run(source, seed, cpu_s), "", max_output)
         return {**printed, **one.changed(max_bytes)}
 
@@ -156,7 +157,7 @@ class Host:
                 err.write(end.code + "\n")
         except MemoryError:
             raise
-        except BaseException as error:  # noqa: BLE001 - a result like any other
+        except BaseException as error:  # noqa: BLE001 - an exception is a result
             err.write(f"{_described(error)}{self._where(error)}\n")
             code = 1
         finally:
@@ -164,7 +165,7 @@ class Host:
         return {"stdout": out.getvalue(), "stderr": err.getvalue(), "exit": code & 0xFF, "cut": out.cut or err.cut}
 
     def _wait(self, value: Any) -> Any:
-        """The result of a coroutine, anything else as it is. One event loop serves the whole sandbox."""
+        """Resolve a coroutine; return any other value unchanged. One event loop serves the whole sandbox."""
         if not inspect.isawaitable(value):
             return value
         if self._loop is None:
@@ -179,7 +180,7 @@ class Host:
         return self._loop.run_until_complete(waiting())
 
     def _where(self, error: BaseException) -> str:
-        """The last lines of the traceback that lie in submitted files."""
+        """Last lines of the traceback that are in submitted files."""
         lines, at = [], error.__traceback__
         while at is not None and len(lines) < 10_000:
             code = at.tb_frame.f_code
@@ -196,7 +197,7 @@ class Host:
 
 
 class BoundedText(io.TextIOBase):
-    """Keeps the first `limit` characters that are written; `cut` says whether there were more."""
+    """Keep the first `limit` characters written. `cut` is True if there were more."""
 
     def __init__(self, limit: int) -> None:
         self._left, self._parts, self.cut = limit, [], False
@@ -219,7 +220,7 @@ class BoundedText(io.TextIOBase):
 
 
 def serve(channel: int, limits: dict[str, Any]) -> None:
-    """Answers frames until the other end is closed; then, or when an answer cannot be sent, the process ends."""
+    """Answer frames until the other end is closed or an answer cannot be sent; then end the process."""
     sys.stdout, sys.stderr = _text_writer(1), _text_writer(2)
     host = Host(limits)
     while (frame := _read(channel)) is not None:
@@ -228,14 +229,14 @@ def serve(channel: int, limits: dict[str, Any]) -> None:
             try:
                 answer = {"id": request["id"], "result": host.answer(request["method"], request["params"])}
                 data = json.dumps(answer, allow_nan=False).encode()
-            except BaseException as error:  # noqa: BLE001 - the stranger's exception is the answer
+            except BaseException as error:  # noqa: BLE001 - the submitted code's exception is the answer
                 answer = {"id": request["id"], "error": host.failure(error)}
                 del error
                 data = json.dumps(answer).encode()
-        except BaseException:  # noqa: BLE001 - even telling of it failed
+        except BaseException:  # noqa: BLE001 - even reporting it failed
             os._exit(70)
         if len(data) > limits["frame_bytes"]:
-            what = f"the answer has {len(data)} bytes; at most {limits['frame_bytes']} are taken"
+            what = f"the answer has {len(data)} bytes; the limit is {limits['frame_bytes']}"
             data = json.dumps({"id": request["id"], "error": {"why": "output", "detail": what}}).encode()
         _write(channel, _FRAME.pack(len(data)) + data)
     os._exit(0)
@@ -247,13 +248,15 @@ def _text_writer(descriptor: int) -> io.TextIOWrapper:
 
 
 def say_unconfined(channel: int, why: str) -> None:
-    """Tells that this process could not be confined, and runs nothing."""
-    data = json.dumps({"id": 1, "error": {"why": "refused", "detail": f"the sandbox cannot be closed: {why}"}}).encode()
+    """Report that this process could not be confined; no code is run."""
+    data = json.dumps(
+        {"id": 1, "error": {"why": "refused", "detail": f"the sandbox cannot be confined: {why}"}}
+    ).encode()
     _write(channel, _FRAME.pack(len(data)) + data)
 
 
 def _described(error: BaseException) -> str:
-    """Its class and text; the text may be huge, raise, or never end."""
+    """Class and text of an exception. The text may be huge, or raise."""
     name = type(error).__name__[:100]
     if isinstance(error, SystemExit):
         return f"SystemExit: the code called exit({str(error.code)[:100]})"
@@ -265,7 +268,7 @@ def _described(error: BaseException) -> str:
 
 
 def _text_of(said: str) -> str:
-    """Names of files may hold what is no text."""
+    """Escape lone surrogates, which file names may contain."""
     return said.encode("utf-8", "backslashreplace").decode()
 
 

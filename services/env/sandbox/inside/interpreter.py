@@ -1,8 +1,8 @@
-"""A Python interpreter that keeps its variables from one text to the next, as a notebook does: the value of a last
-expression is shown. It works in the sandbox's private folder, whose files come and go with each text.
+"""A Python interpreter that keeps its variables between texts and prints a text's last expression, like a notebook.
 
-A text that uses up its share of CPU time gets an exception and costs no variables; one that catches that, or is inside
-a call that cannot be interrupted, is ended by the kernel two seconds later.
+It works in the sandbox's private folder, whose files are synchronized with each text. A text that uses up its CPU time
+gets an exception and keeps its variables; if it catches the exception, or is inside an uninterruptible call, the kernel
+kills the process two seconds later.
 """
 
 from __future__ import annotations
@@ -23,21 +23,29 @@ FOLDER_DEPTH = 16
 
 
 class CpuTimeUsedUp(BaseException):
-    """The text used up its share. Not an Exception: `except Exception` in a loop must not catch it."""
+    """The text used up its CPU time. Not an Exception, so that `except Exception` in a loop does not catch it."""
 
 
 class Interpreter:
-    """Args: execute: runs one text in a module's namespace."""
+    """One interpreter.
+
+    Args:
+        execute: runs one text in a module's namespace.
+    """
 
     def __init__(self, execute: Callable[[str, dict[str, Any]], Any]) -> None:
         self._execute = execute
         self._main = types.ModuleType("__main__")
         self._home = os.getcwd()
         self._seen: dict[str, tuple[int, ...]] = {}
-        self._told: dict[str, tuple[int, ...]] = {}
+        self._reported: dict[str, tuple[int, ...]] = {}
 
     def run(self, source: str, seed: int | None, cpu_s: float) -> None:
-        """Raises whatever the text raises, and CpuTimeUsedUp. Args: seed: for `random`, with the first text."""
+        """Run one text. Raises any exception of the text, and CpuTimeUsedUp.
+
+        Args:
+            seed: seeds `random`, given with the first text.
+        """
         if seed is not None:
             random.seed(seed)
         sys.modules["__main__"] = self._main
@@ -55,11 +63,13 @@ class Interpreter:
             signal.signal(signal.SIGPROF, signal.SIG_IGN)
 
     def put(self, files: dict[str, str], removed: list[str], received: bool) -> None:
-        """Writes files (base64) below the folder it was started in, and removes others. Raises OSError. Args: received:
-        whether the last answer arrived; what it told of files is told again if it did not.
+        """Write files (base64) in the start folder, and remove others. Raises OSError.
+
+        Args:
+            received: False if the last answer was lost; its changes to files are then reported again.
         """
         if received:
-            self._seen = dict(self._told)
+            self._seen = dict(self._reported)
         for path in removed:
             self._seen.pop(path, None)
             place = os.path.join(self._home, path)
@@ -75,8 +85,9 @@ class Interpreter:
             self._seen[path] = _mark(os.stat(place))
 
     def changed(self, max_bytes: int) -> dict[str, Any]:
-        """What became of the files since the last answer: {"files": base64 by path, "removed": paths, "left_out": paths
-        of those that would have made it more than `max_bytes`}.
+        """Changes of files since the last answer.
+
+        Returns {"files": base64 by path, "removed": paths, "left_out": paths beyond `max_bytes`}.
         """
         found, files, left_out, n = _files(self._home), dict[str, str](), list[str](), 0
         for path in sorted(path for path, mark in found.items() if self._seen.get(path) != mark):
@@ -92,12 +103,12 @@ class Interpreter:
             else:
                 n += size
         removed = [path for path in self._seen if path not in found]
-        self._told = found
+        self._reported = found
         return {"files": files, "removed": removed, "left_out": left_out[:20]}
 
 
 def kernel_limit(more_s: float) -> None:
-    """Ends the process when it has used `more_s` seconds of CPU more, if its own limit does not come first."""
+    """End the process after `more_s` more seconds of CPU time, unless its own limit comes first."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(used.ru_utime + used.ru_stime + more_s) + 1
@@ -109,7 +120,7 @@ def _interrupt(cpu_s: float) -> None:
 
 
 def _split(source: str) -> tuple[Any, Any]:
-    """The code of a text, and that of its last expression, if it ends with one. Raises SyntaxError."""
+    """Compile a text and its last expression, if it ends with one. Raises SyntaxError."""
     tree = ast.parse(source, "program.py")
     last = None
     if tree.body and isinstance(tree.body[-1], ast.Expr):
@@ -119,7 +130,7 @@ def _split(source: str) -> tuple[Any, Any]:
 
 
 def _files(home: str) -> dict[str, tuple[int, ...]]:
-    """The plain files below `home`: size, time and number of each."""
+    """Plain files below `home`: size, modification time and inode of each."""
     found: dict[str, tuple[int, ...]] = {}
     folders = [("", 0)]
     walked = 0

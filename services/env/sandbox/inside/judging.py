@@ -1,7 +1,6 @@
-"""What is made anew before a task is judged: of all that was done in a sandbox, the tests find the folders that they
-are to judge, and nothing else.
+"""Reset of a sandbox before a task is graded: only the folders to be graded are kept.
 
-Nothing may run meanwhile.
+Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
@@ -13,29 +12,29 @@ import stat
 
 from values import Refused
 
-_TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - of a root of its own
+_TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - in a private root
 _NOT_THE_TASKS = ("/proc", "/dev")
-_CONFIGURATION = "/etc"  # which lies in the sandbox's root, and nobody in it can write
+_CONFIGURATION = "/etc"  # in the sandbox's root and not writable for its users
 _MAX_DEPTH, _MAX_PATH = 200, 3800
-"""Folders in one another, and bytes of their path; what lies deeper is moved away."""
+"""Limits of nesting, in folders and in bytes of the path; deeper folders are moved away."""
 _MAX_LINKS, _MAX_STEPS = 40, 50_000
-"""Links that one link may lead through, as the kernel has it; parts of paths that are looked at, all links together."""
+"""Links that one link may pass through, as in the kernel; path components examined for all links together."""
 
 
 def renew(paths: list[str], kept: list[str], workdir: str) -> None:
-    """Leaves of what was made here what lies at and below `kept`, and makes each of `paths` a new and empty folder.
+    """Remove everything made here except what is at or below `kept`, and make each of `paths` a new empty folder.
 
     Args:
-        kept: absolute paths; with "/" all is left but temporary files.
+        kept: absolute paths; "/" keeps everything except temporary files.
         workdir: becomes a folder if it is none.
 
-    Links in `kept` that lead nowhere, through `paths`, /proc or /dev, or to what is neither below `kept` nor the
-    machine's, are removed: what they show would be the tests' own. Of more links than can be followed in a bounded time
-    none is kept.
+    Links in `kept` are removed if they are broken, lead through `paths`, /proc or /dev, or end neither below `kept` nor
+    in the machine's own files, because they would show the tests' files. After a bounded number of steps, the remaining
+    links are removed unexamined.
 
-    Invariant: where it returns, no part of one of `paths` or of `workdir` is a link, and the last part of each of
-    `paths` was made by mkdir here; the name that something is moved to is one that nobody could know (rename does
-    nothing where both names are links to one file). Raises Refused.
+    Invariant: on return, no component of `paths` or `workdir` is a link, and mkdir made the last component of each of
+    `paths` here. Moved entries get an unpredictable name (rename has no effect if both names are links to one file).
+    Raises Refused.
     """
     try:
         for top in _TEMPORARY if "/" in kept else ["/"]:
@@ -50,11 +49,11 @@ def renew(paths: list[str], kept: list[str], workdir: str) -> None:
             if not any(above in kept for above in _above(path)):
                 links.remove(path)
     except OSError as error:
-        raise Refused(f"{error.filename or 'a folder'} cannot be made new: {error.strerror}") from None
+        raise Refused(f"{error.filename or 'a folder'} cannot be reset: {error.strerror}") from None
 
 
 def _above(path: str) -> list[str]:
-    """The folders that a path lies in, "/" the last."""
+    """Parent folders of a path, ending with "/"."""
     found = []
     while path != "/":
         path = os.path.dirname(path)
@@ -63,7 +62,7 @@ def _above(path: str) -> list[str]:
 
 
 def _clear(folder: str, kept: set[str], above: set[str]) -> None:
-    """Moves away what is this user's in a folder and in the system's folders below it. Raises OSError."""
+    """Move away this user's entries in a folder and in the system's folders below it. Raises OSError."""
     device, user = os.lstat("/").st_dev, os.geteuid()
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
@@ -80,44 +79,49 @@ def _clear(folder: str, kept: set[str], above: set[str]) -> None:
 
 
 def _open_folder(path: str) -> None:
-    """A folder of this user below such folders: the one that is there, else a new one. Raises OSError."""
-    if path == "/":  # which is root's and sticky
+    """Make a path of folders of this user, keeping those that exist. Raises OSError."""
+    if path == "/":  # root's and sticky
         return
     _open_folder(os.path.dirname(path))
     with contextlib.suppress(FileNotFoundError):
         found = os.lstat(path)
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-            os.chmod(path, 0o755)  # noqa: S103 - as mkdir makes it
+            os.chmod(path, 0o755)  # noqa: S103 - the mode that mkdir gives it
             return
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == 0:  # the system's, as /root
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == 0:  # the system's, such as /root
             return
     _move_away(path)
     os.mkdir(path, 0o755)
 
 
 def _move_away(path: str) -> None:
-    """To where nobody looks into it. Raises OSError, also where something is there still."""
+    """Move an entry to a name that no program looks up. Raises OSError, also if the path still exists afterwards."""
     with contextlib.suppress(FileNotFoundError):
         mode, away = os.lstat(path).st_mode, f"/.removed-{os.urandom(16).hex()}"
         if stat.S_ISDIR(mode):
-            os.chmod(path, 0o700)  # one that may not be written cannot get another parent
+            os.chmod(path, 0o700)  # a folder without write permission cannot be moved
             os.rename(path, away)
             os.chmod(away, 0)
-        else:  # which may have another name where it stays, and one mode for both
+        else:  # a file that may have another hard link, which would share a changed mode
             os.unlink(path)
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, "it cannot be moved away", path)
 
 
 class _Links:
-    """Args: out: paths through which no link may lead; kept: where it may end, beside what is the machine's."""
+    """Checker of symbolic links.
+
+    Args:
+        out: paths through which no link may lead.
+        kept: paths where a link may end, in addition to the machine's own files.
+    """
 
     def __init__(self, out: set[str], kept: list[str]) -> None:
         self._out, self._kept, self._left = out, kept, _MAX_STEPS
         self._device, self._user = os.lstat("/").st_dev, os.geteuid()
 
     def remove(self, path: str) -> None:
-        """Those at and below a path that lead out, or nowhere. Raises OSError."""
+        """Remove links at and below a path that lead out, or are broken. Raises OSError."""
         if not os.path.lexists(path):
             return
         found = os.lstat(path)
@@ -140,7 +144,7 @@ class _Links:
             os.chmod(folder, stat.S_IMODE(found.st_mode))
 
     def _leads_out(self, path: str) -> bool:
-        """Follows a link as the kernel does, and looks at each place on the way."""
+        """Follow a link as the kernel does, checking each place on the way."""
         at, names, n_links = os.path.dirname(path), [os.path.basename(path)], 0
         while names:
             self._left -= 1
@@ -152,7 +156,7 @@ class _Links:
             try:
                 text = os.readlink(at)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # nothing is there
+                if error.errno != errno.EINVAL:  # nothing exists there
                     return True
                 continue
             n_links += 1
@@ -163,7 +167,7 @@ class _Links:
         return at == "/" or not self._stays(at)
 
     def _stays(self, path: str) -> bool:
-        """Whether what lies there was left, or is the machine's, which nobody here can write."""
+        """True if the path was kept, or is the machine's, which is not writable here."""
         around = {path, *_above(path)}
         if around.intersection(self._kept) - {"/"}:
             return True

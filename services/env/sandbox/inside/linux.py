@@ -1,7 +1,7 @@
-"""The system calls of Linux that Python has no function for, through ctypes.
+"""Linux system calls without a Python function, through ctypes.
 
-Runs under any Python from 3.10 on, with the standard library alone, and may be imported on other systems, where nothing
-of it is called.
+Runs on any Python from 3.10 on with only the standard library. The module can be imported on other systems, where none
+of its functions is called.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name, *args):
-    """Raises OSError with the name of the call."""
+    """Call a C function. Raises OSError with its name."""
     result = getattr(_libc, name)(*args)
     if result < 0:
         number = ctypes.get_errno()
@@ -54,9 +54,9 @@ def mount(source: str, target: str, kind: str, flags: int, options: str = "") ->
 
 
 def bind_read_only(source: str, target: str, devices: bool = False) -> None:
-    """Shows `source` at `target` with all that is mounted below it; nothing of it can be changed there.
+    """Mount `source` at `target` read-only, with all mounts below it.
 
-    The flags are only ever added to those that the mount has: one that is inherited may not be taken away.
+    Flags are only added to those of the mount, because an inherited flag cannot be removed.
     """
     _call(
         "mount",
@@ -81,12 +81,16 @@ def bind_read_only(source: str, target: str, devices: bool = False) -> None:
 
 
 def remount_read_only(path: str, flags: int) -> None:
-    """Args: flags: those that the mount has already."""
+    """Remount read-only.
+
+    Args:
+        flags: flags that the mount has.
+    """
     mount("", path, "", MS_REMOUNT | MS_BIND | MS_RDONLY | flags)
 
 
 def change_root(folder: str) -> None:
-    """`folder` becomes the root, and the old root is gone. Needs a mount namespace of one's own."""
+    """Make `folder` the root and detach the old root. Needs a private mount namespace."""
     os.chdir(folder)
     _call("pivot_root", b".", b".")
     _call("umount2", b".", MNT_DETACH)
@@ -102,24 +106,28 @@ def forbid_new_privileges() -> None:
 
 
 def forbid_inspection() -> None:
-    """No core dumps, and nobody of the same user may trace this process or look into its memory."""
+    """Forbid core dumps, and tracing or reading this process's memory by processes of the same user."""
     _call("prctl", _PR_SET_DUMPABLE, _long(0), _long(0), _long(0), _long(0))
 
 
 def keep_capabilities() -> None:
-    """Across the next change of user."""
+    """Keep capabilities across the next change of user."""
     _call("prctl", _PR_SET_KEEPCAPS, _long(1), _long(0), _long(0), _long(0))
 
 
 def set_capabilities(mask: int) -> None:
-    """Effective and permitted; none are inheritable."""
+    """Set effective and permitted capabilities. None are inheritable."""
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
     _call("capset", header, struct.pack("=6I", low, low, 0, high, high, 0))
 
 
 def install_filter(program: bytes) -> None:
-    """Args: program: classic BPF, 8 bytes an instruction. It counts for this process and can never be taken away."""
+    """Install a seccomp filter in this process, irrevocably.
+
+    Args:
+        program: classic BPF, 8 bytes an instruction.
+    """
     code = ctypes.create_string_buffer(program, len(program))
 
     class Header(ctypes.Structure):
@@ -130,7 +138,7 @@ def install_filter(program: bytes) -> None:
 
 
 def landlock_abi() -> int:
-    """The version of Landlock that the kernel offers; 0 if none."""
+    """Version of Landlock that the kernel offers; 0 if none."""
     if not IS_LINUX:
         return 0
     version = _libc.syscall(_long(_SYS_LANDLOCK_CREATE), None, _long(0), _long(1))
@@ -144,12 +152,12 @@ _OF_FILES = _FILE_EXECUTE | _FILE_WRITE | _FILE_READ | _TRUNCATE | _IOCTL
 
 
 def restrict_files(abi: int, read: list[str], write: list[str], devices: list[str], run: list[str]) -> None:
-    """From now on this process and its threads see no files but these, open no TCP and signal nobody else.
+    """Restrict this process and its threads to these files, forbid TCP, and confine signals.
 
     Args:
-        abi: the version of Landlock to use; what each adds is in the kernel's documentation of Landlock.
-        read: folders and files that may be read; what is missing is left out.
-        write: folders in which all may be done, except making devices and sockets and running programs.
+        abi: version of Landlock to use; the kernel's documentation lists what each version adds.
+        read: folders and files that may be read; missing ones are skipped.
+        write: folders in which everything is allowed except making devices and sockets and running programs.
         devices: files that may be read and written.
         run: folders and files that may be read and run.
     """

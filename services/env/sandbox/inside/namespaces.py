@@ -1,10 +1,11 @@
-"""Namespaces of Linux: a network without interfaces, processes and names of our own, and a root of a few folders.
+"""Linux namespaces: a network without interfaces, private processes and names, and a root of a few folders.
 
-The zygote enters them once; every sandbox then gets a folder /sandbox of its own (also called /tmp), a tmpfs of bounded
-size that goes when it ends.
-A sandbox that starts programs has more: a pid namespace, so that all of them end with it, and a root of its own.
-root makes namespaces directly and gives every sandbox a user of its own. An ordinary user makes a user namespace first,
-and every sandbox makes another one inside, so that the limit of threads counts each sandbox by itself.
+The zygote enters them once; every sandbox then gets its own folder /sandbox (also called /tmp), a tmpfs of bounded size
+that disappears with it. A sandbox that starts programs also has a pid namespace, so that all of them end with it, and
+its own root.
+
+root makes namespaces directly and gives every sandbox its own user. An ordinary user makes a user namespace first, and
+another one for every sandbox, so that the limit of threads applies to each sandbox separately.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ NAMES = ("network", "ipc", "uts", "pid", "mount")
 TMP = "/sandbox"
 NOBODY = 65534
 HOME = "/root"
-"""The user's folder, in a root of its own."""
+"""The user's home folder in a private root."""
 ENTRY_HOME = "/verifier"
-"""The user's folder by its entry in /etc/passwd: for those who forget $HOME, the same as in judging."""
+"""The home folder in /etc/passwd, for programs that ignore $HOME; the same as during grading."""
 
 _HARMLESS = {"/dev/zero": "/dev/full"}
-"""What is shown in a device's place: it reads alike, and cannot be mapped, which makes memory that no process shows."""
+"""Replacement of a device: it reads alike but cannot be mapped, which would make memory that no process shows."""
 _FLAGS = linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWPID | linux.CLONE_NEWNS
 
 
 def enter(root: str, privileged: bool, read: list[str], devices: list[str], hidden: list[str]) -> int | None:
-    """Moves this process into namespaces of its own; the next process it forks is the first of the pid namespace.
+    """Move this process into new namespaces; the next process that it forks is the first of the pid namespace.
 
     Args:
-        root: an empty folder, on which the new root is built; outside nothing of it is seen.
-        privileged: whether this is root; an ordinary user makes a user namespace.
-        read: folders and files that are shown, read-only, under the same paths.
-        devices: device files that are shown.
-        hidden: folders in `read` that are shown empty.
+        root: an empty folder, on which the new root is built; invisible outside.
+        privileged: True for root; an ordinary user makes a user namespace.
+        read: folders and files that are visible, read-only, under the same paths.
+        devices: device files that are visible.
+        hidden: folders in `read` that appear empty.
 
-    Returns a descriptor of the old /proc for `enter_own`, None for root, who needs none. Raises OSError; this process
-    is then of no use any more.
+    Returns a descriptor of the old /proc for `enter_own`, None for root, which needs none. Raises OSError; this process
+    is then unusable.
     """
     uid, gid = os.getuid(), os.getgid()
     proc = None
@@ -60,7 +61,7 @@ def enter(root: str, privileged: bool, read: list[str], devices: list[str], hidd
 
 
 def enter_own(proc: int | None, uid: int, gid: int, disk_mb: int) -> None:
-    """In the child: a mount namespace of its own with a fresh TMP, for `uid`. Raises OSError."""
+    """Give this child its own mount namespace with a fresh TMP for `uid`. Raises OSError."""
     if proc is None:
         linux.unshare(linux.CLONE_NEWNS)
     else:
@@ -77,8 +78,10 @@ def enter_own(proc: int | None, uid: int, gid: int, disk_mb: int) -> None:
 
 
 def enter_pid_namespace() -> int:
-    """Returns in the first process of a new pid namespace, with a descriptor that reads as ended when the present one
-    is gone. The present one waits for it, and ends as it does. Raises OSError.
+    """Return in the first process of a new pid namespace.
+
+    Returns a descriptor that reads as ended when the present process is gone. The present process waits for the new one
+    and ends as it does. Raises OSError.
     """
     alive, held = os.pipe()
     linux.unshare(linux.CLONE_NEWPID)
@@ -98,9 +101,10 @@ def enter_pid_namespace() -> int:
 
 
 def enter_private_root(uid: int, disk_mb: int, devices: list[str]) -> None:
-    """In the first process of a pid namespace: a mount namespace of its own, whose root is a tmpfs where `uid` may make
-    what it likes. The system's folders are mounted in it, read-only, below folders that are root's and sticky: nobody
-    inside can put others in their place. Raises OSError.
+    """Give the first process of a pid namespace a private root, a tmpfs in which `uid` may write.
+
+    The system's folders are mounted read-only, below sticky folders owned by root, so that no process inside can
+    replace them. Raises OSError.
     """
     linux.unshare(linux.CLONE_NEWNS)
     flags = linux.MS_NOSUID | linux.MS_NODEV
@@ -113,7 +117,7 @@ def enter_private_root(uid: int, disk_mb: int, devices: list[str]) -> None:
     for path in ("/tmp", "/var/tmp", "/opt", HOME, os.path.dirname(sys.base_prefix)):  # noqa: S108
         os.makedirs(TMP + path, exist_ok=True)
         while path != "/" and not path.startswith("/usr"):
-            os.chmod(TMP + path, 0o1777)  # noqa: S103 - as /tmp is
+            os.chmod(TMP + path, 0o1777)  # noqa: S103 - the mode of /tmp
             path = os.path.dirname(path)
     _make_etc(TMP + "/etc", uid)
     _make_dev(TMP + "/dev", devices)
@@ -123,7 +127,7 @@ def enter_private_root(uid: int, disk_mb: int, devices: list[str]) -> None:
 
 
 def _make_etc(etc: str, uid: int) -> None:
-    """Names for the only user, and what the machine's programs look up there."""
+    """Make /etc with the only user's names and the files that the machine's programs read."""
     os.mkdir(etc)
     names = {
         "passwd": f"user:x:{uid}:{uid}::{ENTRY_HOME}:/bin/bash\n",
@@ -152,7 +156,7 @@ def _make_dev(dev: str, devices: list[str]) -> None:
 
 
 def _map(proc: int, uid: int, gid: int) -> None:
-    """The user `uid` is called nobody inside, and is the only one there."""
+    """Map `uid` to nobody, the only user inside."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
         file = os.open(f"self/{name}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
         try:

@@ -1,7 +1,7 @@
-"""What a sandbox that starts programs is asked: files put in and taken out, commands of a shell.
+"""Methods of a sandbox that starts programs: put files, take files, run shell commands.
 
-It is the first process of a pid namespace and root of nothing: what a command started ends with it, so nothing runs
-between two calls, and nobody changes what the next one finds. Commands cannot signal, trace or read this process.
+It is the first process of a pid namespace without root's rights. All processes of a command end with it, so nothing
+runs between two calls or changes what the next call finds. Commands cannot signal, trace or read this process.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from values import Refused
 
 PATH = f"{sys.base_prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LOOK_S = 0.05
-"""Seconds between looks at memory; as long as the last one took, where that was longer."""
+"""Seconds between checks of memory, or the duration of the last check if that is longer."""
 _SHARED = 4
 _MEGA, _BLOCK = 1 << 20, 1 << 16
 _REAPED = 256
 _DEFAULTS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
-"""Signals that Python ignores, or takes itself; programs expect them as the system has them."""
+"""Signals that Python ignores or handles; programs expect the system's defaults."""
 
 
 def put(files: list[dict[str, Any]], folders: list[str], room: float) -> None:
-    """Makes folders, and writes files {"path", "content" (base64), "run" (whether it is a program)}.
+    """Make folders, and write files {"path", "content" (base64), "run" (True for a program)}.
 
     Args:
-        room: the share of the disk, and of the files that it may have, that must be left then.
+        room: share of the disk, and of its files, that must remain free.
 
     Raises Refused.
     """
@@ -49,14 +49,14 @@ def put(files: list[dict[str, Any]], folders: list[str], room: float) -> None:
                 out.write(base64.b64decode(file["content"]))
             os.chmod(file["path"], 0o755 if file["run"] else 0o644)
     except OSError as error:
-        raise Refused(f"{error.filename or 'a file'} cannot be put in its place: {error.strerror}") from None
+        raise Refused(f"{error.filename or 'a file'} cannot be written: {error.strerror}") from None
     disk = os.statvfs("/")
     if min(disk.f_bavail / disk.f_blocks, disk.f_favail / disk.f_files) < room:
-        raise Refused(f"less than {room:.0%} of the disk, or of its files, is left")
+        raise Refused(f"less than {room:.0%} of the disk, or of its number of files, is free")
 
 
 def take(path: str, most: int) -> str | None:
-    """The first `most` bytes of a plain file, as text; None where there is none."""
+    """First `most` bytes of a plain file as text; None if there is none."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -73,16 +73,16 @@ def take(path: str, most: int) -> str | None:
 def command(
     text: str, cwd: str, env: dict[str, str], timeout_s: float, cpu_s: int, memory_mb: int, max_output: int
 ) -> dict[str, Any]:
-    """Runs `bash -c text`, and ends whatever it has started.
+    """Run `bash -c text`, and kill every process that it has started.
 
     Args:
-        cwd: the working folder; "/" where there is none of that name any more.
-        env: variables beside PATH, HOME, LANG and TZ.
+        cwd: working folder; "/" if it no longer exists.
+        env: variables in addition to PATH, HOME, LANG and TZ.
         cpu_s: CPU time of each of its processes, in seconds.
-        memory_mb: of all its processes together, and the address space of each, in MiB.
-        max_output: bytes of what it prints; of more, the middle is left out.
+        memory_mb: memory of all its processes together, and address space of each, in MiB.
+        max_output: bytes of output; the middle of longer output is dropped.
 
-    Returns {"output", "exit", "ended"}; `ended` is "time" or "memory" where it was ended for that, else "".
+    Returns {"output", "exit", "ended"}; `ended` is "time" or "memory" if it was killed for that limit, else "".
     """
     environment = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8", "TZ": "UTC", **env}
     reader, writer = os.pipe()
@@ -96,7 +96,7 @@ def command(
     deadline = look + timeout_s
     while status is None and not ended:
         if select.select([reader], [], [], LOOK_S)[0] and not kept.read(reader):
-            time.sleep(LOOK_S / 5)  # all have closed their output, and go on
+            time.sleep(LOOK_S / 5)  # all processes have closed their output and continue
         status = _reaped(main)
         now = time.monotonic()
         if status is None and now > deadline:
@@ -113,7 +113,7 @@ def command(
 
 
 def _become(text: str, cwd: str, environment: dict[str, str], writer: int, limits: dict[int, int]) -> None:
-    """In the child; does not return."""
+    """Become the command in the child process; does not return."""
     try:
         for kind, most in limits.items():
             resource.setrlimit(kind, (most, most))
@@ -132,7 +132,7 @@ def _become(text: str, cwd: str, environment: dict[str, str], writer: int, limit
 
 
 def _reaped(main: int) -> int | None:
-    """Reaps what has ended, of endlessly many a part; the status of `main` if that is among it."""
+    """Reap ended processes, at most _REAPED of them; return the status of `main` if it is among them."""
     for _ in range(_REAPED):
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -146,7 +146,7 @@ def _reaped(main: int) -> int | None:
 
 
 def _end_all() -> None:
-    """Every process of this namespace but this one; none is left when it returns."""
+    """Kill every other process of this namespace; none is left on return."""
     while True:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
@@ -157,13 +157,12 @@ def _end_all() -> None:
 
 
 def _hold_more(most: int, deadline: float) -> bool:
-    """Whether all processes of this namespace but this one hold more than `most` bytes together. Looks no longer than
-    until `deadline`.
+    """True if all other processes of this namespace hold more than `most` bytes together.
 
-    A page that several have counts once, as far as that does not make looking long: all together may show _SHARED times
-    as many. What nobody maps nobody holds, but files, whose disk is bounded: memory that is shared without a file
-    cannot be made here. A child of vfork has its parent's pages until it begins its program, so what is too much is
-    looked at again.
+    Stops at `deadline`. A page shared by several processes counts once; but resident sizes that sum to more than
+    _SHARED times `most` exceed the limit in any case, which avoids a slow exact sum. Unmapped memory is not counted: it
+    can only be files, whose disk is bounded, because memory shared without a file cannot be made here. A child of vfork
+    shows its parent's pages until it starts its program, so an excess is checked twice.
     """
 
     def hold_more() -> bool:
@@ -174,8 +173,9 @@ def _hold_more(most: int, deadline: float) -> bool:
 
 
 def _sum(size_of: Callable[[str], int], deadline: float) -> int:
-    """Of all processes but this one, as far as `deadline` allows. `size_of` is given a thread's folder in /proc, and
-    tells 0 where it has ended.
+    """Sum over all other processes, as far as `deadline` allows.
+
+    `size_of` takes a thread's folder in /proc and returns 0 if the thread has ended.
     """
     total = 0
     for name in os.listdir("/proc"):
@@ -185,7 +185,7 @@ def _sum(size_of: Callable[[str], int], deadline: float) -> int:
 
 
 def _of_threads(folder: str, size_of: Callable[[str], int]) -> int:
-    """Of a process whose first thread has ended: all threads that go on have the same memory."""
+    """Size of a process whose first thread has ended; its other threads share the same memory."""
     try:
         return max((size_of(f"{folder}/{name}") for name in os.listdir(folder)), default=0)
     except OSError:
@@ -193,28 +193,28 @@ def _of_threads(folder: str, size_of: Callable[[str], int]) -> int:
 
 
 def _resident(folder: str) -> int:
-    """Bytes, pages that others have too among them."""
+    """Resident bytes, including pages shared with other processes."""
     with contextlib.suppress(OSError, IndexError), open(f"{folder}/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
     return 0
 
 
 def _share(folder: str) -> int:
-    """Bytes, of each page its share. A process whose program nobody may read cannot be looked into."""
+    """Bytes with each shared page divided among its processes. Unreadable programs count as `_resident`."""
     with contextlib.suppress(OSError), open(f"{folder}/smaps_rollup", "rb") as file:
         return sum(int(line.split()[1]) << 10 for line in file if line.startswith((b"Pss:", b"SwapPss:")))
     return _resident(folder)
 
 
 class _Middle:
-    """Keeps the beginning and the end of what is read, `most` bytes in all."""
+    """Keep the beginning and the end of the data read, `most` bytes in all."""
 
     def __init__(self, most: int) -> None:
         self._half = most // 2
         self._head, self._tail, self._left_out = bytearray(), bytearray(), 0
 
     def read(self, descriptor: int) -> bool:
-        """Takes what is there; False at the end, or where there is nothing."""
+        """Read what is available; False at the end, or if nothing is available."""
         try:
             data = os.read(descriptor, _BLOCK)
         except BlockingIOError:

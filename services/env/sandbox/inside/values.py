@@ -1,6 +1,6 @@
-"""What authors return, checked and brought into the shape of the wire, with messages made for them.
+"""Authors' return values, checked and converted for the wire, with error messages for the authors.
 
-The service checks all of it again: nothing that comes out of a sandbox is believed.
+The service checks all of it again, because nothing from a sandbox is trusted.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ FAULTS = ("format", "invalid_action", "tool")
 
 
 class Refused(Exception):
-    """What was returned is not what the protocol says; the text tells the author."""
+    """A returned value violates the protocol; the text is for the author."""
 
 
 def plain(value: Any) -> Any:
-    """A number of numpy as Python's own; anything else as it is."""
+    """Convert a number of numpy to Python's; return any other value unchanged."""
     if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
         return value.item()
     return value
 
 
 def messages_of(value: Any, what: str) -> list[dict[str, Any]]:
-    """Chat messages from a text (a user's message; an empty one is none) or a list of messages. Raises Refused."""
+    """Chat messages from a text (a user's message; empty gives none) or a list of messages. Raises Refused."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}] if value else []
     if not isinstance(value, (list, tuple)):
         raise Refused(f"{what} must be a text or a list of chat messages, not {type(value).__name__}")
     if len(value) > MAX_MESSAGES:
-        raise Refused(f"{what} holds {len(value)} messages; at most {MAX_MESSAGES} are taken")
+        raise Refused(f"{what} holds {len(value)} messages; the limit is {MAX_MESSAGES}")
     return [_message(message, f"{what}[{i}]") for i, message in enumerate(value)]
 
 
@@ -56,13 +56,13 @@ def _message(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(content, str):
         raise Refused(f"{what} has content of type {type(content).__name__}; it must be a text")
     if len(content) > MAX_MESSAGE:
-        raise Refused(f"{what} has {len(content)} characters; at most {MAX_MESSAGE} are taken")
+        raise Refused(f"{what} has {len(content)} characters; the limit is {MAX_MESSAGE}")
     message = {"role": str(role), "content": text(content)}
     return {**message, "tool_calls": jsonable(list(calls), what)} if calls else message
 
 
 def step_of(value: Any) -> dict[str, Any]:
-    """The answer to a step from Gymnasium's five-tuple, or from an object with those names. Raises Refused."""
+    """A step's answer from Gymnasium's five-tuple, or from an object with those names. Raises Refused."""
     if not isinstance(value, tuple) and hasattr(value, "messages") and hasattr(value, "reward"):
         value = (value.messages, value.reward, value.terminated, value.truncated, _info_of(value.info))
     if not isinstance(value, (tuple, list)) or len(value) != 5:
@@ -76,7 +76,7 @@ def step_of(value: Any) -> dict[str, Any]:
     )
     messages = messages_of(observation, "the observation that step returned")
     if not messages and not terminated and not truncated:
-        raise Refused("step returned no observation, though the episode goes on: the model would be asked nothing")
+        raise Refused("step returned no observation although the episode continues; return the next message")
     if not isinstance(info, Mapping):
         raise Refused(f"the info that step returned must be a dict, not {type(info).__name__}")
     return {
@@ -89,7 +89,7 @@ def step_of(value: Any) -> dict[str, Any]:
 
 
 def _info_of(info: Any) -> Any:
-    """The dict of an object with the fields of Volley's Info."""
+    """Dict of an object with the fields of Volley's Info."""
     if isinstance(info, Mapping) or not hasattr(info, "success"):
         return info
     known = {name: getattr(info, name) for name in ("reward_components", "success", "error") if hasattr(info, name)}
@@ -117,7 +117,7 @@ def _info(info: dict[str, Any], reward: float, terminated: bool) -> dict[str, An
 
 
 def number(value: Any, what: str) -> float:
-    """A finite number of at most MAX_REWARD. Raises Refused."""
+    """A finite number of at most MAX_REWARD in size. Raises Refused."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         if isinstance(value, bool):
@@ -136,7 +136,7 @@ def flag(value: Any, what: str) -> bool:
 
 
 def splits_of(value: Any) -> dict[str, int]:
-    """Raises Refused."""
+    """Sizes of splits. Raises Refused."""
     if not isinstance(value, Mapping) or not value:
         raise Refused('splits must be a dict like {"train": 1000, "eval": 50}: how many tasks each split has')
     found = dict(islice(value.items(), MAX_SPLITS + 1))
@@ -163,7 +163,10 @@ def task_of(value: Any) -> str:
 
 
 def demonstration_of(value: Any) -> dict[str, Any]:
-    """From a list of messages, a pair (messages, success), or an object with those names. Raises Refused."""
+    """A demonstration from a list of messages, a pair (messages, success), or an object with those names.
+
+    Raises Refused.
+    """
     success = True
     if hasattr(value, "messages") and hasattr(value, "success"):
         value, success = value.messages, flag(value.success, "success")
@@ -176,12 +179,12 @@ def demonstration_of(value: Any) -> dict[str, Any]:
 
 
 def digest(messages: list[dict[str, Any]]) -> str:
-    """12 hex digits of what a model is shown first."""
+    """12 hex digits over the first messages of a task."""
     return hashlib.blake2b(json.dumps(messages, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 def jsonable(value: Any, what: str) -> Any:
-    """`value` if it can be written as JSON. Raises Refused."""
+    """`value` as JSON can represent it. Raises Refused."""
     try:
         return json.loads(json.dumps(value, allow_nan=False, default=_plain_or_refuse))
     except (TypeError, ValueError, RecursionError) as error:
@@ -198,13 +201,13 @@ def _plain_or_refuse(value: Any) -> Any:
 
 
 def text(value: str) -> str:
-    """With U+FFFD for halves of surrogate pairs (as shared.text, which a sandbox does not have)."""
+    """Text with U+FFFD for lone surrogates (like shared.text, which a sandbox does not have)."""
     return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def short(value: Any) -> str:
-    """At most 80 characters of what `value` looks like."""
+    """At most 80 characters of the representation of `value`."""
     try:
         return repr(value)[:80]
-    except Exception:  # noqa: BLE001 - it is a stranger's
+    except Exception:  # noqa: BLE001 - the value is untrusted
         return f"a {type(value).__name__} that cannot be shown"

@@ -1,17 +1,17 @@
-"""The process that sandboxes are forked from: `python -s -S zygote.py FD`, with an empty environment.
+"""The process from which sandboxes are forked: `python -s -S zygote.py FD`, with an empty environment.
 
-It is a fresh program, so nothing of the service's memory is in it, and it never reads a byte that a sandbox wrote. It
-is asked on FD, a socket of packets (JSON objects, with descriptors), which nobody else has the other end of:
+It is a fresh program, so it holds none of the service's memory, and it never reads a byte that a sandbox wrote.
+Requests arrive on FD, a private socket of packets (JSON objects, with descriptors):
 
     {"op": "start", namespaces, landlock, root, folders, shell}   -> {"op": "ready", ...} or {"op": "failed", "error"}
     {"op": "filter", "program"}                            once, before the first sandbox; base64 of BPF
     {"op": "spawn", "id", "limits", "tmp"} + [channel, log]
     {"op": "kill" | "pause" | "resume", "id"}
-    {"op": "look"}                                         -> {"op": "computed", "ids"}, those that did since the last
+    {"op": "look"}                                         -> {"op": "computed", "ids"}: computed since the last look
     <- {"op": "spawned", "id", "pid"} · {"op": "ended", "id", "status", "cpu_s", "max_rss_mb", "error"}
 
-When the other end is closed it ends, and all sandboxes with it: each has asked to be killed when its parent dies, and
-a pid namespace ends with its first process. It has one thread.
+It ends when the other end is closed, and all sandboxes with it: each asks to be killed when its parent dies, and a pid
+namespace ends with its first process. It has one thread.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ del sys.path[0]
 
 MAX_PACKET = 1 << 16
 _COMPUTED_S = 0.1
-_CLOCK = 2  # the processor time of a process, clock_getcpuclockid(3)
-_ABOVE = 100  # where descriptors are kept that the numbers of a sandbox's own must not fall on
+_CLOCK = 2  # clock id of a process's CPU time, see clock_getcpuclockid(3)
+_ABOVE = 100  # descriptors above this number do not collide with a sandbox's own
 _SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "resume": signal.SIGCONT}
 _OWN = ("adapters", "confine", "host", "interpreter", "judging", "linux", "namespaces", "shell", "values")
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confinement:
-    """Enters namespaces if wanted, says what can be done, and takes the filter. Raises OSError."""
+    """Enter namespaces if requested, report the abilities, and receive the filter. Raises OSError."""
     shell = request["shell"]
     wanted = [*confine.python_folders(), *request["folders"], *(confine.system_folders() if shell else ())]
     folders = [path for path in wanted if os.path.exists(path)]
@@ -70,11 +70,11 @@ def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confine
     reads_all = os.getuid() == 0 and confine.hides_python(folders, parents=not request["namespaces"])
     privileged = confine.is_privileged(reads_all)
     if request["namespaces"] and os.getuid() == 0 and not privileged:
-        raise OSError("this is root without all of root's rights")  # of whom the kernel does not count the threads
+        raise OSError("root lacks some capabilities here")  # the kernel does not bound root's threads
     if shell and not (request["namespaces"] and privileged):
-        raise OSError("programs are started only by a service that is root's and may make namespaces")
-    confine.be_first_to_go()
-    os.umask(0o022)  # other users go through the folders of the new root
+        raise OSError("programs need a service that runs as root and may make namespaces")
+    confine.prefer_for_oom_kill()
+    os.umask(0o022)  # other users must be able to pass through the new root
     if request["namespaces"]:
         hidden = [path for path in confine.site_packages() if not any(one.startswith(path) for one in folders)]
         proc = namespaces.enter(request["root"], privileged, folders, confine.DEVICES, hidden)
@@ -109,7 +109,7 @@ def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confine
 
 
 def _become_first(control: socket.socket) -> None:
-    """Returns in the first process of the new pid namespace; the present one only waits for it."""
+    """Return in the first process of the new pid namespace; the present process only waits for it."""
     outside = os.getpid()
     child = os.fork()
     if child == 0:
@@ -124,7 +124,7 @@ def _become_first(control: socket.socket) -> None:
 
 
 class Zygote:
-    """Args: control: where requests come from."""
+    """Server of requests from `control`."""
 
     def __init__(self, control: socket.socket, confinement: confine.Confinement) -> None:
         self._control, self._confinement = control, confinement
@@ -137,7 +137,7 @@ class Zygote:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def serve(self) -> None:
-        """Until the other end is closed."""
+        """Serve requests until the other end is closed."""
         gc.collect()
         gc.freeze()
         poll = select.poll()
@@ -152,7 +152,7 @@ class Zygote:
                 return
 
     def _answer(self) -> bool:
-        """Does one request; False when there will be no more."""
+        """Handle one request; False if there will be no more."""
         request, descriptors = _receive(self._control)
         if request is None:
             return False
@@ -228,7 +228,7 @@ class Zygote:
 
 
 def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """The next packet and its descriptors; None when the other end is closed."""
+    """Receive the next packet and its descriptors; None when the other end is closed."""
     packet, ancillary, _, _ = control.recvmsg(MAX_PACKET, socket.CMSG_SPACE(4 * 4))
     descriptors = array.array("i")
     for level, kind, data in ancillary:

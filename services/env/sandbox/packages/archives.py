@@ -1,8 +1,8 @@
-"""Submitted zip files and wheels: unpacked into a folder that sandboxes may read.
+"""Submitted zip files and wheels, unpacked into a folder that sandboxes may read.
 
-The bytes are a stranger's. Nothing is believed of what the archive says of itself: sizes are counted while they come
-out, names are taken to pieces, and only files and folders are made, by us. An archive is unpacked whole or not at all,
-into a folder that is named by its digest.
+The bytes are untrusted, and so is everything that the archive states about itself: sizes are counted during extraction,
+names are validated part by part, and only files and folders are made. An archive is unpacked completely or not at all,
+into a folder named by its digest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from services.env.sandbox.process import workspace
 from shared.errors import DecodeError, InputError, TooLarge
 
 ENTRY_GROUP = "volley.environments"
-"""The group of entry points in which a wheel names its environments: NAME = package.module:Class."""
+"""Group of entry points in which a wheel declares its environments: NAME = package.module:Class."""
 MAX_PART = 100
 MAX_DEPTH = 12
 _BLOCK = 2**16
@@ -38,7 +38,7 @@ _MAX_READ = 2**20
 
 @dataclass(frozen=True, slots=True)
 class ArchiveLimits:
-    """Bounds of one archive: entries, MiB of one file and of all files when unpacked."""
+    """Limits of one archive: entries, MiB of one file and of all files when unpacked."""
 
     entries: int = 2000
     file_mb: int = 16
@@ -50,13 +50,13 @@ class UnpackedArchive:
     """An archive on disk.
 
     Args:
-        top: where it was unpacked.
-        folder: from which its modules are imported.
-        modules: names of the modules and packages at its top, in order.
-        requirements: what it declares to need: of a wheel its Requires-Dist, else of pyproject.toml, else of the PEP
-            723 block of its only file.
-        requires_python: which Pythons it declares to run on; empty for any.
-        entries: environments it names itself, as package.module:Class.
+        top: folder with the unpacked content.
+        folder: folder from which its modules are imported.
+        modules: names of the top-level modules and packages, in order.
+        requirements: declared dependencies: a wheel's Requires-Dist, else those in pyproject.toml, else those in the
+        PEP 723 block of its only file.
+        requires_python: declared Python versions; empty for any.
+        entries: environments that it declares, as package.module:Class.
     """
 
     top: Path
@@ -67,8 +67,10 @@ class UnpackedArchive:
     entries: tuple[str, ...]
 
     def locate(self, entry: str | None) -> tuple[str, str | None]:
-        """(module, class or None) of `entry`: package.module:Class, a class of the only module, or nothing where there
-        is no choice. Raises InputError.
+        """Resolve `entry` to (module, class or None).
+
+        `entry` is package.module:Class, or a class of the only module, or None if there is no choice. Raises
+        InputError.
         """
         if entry is not None and ":" in entry:
             module, _, name = entry.partition(":")
@@ -79,13 +81,13 @@ class UnpackedArchive:
         if len(self.modules) == 1 and len(self.entries) <= 1:
             return self.modules[0], entry
         choice = ", ".join(self.entries or self.modules)[:500] or "no module at all"
-        raise InputError(f"the archive holds {choice}", "say which to use: ?entry=package.module:Class")
+        raise InputError(f"the archive holds {choice}", "name one of them: ?entry=package.module:Class")
 
 
 def unpack(data: bytes, folder: Path, limits: ArchiveLimits | None = None) -> UnpackedArchive:
-    """Unpacks a zip file or a wheel beneath `folder`. The same bytes again change nothing.
+    """Unpack a zip file or a wheel below `folder`. Idempotent for equal bytes.
 
-    Blocks for as long as it writes. Raises DecodeError (no zip file), InputError (what may not be in it), TooLarge.
+    Blocks while writing. Raises DecodeError (no zip file), InputError (forbidden content), TooLarge.
     """
     limits = limits or ArchiveLimits()
     if data.count(_ENTRY_MARK) > limits.entries:
@@ -122,9 +124,9 @@ def _extract(data: bytes, folder: Path, limits: ArchiveLimits) -> None:
 
 
 def _planned(entries: list[zipfile.ZipInfo], limits: ArchiveLimits) -> dict[PurePosixPath, zipfile.ZipInfo]:
-    """Where each entry goes. Raises InputError for one that may not go anywhere, or where another one goes."""
+    """Map target paths to entries. Raises InputError for a forbidden path, or for two entries with one path."""
     if len(entries) > limits.entries:
-        raise TooLarge(f"the archive has {len(entries)} entries; at most {limits.entries} are taken")
+        raise TooLarge(f"the archive has {len(entries)} entries; the limit is {limits.entries}")
     plan: dict[PurePosixPath, zipfile.ZipInfo] = {}
     taken: dict[str, bool] = {}
     for info in entries:
@@ -143,7 +145,10 @@ def _planned(entries: list[zipfile.ZipInfo], limits: ArchiveLimits) -> dict[Pure
 
 
 def _safe_path(info: zipfile.ZipInfo) -> PurePosixPath:
-    """Raises InputError unless an entry is a plain file or folder with a plain name beneath the archive's top."""
+    """Target path of an entry.
+
+    Raises InputError unless it is a plain file or folder with a plain name below the top.
+    """
     name, mode = info.orig_filename, info.external_attr >> 16
     shown = repr(name[:MAX_PART])
     if stat.S_IFMT(mode) not in (0, stat.S_IFREG, stat.S_IFDIR):
@@ -151,19 +156,19 @@ def _safe_path(info: zipfile.ZipInfo) -> PurePosixPath:
     if info.flag_bits & 0x1:
         raise InputError(f"{shown} is encrypted")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise InputError(f"{shown} is compressed in a way that is not taken", "use deflate, as zip does by default")
+        raise InputError(f"{shown} is compressed with an unsupported method", "use deflate, as zip does by default")
     if name.startswith("/") or not name.isprintable() or _FORBIDDEN & set(name):
         raise InputError(f"{shown} is not a name for a file in an archive", "use relative names with / between folders")
     parts = name.rstrip("/").split("/")
     if len(parts) > MAX_DEPTH or any(len(part.encode()) > MAX_PART for part in parts):
         raise InputError(f"{shown} is too long or too deep", f"at most {MAX_DEPTH} parts of {MAX_PART} bytes")
     if any(part in ("", ".", "..") or part != part.rstrip(". ") for part in parts):
-        raise InputError(f"{shown} leads out of the archive, or is no plain name")
+        raise InputError(f"{shown} points outside the archive, or is not a plain name")
     return PurePosixPath(*parts)
 
 
 def _folded(path: PurePosixPath) -> str:
-    """Equal for names that some file system takes for the same."""
+    """Key that is equal for names which some file system treats as the same."""
     return unicodedata.normalize("NFKC", str(path)).casefold()
 
 
@@ -175,7 +180,7 @@ def _make_folder(path: Path, top: Path) -> None:
 
 
 def _write(archive: zipfile.ZipFile, info: zipfile.ZipInfo, target: Path, most: int) -> int:
-    """The bytes of one entry, however many it says it has. Raises TooLarge."""
+    """Write one entry and return its number of bytes, whatever size it declares. Raises TooLarge."""
     n = 0
     with archive.open(info) as source, target.open("xb") as file:
         while block := source.read(_BLOCK):
@@ -208,9 +213,9 @@ def _modules(folder: Path) -> set[str]:
 
 
 def _of_wheel(info: Path) -> tuple[tuple[str, ...], str]:
-    """What a wheel requires, without its extras."""
+    """Requirements of a wheel without its extras, and its Python versions."""
     if "Root-Is-Purelib: true" not in _text(info / "WHEEL"):
-        raise InputError("the wheel holds compiled code for one platform, or says nothing of it", "send a pure one")
+        raise InputError("the wheel does not declare that it is pure Python", "send a wheel with Root-Is-Purelib: true")
     metadata = HeaderParser().parsestr(_text(info / "METADATA"))
     requirements = tuple(str(one) for one in metadata.get_all("Requires-Dist", []))
     return tuple(one for one in requirements if "extra" not in one.partition(";")[2]), metadata.get(
@@ -224,7 +229,7 @@ def _of_project(path: Path) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
         dependencies, python = project.get("dependencies", []), project.get("requires-python", "")
         entries = tuple(project.get("entry-points", {}).get(ENTRY_GROUP, {}).values())
     except AttributeError:
-        raise InputError("pyproject.toml: project, and what it has of entry-points, must be tables") from None
+        raise InputError("pyproject.toml: project and its entry-points must be tables") from None
     if not isinstance(python, str) or not isinstance(dependencies, list):
         raise InputError("pyproject.toml: dependencies must be a list of texts, requires-python a text")
     if not all(isinstance(one, str) for one in [*dependencies, *entries]):
@@ -242,7 +247,7 @@ def _entry_points(info: Path) -> tuple[str, ...]:
 
 
 def _text(path: Path) -> str:
-    """The text of a file of ours; empty if there is none."""
+    """Text of a file, at most 1 MiB; empty if the file is missing."""
     try:
         with path.open("rb") as file:
             return file.read(_MAX_READ).decode("utf-8-sig", "replace")
@@ -252,5 +257,5 @@ def _text(path: Path) -> str:
 
 def _checked_module(name: str) -> str:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise InputError(f"{name[:MAX_PART]!r} is not the name of a module", "say package.module:Class")
+        raise InputError(f"{name[:MAX_PART]!r} is not the name of a module", "write package.module:Class")
     return name

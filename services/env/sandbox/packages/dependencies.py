@@ -1,8 +1,7 @@
-"""What a submitted file asks for in its PEP 723 block, installed into a folder that its sandboxes may read.
+"""Dependencies from a file's PEP 723 block, installed into a folder that its sandboxes may read.
 
-Invariants: no code of a package runs here: only wheels are taken, none is built, none is imported. Everything comes
-from the one index of the service's settings. A folder is complete or not there: it is named by what is in it, and
-renamed into its place when all of it is there.
+Invariants: no code of a package runs here: only wheels are installed, none is built or imported. A folder is complete
+before it is renamed into place.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _NETWORK = ("error sending request", "failed to fetch", "dns error", "connection
 
 @dataclass(frozen=True, slots=True)
 class ScriptMetadata:
-    """A PEP 723 block: requirements as PEP 508 writes them, and which Pythons the script runs on."""
+    """A PEP 723 block: requirements in PEP 508 format, and the script's Python versions."""
 
     dependencies: tuple[str, ...] = ()
     requires_python: str = ""
@@ -47,7 +46,7 @@ class ScriptMetadata:
 
 @dataclass(frozen=True, slots=True)
 class InstallLimits:
-    """Bounds of one installation: seconds, MiB and files on disk, requirements in the list."""
+    """Limits of one installation: seconds, MiB and files on disk, number of requirements."""
 
     timeout_s: float = 180.0
     disk_mb: int = 1024
@@ -56,7 +55,7 @@ class InstallLimits:
 
 
 def read_metadata(source: str) -> ScriptMetadata:
-    """The block of a file, the empty one if it has none. Raises InputError if it is not as PEP 723 says."""
+    """Read the block of a file, empty if it has none. Raises InputError if it violates PEP 723."""
     blocks = [lines for kind, lines in _blocks(source) if kind == "script"]
     if not blocks:
         return ScriptMetadata()
@@ -73,8 +72,9 @@ def read_metadata(source: str) -> ScriptMetadata:
 
 
 def _blocks(source: str) -> Iterator[tuple[str, list[str]]]:
-    """Kind and lines of each block: what the regular expression of PEP 723 finds, which takes the square of a file's
-    length, also where lines end as on Windows.
+    """Kind and lines of each block, as PEP 723's regular expression finds them, also with Windows line ends.
+
+    The regular expression itself takes quadratic time.
     """
     lines = source.replace("\r\n", "\n").split("\n")
     at = 0
@@ -89,52 +89,54 @@ def _blocks(source: str) -> Iterator[tuple[str, list[str]]]:
             end += 1
         if closing > at:
             yield opening[1], lines[at:closing]
-        at = closing + 1 if closing > at else end  # where none closes it, none closes a later one
+        at = closing + 1 if closing > at else end  # if no line closes this block, none closes a later one in it
 
 
 def check_python(requires: str, version: tuple[int, int, int] = sys.version_info[:3]) -> None:
-    """Raises InputError if a script does not run on this version of Python."""
+    """Raises InputError if a script does not support this version of Python."""
     from packaging.specifiers import SpecifierSet
 
     try:
         fits = SpecifierSet(requires).contains(".".join(map(str, version)))
-    except ValueError:  # InvalidSpecifier, or a number of too many digits
+    except ValueError:  # InvalidSpecifier, or a number with too many digits
         raise InputError(f"requires-python = {requires[:80]!r} is not a version specifier") from None
     if not fits:
         raise InputError(
-            f"the file requires Python {requires[:80]}, and sandboxes have {version[0]}.{version[1]}.{version[2]}"
+            f"the file requires Python {requires[:80]}; sandboxes have {version[0]}.{version[1]}.{version[2]}"
         )
 
 
 def check_requirement(text: str) -> str:
-    """A requirement in its normal form: a name, extras, versions, a marker. Raises InputError for all else."""
+    """Normalize a requirement of name, extras, versions and marker. Raises InputError for any other form."""
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.utils import canonicalize_name
 
     if len(text) > MAX_REQUIREMENT:
-        raise InputError(f"a requirement of {len(text)} characters", f"at most {MAX_REQUIREMENT} are taken")
+        raise InputError(f"a requirement has {len(text)} characters", f"the limit is {MAX_REQUIREMENT}")
     try:
         parsed = Requirement(text)
     except InvalidRequirement:
         raise InputError(
             f"{text!r} is not a requirement",
-            "write a name and versions, like numpy>=2; options and paths are not taken",
+            "write a name and versions, like numpy>=2, without options or paths",
         ) from None
     if parsed.url is not None:
-        raise InputError(f"{text!r} names an address", "packages come from the service's index only: name and versions")
+        raise InputError(
+            f"{text!r} names an address", "write a name and versions; packages come from the service's index only"
+        )
     extras = f"[{','.join(sorted(parsed.extras))}]" if parsed.extras else ""
     marker = f" ; {parsed.marker}" if parsed.marker else ""
     return f"{canonicalize_name(parsed.name)}{extras}{parsed.specifier}{marker}"
 
 
 class DependencyStore:
-    """Installed dependencies, by what they are.
+    """Installed dependencies, by their digest.
 
     Args:
-        folder: where they are kept; nobody else writes there.
+        folder: storage folder, which nothing else writes to.
         index: the only package index, PEP 503.
-        limits: of one installation.
-        python: the interpreter they are for; None is the service's own.
+        limits: limits of one installation.
+        python: interpreter for which they are installed; None is the service's own.
     """
 
     def __init__(
@@ -146,12 +148,13 @@ class DependencyStore:
         self._turn = asyncio.Lock()
 
     async def install(self, requirements: Sequence[str]) -> tuple[Path, ...]:
-        """The folders to import from: none where nothing is required. One installation at a time.
+        """Install requirements, one set at a time, and return the folders to import from.
 
-        Raises InputError (what cannot be installed, and why), TooLarge, Unavailable (no index, no uv, no time).
+        Raises InputError (a requirement cannot be installed, with the reason), TooLarge, Unavailable (no index, no uv,
+        or a timeout).
         """
         if len(requirements) > self._limits.requirements:
-            raise InputError(f"{len(requirements)} requirements", f"at most {self._limits.requirements} are taken")
+            raise InputError(f"there are {len(requirements)} requirements", f"the limit is {self._limits.requirements}")
         wanted = sorted({check_requirement(text) for text in requirements})
         if not wanted:
             return ()
@@ -182,7 +185,7 @@ class DependencyStore:
         uv = find_uv()
         options = ["--only-binary", ":all:", "--no-config", "--no-sources", "--no-python-downloads"]
         options += ["--default-index", self._index, "--keyring-provider", "disabled", "--link-mode", "copy"]
-        options += ["--compile-bytecode"]  # each episode imports them in a process of its own, which cannot keep it
+        options += ["--compile-bytecode"]  # each episode imports them in a new process that cannot write the bytecode
         options += [
             "--python",
             str(self._python),
@@ -209,7 +212,7 @@ class DependencyStore:
         except TimeoutError:
             raise Unavailable(
                 f"installing {', '.join(wanted)} took longer than {self._limits.timeout_s:g} s",
-                "try again, or ask for less",
+                "try again, or declare fewer dependencies",
             ) from None
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -219,8 +222,8 @@ class DependencyStore:
             raise _refusal(wanted, await asyncio.to_thread(_tail, work / "log"))
 
     async def _wait_for(self, process: Any, work: Path) -> None:
-        """Until the process has ended. Raises TooLarge."""
-        most = 2 * self._limits.files  # packages, and uv's cache of them
+        """Wait until the process has ended. Raises TooLarge."""
+        most = 2 * self._limits.files  # the packages and uv's cache of them
         while True:
             try:
                 async with asyncio.timeout(LOOK_S):
@@ -234,12 +237,12 @@ class DependencyStore:
     def _too_large(self) -> TooLarge:
         return TooLarge(
             f"the dependencies take more than {self._limits.disk_mb} MiB or {self._limits.files} files",
-            "ask for smaller ones, or raise the service's limit",
+            "declare smaller dependencies, or raise the service's limit",
         )
 
 
 def _finish(folder: Path) -> None:
-    """Makes everything readable: sandboxes may belong to another user. Programs and links are not needed, and go."""
+    """Make everything readable, because sandboxes may run as another user. Removes programs and links."""
     folder.mkdir(exist_ok=True)
     if (folder / "bin").is_dir():
         shutil.rmtree(folder / "bin")

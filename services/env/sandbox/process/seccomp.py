@@ -1,8 +1,8 @@
-"""The system calls a sandbox may make: a list of what is allowed, written as a BPF program with libseccomp.
+"""System calls that a sandbox may make: an allow list, compiled to a BPF program with libseccomp.
 
-What is not listed fails: what programs try often with "not permitted", all else as if the kernel did not know it, so
-that libraries take their older way. A call of another architecture (32 bits, x32) ends the process. Addresses behind
-pointers cannot be looked at, so calls that take flags in a structure (clone3, openat2) are not listed.
+Other calls fail: frequently tried ones with EPERM, the rest with ENOSYS, so that libraries use their older fallback. A
+call of another architecture (32 bits, x32) kills the process. Seccomp cannot read behind pointers, so calls with flags
+in a structure (clone3, openat2) are not listed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv renam
 stat statfs statx symlink symlinkat umask unlink unlinkat link linkat write writev
 """
 _METADATA = "chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat truncate"
-"""Calls on files that Landlock does not look at (truncate: before its third version)."""
+"""Calls on files that Landlock does not check (truncate: before its third version)."""
 _MEMORY = "brk madvise mprotect mremap msync munmap mlock munlock rseq"
 _TIME = """
 alarm clock_getres clock_gettime clock_nanosleep getitimer gettimeofday nanosleep setitimer time timerfd_create
 timerfd_gettime timerfd_settime times
 """
-"""Not timer_create: such a timer may send any signal, also the one that resumes a process that is paused."""
+"""Excludes timer_create: such a timer can send any signal, including the one that resumes a paused process."""
 _WAITING = """
 epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 epoll_wait eventfd eventfd2 pause pipe pipe2 poll ppoll
 pselect6 select signalfd signalfd4
@@ -40,13 +40,15 @@ rt_sigtimedwait sched_get_priority_max sched_get_priority_min sched_getaffinity 
 sched_rr_get_interval sched_yield set_robust_list set_tid_address setrlimit sigaltstack sysinfo uname wait4 waitid
 """
 _SIGNALS = "kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo"
-"""Only where Landlock keeps signals within the sandbox."""
+"""Allowed only where Landlock confines signals to the sandbox."""
 _PROGRAMS = """
 execve execveat fork vfork flock setpgid getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
 setuid setgid setreuid setregid setresuid setresgid
 """
-"""What programs need beside all that: of other processes there are only those that they have started, and make gives up
-rights that it has not, as it starts programs. No sessions: each may have a share of the processor of its own.
+"""Additional calls that programs need.
+
+The only other processes are those that they started, and make drops rights that it does not have when it starts
+programs. Excludes setsid: each session may get a share of the processor of its own.
 """
 _REFUSED = """
 accept bind chown chroot connect execve execveat fork vfork lchown fchown fchownat listen mount umount2 ptrace
@@ -55,8 +57,7 @@ memfd_create io_uring_setup setsid socket keyctl add_key perf_event_open userfau
 mknodat
 """
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
-"""Both together: memory of no file, which stays when none of its pages is mapped any more, so that nobody can count it.
-"""
+"""Flags that together map memory of no file; it survives when none of its pages is mapped, so it cannot be counted."""
 _CLONE_THREAD = 0x00010000
 _CLONE_NEW = 0x7E020000 | 0x00002000
 _PRCTL = {"PR_GET_DUMPABLE": 3, "PR_SET_NAME": 15, "PR_GET_NAME": 16, "PR_GET_SECCOMP": 21, "PR_SET_VMA": 0x53564D41}
@@ -92,14 +93,14 @@ _ACCESS_MODE, _O_TRUNC = 0o3, 0o1000
 
 
 def build_program(*, signals: bool, metadata: bool, programs: bool = False) -> bytes:
-    """The filter for this machine, 8 bytes an instruction.
+    """Build the filter for this machine, 8 bytes an instruction.
 
     Args:
-        signals: whether a sandbox may signal, because Landlock or nothing else is there to receive them.
-        metadata: whether it may change modes and times of files, because it sees none but its own.
-        programs: whether it may start programs and end them, because its namespaces hold nothing else.
+        signals: allow signals, because Landlock confines them or there is no other process.
+        metadata: allow changes of file modes and times, because only the sandbox's files are visible.
+        programs: allow starting and ending programs, because the namespaces hold nothing else.
 
-    Raises Unavailable where libseccomp is missing or too old. May take some 50 ms: it looks for the library.
+    Raises Unavailable if libseccomp is missing or too old. Takes up to 50 ms to find the library.
     """
     try:
         import pyseccomp
@@ -136,7 +137,7 @@ def _exported(library: Any, signals: bool, metadata: bool, programs: bool) -> by
 
 
 def _conditions(library: Any, programs: bool) -> Mapping[str, Sequence[Sequence[Any]]]:
-    """Calls that are allowed with some arguments only: any of the conditions, each of which is on several arguments."""
+    """Conditions on the arguments of calls: one of the listed conditions must hold in all its parts."""
 
     def equal(argument: int, value: int) -> Any:
         return library.Arg(argument, library.EQ, value)
@@ -156,7 +157,7 @@ def _conditions(library: Any, programs: bool) -> Mapping[str, Sequence[Sequence[
         "fcntl": [[equal(1, command)] for command in _FCNTL.values()],
         "ioctl": [[equal(1, request)] for request in _IOCTL.values()],
         "prlimit64": [[equal(0, 0)]],
-        # Two ends of one's own, for an event loop to wake itself: no addresses, no descriptors, nothing out of band.
+        # A pair of connected sockets lets an event loop wake itself: no addresses, no descriptors, no out-of-band data.
         "socketpair": [[equal(0, _AF_UNIX), masked(1, _SOCK_TYPE, _SOCK_STREAM)]],
         "sendto": [[equal(3, 0), equal(4, 0)]],
         "recvfrom": [[equal(3, 0), equal(4, 0)]],
@@ -168,7 +169,7 @@ def _conditions(library: Any, programs: bool) -> Mapping[str, Sequence[Sequence[
 
 
 def _add(library: Any, rules: Any, action: int, name: str, *conditions: Any) -> None:
-    """Adds a rule; a call that this architecture, or this libseccomp, does not know stays forbidden."""
+    """Add a rule. A call unknown to this architecture or libseccomp stays forbidden."""
     try:
         number = library.resolve_syscall(library.Arch.NATIVE, name)
     except (ValueError, OSError):

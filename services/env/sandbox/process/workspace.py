@@ -1,6 +1,6 @@
-"""Private folders of sandboxes where there is no tmpfs for them: looked at while they are used, removed afterwards.
+"""Private folders of sandboxes without a tmpfs: measured while they are used, removed afterwards.
 
-Their content is a stranger's: names, depth, links and modes may be anything. Links are never followed.
+Their content is untrusted: names, depth, links and modes may be anything. Links are never followed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_FILES_PER_MB = 64
 
 
 def usage(folder: Path, most: int) -> tuple[int, int]:
-    """(bytes on disk, entries), as far as `most` entries. Entries that vanish meanwhile are left out."""
+    """Return (bytes on disk, entries), counting at most `most` entries. Skips entries that vanish meanwhile."""
     total = entries = 0
     left = [str(folder)]
     while left and entries < most:
@@ -28,12 +28,12 @@ def usage(folder: Path, most: int) -> tuple[int, int]:
                     if entries >= most:
                         break
         except OSError:
-            entries += 1  # too deep to be reached by its name, or gone
+            entries += 1  # nested too deep for its path, or gone
     return total, entries
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder whatever is in it, in memory that does not grow with its depth; one that is gone is fine."""
+    """Remove a folder of any content, in memory independent of its depth. A missing folder is ignored."""
     try:
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -46,7 +46,7 @@ def remove(folder: Path) -> None:
 
 
 def _empty(top: int) -> None:
-    """Folders inside folders are moved up to `top` before theirs is removed, so nothing is ever deep."""
+    """Empty a folder. Nested folders are moved up to `top` before their parent is removed, which bounds the depth."""
     names = count()
     while entries := os.listdir(top):
         for name in entries:

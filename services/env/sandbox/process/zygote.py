@@ -1,6 +1,6 @@
-"""The service's side of a zygote: the process that sandboxes are forked from (see inside/zygote.py).
+"""The service's side of a zygote: the process from which sandboxes are forked (see inside/zygote.py).
 
-Invariant: whatever happens to the zygote, everybody who waits for one of its sandboxes is told.
+Invariant: if the zygote is lost, every task that waits for one of its sandboxes is notified.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ SEND_S = 5.0
 MAX_LANDLOCK = 99
 _SCRIPT = Path(__file__).parents[1] / "inside" / "zygote.py"
 _KEPT = ("LD_LIBRARY_PATH",)
-"""Variables without which some interpreters do not start. The hash seed is fixed so that every zygote makes the same
-tasks.
-"""
+"""Variables that some interpreters need to start. The hash seed is fixed, so that every zygote makes the same tasks."""
 _MAX_PACKET = 2**16
 _LANDLOCK_SCOPES_SIGNALS = 6
 
@@ -40,7 +38,7 @@ type ProcessSignal = Literal["kill", "pause", "resume"]
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
-    """How a sandbox's process ended; `error` if there never was one, or if nobody knows."""
+    """End of a sandbox's process. `error` is set if it never started or its end is unknown."""
 
     status: int | None = None
     cpu_s: float = 0.0
@@ -50,8 +48,9 @@ class ProcessEnd:
 
 @dataclass(frozen=True, slots=True)
 class SpawnedProcess:
-    """A sandbox's process. `pid` is the zygote's number for it, which is this process's too unless there are
-    namespaces.
+    """A sandbox's process.
+
+    `pid` is its process id as the zygote sees it; namespaces make it differ from the service's view.
     """
 
     pid: asyncio.Future[int]
@@ -59,7 +58,7 @@ class SpawnedProcess:
 
 
 class ZygoteProcess:
-    """Made by `open_zygote`. `tmp` is where its sandboxes have their own tmpfs, None if they have none."""
+    """A running zygote, made by `open_zygote`. `tmp` is its sandboxes' own tmpfs, None if they have none."""
 
     def __init__(self, control: socket.socket, process: asyncio.subprocess.Process, root: Path) -> None:
         self.tier = Tier()
@@ -78,7 +77,7 @@ class ZygoteProcess:
         return len(self._children)
 
     async def prepare(self, folders: Sequence[str], namespaces: bool, landlock: int, shell: bool) -> str | None:
-        """Returns None when it is ready, else why it cannot enter namespaces. Raises Unavailable."""
+        """Prepare the zygote. Returns None if it is ready, else why it cannot enter namespaces. Raises Unavailable."""
         await self._send(
             {
                 "op": "start",
@@ -114,7 +113,7 @@ class ZygoteProcess:
         return None
 
     async def spawn(self, number: int, limits: Mapping[str, int], tmp: str, channel: int, log: int) -> SpawnedProcess:
-        """Forks a sandbox that has the descriptors `channel` and `log`, which stay the caller's here too.
+        """Fork a sandbox with the descriptors `channel` and `log`, which the caller keeps open here.
 
         Raises Unavailable.
         """
@@ -129,7 +128,7 @@ class ZygoteProcess:
         return child
 
     def signal(self, number: int, what: ProcessSignal) -> None:
-        """Ends, pauses or resumes a sandbox; one that has ended already is left alone. Signals arrive in order."""
+        """Kill, pause or resume a sandbox, in the order of calls. One that has ended is ignored."""
         if not self.alive or number not in self._children:
             return
         self._signals.append((number, what))
@@ -137,8 +136,9 @@ class ZygoteProcess:
             self._send_signals()
 
     async def look(self) -> list[int]:
-        """The sandboxes that have computed since the last look, for a tenth of a second or more; none where that cannot
-        be told. To be asked by one at a time.
+        """Return the sandboxes that computed for 0.1 s or more since the last look; none if unknown.
+
+        Only one task at a time may call this.
         """
         self._looked = looked = self._loop.create_future()
         with contextlib.suppress(Unavailable, TimeoutError):
@@ -162,13 +162,13 @@ class ZygoteProcess:
             self._signals.popleft()
 
     def destroy(self) -> None:
-        """Ends it and all its sandboxes at once."""
+        """Kill it and all its sandboxes at once."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
         self._lose()
 
     async def close(self) -> None:
-        """Ends it and all its sandboxes; returns when the processes are gone."""
+        """End it and all its sandboxes, and wait until the processes are gone."""
         self._lose()
         try:
             async with asyncio.timeout(STOP_S):
@@ -187,7 +187,7 @@ class ZygoteProcess:
         except TimeoutError:
             raise Unavailable(f"the sandbox's zygote did not start within {START_S:g} s") from None
         if said["op"] == "lost":
-            raise Unavailable("the sandbox's zygote ended at once", "is its interpreter a Python 3.10 or newer?")
+            raise Unavailable("the sandbox's zygote ended at once", "use an interpreter of Python 3.10 or newer")
         return said
 
     async def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -202,7 +202,7 @@ class ZygoteProcess:
                         await asyncio.sleep(0.002)
         except TimeoutError:
             self.destroy()
-            raise Unavailable("the sandbox's zygote takes no requests") from None
+            raise Unavailable(f"the sandbox's zygote accepted no request within {SEND_S:g} s") from None
         except OSError as error:
             self._lose()
             raise Unavailable(f"the sandbox's zygote is gone: {error}") from error
@@ -241,7 +241,7 @@ class ZygoteProcess:
             child.pid.cancel()
 
     def _lose(self) -> None:
-        """Nothing will come from it any more."""
+        """Mark the zygote as lost and notify all waiting tasks."""
         if not self.alive:
             return
         self.alive = False
@@ -264,17 +264,17 @@ async def open_zygote(
     landlock: int = MAX_LANDLOCK,
     shell: bool = False,
 ) -> ZygoteProcess:
-    """Starts a zygote.
+    """Start a zygote.
 
     Args:
-        python: the interpreter it runs.
-        folders: what its sandboxes may read beside that interpreter's own.
-        root: an empty folder that it may mount on; it is made here.
-        namespaces: whether to enter namespaces where that is allowed; its tier says what came of it.
-        landlock: the newest version of Landlock to use.
-        shell: whether its sandboxes start programs.
+        python: its interpreter.
+        folders: folders that its sandboxes may read in addition to the interpreter's.
+        root: an empty folder to mount on; it is made here.
+        namespaces: enter namespaces where they are allowed; the zygote's tier gives the result.
+        landlock: newest version of Landlock to use.
+        shell: True if its sandboxes start programs.
 
-    Raises Forbidden where programs cannot be confined, Unavailable saying what is not possible here.
+    Raises Forbidden if programs cannot be confined, Unavailable with the reason if the zygote cannot start.
     """
     await asyncio.to_thread(root.mkdir, parents=True, exist_ok=True)
     why = "namespaces are switched off, or not Linux's"

@@ -1,4 +1,5 @@
-"""Files that one can begin with: submitted as they are, with settings, or changed first (`volley env init --template`).
+"""Template files: submitted unchanged with settings, or edited first (`volley env init --template`).
+
 None of them is imported here: they run in sandboxes, with the packages that they declare.
 """
 
@@ -12,7 +13,7 @@ _FOLDER = Path(__file__).parent
 
 
 def source_of(name: str) -> bytes:
-    """The file of an adapter. Raises NotFound naming those there are."""
+    """Read the file of an adapter. Raises NotFound, which lists the adapters."""
     known = sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem != "__init__")
     if name not in known:
         raise NotFound(f"there is no adapter {name[:80]!r}", f"there are: {', '.join(known)}")

@@ -9,16 +9,16 @@ class Sums:
     splits = {"train": 1000, "eval": 100}  # number of tasks of each split
 
     def reset(self, split, index, seed):
-        """Begins an episode of one task; returns what the model reads first.
+        """Begin an episode of one task; return the text that the model reads first.
 
-        The same (split, index) is the same task everywhere; `seed` is for what is random after it is chosen.
+        The same (split, index) is the same task everywhere; `seed` drives everything random after its choice.
         """
-        task = 2 * index + (split == "eval")  # an evaluation task is never a training task
+        task = 2 * index + (split == "eval")  # no evaluation task is a training task
         self.a, self.b = task // 47, task % 47
         return f"{self.a}+{self.b}="
 
     def step(self, text):
-        """Answers what the model said: (what it reads next, reward, terminated, truncated, info)."""
+        """Answer the model's text with (text it reads next, reward, terminated, truncated, info)."""
         right = text.strip() == str(self.a + self.b)
         return "", float(right), True, False, {"success": right}
 

@@ -2,9 +2,9 @@
 # requires-python = ">=3.12"
 # dependencies = ["textarena==0.7.4", "numpy>=2"]
 # ///
-"""A game of TextArena. The model is one of its players; the others' moves are drawn from those that the game accepts.
+"""A game of TextArena with the model as one player. Other players draw random moves that the game accepts.
 
-Games that download word lists (Wordle, Hangman, …) cannot be played: a sandbox has no network.
+Games that download word lists (Wordle, Hangman, …) cannot be played, because a sandbox has no network.
 """
 
 import copy
@@ -16,8 +16,9 @@ from types import ModuleType
 
 
 class Absent(ModuleType):
-    """In place of packages that TextArena imports for all games: those that use them cannot be played here, and without
-    them an episode begins four times as fast.
+    """Placeholder for packages that TextArena imports for all games.
+
+    Games that use these packages cannot be played here; without the imports an episode begins four times as fast.
     """
 
     __path__ = ()
@@ -36,14 +37,20 @@ for name in ("nltk", "nltk.corpus", "openai", "requests", "websockets"):
 
 import textarena  # noqa: E402
 
-TRIES = 16  # other seeds that are looked at until a start belongs to the split
-MAX_MOVES = 500  # of the others, one after the other
+TRIES = 16  # seeds tried until a start belongs to the split
+MAX_MOVES = 500  # of the other players, in a row
 
 
 class TextArena:
-    """Args: game: an id of TextArena's registry; players: how many; seat: which of them the model is; opponent: the
-    moves that the others draw from, all that stand in square brackets in what they read if it is left out; instruction:
-    a system message; train_tasks, eval_tasks: sizes of the splits.
+    """Environment of one game.
+
+    Args:
+        game: an id in TextArena's registry.
+        players: number of players.
+        seat: the model's number among them.
+        opponent: moves that the other players draw from; by default all text in square brackets in what they read.
+        instruction: a system message.
+        train_tasks, eval_tasks: sizes of the splits.
     """
 
     def __init__(
@@ -64,12 +71,12 @@ class TextArena:
         self.instruction = instruction
 
     def reset(self, split, index, seed):
-        """The start of a task is made from (split, index); `seed` decides what is random after it."""
+        """Begin a task, which (split, index) determines; `seed` drives everything random after its start."""
         for attempt in range(TRIES):
             first = self._start(_number(f"{split}/{index}/{attempt}"))
             if (_number(first) & 1) == (split != "train"):
                 break
-        else:  # all starts read alike: the splits differ in what the game hides
+        else:  # all starts read alike; the splits differ only in the game's hidden state
             first = self._start(_number(f"{split}/{index}/0"))
         _seed(_number(f"{split}/{index}/{seed}"))
         system = [{"role": "system", "content": self.instruction}] if self.instruction else []
@@ -87,9 +94,9 @@ class TextArena:
         mine = game_info[self.seat]
         forfeited = any(game_info[player].get("invalid_move") for player in rewards if player != self.seat)
         reward = rewards[self.seat]
-        if not isinstance(reward, (int, float)):  # some games say why a move was invalid in the reward's place
+        if not isinstance(reward, (int, float)):  # some games put the reason for an invalid move in the reward's place
             reward = -1.0
-        reward = 0.0 if forfeited else float(reward)  # nobody learns from an opponent that cannot play
+        reward = 0.0 if forfeited else float(reward)  # an opponent's forfeit teaches the model nothing
         info = {"success": reward >= 1, "reason": str(mine.get("reason", "")), "forfeited": forfeited}
         return "", reward, True, False, {**info, "error": "invalid_action" if mine.get("invalid_move") else None}
 
@@ -106,17 +113,17 @@ class TextArena:
         return self._news()
 
     def _players(self):
-        """The least number that the game takes."""
+        """Smallest number of players that the game accepts."""
         for players in (1, 2, 3, 4, 5, 6):
             try:
                 textarena.make(self.game).reset(num_players=players, seed=0)
             except (AssertionError, ValueError):
                 continue
             return players
-        raise ValueError(f"players has to be set: {self.game} takes none of 1 to 6")
+        raise ValueError(f"{self.game} accepts none of 1 to 6 players; set players")
 
     def _news(self):
-        """What the model has not read yet; a game that shows itself anew each time is shown whole."""
+        """Text that the model has not read yet; if the game prints itself anew each time, all of it."""
         _, seen = self.env.get_observation()
         seen = seen if isinstance(seen, str) else "\n".join(str(part[1]) for part in seen)
         news = seen.removeprefix(self.read)
@@ -124,16 +131,18 @@ class TextArena:
         return news.strip() or seen.strip()
 
     def _others(self):
-        """Plays until it is the model's turn; whether the game is over."""
+        """Play until it is the model's turn. Returns True if the game is over."""
         for _ in range(MAX_MOVES):
             if self.env.state.done or self.env.state.current_player_id == self.seat:
                 return self.env.state.done
             _, seen = self.env.get_observation()
             self.env.step(action=self._drawn(str(seen)))
-        raise RuntimeError(f"{self.game}: the others' moves lead nowhere; name moves that it accepts in `opponent`")
+        raise RuntimeError(
+            f"{self.game}: the other players used {MAX_MOVES} moves without end; list valid moves in `opponent`"
+        )
 
     def _drawn(self, seen):
-        """A move that the game accepts, found by trying them on a copy of it."""
+        """Draw a move that the game accepts, tried on a copy of it."""
         moves = self.opponent or list(dict.fromkeys(re.findall(r"\[[^\[\]\n]{1,40}\]", seen)))
         random.shuffle(moves)
         drawn, before = random.getstate(), self.env.state
@@ -147,9 +156,9 @@ class TextArena:
 
 
 def _seed(seed):
-    """The games draw from the global generators; a process plays one episode."""
+    """Seed the global generators, from which games draw; a process plays one episode."""
     random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:  # few games use it
+    if (numpy := sys.modules.get("numpy")) is not None:  # few games import it
         numpy.random.seed(seed)
 
 
