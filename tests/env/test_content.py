@@ -68,7 +68,7 @@ async def test_a_file_that_was_replaced_is_refused_with_both_digests(
     old = first["parts"][part]["digest"][:16]
     with pytest.raises(ConfigError, match=f"{kind}: {config[part]} has changed.*it was {old}") as refused:
         await told(open_client, kind, config)
-    assert "put the file back" in refused.value.hint
+    assert "restore the file" in refused.value.hint
     config[part].write_bytes(kept)
     assert await told(open_client, kind, config) == first
 
@@ -119,7 +119,7 @@ async def test_the_version_of_a_package_that_makes_the_tasks_is_recorded(tmp_pat
     assert (first.of("reasoning_gym") or {})["parts"]["package"] == {"source": "reasoning-gym", "digest": version}
     kept = tmp_path / "environments/data.json"
     kept.write_text(kept.read_text(encoding="utf-8").replace(version, "0.0.1"), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"is installed, the run has played it with 0\.0\.1 .*reasoning-gym==0\.0\.1"):
+    with pytest.raises(ConfigError, match=r"is installed, but the run began with 0\.0\.1 .*reasoning-gym==0\.0\.1"):
         await record_in(tmp_path).ensure(entry)
 
 

@@ -95,5 +95,5 @@ def test_a_library_that_is_not_installed_is_named() -> None:
 
 def test_a_wait_for_a_free_process_is_told_apart_from_a_failure() -> None:
     pool = GradingPool("tests.env.grading_library", n_processes=0, wait_s=0.0)
-    with pytest.raises(GradingBusy, match="every process that grades is busy"):
+    with pytest.raises(GradingBusy, match="all grading processes are busy"):
         pool.grade("anything")

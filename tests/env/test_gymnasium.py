@@ -88,9 +88,9 @@ def test_without_a_table_there_is_no_demonstration() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"id": "Nowhere-v0"}, "does not make Nowhere-v0"),
-        ({"id": "Taxi-v3"}, "does not make Taxi-v3 .*Taxi-v4"),
-        ({"make": {"colour": 1}}, "does not make Taxi-v4 with .*colour"),
+        ({"id": "Nowhere-v0"}, "cannot make Nowhere-v0"),
+        ({"id": "Taxi-v3"}, "cannot make Taxi-v3 .*Taxi-v4"),
+        ({"make": {"colour": 1}}, "cannot make Taxi-v4 with .*colour"),
         ({"id": "CartPole-v1"}, "CartPole-v1 observes Box"),
         ({"id": "Pendulum-v1"}, "Pendulum-v1 has actions of Box"),
         ({"actions": ("a", "b")}, "has 6 actions, and actions names 2"),

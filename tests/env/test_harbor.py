@@ -216,7 +216,7 @@ async def test_nothing_that_tests_find_beside_the_work_is_the_models(client: htt
     row = await taken(client, *folders)
     checks = {check["name"]: check["detail"] for check in row["report"]["checks"]}
     assert row["state"] == "active", (row["why"], row["report"])
-    assert f"{len(FORGED)} solutions give 1, and nothing done gives less" in checks["solutions"]
+    assert f"{len(FORGED)} solutions give 1, and idle episodes less" in checks["solutions"]
     got: dict[str, float] = {}
     for number, (name, (_, command)) in enumerate(FORGED.items()):
         one = await begin(client, index=number)
@@ -274,7 +274,7 @@ async def test_limits_of_commands_and_tests(client: httpx.AsyncClient) -> None:
     assert "more memory than there is" in await one.run(f"{hungry} & {hungry} & wait")
     await one.run("touch hungry")
     last = await one.say("Done.")
-    told = "the tests were ended: its processes together needed more memory than there is"
+    told = "the tests were killed: its processes together needed more memory than there is"
     assert (last["reward"], last["info"]["verifier"]) == (0.0, told)
 
 
@@ -283,9 +283,9 @@ WRITTEN = [
     ('{"score": 0.5}', 0.5, None),
     ('{"reward": true}', 1.0, None),
     ('{"reward": 0.5, "\\ud800": 0}', 0.5, None),
-    ('{"a": 1, "b": 1}', 0.0, "none is called reward"),
-    ('{"reward": "1"}', 0.0, "something else than finite numbers"),
-    ('{"reward": NaN}', 0.0, "something else than finite numbers"),
+    ('{"a": 1, "b": 1}', 0.0, "none named reward"),
+    ('{"reward": "1"}', 0.0, "values that are not finite numbers"),
+    ('{"reward": NaN}', 0.0, "values that are not finite numbers"),
     ("{", 0.0, "no JSON"),
 ]
 
@@ -306,9 +306,9 @@ async def test_rewards_of_reward_json(client: httpx.AsyncClient) -> None:
 REJECTED = {
     "solves nothing": ({"solution/solve.sh": "#!/bin/bash\ntrue\n"}, "the tests give 0 after solution/solve.sh"),
     "needs a program": ({"solution/solve.sh": "no-such-program > total.txt\n"}, "the tests give 0 after"),
-    "is solved before": ({"tests/check.sh": "true\n"}, "give 1 where nothing was done"),
+    "is solved before": ({"tests/check.sh": "true\n"}, "give 1 after an idle episode"),
     "judges nothing": ({"tests/test.sh": "#!/bin/bash\ntrue\n"}, "wrote neither reward.txt nor reward.json"),
-    "gives no number": ({"tests/test.sh": "echo good > /logs/verifier/reward.txt"}, "else than finite numbers"),
+    "gives no number": ({"tests/test.sh": "echo good > /logs/verifier/reward.txt"}, "not finite numbers"),
 }
 
 
@@ -342,7 +342,7 @@ async def test_refusals_are_answered(client: httpx.AsyncClient) -> None:
     answer = await submit(client, zipped(("mine", sum_task(**dockerfile("RUN make")))))
     assert (answer.status_code, "the task mine: environment/Dockerfile, line 2: RUN" in answer.text) == (422, True)
     only_held_out = await submit(client, zipped(("eval/a", sum_task()), ("eval/b", sum_task(2))))
-    assert (only_held_out.status_code, "none is left to train on" in only_held_out.text) == (422, True)
+    assert (only_held_out.status_code, "there are none to train on" in only_held_out.text) == (422, True)
 
 
 def test_settings_are_checked() -> None:

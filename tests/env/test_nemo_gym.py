@@ -150,7 +150,7 @@ async def test_a_server_that_dies_or_is_started_again_loses_its_episodes_and_giv
         assert (await client.get("/environments")).json()["environments"][-1]["trouble"]
         with serving(port):
             lost = await client.post(paths[1], json=said)
-            assert (lost.status_code, "it was started again" in lost.json()["detail"]) == (503, True), lost.text
+            assert (lost.status_code, "it has restarted" in lost.json()["detail"]) == (503, True), lost.text
             assert (await converse(client, [CALL % 1, "Done."], index=0))[-1]["reward"] == 1.0
             assert (await client.get("/environments")).json()["environments"][-1]["trouble"] is None
 
@@ -159,7 +159,7 @@ async def test_a_server_that_dies_or_is_started_again_loses_its_episodes_and_giv
     ("mode", "check", "detail"),
     [
         ("head", "reachable", "declares neither /seed_session and /verify nor /reset and /step"),
-        ("nan", "episodes", "the server's reward a lot is no finite number"),
+        ("nan", "episodes", "the server's reward a lot is not a finite number"),
         ("text", "episodes", "/verify is not valid JSON"),
         ("refuse", "episodes", "answered /verify with 422"),
         ("slow", "episodes", "took longer than 1 s"),
@@ -180,7 +180,7 @@ async def test_a_server_that_cannot_be_played_is_rejected(
     ("change", "detail"),
     [
         ({"tasks": {}}, "tasks: there are none"),
-        ({"tasks": {"train": "\n"}}, "tasks.train: there is no line in it"),
+        ({"tasks": {"train": "\n"}}, "tasks.train: there are no lines"),
         (
             {"tasks": {"train": '{"responses_create_params": {"input": "x"}}\n{"a": 1'}},
             "tasks.train: line 2: it is not",
@@ -189,7 +189,7 @@ async def test_a_server_that_cannot_be_played_is_rejected(
         ({"tasks": {"../x": "{}"}}, "named by letters"),
         ({"tasks": {"train": ["x"]}}, "tasks.train"),
         ({"config": {"agent": "simple_agent"}}, "unknown field agent"),
-        ({"protocol": "openenv"}, "the protocol openenv takes none"),
+        ({"protocol": "openenv"}, "the protocol openenv accepts none"),
         ({"tasks": {"train": "x" * (5 * 2**20)}}, "at most"),
     ],
 )

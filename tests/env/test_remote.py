@@ -150,9 +150,9 @@ async def test_what_the_model_got_wrong_is_told_to_it(open_client: OpenClient, o
     ("mode", "config", "check", "detail"),
     [
         ("full", {}, "reachable", "config.max_sessions"),
-        ("odd", {}, "reachable", "no frame of OpenEnv"),
+        ("odd", {}, "reachable", "not an OpenEnv frame"),
         ("slow", {}, "episodes", "step took longer than 1 s"),
-        ("", {"observation": "board.ascii"}, "reachable", "config.observation names the path"),
+        ("", {"observation": "board.ascii"}, "reachable", "correct the path in config.observation"),
     ],
 )
 async def test_a_server_that_cannot_be_played_is_rejected(

@@ -522,7 +522,7 @@ async def test_a_file_of_the_configuration_is_there_when_the_service_is(
     async with open_client(**settings) as client:
         assert (await client.get("/environments/mine-1")).json()["versions"][0]["state"] == "active"
     shutil.rmtree(tmp_path / "environments")
-    with pytest.raises(ConfigError, match="is not any more what the run's configuration was made with"):
+    with pytest.raises(ConfigError, match="has changed since the run's configuration was made"):
         async with open_client(**settings):
             pass
 

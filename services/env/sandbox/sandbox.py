@@ -203,7 +203,7 @@ class Sandbox:
             done, _ = await asyncio.wait([end], timeout=timeout_s)
             if done:
                 return end.result()
-            self.end("protocol", "it closed its channel and kept running")
+            self.end("protocol", "it closed its channel and went on")
         _log.error("killed sandbox does not end", sandbox=self.number, pid=self.pid)
         return ProcessEnd(error="its process does not end")
 
@@ -245,7 +245,7 @@ class LogPipe(asyncio.Protocol):
 def _cause(end: ProcessEnd, limits: SandboxLimits) -> tuple[Why, str]:
     """Cause of an end that the service did not request."""
     if end.status is None:
-        return "crash", end.error or "its process ended for an unknown reason"
+        return "crash", end.error or "nobody knows how its process ended"
     code = os.waitstatus_to_exitcode(end.status)
     if code >= 0:
         return "crash", f"its process ended by itself with exit code {code}"

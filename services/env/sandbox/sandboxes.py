@@ -255,13 +255,13 @@ class Sandboxes:
         most = workspace.MAX_FILES_PER_MB * limits.disk_mb
         used, entries = await asyncio.to_thread(workspace.usage, sandbox.tmp, most)
         if used > limits.disk_mb * 2**20:
-            sandbox.end("output", f"its files use more than {limits.disk_mb} MiB")
+            sandbox.end("output", f"its files take more than {limits.disk_mb} MiB")
         elif entries >= most:
             sandbox.end("output", f"it made more than {most} files")
         elif not sandbox.zygote.tier.bounds_threads:
             n = await asyncio.to_thread(_n_threads, sandbox.pid)
             if n > limits.threads:
-                sandbox.end("refused", f"it had {n} threads; the limit is {limits.threads}")
+                sandbox.end("refused", f"it had {n} threads; {limits.threads} are allowed")
 
     async def _close_all(self) -> None:
         for sandbox in list(self._running.values()):

@@ -185,19 +185,19 @@ async def _check_play(backend: SubmittedBackend, findings: _Findings) -> None:
         findings.checks.append(failed.check)
         return
     slowest = max(findings.reset_s, findings.step_s)
-    told = f"the slowest reset took {findings.reset_s:.3f} s, the slowest step {findings.step_s:.3f} s"
+    summary = f"the slowest reset took {findings.reset_s:.3f} s, the slowest step {findings.step_s:.3f} s"
     most = COMMAND_S + GRADE_S if isinstance(backend, HarborBackend) else MAX_CALL_S
     if slowest > most:
-        findings.failed("time", told, f"a call may take {most:g} s while it is validated")
+        findings.failed("time", summary, f"a call may take {most:g} s while it is validated")
     else:
-        findings.passed("time", told)
+        findings.passed("time", summary)
     low, high = min(findings.rewards, default=0.0), max(findings.rewards, default=0.0)
-    told = f"from {low:g} to {high:g} in {findings.n_episodes} episodes, all finite"
+    summary = f"from {low:g} to {high:g} in {findings.n_episodes} episodes, all finite"
     if low == high and backend.has_demonstration:
         findings.warnings.append(f"every reward was {low:g}: if all answers get the same reward, nothing is learnt")
     elif low == high:
-        told += "; the replies of the validation know nothing of the task, a demonstration would show more"
-    findings.passed("rewards", told)
+        summary += "; the replies of the validation know nothing of the task, a demonstration would show more"
+    findings.passed("rewards", summary)
 
 
 def _raise_if_ours(error: VolleyError, backend: SubmittedBackend) -> None:
@@ -230,11 +230,11 @@ async def _check_episodes(backend: SubmittedBackend, findings: _Findings) -> Non
     if not any(play.results and play.results[-1].over for pair in pairs for play in pair):
         findings.warnings.append(f"no episode ended within {_MAX_STEPS} steps; the run's max_turns will end them")
     findings.passed("episodes", f"{2 * len(pairs)} episodes of {steps} steps, none failed")
-    told = f"{len(pairs) - len(differ)} of {len(pairs)} tasks gave equal results when played twice"
+    summary = f"{len(pairs) - len(differ)} of {len(pairs)} tasks gave equal results when played twice"
     if differ:
-        findings.warnings.append(f"the server is not reproducible: {told}; {differ[0]}. {_REMOTE_SEEDS}")
+        findings.warnings.append(f"the server is not reproducible: {summary}; {differ[0]}. {_REMOTE_SEEDS}")
     else:
-        findings.passed("determinism", f"{told} under the same seed")
+        findings.passed("determinism", f"{summary} under the same seed")
 
 
 _REMOTE_SEEDS = "Episodes of one group may then have different tasks, and no episode can be replayed"
@@ -289,12 +289,12 @@ async def _check_disjoint_splits(backend: SubmittedBackend, findings: _Findings)
         return
     for (split, index), digest in held_out:
         if digest in seen:
-            told = f"{split}/{index} begins exactly like {seen[digest][0]}/{seen[digest][1]}"
+            summary = f"{split}/{index} begins exactly like {seen[digest][0]}/{seen[digest][1]}"
             if backend.is_remote:
-                findings.warnings.append(f"{told}: evaluation may include training tasks")
+                findings.warnings.append(f"{summary}: evaluation may include training tasks")
                 return
             hint = "make tasks from (split, index) such that no evaluation task is a training task"
-            raise _Failed("disjoint splits", told, hint)
+            raise _Failed("disjoint splits", summary, hint)
     findings.passed(
         "disjoint splits", f"{len(held_out)} evaluation tasks of {len(wanted)} opened tasks overlap no training task"
     )
@@ -313,10 +313,10 @@ async def _check_demonstrations(backend: SubmittedBackend, findings: _Findings) 
             play = await _play(backend, findings, split, index, lambda step, says=says: says[step], len(says))
             solved = bool(play.results) and play.results[-1].info.success
             if solved != shown.success:
-                told = "solves its task" if shown.success else "does not solve its task"
+                summary = "solves its task" if shown.success else "does not solve its task"
                 raise _Failed(
                     "demonstrations",
-                    f"the demonstration of {split}/{index} says that it {told}, but playing it gives the opposite",
+                    f"the demonstration of {split}/{index} says that it {summary}, but playing it gives the opposite",
                     "its assistant messages, given to step one by one, must end with info['success'] as it says",
                 )
     findings.passed("demonstrations", "played to the end they promise")

@@ -128,7 +128,7 @@ def test_two_blocks():
 def test_the_python_a_file_wants():
     check_python(">=3.10", (3, 12, 1))
     check_python("", (3, 12, 1))
-    with pytest.raises(InputError, match=r"requires Python >=3.13, and sandboxes have 3.12.1"):
+    with pytest.raises(InputError, match=r"requires Python >=3.13; sandboxes have 3.12.1"):
         check_python(">=3.13", (3, 12, 1))
     with pytest.raises(InputError, match="not a version specifier"):
         check_python(">=" + "9" * 5000, (3, 12, 1))

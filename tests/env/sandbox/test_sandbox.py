@@ -188,7 +188,7 @@ async def test_episodes_as_objects(sandboxes: Sandboxes):
     assert (first.task, first.messages[0]["content"]) == ("eval-3", "guess 3")
     assert first.tools == [{"type": "function", "function": {"name": "look"}}]
     assert (await said(sandbox, "x")).info.success
-    with pytest.raises(SandboxFailed, match="never reset, or it is over") as over:
+    with pytest.raises(SandboxFailed, match="the episode is over") as over:
         await said(sandbox, "x")
     assert over.value.alive
     await sandbox.close()
@@ -296,7 +296,7 @@ async def test_an_exception_names_the_author_s_line_and_leaves_the_sandbox_alive
         ("'', 1e7, True, False, {}", "reward is 10000000.0; it must be finite and at most"),
         ("'', 'much', True, False, {}", "reward must be a number, not str"),
         ("'', 1.0, True, False", "five|step must return"),
-        ("'', 1.0, False, False, {}", "returned no observation, though the episode goes on"),
+        ("'', 1.0, False, False, {}", "returned no observation although the episode continues"),
         ("7, 1.0, True, False, {}", "must be a text or a list of chat messages, not int"),
         ("[{'role': 'robot', 'content': ''}], 1.0, True, False, {}", r"\[0\] has the role 'robot'"),
         ("'', 1.0, True, False, {'reward_components': {'a': 2}}", "sums to 2, and the reward is 1"),

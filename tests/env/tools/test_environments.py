@@ -116,7 +116,7 @@ async def test_an_environment_with_tools_of_its_own_takes_no_others(
         body = {"request_id": "1", "env": "gsm8k", "split": "train", "index": 0}
         answer = await client.post("/episodes", json=body)
         assert answer.status_code == 422
-        assert "gsm8k has tools of its own" in answer.text
+        assert "gsm8k already has tools" in answer.text
 
 
 async def test_variants_may_have_tools_that_reach_nothing(open_client: OpenClient, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ async def test_variants_may_have_tools_that_reach_nothing(open_client: OpenClien
             {"tools": [{"workspace": {"files": {"a": "", "b": ""}, "max_files": 1}}]},
             "workspace.files: there are 1 files",
         ),
-        ({"tool_use": {"max_turns": 3}}, "tool_use says how tools are used, and there are none"),
+        ({"tool_use": {"max_turns": 3}}, "tool_use is set but tools is empty"),
         ({"tools": "python"}, "tools: input should be a valid tuple"),
         ({"tool_use": {"format": "xml"}}, "tool_use.format: input should be 'auto', 'hermes'"),
         ({"tool_use": {"turns": 3}}, "unknown setting tool_use.turns (there are: format, max_turns"),

@@ -279,6 +279,6 @@ async def test_an_episode_that_is_deleted_during_its_calls_leaves_no_sandbox(
     await asyncio.sleep(0)
     await asyncio.gather(starting.close(), tools.close())
     for answers in (work, first):
-        with pytest.raises(Conflict, match="was deleted while its tools were at work"):
+        with pytest.raises(Conflict, match="was deleted during a tool call"):
             await answers
     assert telemetry.REGISTRY.get_sample_value("volley_env_sandboxes") == before

@@ -316,10 +316,12 @@ class NemoGymEpisode:
         answer = await self._backend.ask(self._client, "/step", sent)
         reward, terminated, truncated = _reward(answer), bool(answer.get("terminated")), bool(answer.get("truncated"))
         self._total += reward
-        told: Mapping[str, Any] = found if isinstance(found := answer.get("info"), dict) else {}
-        messages = [*_outputs(told, ids), *_observed(answer)]
+        findings: Mapping[str, Any] = found if isinstance(found := answer.get("info"), dict) else {}
+        messages = [*_outputs(findings, ids), *_observed(answer)]
         over = terminated or truncated or self._turns >= self._backend.config.max_turns
-        info = Info({"reward": reward}, over and self._success(told, self._total), None, {"step_info": _plain(told)})
+        info = Info(
+            {"reward": reward}, over and self._success(findings, self._total), None, {"step_info": _plain(findings)}
+        )
         nothing = () if over else (user(""),)
         return StepResult(tuple(messages) or nothing, reward, terminated, over and not terminated, info)
 
@@ -352,9 +354,9 @@ class NemoGymEpisode:
         reply = await self._backend.exchange(self._client, "POST", f"/{call.name}", call.arguments or {})
         return reply.content.decode("utf-8", "replace"), reply.status < 300
 
-    def _success(self, told: Mapping[str, Any], reward: float) -> bool:
+    def _success(self, findings: Mapping[str, Any], reward: float) -> bool:
         path = self._backend.config.success
-        return bool(at_path(told, path)) if path else reward >= 1.0
+        return bool(at_path(findings, path)) if path else reward >= 1.0
 
 
 def _reward(answer: Mapping[str, Any]) -> float:
@@ -367,16 +369,16 @@ def _reward(answer: Mapping[str, Any]) -> float:
     return float(value)
 
 
-def _plain(told: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(findings: Mapping[str, Any]) -> dict[str, Any]:
     """Part of a server's findings that is returned with the episode: numbers, flags and short texts."""
-    short = {key: value for key, value in told.items() if not isinstance(value, str) or len(value) <= _MAX_TOLD}
+    short = {key: value for key, value in findings.items() if not isinstance(value, str) or len(value) <= _MAX_TOLD}
     kept = {key: value for key, value in short.items() if value is None or isinstance(value, bool | int | float | str)}
     return dict(list(kept.items())[:_MAX_FIELDS])
 
 
-def _outputs(told: Mapping[str, Any], ids: Sequence[str]) -> list[Message]:
+def _outputs(findings: Mapping[str, Any], ids: Sequence[str]) -> list[Message]:
     """Outputs of a turn's calls, in the order of the calls."""
-    found = told.get("tool_outputs")
+    found = findings.get("tool_outputs")
     rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
     place = {call_id: number for number, call_id in enumerate(ids)}
     rows.sort(key=lambda row: place.get(str(row.get("call_id")), len(ids)))

@@ -48,11 +48,11 @@ def _plain(value, other, depth=0):
     return other(value)
 
 
-def _value(told, other):
+def _value(encoded, other):
     """Decode a value of `_plain`; `other` decodes unknown tags from (tag, body)."""
-    if not isinstance(told, dict):
-        return told
-    ((tag, body),) = told.items()
+    if not isinstance(encoded, dict):
+        return encoded
+    ((tag, body),) = encoded.items()
     if tag == "d":
         return {_value(k, other): _value(v, other) for k, v in body}
     if tag in ("l", "t", "s", "f"):

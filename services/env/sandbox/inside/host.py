@@ -139,7 +139,7 @@ class Host:
         try:
             one.put(files, removed, received)
         except OSError as error:
-            raise Refused(f"a file of the workspace cannot be written: {error.strerror}") from None
+            raise Refused(f"a file of the workspace cannot be put in its place: {error.strerror}") from None
         self._cache_source(source, "program.py")
         printed = self._printed(lambda: one.run(source, seed, cpu_s), "", max_output)
         return {**printed, **one.changed(max_bytes)}
@@ -236,7 +236,7 @@ def serve(channel: int, limits: dict[str, Any]) -> None:
         except BaseException:  # noqa: BLE001 - even reporting it failed
             os._exit(70)
         if len(data) > limits["frame_bytes"]:
-            what = f"the answer has {len(data)} bytes; the limit is {limits['frame_bytes']}"
+            what = f"the answer has {len(data)} bytes; at most {limits['frame_bytes']} are taken"
             data = json.dumps({"id": request["id"], "error": {"why": "output", "detail": what}}).encode()
         _write(channel, _FRAME.pack(len(data)) + data)
     os._exit(0)

@@ -44,7 +44,7 @@ async def read_answer(reader: asyncio.StreamReader, number: int, most: int) -> A
     """
     (length,) = _HEAD.unpack(await reader.readexactly(_HEAD.size))
     if length > most:
-        raise SandboxFailed(f"an answer of {length} bytes was announced; the limit is {most}", why="output")
+        raise SandboxFailed(f"an answer of {length} bytes was announced; at most {most} are taken", why="output")
     return _result(await reader.readexactly(length), number)
 
 
@@ -60,7 +60,7 @@ def _result(body: bytes, number: int) -> Any:
         case {"id": int(found), "error": {"why": str(why), "detail": str(detail)}} if found == number:
             raise SandboxFailed(_shown(detail[:MAX_DETAIL]), why=_valid_reason(why), alive=why in _REPORTABLE)
         case _:
-            raise _broken("the frame is not an answer to the request")
+            raise _broken("what came is not the answer to the request")
 
 
 def _valid_reason(why: str) -> Why:
