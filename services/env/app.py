@@ -132,7 +132,7 @@ def open_catalogue(
 
 
 async def submit_configured(submissions: Submissions, full_name: str, source: ConfiguredSource) -> None:
-    """Submit an environment that the configuration names by file, or load the version stored when the run began.
+    """Submit an environment that the configuration names by file.
 
     Raises ConfigError, Unavailable.
     """

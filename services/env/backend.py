@@ -99,7 +99,7 @@ class Backend(Protocol):
 
 
 class KnownSplits:
-    """Mixin for a backend whose numbers of tasks per split, `splits_of`, are known in advance.
+    """Mixin for a backend with known numbers of tasks, `splits_of`.
 
     A subclass sets `name` and `splits_of`.
     """

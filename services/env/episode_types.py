@@ -111,7 +111,7 @@ class DatabaseEpisode(Episode, Protocol):
 
 
 class AsyncEpisode(Protocol):
-    """An episode whose step is a coroutine on the event loop, for steps that wait instead of computing."""
+    """An episode whose step is a coroutine, for steps that only wait."""
 
     @property
     def opening(self) -> tuple[Message, ...]: ...
@@ -174,7 +174,7 @@ def check_task(env: str, counts: Mapping[str, int], split: str, index: int) -> N
 
 
 def fingerprint(message: Message) -> str:
-    """Digest of a message, which tells a repeated request from another one with the same id."""
+    """Digest of a message, to compare requests with the same id."""
     try:
         content = orjson.dumps(message, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # a lone surrogate, or an integer beyond 64 bits: orjson cannot write either

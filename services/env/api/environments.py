@@ -81,7 +81,7 @@ async def list_environments(request: Request) -> Response:
     openapi_extra=declares(body=SubmitBody, answer=Described, statuses=(200, 201, 202)),
 )
 async def submit_environment(request: Request) -> Response:
-    """Submit an environment for validation (202), or add a configured variant of a built-in one.
+    """Submit an environment (202), or add a variant of a built-in one.
 
     Forms of a submission: a Python file (its text as the body with Content-Type text/x-python and `?name=`, or `{name,
     source}`); a zip file or wheel (application/zip), also of Harbor task folders; a remote environment (`{name, url,
@@ -113,7 +113,7 @@ async def replace_environment(request: Request, name: str) -> Response:
 
 @router.get("/environments/{name}", openapi_extra=declares(answer=VersionsShown))
 async def show_environment(request: Request, name: str) -> Response:
-    """Show the versions of a submitted environment, or the one `NAME@VERSION`, with history and validation report."""
+    """Show the versions of a submitted environment, or the one `NAME@VERSION`."""
     state = state_of(request)
     rows = [
         {
@@ -172,7 +172,7 @@ def _is_file(request: Request) -> bool:
 
 
 async def _file(request: Request, name: str | None = None) -> Submission:
-    """Read a submission with the file as the body and the rest in the query.
+    """Read a submission from the body (the file) and the query.
 
     Args:
         name: the name in the path, if it has one.

@@ -118,7 +118,7 @@ async def show_task(request: Request, env: EnvName) -> Response:
 
 @router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=declares(body=TaskBody, answer=Shown))
 async def demonstrate(request: Request, env: EnvName) -> Response:
-    """Show a demonstration of one task, whether it solves the task, and the tools of its episodes.
+    """Show a demonstration of one task, with its success and tools.
 
     The conversation ends with the assistant's last message.
     """

@@ -57,7 +57,7 @@ async def call_tool(request: Request, name: str) -> Response:
 
 @asynccontextmanager
 async def _opened(state: EnvState, env: str | None, seed: int) -> AsyncIterator[tuple[EpisodeTools, ToolUse]]:
-    """Open an environment's tools, or the tools of any environment, for one episode, with a deadline.
+    """Open the tools of an environment for one episode, with a deadline.
 
     Raises NotFound, RateLimited, Unavailable.
     """

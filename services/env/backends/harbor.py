@@ -234,7 +234,7 @@ class HarborEpisode:
             return await self._stepped(message)
 
     async def finish(self) -> StepResult:
-        """Grade the task as it stands, because the client has no more turns or context for it."""
+        """Grade the task as it stands, because its client stops."""
         with call_seconds(self._backend.name, "step").time():
             return await self._judged((), None, truncated=True)
 

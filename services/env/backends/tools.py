@@ -138,7 +138,7 @@ class ToolEpisode:
 def _describe_in_messages(
     messages: tuple[Message, ...], tools: Sequence[ToolDescription], use: ToolUse
 ) -> tuple[Message, ...]:
-    """The messages, with the tools described in a system message if the settings ask for it."""
+    """Messages with the tools described in a system message, if configured."""
     if not use.describe:
         return messages
     described = describe_tools(tools, use.format)

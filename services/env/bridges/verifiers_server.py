@@ -2,7 +2,7 @@
 # requires-python = ">=3.12,<3.14"
 # dependencies = ["verifiers==0.1.6.post0", "msgpack"]
 # ///
-"""Serve an environment of the package `verifiers` to Volley, from its own process and virtual environment.
+"""Serve an environment of the package `verifiers` to Volley, as a separate process.
 
     uv run --with my-environment FILE.py my_environment --port 8300
     volley's env service: POST /environments {"name": …, "url": "http://127.0.0.1:8300", "protocol": "volley",
@@ -187,7 +187,7 @@ class Server:
         return self.splits[split]
 
     def _task(self, body):
-        """Readable id of a task, and its row as the package's own `generate` prepares it."""
+        """Readable id of a task, and its row as `generate` prepares it."""
         rows, index = self._split(body), body.get("index")
         if type(index) is not int or not 0 <= index < len(rows):
             raise Refused(404, "NotFound", f"{body['split']} has no task {index}; indices run to {len(rows) - 1}")

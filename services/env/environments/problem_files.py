@@ -17,7 +17,7 @@ _expected = dict[Path, str]()
 
 
 def expect(digests: Mapping[str, str]) -> None:
-    """From now on, read a file in `digests` (blake3 in hex, by path) only if it has that digest."""
+    """Set expected digests (blake3 in hex, by path); other content is not read."""
     _expected.update({Path(path): found for path, found in digests.items()})
 
 

@@ -1,4 +1,4 @@
-"""SQLite's date and time functions with a fixed clock, so that equal queries give equal rows."""
+"""SQLite's date and time functions with a fixed clock. Equal queries give equal rows."""
 
 from __future__ import annotations
 

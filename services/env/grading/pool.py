@@ -1,4 +1,4 @@
-"""Grading processes for the environments of one library, started on the first call and few in number.
+"""A few grading processes for the environments of one library.
 
 Library code that is heavy, has global state, or evaluates model-written text runs there and not in the service
 (`worker.py`). A process that misses its deadline is killed, and the next call starts another.

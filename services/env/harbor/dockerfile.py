@@ -158,7 +158,7 @@ class _Build:
                 self._put(f"{target}/{path.name}" if into else target, path)
 
     def _is_folder(self, target: str) -> bool:
-        """True if the target is a folder by now, possibly only as the parent of a file."""
+        """True if the target is a folder by now, perhaps a file's parent."""
         below = target.rstrip("/") + "/"
         return target in self.folders or any(path.startswith(below) for path in (*self.folders, *self.files))
 

@@ -131,7 +131,7 @@ def is_task_archive(top: Path) -> bool:
 
 
 def read_tasks(top: Path) -> Mapping[str, Sequence[HarborTask]]:
-    """Read the tasks of an unpacked archive by split, in the order of their names. Blocks on disk.
+    """Read the tasks of an unpacked archive by split, sorted by name. Blocks on disk.
 
     Raises InputError naming the task and its unsupported part.
     """

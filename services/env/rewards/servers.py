@@ -1,4 +1,4 @@
-"""Clients of reward servers, with bounds on concurrent requests and on a run's requests and tokens.
+"""Clients of reward servers, with bounds on concurrency, requests and tokens.
 
 Invariants: of equal questions one is sent; a sent question is awaited and its answer stored even if no caller waits any
 more, unless the service ends first; a call waits at most WAIT_S, then the caller is told to repeat it.

@@ -1,4 +1,4 @@
-"""Answers of judges and reward services, and their costs, in an SQLite file in the run's folder.
+"""SQLite file of the answers of judges and reward services, and their costs.
 
 Invariant: an answer is on disk before it is used, so that no process repeats the question.
 """

@@ -78,7 +78,7 @@ class Sandbox:
         return self._ended_for is None and self._process is not None and not self._process.end.done()
 
     async def call(self, method: str, params: dict[str, Any], deadline_s: float) -> Any:
-        """Call a method and return its JSON value, which the caller checks before using it.
+        """Call a method and return its unchecked JSON value.
 
         Raises SandboxFailed, and InputError if `params` are not JSON. An exception in the code leaves the sandbox
         alive; any other failure, including a deadline or a cancelled call, kills it.
@@ -191,7 +191,7 @@ class Sandbox:
         return SandboxFailed(f"{method}: {detail}", why=why)
 
     async def _end(self) -> ProcessEnd:
-        """Wait for the end of the process, and kill it if it only closed its channel.
+        """Wait for the process; kill it if it only closed its channel.
 
         A process that survives the kill (it may wait for a disk) is abandoned; its number stays reserved until it is
         gone.

@@ -106,7 +106,7 @@ class Sandboxes:
         await self._stack.aclose()
 
     async def _make_own_folder(self) -> None:
-        """Make the private folder of this process, again if a cleaner of temporary files has removed it."""
+        """Make this process's private folder, again if a cleaner has removed it."""
         async with self._remaking:
             if self._lock is not None:
                 if _is_at(self._lock, self.folder):

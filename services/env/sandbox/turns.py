@@ -107,7 +107,7 @@ class Turns[T: TurnTaker]:
 
 
 def n_processors() -> int:
-    """Number of processors that this process may use, by its affinity and its container's quota."""
+    """Number of usable processors, by affinity and container quota."""
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):  # "max" means no quota
         quota, period = map(int, _QUOTA.read_text(encoding="utf-8").split())

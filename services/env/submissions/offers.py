@@ -128,7 +128,7 @@ class Offers:
         return seen.rates.describe() if seen is not None else []
 
     def log(self, version: SubmittedVersion) -> str:
-        """Recent output and failures of a version's episodes, or else the output of its validation."""
+        """Recent output and failures of a version, or its validation's output."""
         lines = self._logs.get(version.full_name)
         return "\n".join(lines) if lines else version.report.log if version.report else ""
 

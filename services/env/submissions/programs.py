@@ -32,7 +32,7 @@ MAIN, ARCHIVE = "environment.py", "environment.zip"
 
 @dataclass(frozen=True, slots=True)
 class CheckedSource:
-    """Files to store, by name, and the protocol if it is known without running the code."""
+    """Files to store, by name, and the protocol if it is already known."""
 
     files: Mapping[str, bytes]
     protocol: str = ""

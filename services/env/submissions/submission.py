@@ -76,7 +76,7 @@ def check_size(content: bytes, *, archive: bool) -> None:
 
 
 async def check_admission(wanted: Submission, sandboxes: Sandboxes, unsandboxed: Collection[str]) -> Submission:
-    """Check that a submission may run on this machine, and read a remote environment's tasks.
+    """Check that a submission may run here, and validate remote tasks.
 
     Args:
         unsandboxed: names that may be submitted on a machine without an adequate sandbox.

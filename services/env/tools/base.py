@@ -77,7 +77,7 @@ class Arguments(BaseModel):
 
 
 def describe(name: str, description: str, arguments: type[Arguments]) -> ToolDescription:
-    """Describe a tool whose arguments are a model, with a schema short enough for prompts."""
+    """Describe a tool by its arguments' model, with a short schema."""
     schema = arguments.model_json_schema()
     properties = {
         key: {name: part for name, part in value.items() if name not in ("title", "maxLength")}

@@ -1,4 +1,4 @@
-"""Tools of Model Context Protocol servers, on a connection for each episode or one shared by all.
+"""Tools of Model Context Protocol servers, with shared or separate connections.
 
 The servers are external: their answers need not be reproducible, and their state may outlive an episode. Invariant: a
 connection lives in its own task, whose failure affects nothing else.

@@ -1,4 +1,4 @@
-"""Connection to a Model Context Protocol server through its official package, imported on first use.
+"""Connection to a Model Context Protocol server through its official package.
 
 A stdio server is a program of the operator's choice, and runs with the service's rights: with HOME, PATH and the
 configured variables, and nothing else of the service's environment.

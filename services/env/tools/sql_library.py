@@ -127,7 +127,7 @@ def _statements(script: str) -> Iterator[str]:
 
 
 def _result(cursor: sqlite3.Cursor, max_rows: int) -> str:
-    """Rows of a statement under their column names, or the number of rows that it changed."""
+    """Rows of a statement under their column names, or its row count."""
     if cursor.description is None:
         return f"{cursor.rowcount} rows changed" if cursor.rowcount >= 0 else "done"
     rows = cursor.fetchmany(max_rows + 1)

@@ -185,7 +185,7 @@ class WorkerPool:
         self._digests: Mapping[str, str] = {}
 
     def expect(self, digests: Mapping[str, str]) -> None:
-        """Make processes that start from now on read data files only with these digests, by path."""
+        """Set the digests of data files, by path, for processes started later."""
         self._digests = dict(digests)
 
     async def __aenter__(self) -> Self:

@@ -333,7 +333,7 @@ class NemoGymEpisode:
         return ids
 
     async def _called(self, calls: Sequence[ToolCall], ids: Sequence[str]) -> tuple[tuple[Message, ...], bool]:
-        """Answers to the calls of a message, and True if all of them were carried out."""
+        """Answers to a message's calls, and True if all were carried out."""
         answers, all_ok = list[Message](), True
         for number, (call, call_id) in enumerate(zip(calls, ids, strict=True)):
             text, done = await self._call(call) if number < MAX_CALLS else (f"error: at most {MAX_CALLS} calls", False)

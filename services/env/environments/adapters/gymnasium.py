@@ -1,4 +1,4 @@
-"""Gymnasium environments by id, with discrete actions and observations that can be written as text.
+"""Gymnasium environments by id, with discrete actions and observations as text.
 
 The conversation, its budgets and its action protocol are those of the games (`text_game.py`); rewards are the
 environment's. gymnasium is imported with the first episode, in the thread that needs it.
@@ -156,7 +156,7 @@ class Gymnasium:
         return DrawnLayout(self._start(seed, Effort()), seed, f"{seed % _SEEDS:08x}")
 
     def _start(self, seed: int, effort: Effort) -> Start:
-        """Make a start with an environment shared by all starts, because some are slow to build."""
+        """Make a start. All share one environment, because some are slow to build."""
         effort.spend(_DRAW_EFFORT)
         with self._scouting:
             scout = self._scout = self._scout or self._game()

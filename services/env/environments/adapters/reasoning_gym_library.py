@@ -83,7 +83,7 @@ def names() -> list[str]:
 
 
 def question(dataset: str, config: str, seed: int) -> tuple[str, str | None]:
-    """Question of the dataset's only item for `seed`, and the dataset's own answer, if there is one.
+    """Question of the dataset for `seed`, and the dataset's answer, if any.
 
     Args:
         config: the dataset's settings as JSON text.
@@ -95,7 +95,7 @@ def question(dataset: str, config: str, seed: int) -> tuple[str, str | None]:
 
 
 def prepare(dataset: str, config: str, seed: int) -> None:
-    """Make the item, and grade a right answer, so that late imports happen before the fork."""
+    """Make the item, and grade a right answer. Late imports happen here, before the fork."""
     upstream, item = _item(dataset, config, seed)
     if dataset not in _warm:
         _warm.add(dataset)

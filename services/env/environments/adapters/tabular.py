@@ -37,7 +37,7 @@ class Policy:
         return max(actions, key=lambda action: (round(self._worth(actions[action]), 5), -action))
 
     def path(self, state: int) -> list[int]:
-        """Actions from `state` to the end, or to the first action with a random outcome, inclusive."""
+        """Actions from `state` to the end, or through the first random outcome."""
         actions: list[int] = []
         while len(actions) < _LONGEST_PATH:
             actions.append(self.action(state))

@@ -161,7 +161,7 @@ def _as_text(test: Asserts | PrintedTest) -> str:
 
 
 def _lines(value: Any) -> str:
-    """Text of an input or output, which APPS gives as text or as a list of lines."""
+    """Text of an input or output. APPS has text or lists of lines."""
     return "\n".join(str(line) for line in value) if isinstance(value, list) else _text(value, "input_output")
 
 

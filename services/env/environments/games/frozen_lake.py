@@ -174,7 +174,7 @@ def shortest_path(rows: Rows, start: tuple[int, int]) -> tuple[str, ...] | None:
 
 
 def distances(rows: Rows) -> dict[Cell, int]:
-    """Number of moves to G from every cell (row, column) with a path around the holes."""
+    """Number of moves to G from every cell (row, column) that reaches it."""
     away = {(r, c): 0 for r, row in enumerate(rows) for c, tile in enumerate(row) if tile == "G"}
     queue = deque(away)
     while queue:
@@ -204,7 +204,7 @@ def way(away: Mapping[Cell, int], start: Cell) -> tuple[str, ...] | None:
 
 
 def blind_action(size: int, player: tuple[int, int]) -> str:
-    """Right until the edge, then Down to the goal in the last corner, regardless of holes."""
+    """Right until the edge, then Down, regardless of holes."""
     return "Right" if player[1] < size - 1 else "Down"
 
 

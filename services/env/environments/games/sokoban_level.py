@@ -1,4 +1,4 @@
-"""Sokoban's rules, level generator and solver, on plain cells, without a text protocol or rewards.
+"""Sokoban's rules, level generator and solver, without text protocol or rewards.
 
 A cell is (row, column). A level is walls, targets, boxes and the player; the outermost rows and columns are walls.
 Levels are made in reverse: from every solved position of a carved room, moves are undone breadth-first. The depth at
@@ -101,7 +101,7 @@ def solve(room: Room, position: Position, max_positions: int = _MAX_POSITIONS) -
 def generate(
     seed: int, height: int, width: int, n_boxes: int, min_moves: int, max_moves: int, effort: Effort | None = None
 ) -> Level | None:
-    """A level whose shortest solution has min_moves..max_moves moves and whose boxes all start off target.
+    """A level solved in min_moves..max_moves moves with all boxes off target.
 
     None if this seed has none. `effort` counts the positions examined and the cells of the room.
     """
@@ -142,7 +142,7 @@ def _carve(rng: random.Random, height: int, width: int) -> set[Cell]:
 
 
 def _undo(room: Room, max_moves: int) -> Iterator[tuple[Position, int]]:
-    """Positions up to `max_moves` undone moves from a solved one, nearest first, with depths, up to _MAX_POSITIONS."""
+    """Positions within `max_moves` undone moves of a solved one, with depths, nearest first."""
     starts = [Position(cell, room.targets) for cell in sorted(room.floor - room.targets)]
     depths = dict.fromkeys(starts, 0)
     queue = deque(starts)

@@ -196,7 +196,7 @@ def demonstrate(episode: GameEpisode) -> Demonstration:
 
 
 def play(episode: GameEpisode, choose: Callable[[], Sequence[str] | None]) -> Demonstration:
-    """Play `episode` along the actions of `choose`, called each turn, until it is over or there are none."""
+    """Play `episode` by the actions that `choose` returns each turn."""
     messages = list(episode.opening)
     while wanted := choose():
         chunk = wanted[: _chunk(len(wanted), episode)]

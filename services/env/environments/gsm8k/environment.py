@@ -140,7 +140,7 @@ def _question(problem: Problem, config: Gsm8kConfig) -> str:
 
 
 def _answer_call(call: ToolCall) -> tuple[str, bool]:
-    """Answer to a call, a number or an error, and True if the call was carried out."""
+    """Answer to a call, and True if it was carried out."""
     if call.problem:
         return f"error: {call.problem}", False
     if call.name != "calculator":

@@ -74,7 +74,7 @@ def site_packages() -> list[str]:
 
 
 def hides_python(paths: list[str], parents: bool) -> bool:
-    """True if users other than the owner cannot read `paths`, or, with `parents`, cannot reach them."""
+    """True if other users cannot read `paths` or, with `parents`, reach them."""
     for path in [*paths, os.__file__]:
         at = os.path.realpath(path)
         wanted = 0o005 if os.path.isdir(at) else 0o004
@@ -96,7 +96,7 @@ def capabilities() -> int:
 
 
 def is_privileged(reads_all: bool) -> bool:
-    """True if this process is root with all capabilities to manage other users' processes and files.
+    """True for root with all capabilities to manage other users' processes.
 
     A container may lack some. `reads_all`: those processes also need the capability to read everything.
     """

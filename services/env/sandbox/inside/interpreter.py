@@ -1,4 +1,4 @@
-"""A Python interpreter that keeps its variables between texts and prints a text's last expression, like a notebook.
+"""A Python interpreter that keeps its variables between texts, like a notebook.
 
 It works in the sandbox's private folder, whose files are synchronized with each text. A text that uses up its CPU time
 gets an exception and keeps its variables; if it catches the exception, or is inside an uninterruptible call, the kernel
@@ -108,7 +108,7 @@ class Interpreter:
 
 
 def kernel_limit(more_s: float) -> None:
-    """End the process after `more_s` more seconds of CPU time, unless its own limit comes first."""
+    """End the process after `more_s` more seconds of CPU time, or at its own limit."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(used.ru_utime + used.ru_stime + more_s) + 1

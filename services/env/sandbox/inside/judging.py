@@ -22,10 +22,10 @@ _MAX_LINKS, _MAX_STEPS = 40, 50_000
 
 
 def renew(paths: list[str], kept: list[str], workdir: str) -> None:
-    """Remove everything made here except what is at or below `kept`, and make each of `paths` a new empty folder.
+    """Remove everything made here except `kept`, and make `paths` new empty folders.
 
     Args:
-        kept: absolute paths; "/" keeps everything except temporary files.
+            kept: absolute paths, kept with everything below them; "/" keeps all but temporary files.
         workdir: becomes a folder if it is none.
 
     Links in `kept` are removed if they are broken, lead through `paths`, /proc or /dev, or end neither below `kept` nor
@@ -62,7 +62,7 @@ def _above(path: str) -> list[str]:
 
 
 def _clear(folder: str, kept: set[str], above: set[str]) -> None:
-    """Move away this user's entries in a folder and in the system's folders below it. Raises OSError."""
+    """Move away this user's entries in a folder and its system subfolders. Raises OSError."""
     device, user = os.lstat("/").st_dev, os.geteuid()
     for name in os.listdir(folder):
         path = os.path.join(folder, name)

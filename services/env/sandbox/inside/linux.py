@@ -106,7 +106,7 @@ def forbid_new_privileges() -> None:
 
 
 def forbid_inspection() -> None:
-    """Forbid core dumps, and tracing or reading this process's memory by processes of the same user."""
+    """Forbid core dumps, tracing and reading of memory by the same user."""
     _call("prctl", _PR_SET_DUMPABLE, _long(0), _long(0), _long(0), _long(0))
 
 

@@ -1,6 +1,6 @@
-"""Authors' return values, checked and converted for the wire, with error messages for the authors.
+"""Authors' return values, checked and converted for the wire.
 
-The service checks all of it again, because nothing from a sandbox is trusted.
+Error messages are for the authors. The service checks all of it again, because it trusts nothing from a sandbox.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def task_of(value: Any) -> str:
 
 
 def demonstration_of(value: Any) -> dict[str, Any]:
-    """A demonstration from a list of messages, a pair (messages, success), or an object with those names.
+    """A demonstration from messages, (messages, success), or an object with those names.
 
     Raises Refused.
     """

@@ -1,4 +1,4 @@
-"""Dependencies from a file's PEP 723 block, installed into a folder that its sandboxes may read.
+"""Dependencies from a file's PEP 723 block, installed for its sandboxes.
 
 Invariants: no code of a package runs here: only wheels are installed, none is built or imported. A folder is complete
 before it is renamed into place.
@@ -72,9 +72,9 @@ def read_metadata(source: str) -> ScriptMetadata:
 
 
 def _blocks(source: str) -> Iterator[tuple[str, list[str]]]:
-    """Kind and lines of each block, as PEP 723's regular expression finds them, also with Windows line ends.
+    """Kind and lines of each block of PEP 723, also with Windows line ends.
 
-    The regular expression itself takes quadratic time.
+    The regular expression in PEP 723 takes quadratic time.
     """
     lines = source.replace("\r\n", "\n").split("\n")
     at = 0

@@ -113,7 +113,7 @@ class ZygoteProcess:
         return None
 
     async def spawn(self, number: int, limits: Mapping[str, int], tmp: str, channel: int, log: int) -> SpawnedProcess:
-        """Fork a sandbox with the descriptors `channel` and `log`, which the caller keeps open here.
+        """Fork a sandbox with `channel` and `log`, which the caller closes.
 
         Raises Unavailable.
         """
