@@ -107,7 +107,7 @@ def test_settings_and_a_remote_environment_are_submitted(volley: Volley, url: st
     assert "a remote environment needs a name" in volley("submit", *remote, "--url", url)[2]
     assert "--remote and --protocol belong together" in volley("submit", *remote[:2], "--url", url)[2]
     code, _, err = volley("submit", "--import-path", "somewhere.envs:Maze", "--url", url)
-    assert (code, "is no environment of a package that is installed beside the service" in err) == (1, True)
+    assert (code, "is not an environment of a package installed beside the service" in err) == (1, True)
 
 
 SUMS = (PROJECT / "services/env/submissions/templates/sums.py").read_text(encoding="utf-8")

@@ -286,7 +286,7 @@ WRITTEN = [
     ('{"a": 1, "b": 1}', 0.0, "none named reward"),
     ('{"reward": "1"}', 0.0, "values that are not finite numbers"),
     ('{"reward": NaN}', 0.0, "values that are not finite numbers"),
-    ("{", 0.0, "no JSON"),
+    ("{", 0.0, "not JSON"),
 ]
 
 

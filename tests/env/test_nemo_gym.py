@@ -190,7 +190,7 @@ async def test_a_server_that_cannot_be_played_is_rejected(
         ({"tasks": {"train": ["x"]}}, "tasks.train"),
         ({"config": {"agent": "simple_agent"}}, "unknown field agent"),
         ({"protocol": "openenv"}, "the protocol openenv accepts none"),
-        ({"tasks": {"train": "x" * (5 * 2**20)}}, "at most"),
+        ({"tasks": {"train": "x" * (5 * 2**20)}}, "the limit is"),
     ],
 )
 async def test_what_cannot_be_played_is_refused(open_client: OpenClient, change: dict[str, Any], detail: str) -> None:

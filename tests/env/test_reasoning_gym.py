@@ -189,7 +189,7 @@ def test_the_mathematics_of_an_answer_is_plain() -> None:
         ({"dataset": "nowhere"}, "no dataset 'nowhere' .*chain_sum"),
         ({"dataset_config": {"colour": 1}}, "rejects dataset_config=.*colour"),
         ({"dataset_config": {"min_terms": -1}}, "rejects dataset_config=.*min_terms"),
-        ({"dataset": "coin_flip", "eval_tasks": 1, "dataset_config": {"seeds": 3}}, "does not take"),
+        ({"dataset": "coin_flip", "eval_tasks": 1, "dataset_config": {"seeds": 3}}, "rejects"),
     ],
 )
 def test_wrong_settings_are_named(config: dict[str, Any], message: str) -> None:

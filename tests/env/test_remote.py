@@ -129,7 +129,7 @@ async def test_a_server_that_ignores_seeds_is_taken_with_a_warning(
         await submit(client, openenv("stubborn"))
         row = await decided(client, "far")
         assert row["state"] == "active"
-        assert any("does not repeat itself" in warning for warning in row["report"]["warnings"])
+        assert any("is not reproducible" in warning for warning in row["report"]["warnings"])
 
 
 async def test_what_the_model_got_wrong_is_told_to_it(open_client: OpenClient, openenv: Callable[..., str]) -> None:
@@ -183,9 +183,9 @@ async def test_a_server_that_is_not_there_is_rejected_by_name(open_client: OpenC
         ({"url": "http://host/?token=secret"}, "no query"),
         ({"url": "http://169.254.169.254/latest"}, "does not connect to"),
         ({"url": "http://[::ffff:169.254.169.254]"}, "does not connect to"),
-        ({"url": "http://host:99999"}, "no address"),
+        ({"url": "http://host:99999"}, "not an address"),
         ({"url": "http://host\u00e9"}, "ASCII"),
-        ({"protocol": "carrier-pigeon"}, "there is none 'carrier-pigeon'"),
+        ({"protocol": "carrier-pigeon"}, "'carrier-pigeon' is unknown"),
         ({"config": {"obs": "text"}}, "unknown field obs"),
         ({"config": {"num_tasks": {"train": 0}}}, "num_tasks.train"),
         ({"name": "frozen_lake"}, "the name of another environment"),

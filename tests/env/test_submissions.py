@@ -410,7 +410,7 @@ async def test_what_is_not_there_or_not_now_is_told(open_client: OpenClient) -> 
         ("GET", "/environments/adder@9", None, 404, "adder@9"),
         ("GET", "/environments/adder@x", None, 404, "adder@x"),
         ("PUT", "/environments/nobody", {"source": "x"}, 404, "nobody submitted"),
-        ("PUT", "/environments/adder", {"source": "x", "name": "other"}, 422, "not that of the path"),
+        ("PUT", "/environments/adder", {"source": "x", "name": "other"}, 422, "differs from the path's name"),
         ("POST", "/environments", {"name": "adder", "source": "x = 1"}, 409, "adder@1 is active"),
         ("POST", "/environments", {"name": "new"}, 422, "source is missing"),
         ("POST", "/environments/adder/activate", None, 409, "it cannot become active"),
@@ -436,7 +436,7 @@ async def test_what_is_not_there_or_not_now_is_told(open_client: OpenClient) -> 
         (ADDER.replace('""', "7"), "episodes", "observation"),
         (ADDER.replace('f"{split}/{index}"', "None"), "determinism", "reset again with the same seed"),
         (ADDER.replace('f"{split}/{index}"', "index % 3"), "disjoint splits", "begins exactly like train/"),
-        (ADDER.replace("str(self.a + self.b)}]", '"7"}]'), "demonstrations", "does not hold"),
+        (ADDER.replace("str(self.a + self.b)}]", '"7"}]'), "demonstrations", "gives the opposite"),
         ("import os\nos._exit(3)\n" + ADDER, "loads", "ended"),
     ],
 )
@@ -456,7 +456,7 @@ async def test_what_would_not_work_is_rejected_with_a_reason(
 async def test_settings_are_bounded(open_client: OpenClient) -> None:
     """They are kept and shown with every version, and whoever reads the list takes so much and no more."""
     async with open_client(limits=Limits()) as client:
-        for config, detail in (({"a": "x" * 20_000}, "at most 16384 are taken"), ({"a": [0] * 300}, "256 values")):
+        for config, detail in (({"a": "x" * 20_000}, "the limit is 16384"), ({"a": [0] * 300}, "256 values")):
             body = {"name": "a", "source": ADDER, "config": config}
             answer = await client.post("/environments", json=body)
             assert (400 <= answer.status_code < 500, detail in answer.json()["detail"]) == (True, True), answer.text

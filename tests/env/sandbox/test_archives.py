@@ -197,7 +197,7 @@ def test_a_wheel(tmp_path: Path):
 
 
 def test_a_wheel_with_compiled_code(tmp_path: Path):
-    with pytest.raises(InputError, match="compiled code"):
+    with pytest.raises(InputError, match="pure Python"):
         unpack(packed({**WHEEL, "echo-1.0.dist-info/WHEEL": "Root-Is-Purelib: false"}), tmp_path)
 
 

@@ -103,8 +103,8 @@ def enter_pid_namespace() -> int:
 def enter_private_root(uid: int, disk_mb: int, devices: list[str]) -> None:
     """Give a pid namespace's first process a private root that `uid` may write.
 
-    The root is a tmpfs. The system's folders are mounted read-only, below sticky folders owned by root, so that no process inside can
-    replace them. Raises OSError.
+    The root is a tmpfs. The system's folders are mounted read-only, below sticky folders owned by root, so that no
+    process inside can replace them. Raises OSError.
     """
     linux.unshare(linux.CLONE_NEWNS)
     flags = linux.MS_NOSUID | linux.MS_NODEV
