@@ -180,7 +180,7 @@ async def test_a_server_that_is_not_there_is_rejected_by_name(open_client: OpenC
     [
         ({"url": "ftp://host"}, "scheme must be http"),
         ({"url": "http://user:secret@host"}, "credentials"),
-        ({"url": "http://host/?token=secret"}, "no query"),
+        ({"url": "http://host/?token=secret"}, "a query or a fragment"),
         ({"url": "http://169.254.169.254/latest"}, "does not connect to"),
         ({"url": "http://[::ffff:169.254.169.254]"}, "does not connect to"),
         ({"url": "http://host:99999"}, "not an address"),

@@ -188,7 +188,7 @@ def test_requests():
     data = frames.encode(3, "step", {"x": "\u00e9"})
     assert int.from_bytes(data[:4], "big") == len(data) - 4
     assert json.loads(data[4:]) == {"id": 3, "method": "step", "params": {"x": "\u00e9"}}
-    with pytest.raises(InputError, match="must be JSON"):
+    with pytest.raises(InputError, match="are not JSON"):
         frames.encode(1, "step", {"x": "\ud800"})
     with pytest.raises(InputError, match="the request has"):
         frames.encode(1, "step", {"x": "x" * 2**25})
