@@ -50,5 +50,5 @@ async def test_an_entry_point_is_listed_submitted_and_played(open_client: OpenCl
 async def test_nothing_else_can_be_imported(open_client: OpenClient, package: Path, path: str) -> None:
     async with open_client() as client:
         answer = await client.post("/environments", json={"name": "a", "import_path": path})
-        assert (answer.status_code, "is no environment of a package" in answer.json()["detail"]) == (404, True)
+        assert (answer.status_code, "is not an environment of a package" in answer.json()["detail"]) == (404, True)
         assert "sums_of_tests.envs:Adder" in answer.json()["hint"]

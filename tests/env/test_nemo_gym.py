@@ -219,7 +219,7 @@ def test_items_of_the_responses_api_become_messages() -> None:
         ("tool", "3"),
     ]
     given.append({"role": "user", "content": [image]})
-    with pytest.raises(InputError, match="no text"):
+    with pytest.raises(InputError, match="is not text"):
         read_row(json.dumps({"responses_create_params": {"input": given}}).encode())
 
 
