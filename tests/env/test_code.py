@@ -180,7 +180,7 @@ async def test_programs_are_judged_by_what_they_print(tmp_path: Path) -> None:
 async def test_it_is_refused_where_nothing_confines_it(tmp_path: Path) -> None:
     async with Sandboxes(namespaces=False, landlock=0) as sandboxes:
         env = Code(CodeConfig(train=write(tmp_path, [ADD])), Toolbox(sandboxes, None, None))  # type: ignore[arg-type]
-        with pytest.raises(Forbidden, match=r"environment code is refused here.*unsandboxed: \[code\]"):
+        with pytest.raises(Forbidden, match=r"environment code is refused.*unsandboxed: \[code\]"):
             await env.reset("train", 0, 0).step(assistant(f"```\n{ADD['solution']}\n```"))
 
 

@@ -187,7 +187,7 @@ async def test_folders_are_made_new_whatever_is_there(sandbox: Sandbox, planted:
 
 
 async def test_what_cannot_be_moved_away_is_told(sandbox: Sandbox) -> None:
-    with pytest.raises(SandboxFailed, match="/opt cannot be made new") as refused:  # which is root's
+    with pytest.raises(SandboxFailed, match="/opt cannot be reset") as refused:  # which is root's
         await sandbox.call("renew", {"paths": ["/opt"], **WHOLE}, 10)
     assert refused.value.alive
 
