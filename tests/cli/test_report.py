@@ -127,12 +127,12 @@ def test_a_tail_waits_for_whole_lines_and_survives_a_rollback(tmp_path: Path) ->
 def test_an_engine_without_all_capabilities_is_named(folder: RunFolder) -> None:
     whole, plain = DeclaredEngine("sglang_jax"), DeclaredEngine("plain", ("exact_ids", "spans", "in_flight_update"))
     write(folder.handovers, [{"step": 1, "servers": [{"url": "a", "engine": whole.to_json()}, {"url": "b"}]}])
-    assert "sglang_jax" not in report.told(report.make(folder), folder)
+    assert "sglang_jax" not in report.format_report(report.make(folder), folder)
     write(folder.handovers, [{"step": 2, "servers": [{"url": "c", "engine": plain.to_json()}]}] * 2)
     summary = report.make(folder)
     lacks = ["audit", "routing", "probe"]
     assert summary["engines"] == [{"kind": "sglang_jax", "lacks": []}, {"kind": "plain", "lacks": lacks}]
-    assert "plain, without audit, routing, probe" in report.told(summary, folder)
+    assert "plain, without audit, routing, probe" in report.format_report(summary, folder)
 
 
 def test_the_summary_counts_a_replayed_step_once(folder: RunFolder) -> None:
