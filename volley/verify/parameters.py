@@ -142,7 +142,7 @@ def _with_unread(done: subprocess.CompletedProcess[bytes], versions: Sequence[st
 
 
 def _size(path: Path) -> int:
-    """Of a file; 0 for another thing, and for one that a running trainer has removed."""
+    """Size of a file in bytes; 0 if it is no file, or if a running trainer has removed it."""
     with suppress(OSError):
         if path.is_file():
             return path.stat().st_size
