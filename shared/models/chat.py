@@ -176,8 +176,8 @@ class ChatTokenizer:
         return encoding.ids[encoding.ids.index(self.eos_id) + 1 :]
 
     def leaves_out(self, messages: Messages, tools: Tools) -> bool:
-        """True if the template ignores the `tools` in the prompt of a demonstration. Raises InputError."""
-        before = [*takewhile(lambda message: message["role"] != "assistant", messages)]
+        """True if the template ignores the `tools` in what comes before the first answer. Raises InputError."""
+        before = [*takewhile(lambda message: message["role"] != "assistant", messages)] or messages
         return bool(tools) and self._template.render(before, tools) == self._template.render(before)
 
     def with_variables(self, variables: Variables) -> ChatTokenizer:

@@ -134,6 +134,13 @@ async def test_a_field_of_chats_is_refused_beside_a_text(http: httpx.AsyncClient
     assert (status, message.partition("=")[0]) == (422, name)
 
 
+async def test_tools_are_refused_where_the_template_does_not_write_them(http: httpx.AsyncClient) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    status, message = await told(http, CHAT, tools=[tool])
+    assert (status, message.partition(":")[0]) == (422, "tools")
+    assert (await told(http, CHAT, tools=[]))[0] == 200
+
+
 async def test_all_refused_fields_are_named_at_once(http: httpx.AsyncClient) -> None:
     status, message = await told(http, CHAT, min_tokens=3, regex="x", user="me")
     assert (status, message.startswith("min_tokens=3, regex='x' are not supported")) == (422, True)

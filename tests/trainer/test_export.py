@@ -129,7 +129,8 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="exists and is not empty"):
         export.export(run, tmp_path / "older", "latest")
     shutil.copytree(run, tmp_path / "second")
-    trust.accept(RunFolder(tmp_path / "second"))
+    assert export.main([str(tmp_path / "second"), str(tmp_path / "untrusted")]) == 2
+    assert export.main([str(tmp_path / "second"), str(tmp_path / "trusted"), "--trust"]) == 0
     shutil.rmtree(tmp_path / "second" / "checkpoints" / "e000001-s000001" / "optimizer")
     with pytest.raises(WeightsError, match="removed"):
         export.export(tmp_path / "second", out, "latest")

@@ -134,6 +134,11 @@ def _rendered(tokenizer: ChatTokenizer, body: ChatCompletion) -> list[int]:
     """Ids of the conversation, up to the header of the answer or the last word to continue. Raises InputError."""
     messages = read_messages([_with_calls(message) for message in body.messages])
     tools, variables, header = body.tools or (), body.chat_template_kwargs, body.add_generation_prompt
+    if tokenizer.leaves_out(messages, tools):
+        raise InputError(
+            "tools: the model's chat template does not write tools into the prompt",
+            "describe them in a system message, or serve a model whose template knows tools",
+        )
     if not _continues(body):
         return tokenizer.render_prompt(messages, tools, variables, header=header is not False)
     if header:

@@ -34,6 +34,7 @@ from shared.models.config import CONFIG, GENERATION_CONFIG, ModelConfig
 from shared.models.names import hf_name, in_files, is_experts, to_hf
 from shared.models.weight_files import WEIGHTS, weight_files
 from shared.run import state as states
+from shared.run import trust
 from shared.run.checkpoint_files import Adapter, Manifest
 from shared.run.folder import RunFolder
 
@@ -47,8 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--version", default=origin.LATEST)
     parser.add_argument("--adapter", action="store_true")
+    parser.add_argument("--trust", action="store_true")
     arguments = parser.parse_args(argv)
     os.environ |= _QUIET
+    if arguments.trust:
+        trust.accept(RunFolder(arguments.run_dir))
     try:
         summary = export(arguments.run_dir, arguments.folder, arguments.version, adapter_only=arguments.adapter)
         _print_line({"ok": True, **summary})

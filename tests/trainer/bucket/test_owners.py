@@ -53,7 +53,7 @@ def test_a_prefix_with_anything_in_it_is_refused(s3: Bucket, tmp_path: Path) -> 
 def test_an_address_names_one_prefix(address: str) -> None:
     assert RunSection(bucket="s3://v.w/.a/b..c=d").bucket == "s3://v.w/.a/b..c=d"
     assert RunSection(bucket="s3://v.w/a//").bucket == "s3://v.w/a"
-    with pytest.raises(ValidationError, match="is no address"):
+    with pytest.raises(ValidationError, match="is not an address"):
         RunSection(bucket=address)
 
 
