@@ -53,7 +53,7 @@ def merge(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.
     Raises ValueError if the shapes do not fit.
     """
     if a.shape[-1] != b.shape[0] or (*a.shape[:-1], *b.shape[1:]) != weight.shape:
-        raise ValueError(f"{list(a.shape)} and {list(b.shape)} are no adapter of a weight {list(weight.shape)}")
+        raise ValueError(f"{list(a.shape)} and {list(b.shape)} are not an adapter of a weight {list(weight.shape)}")
     delta = np.tensordot(np.asarray(a, np.float32), np.asarray(b, np.float32), 1)
     return (weight.astype(np.float32) + np.float32(scale) * delta).astype(weight.dtype)
 
@@ -67,7 +67,7 @@ def merged(base: Reads, adapter: Reads, scale: float) -> dict[str, Callable[[], 
     adapted = weights_of(adapter)
     expected = {name for weight in adapted for name in (a_name(weight), b_name(weight))}
     if wrong := sorted((expected ^ set(adapter)) | (set(adapted) - set(base))):
-        raise ValueError(f"{wrong[0]} is no adapter of this base")
+        raise ValueError(f"{wrong[0]} is not an adapter of this base")
     made = dict(base)
     for weight in adapted:
         made[weight] = partial(_merged, base[weight], adapter[a_name(weight)], adapter[b_name(weight)], scale)

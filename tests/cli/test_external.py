@@ -67,7 +67,7 @@ async def test_it_must_answer_be_ready_and_offer_the_environment_as_configured()
     ):
         await check(f"services.env.url={address}")
     async with served(create_app("env", limits=Limits(), tokens=None, ready=lambda: None)) as url:
-        with pytest.raises(ServiceUnreachable, match=r"services\.env\.url: GET .*see services\.tls"):
+        with pytest.raises(ServiceUnreachable, match=r"services\.env\.url: GET .*services\.tls"):
             await check(f"services.env.url={url.replace('http:', 'https:')}")
     stuck = create_app("env", limits=Limits(), tokens=None, ready=lambda: "all threads hang")
     async with served(stuck) as url:

@@ -443,7 +443,7 @@ def test_a_file_that_is_no_store_is_named(tmp_path: Path) -> None:
     path = tmp_path / "environments" / "rewards.sqlite3"
     path.parent.mkdir()
     path.write_bytes(b"not a database" * 100)
-    with pytest.raises(ConfigError, match=r"rewards\.sqlite3 cannot be read.*put it back"):
+    with pytest.raises(ConfigError, match=r"rewards\.sqlite3 cannot be read.*restore"):
         RewardStore(path)
 
 

@@ -194,8 +194,8 @@ def _changed(bucket: Bucket, root: Path, **changes: object) -> None:
     [
         (truncated, WeightsError, r"has \d+ bytes, expected \d+"),
         (flipped, WeightsError, "digest of params/.* differs"),
-        (removed, NotFound, "params/.* is not there"),
-        (without_manifest, NotFound, "manifest.json is not there"),
+        (removed, NotFound, "params/.* does not exist"),
+        (without_manifest, NotFound, "manifest.json does not exist"),
         (of_another_run, WeightsError, "is of run 'another'"),
         (of_another_version, WeightsError, f"the manifest of {V2} lies in {V1}"),
         (of_another_model, WeightsError, "hidden_size is 16"),

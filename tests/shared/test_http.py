@@ -304,8 +304,8 @@ async def test_an_unreachable_service_is_named():
     [
         ("http://127.0.0.1:1", "nothing listens there"),
         ("http://nope.invalid:1", "cannot be resolved .check the address"),
-        ("ftp://127.0.0.1", "no http address"),
-        ("http://127.0.0.1:99999", "no http address"),
+        ("ftp://127.0.0.1", "not an http address"),
+        ("http://127.0.0.1:99999", "not an http address"),
     ],
 )
 async def test_why_a_service_is_unreachable_is_in_plain_words(url, reason):

@@ -93,7 +93,7 @@ def test_metadata_that_are_none_are_refused(tmp_path: Path, metadata: bytes) -> 
 def test_arrays_of_more_bytes_than_the_files_are_not_opened(tmp_path: Path) -> None:
     """Many small chunks, of which one is there."""
     made(tmp_path, orjson.dumps({**GOOD, "shape": [2**20], "chunks": [4]}))
-    with pytest.raises(WeightsError, match="would have 4194304 bytes"):
+    with pytest.raises(WeightsError, match="4194304 bytes"):
         open_arrays(tmp_path)
 
 

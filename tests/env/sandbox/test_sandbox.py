@@ -553,7 +553,7 @@ async def test_a_process_without_descriptors():
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
         try:
-            with pytest.raises(Unavailable, match="no file descriptor left"):
+            with pytest.raises(Unavailable, match="file descriptors"):
                 await own.start(ScriptProgram())
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -154,7 +154,7 @@ def _merged(
             scale,
         )
     except ValueError as error:
-        raise WeightsError(str(error), "are the adapters of this base?") from error
+        raise WeightsError(str(error), "load adapters that were trained on this base") from error
     return {name: CheckpointLeaf(base[name].shape, base[name].dtype, read) for name, read in reads.items()}
 
 
