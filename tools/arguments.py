@@ -8,7 +8,7 @@ import math
 
 
 def count(text: str) -> int:
-    """Whole number, 0 or more. Raises ArgumentTypeError."""
+    """Parse an integer, 0 or more. Raises ArgumentTypeError."""
     with contextlib.suppress(ValueError):
         if (n := int(text)) >= 0:
             return n

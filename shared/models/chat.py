@@ -129,20 +129,17 @@ class ChatTokenizer:
             n -= 1
         return self.decode(sampled_ids[:n])
 
-    def render_prompt(
-        self, messages: Messages, tools: Tools = (), variables: Variables | None = None, *, header: bool = True
-    ) -> list[int]:
+    def render_prompt(self, messages: Messages, tools: Tools = (), *, header: bool = True) -> list[int]:
         """Tokenize a conversation, with the header of the next assistant turn. Raises InputError.
 
         Args:
-            variables: for the template, such as `enable_thinking`.
             header: False leaves that header out.
         """
-        return self.encode(self._template.render(messages, tools, variables or {}, prompt=header))
+        return self.encode(self._template.render(messages, tools, prompt=header))
 
-    def render_unfinished(self, messages: Messages, tools: Tools = (), variables: Variables | None = None) -> list[int]:
+    def render_unfinished(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Tokenize a conversation without the end of its last message, for the model to continue. Raises InputError."""
-        return self.encode(self._template.render_unfinished(messages, tools, variables or {}))
+        return self.encode(self._template.render_unfinished(messages, tools))
 
     def render_continuation(self, messages: Messages, *, ended: bool) -> list[int]:
         """Tokenize the text after an assistant turn: its missing end, `messages`, and the next assistant header.
@@ -179,6 +176,10 @@ class ChatTokenizer:
         """True if the template ignores the `tools` in what comes before the first answer. Raises InputError."""
         before = [*takewhile(lambda message: message["role"] != "assistant", messages)] or messages
         return bool(tools) and self._template.render(before, tools) == self._template.render(before)
+
+    def check_variables(self, variables: Variables) -> None:
+        """Raises InputError naming a variable that no chat template reads."""
+        self._template.check_variables(variables)
 
     def with_variables(self, variables: Variables) -> ChatTokenizer:
         """Copy the tokenizer with more variables for its templates."""

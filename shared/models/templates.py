@@ -40,7 +40,6 @@ _REPR = repr(_PROBE["arguments"])
 """Arguments as written by a template that expects JSON text."""
 _TEXT = '{"probe_key":"1"}'
 """Arguments as text, spaced unlike any template's output for an object."""
-_NONE: Variables = {}
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 """Names that are given to every template, and are no variables of its own."""
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -61,11 +60,18 @@ class ChatTemplates:
         self._templates = {name: compile_template(text, date) for name, text in texts.items()}
         self._given: dict[str, Any] = dict(special)
         parsed = {name: _parsed(text) for name, text in texts.items()}
-        self._names = {name: jinja2.meta.find_undeclared_variables(one) for name, one in parsed.items()}
         self._marked = {name for name, one in parsed.items() if _has_blocks(one)}
-        self.names = frozenset[str]().union(*self._names.values())
+        self.names = frozenset[str]().union(*map(jinja2.meta.find_undeclared_variables, parsed.values()))
         self.writes_date = "strftime_now" in self.names
         self._form = cache(self._form_of_calls)
+
+    def check_variables(self, variables: Variables) -> None:
+        """Raises InputError naming a variable that no template reads."""
+        if unread := sorted(variables.keys() - (self.names - _OWN)):
+            known = ", ".join(sorted(self.names - _OWN - self._given.keys()))
+            raise InputError(
+                f"the chat template has no variable {unread[0][:80]!r}", f"variables that it reads: {known or 'none'}"
+            )
 
     def with_variables(self, variables: Variables) -> ChatTemplates:
         """Copy the templates with more variables. Unread variables have no effect, as in transformers."""
@@ -74,13 +80,11 @@ class ChatTemplates:
         made._form = cache(made._form_of_calls)
         return made
 
-    def render(
-        self, messages: Messages, tools: Tools = (), variables: Variables = _NONE, *, prompt: bool = True
-    ) -> str:
+    def render(self, messages: Messages, tools: Tools = (), *, prompt: bool = True) -> str:
         """Render a conversation, with `prompt` also the header of the next assistant turn. Raises InputError."""
-        return self._render(messages, tools, prompt, variables)
+        return self._render(messages, tools, prompt)
 
-    def render_unfinished(self, messages: Messages, tools: Tools = (), variables: Variables = _NONE) -> str:
+    def render_unfinished(self, messages: Messages, tools: Tools = ()) -> str:
         """Render a conversation up to the last word of its last message, as transformers' `continue_final_message`.
 
         Raises InputError if the template changes the content of that message.
@@ -92,7 +96,7 @@ class ChatTemplates:
                 "the message to continue has tool_calls, which the text after its content would cut off",
                 "leave them out, or write them into content",
             )
-        text = self.render([*before, {**last, "content": content + _TAG}], tools, variables, prompt=False)
+        text = self.render([*before, {**last, "content": content + _TAG}], tools, prompt=False)
         text, found, after = text.rpartition(_TAG.strip())
         if not found or content.strip() not in text:
             raise InputError("the chat template does not write the content of the message to continue as it is")
@@ -107,7 +111,7 @@ class ChatTemplates:
         if self._name(tools) not in self._marked:
             return self.render(messages, tools, prompt=False), None
         blocks = _Blocks()
-        text = self._render(messages, tools, False, blocks=blocks)
+        text = self._render(messages, tools, False, blocks)
         if any(text[begin : begin + len(written)] != written for begin, written in blocks.found):
             raise InputError(
                 "transformers marks other text than that in the chat template's {% generation %} blocks",
@@ -118,27 +122,15 @@ class ChatTemplates:
     def _name(self, tools: Tools) -> str:
         return "tool_use" if tools and "tool_use" in self._templates else "default"
 
-    def _render(
-        self,
-        messages: Messages,
-        tools: Tools,
-        prompt: bool,
-        variables: Variables = _NONE,
-        blocks: _Blocks | None = None,
-    ) -> str:
+    def _render(self, messages: Messages, tools: Tools, prompt: bool, blocks: _Blocks | None = None) -> str:
         name = self._name(tools)
-        if unread := sorted(variables.keys() - (self._names[name] - _OWN)):
-            known = ", ".join(sorted(self._names[name] - _OWN - self._given.keys()))
-            raise InputError(
-                f"the chat template has no variable {unread[0][:80]!r}", f"variables that it reads: {known or 'none'}"
-            )
         messages = [with_reasoning(message) for message in messages]
         try:
             if any(message.get("tool_calls") for message in messages):
                 form = self._form(name)
                 messages = [form.apply(message) for message in messages]
             own = {"messages": messages, "tools": list(tools) or None, "add_generation_prompt": prompt}
-            given = {"documents": None, **own, **self._given, **variables}
+            given = {"documents": None, **own, **self._given}
             return (blocks.write if blocks else jinja2.Template.render)(self._templates[name], given)
         except (jinja2.TemplateError, *_NOT_MEANT) as error:
             raise InputError(f"the chat template refuses the conversation: {error}") from error

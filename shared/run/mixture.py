@@ -38,7 +38,7 @@ _MOST_TICKET = 2**53
 _MAX_TEXT = 500
 
 type Weights = Mapping[str, int]
-"""Whole numbers by environment; an environment without one is not played."""
+"""Weights of environments, integers; an environment without one is not played."""
 
 
 class Drawn(NamedTuple):

@@ -142,7 +142,7 @@ def test_an_episode_that_a_bound_of_ours_ends_is_scored_where_its_end_is():
 
 @pytest.mark.parametrize("solved", [True, False])
 def test_an_episode_that_a_bound_of_ours_ends_may_have_solved_its_task(solved: bool):
-    """Where its end is judged: the tests of a task folder look at what is there."""
+    """The environment judges an episode that a bound of the run ends."""
     judged = StepReply([], float(solved), False, True, solved, {"reward": float(solved)})
     for reply in ("next", "long " * 60):
         trajectory = play(ScriptedEnv(n_turns=9, reply=reply, end=judged), ScriptedEngine())

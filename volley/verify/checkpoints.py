@@ -37,7 +37,7 @@ class RetainedCheckpoint:
 
 
 def retained(root: Path, run: str) -> tuple[list[RetainedCheckpoint], list[Violation]]:
-    """Whole checkpoints under `root`, oldest first, and violations of the others.
+    """Read intact checkpoints under `root`, oldest first, and violations of the others.
 
     A checkpoint that a running trainer removes meanwhile is in neither.
     """

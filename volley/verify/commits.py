@@ -23,7 +23,7 @@ _MOST_MISSING = 100
 
 
 def retained(folder: RunFolder, run: str) -> tuple[list[CommitRecord], list[Violation]]:
-    """Whole records, oldest first, and violations of the others; records that a later trainer undid are left out.
+    """Read intact records, oldest first, and violations of the others, without records that a later trainer undid.
 
     If a running trainer removes a record meanwhile, it and all earlier ones are left out: it removes the oldest first.
     """

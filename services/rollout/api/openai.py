@@ -133,21 +133,24 @@ async def chat_completions(request: Request, state: Rollout) -> Response:
 def _rendered(tokenizer: ChatTokenizer, body: ChatCompletion) -> list[int]:
     """Ids of the conversation, up to the header of the answer or the last word to continue. Raises InputError."""
     messages = read_messages([_with_calls(message) for message in body.messages])
-    tools, variables, header = body.tools or (), body.chat_template_kwargs, body.add_generation_prompt
+    tools, header = body.tools or (), body.add_generation_prompt
+    if variables := body.chat_template_kwargs:
+        tokenizer.check_variables(variables)
+        tokenizer = tokenizer.with_variables(variables)
     if tokenizer.leaves_out(messages, tools):
         raise InputError(
             "tools: the model's chat template does not write tools into the prompt",
             "describe them in a system message, or serve a model whose template knows tools",
         )
     if not _continues(body):
-        return tokenizer.render_prompt(messages, tools, variables, header=header is not False)
+        return tokenizer.render_prompt(messages, tools, header=header is not False)
     if header:
         raise InputError(
             "add_generation_prompt=true begins a message, and the last message is to be continued", "leave one out"
         )
     if body.messages[-1].content is None:
         raise InputError(f"messages[{len(messages) - 1}] has no content to continue", "send a text, which may be empty")
-    return tokenizer.render_unfinished(messages, tools, variables)
+    return tokenizer.render_unfinished(messages, tools)
 
 
 def _continues(body: ChatCompletion) -> bool:

@@ -47,7 +47,7 @@ _MOST, _MAX_DETAIL = 2**31, 300
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Whole lines of a file: `size` bytes with that blake3, in hex, uploaded by `epoch`."""
+    """Leading lines of a file: their size in bytes, their blake3 in hex, and the epoch that uploaded them."""
 
     epoch: int
     blake3: str
