@@ -7,23 +7,42 @@
 - `teacher_logprobs`, if present, is finite on sampled tokens and 0 elsewhere;
 - `versions` covers exactly the sampled positions, in order and without overlap;
 - the three arrays have one length T, and no token of the prompt is sampled;
-- `routed_experts`, if present, covers the first n positions, n <= T.
+- `routed_experts`, if present, covers the first n positions, n <= T;
+- each branch begins with tokens of an earlier sequence and keeps the rules above for its own tokens, of which at least
+  one is sampled. So each sampled token of an episode is stored, and in the loss, once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import numpy as np
 
-from shared import codec, routing
-from shared.errors import DecodeError, Untrainable
-from shared.outcomes import ENDS, FILTERS, End, FilterRule
+from shared import codec
+from shared.errors import DecodeError
+from shared.fields import read_counts, read_float, read_int, read_text
+from shared.outcomes import ENDS, End
+from shared.sequences import (
+    Branch,
+    EpisodeSequence,
+    StoredTokens,
+    Turn,
+    VersionSpan,
+    WeightVersion,
+    branch_record,
+    read_branch,
+    read_tokens,
+    require,
+    require_trainable,
+    validate_tokens,
+    validate_turns,
+    whole,
+    write_tokens,
+)
 
 SCHEMA = 1
 Status = Literal["completed", "truncated"]
@@ -34,58 +53,14 @@ MAX_MESSAGE = 2**20
 """Largest message, in characters, that the environment service accepts."""
 MAX_GROUP_OBJECTS = 2**21
 """Largest number of values in a group; 64 episodes of a thousand assistant messages each stay below it."""
+MAX_BRANCHES = 1023
+"""Most branches of an episode."""
+MAX_TREE_TOKENS = 2**22
+"""Most tokens of all sequences of an episode that has branches, with what they share counted in each."""
 _MAX_DETAIL = 300
-_VERSION = re.compile(r"e([0-9]{6,18})-s([0-9]{6,18})\Z")
-
-
-@dataclass(frozen=True, order=True, slots=True)
-class WeightVersion:
-    """Identity of a set of weights: trainer `epoch` (incarnation), then optimizer `step`.
-
-    Versions are ordered by epoch first.
-    """
-
-    epoch: int
-    step: int
-
-    def __str__(self) -> str:
-        return f"e{self.epoch:06d}-s{self.step:06d}"
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Parse e000001-s000042. Raises DecodeError for any other form."""
-        match = _VERSION.match(text)
-        if match is None:
-            raise DecodeError(f"{text[:50]!r} is not a weight version", "expected the form e000001-s000042")
-        return cls(int(match[1]), int(match[2]))
-
-    @classmethod
-    def of_name(cls, name: str) -> Self | None:
-        """Parse the name of a version; return None for weights with any other name."""
-        return cls.parse(name) if _VERSION.match(name) else None
-
 
 type Lineage = tuple[tuple[int, int], ...]
 """(epoch, first step) of each incarnation of the trainer, oldest first; see `shared.run.state.in_lineage`."""
-
-
-@dataclass(frozen=True, slots=True)
-class VersionSpan:
-    """Sampled positions [start, end) and the weights that sampled them."""
-
-    version: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Positions [start, end) of one message, and the environment's reward for it."""
-
-    start: int
-    end: int
-    role: str
-    reward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +76,9 @@ class Trajectory:
     last turn or ended the episode. Older records say `completed` after a cut last turn; they are trained on and
     replayed as recorded. `end` says how the episode ended (None in records older than the field). `faults` counts turns
     by the model's mistake, `failures` counts failed attempts of the episode by error class (see shared.outcomes).
+
+    An episode of several sequences has `branches` (absent on the wire without); reward, success, status and end are
+    those of the whole episode.
     """
 
     ticket: int
@@ -124,14 +102,38 @@ class Trajectory:
     failures: Mapping[str, int] = field(default_factory=dict)
     teacher_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
+    branches: tuple[Branch, ...] = ()
 
     @property
     def n_sampled(self) -> int:
-        return int(self.loss_mask.sum())
+        """Number of sampled tokens in all sequences."""
+        return int(self.loss_mask.sum()) + sum(int(branch.loss_mask.sum()) for branch in self.branches)
+
+    @property
+    def n_stored(self) -> int:
+        """Number of tokens in all sequences, each token once."""
+        return len(self.token_ids) + sum(len(branch.token_ids) for branch in self.branches)
+
+    def all_spans(self) -> Iterator[VersionSpan]:
+        """Version spans of all sequences."""
+        for one in (self, *self.branches):
+            yield from one.versions
 
     def oldest(self) -> WeightVersion:
         """Return the oldest version that sampled a token of this trajectory."""
-        return min(WeightVersion.parse(span.version) for span in self.versions)
+        return min(WeightVersion.parse(span.version) for span in self.all_spans())
+
+    def lengths(self) -> list[int]:
+        """Length of each whole sequence, in tokens."""
+        return [len(self.token_ids), *(branch.shared + len(branch.token_ids) for branch in self.branches)]
+
+    def sequences(self) -> tuple[EpisodeSequence, ...]:
+        """Return all sequences whole, sequence 0 first. The trajectory must be valid."""
+        names = [f.name for f in dataclasses.fields(EpisodeSequence) if f.name != "shared"]
+        made = [EpisodeSequence(0, **{name: getattr(self, name) for name in names})]
+        for branch in self.branches:
+            made.append(whole(made[branch.parent] if branch.parent >= 0 else None, branch))
+        return tuple(made)
 
     def validate(self) -> None:
         """Check the invariants.
@@ -139,36 +141,52 @@ class Trajectory:
         Raises DecodeError naming the broken invariant, and Untrainable for a readable trajectory that cannot be trained
         on.
         """
-        n = len(self.token_ids)
-        _require(n == len(self.loss_mask) == len(self.logprobs), "token_ids, loss_mask and logprobs differ in length")
-        _require(0 < self.prompt_len <= n, "prompt_len is outside the sequence")
-        _require(self.token_ids.dtype == np.int32 and bool((self.token_ids >= 0).all()), "token_ids are not ids")
-        _require(bool((self.loss_mask <= 1).all()), "loss_mask holds something else than 0 and 1")
-        _require(not self.loss_mask[: self.prompt_len].any(), "the prompt is marked as sampled")
-        sampled = self.loss_mask.astype(bool)
-        for logprobs in (self.logprobs, self.teacher_logprobs):
-            self._validate_logprobs(logprobs, sampled)
-        routed = self.routed_experts
-        _require(routed is None or len(routed) <= n, "there are experts of more positions than there are")
-        covered = np.zeros(n, bool)
-        for span in self.versions:
-            WeightVersion.parse(span.version)
-            _require(0 <= span.start < span.end <= n, "a version span is empty or outside the sequence")
-            _require(not covered[span.start : span.end].any(), "version spans overlap")
-            covered[span.start : span.end] = True
-        _require(bool((covered == sampled).all()), "version spans do not cover exactly the sampled tokens")
-        _require_trainable(bool(sampled.any()), "no_tokens", self)
-        _require(all(0 <= turn.start <= turn.end <= n for turn in self.turns), "a turn lies outside the sequence")
-        rewards = [self.reward, *self.reward_components.values(), *(turn.reward for turn in self.turns)]
-        _require_trainable(all(map(math.isfinite, rewards)), "nonfinite_reward", self)
+        require(0 < self.prompt_len <= len(self.token_ids), "prompt_len is outside the sequence")
+        require(not self.loss_mask[: self.prompt_len].any(), "the prompt is marked as sampled")
+        validate_tokens(self, 0, self.sample_index)
+        require_trainable(bool(self.loss_mask.any()), "no_tokens", self.sample_index)
+        validate_turns(self.turns, 0, len(self.token_ids))
+        self._validate_branches()
+        turns = [turn for one in (self, *self.branches) for turn in one.turns]
+        rewards = [self.reward, *self.reward_components.values(), *(turn.reward for turn in turns)]
+        require_trainable(all(map(math.isfinite, rewards)), "nonfinite_reward", self.sample_index)
 
-    def _validate_logprobs(self, logprobs: np.ndarray | None, sampled: np.ndarray) -> None:
-        if logprobs is None:
-            return
-        _require(len(logprobs) == len(sampled), "token_ids and a teacher's log-probabilities differ in length")
-        _require_trainable(bool(np.isfinite(logprobs).all()), "nonfinite_logprob", self)
-        _require(not logprobs[~sampled].any(), "a log-probability stands at a position that was not sampled")
-        _require(bool((logprobs <= 1e-3).all()), "a log-probability is positive")
+    def _validate_branches(self) -> None:
+        require(len(self.branches) <= MAX_BRANCHES, f"an episode has more than {MAX_BRANCHES} branches")
+        lengths = self.lengths()
+        require(
+            not self.branches or sum(lengths) <= MAX_TREE_TOKENS, f"an episode has more than {MAX_TREE_TOKENS} tokens"
+        )
+        known = [_n_routed(self)]
+        for number, branch in enumerate(self.branches, 1):
+            require(-1 <= branch.parent < number, "a branch comes before its parent")
+            n_before, known_before = (lengths[branch.parent], known[branch.parent]) if branch.parent >= 0 else (0, 0)
+            require(0 <= branch.shared <= n_before, "a branch shares more tokens than its parent has")
+            require(branch.parent < 0 or branch.shared > 0, "a branch has a parent, but shares no token of it")
+            validate_tokens(branch, branch.shared, self.sample_index)
+            validate_turns(branch.turns, branch.shared, lengths[number])
+            require(bool(branch.loss_mask.any()), "a branch has no sampled token")
+            require(branch.shared > 0 or not branch.loss_mask[0], "the first token of a sequence is marked as sampled")
+            known.append(min(branch.shared, known_before) + _n_routed(branch))
+            require(known[-1] <= lengths[number], "there are experts of more positions than there are")
+        self._validate_alike()
+
+    def _validate_alike(self) -> None:
+        """Check that all sequences have a teacher's log-probabilities or none, and experts of one shape and type."""
+        stored = (self, *self.branches)
+        require(
+            len({one.teacher_logprobs is None for one in stored}) == 1,
+            "some sequences of an episode have a teacher's log-probabilities, others have none",
+        )
+        routed = [one.routed_experts for one in stored if one.routed_experts is not None]
+        require(
+            len({(experts.shape[1:], experts.dtype) for experts in routed}) <= 1,
+            "the sequences of an episode have experts of different shapes",
+        )
+
+
+def _n_routed(one: StoredTokens) -> int:
+    return 0 if one.routed_experts is None else len(one.routed_experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +207,9 @@ class Group:
 
     def validate(self) -> None:
         """Check the group and its trajectories. Raises DecodeError naming the broken invariant."""
-        _require(bool(self.trajectories) != (self.failure is not None), "a group has either trajectories or a failure")
+        require(bool(self.trajectories) != (self.failure is not None), "a group has either trajectories or a failure")
         for trajectory in self.trajectories:
-            _require(trajectory.ticket == self.ticket, "a trajectory carries another ticket than its group")
+            require(trajectory.ticket == self.ticket, "a trajectory carries another ticket than its group")
             trajectory.validate()
 
     def encode(self) -> bytes:
@@ -205,16 +223,16 @@ class Group:
     def decode(cls, data: bytes) -> Self:
         """Decode and validate a group. Raises DecodeError for bytes that are not a valid group of this schema."""
         record = codec.unpack(data, "group", MAX_GROUP_OBJECTS)
-        _require(
+        require(
             isinstance(record, dict) and repr(record.get("schema")) == str(SCHEMA), f"not a group of schema {SCHEMA}"
         )
         try:
             group = cls(
-                ticket=_int(record["ticket"]),
-                env=_text(record["env"]),
-                task=_text(record["task"]),
+                ticket=read_int(record["ticket"]),
+                env=read_text(record["env"]),
+                task=read_text(record["task"]),
                 trajectories=tuple(_trajectory(r) for r in record["trajectories"]),
-                failure=None if record["failure"] is None else _text(record["failure"]),
+                failure=None if record["failure"] is None else read_text(record["failure"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DecodeError(f"group lacks or mistypes a field: {error!r}"[:_MAX_DETAIL]) from error
@@ -228,15 +246,12 @@ _ON_WIRE = {"sample_index": "sibling"}
 
 def _trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
     record = {_ON_WIRE.get(f.name, f.name): getattr(trajectory, f.name) for f in dataclasses.fields(trajectory)}
-    record["versions"] = [[s.version, s.start, s.end] for s in trajectory.versions]
-    record["turns"] = [[t.start, t.end, t.role, t.reward] for t in trajectory.turns]
     for name in ("reward_components", "timings", "faults", "failures"):
         record[name] = dict(record[name])
-    if trajectory.teacher_logprobs is None:
-        del record["teacher_logprobs"]
-    del record["routed_experts"]
-    if trajectory.routed_experts is not None:
-        record["routed_experts"] = routing.to_wire(trajectory.routed_experts)
+    write_tokens(record, trajectory)
+    del record["branches"]
+    if trajectory.branches:
+        record["branches"] = [branch_record(branch) for branch in trajectory.branches]
     return record
 
 
@@ -244,60 +259,27 @@ def _trajectory(record: Any) -> Trajectory:
     if not isinstance(record, dict):
         raise TypeError(f"expected a trajectory, got {type(record).__name__}")
     return Trajectory(
-        ticket=_int(record["ticket"]),
-        sample_index=_int(record["sibling"]),
-        attempt=_int(record["attempt"]),
-        env=_text(record["env"]),
-        task=_text(record["task"]),
-        prompt_len=_int(record["prompt_len"]),
-        token_ids=_array(record["token_ids"], "i4"),
-        loss_mask=_array(record["loss_mask"], "u1"),
-        logprobs=_array(record["logprobs"], "f4"),
-        versions=tuple(VersionSpan(_text(v), _int(a), _int(b)) for v, a, b in record["versions"]),
-        turns=tuple(Turn(_int(a), _int(b), _text(role), _float(reward)) for a, b, role, reward in record["turns"]),
-        reward=_float(record["reward"]),
+        ticket=read_int(record["ticket"]),
+        sample_index=read_int(record["sibling"]),
+        attempt=read_int(record["attempt"]),
+        env=read_text(record["env"]),
+        task=read_text(record["task"]),
+        prompt_len=read_int(record["prompt_len"]),
+        reward=read_float(record["reward"]),
         success=bool(record["success"]),
         status=_status(record["status"]),
-        reward_components={_text(k): _float(v) for k, v in record["reward_components"].items()},
-        timings={_text(k): _float(v) for k, v in record["timings"].items()},
+        reward_components={read_text(k): read_float(v) for k, v in record["reward_components"].items()},
+        timings={read_text(k): read_float(v) for k, v in record["timings"].items()},
         end=_end(record.get("end")),
-        faults=_counts(record.get("faults", {})),
-        failures=_counts(record.get("failures", {})),
-        teacher_logprobs=_array(record["teacher_logprobs"], "f4") if "teacher_logprobs" in record else None,
-        routed_experts=routing.from_wire(record["routed_experts"]) if "routed_experts" in record else None,
+        faults=read_counts(record.get("faults", {})),
+        failures=read_counts(record.get("failures", {})),
+        branches=tuple(read_branch(one) for one in record.get("branches", ())),
+        **read_tokens(record),
     )
 
 
-def _array(value: Any, dtype: str) -> np.ndarray:
-    if not isinstance(value, np.ndarray) or value.dtype != np.dtype(dtype):
-        raise TypeError(f"expected a {dtype} array, got {type(value).__name__}")
-    return value
-
-
-def _int(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"expected an integer, got {type(value).__name__}")
-    return value
-
-
-def _float(value: Any) -> float:
-    if type(value) not in (int, float):
-        raise TypeError(f"expected a number, got {type(value).__name__}")
-    return float(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got {type(value).__name__}")
-    return value
-
-
-def _counts(value: Any) -> dict[str, int]:
-    return {_text(name): _int(n) for name, n in value.items()}
-
-
 def _end(value: Any) -> End | None:
-    if value is not None and _text(value) not in ENDS:
+    if value is not None and read_text(value) not in ENDS:
         raise ValueError(f"unknown end {value!r}")
     return value
 
@@ -306,24 +288,3 @@ def _status(value: Any) -> Status:
     if value == "completed" or value == "truncated":
         return value
     raise ValueError(f"unknown status {value!r}")
-
-
-def spans(versions: Sequence[str], positions: Sequence[int]) -> tuple[VersionSpan, ...]:
-    """Merge per-token versions at ascending positions into spans; a gap between positions ends a span."""
-    out: list[VersionSpan] = []
-    for version, position in zip(versions, positions, strict=True):
-        if out and out[-1].version == version and out[-1].end == position:
-            out[-1] = VersionSpan(version, out[-1].start, position + 1)
-        else:
-            out.append(VersionSpan(version, position, position + 1))
-    return tuple(out)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise DecodeError(message)
-
-
-def _require_trainable(condition: bool, rule: FilterRule, trajectory: Trajectory) -> None:
-    if not condition:
-        raise Untrainable(f"episode {trajectory.sample_index}: {FILTERS[rule]}", rule=rule)

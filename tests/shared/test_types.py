@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ from hypothesis import strategies as st
 
 from shared import codec
 from shared.errors import DecodeError
-from shared.types import Group, Trajectory, Turn, VersionSpan, WeightVersion, spans
+from shared.sequences import spans
+from shared.types import MAX_BRANCHES, MAX_TREE_TOKENS, Branch, Group, Trajectory, Turn, VersionSpan, WeightVersion
+
+RECORDED = Path(__file__).parents[1] / "fixtures/groups/single_sequences.msgpack"
 
 
 @st.composite
@@ -36,14 +40,132 @@ def trajectories(draw, ticket=7):
     )  # fmt: skip
 
 
-@given(st.lists(trajectories(), min_size=1, max_size=3))
+@st.composite
+def trees(draw):
+    """An episode whose branches begin anywhere in an earlier sequence, or by themselves."""
+    trajectory, branches = draw(trajectories()), []
+    for _ in range(draw(st.integers(1, 4))):
+        lengths = dataclasses.replace(trajectory, branches=tuple(branches)).lengths()
+        parent = draw(st.integers(-1, len(branches)))
+        shared = draw(st.integers(1, lengths[parent])) if parent >= 0 else 0
+        mask = draw(st.lists(st.integers(0, 1), min_size=1, max_size=6)) + [1]
+        mask[0] *= shared > 0
+        at = [shared + i for i, sampled in enumerate(mask) if sampled]
+        logprobs = np.where(mask, -0.5, 0).astype(np.float32)
+        branches.append(
+            Branch(
+                parent, shared, np.arange(len(mask), dtype=np.int32) + 100 * len(branches), np.array(mask, np.uint8),
+                logprobs, spans(["e000001-s000003"] * len(at), at), (Turn(shared, shared + 1, "assistant", 0.25),),
+                teacher_logprobs=None if trajectory.teacher_logprobs is None else logprobs * 2,
+            )
+        )  # fmt: skip
+    return dataclasses.replace(trajectory, branches=tuple(branches))
+
+
+def equal(left, right):
+    if dataclasses.is_dataclass(right):
+        return all(equal(getattr(left, f.name), getattr(right, f.name)) for f in dataclasses.fields(right))
+    if isinstance(right, tuple):
+        return len(left) == len(right) and all(map(equal, left, right))
+    return np.array_equal(left, right) if isinstance(right, np.ndarray) else left == right
+
+
+@given(st.lists(trajectories() | trees(), min_size=1, max_size=3))
 def test_group_round_trip(members):
     group = Group(7, "env", "task", tuple(members))
     decoded = Group.decode(group.encode())
-    for a, b in zip(decoded.trajectories, members, strict=True):
-        for field in dataclasses.fields(Trajectory):
-            left, right = getattr(a, field.name), getattr(b, field.name)
-            assert np.array_equal(left, right) if isinstance(right, np.ndarray) else left == right
+    assert all(equal(a, b) for a, b in zip(decoded.trajectories, members, strict=True))
+    assert decoded.encode() == group.encode()
+
+
+def test_a_group_recorded_before_branches_decodes_to_the_same_bytes():
+    payload = RECORDED.read_bytes()
+    group = Group.decode(payload)
+    assert [one.branches for one in group.trajectories] == [()] * 3
+    assert group.encode() == payload
+    assert equal(group.trajectories[2].sequences()[0].routed_experts, group.trajectories[2].routed_experts)
+
+
+@given(trees())
+def test_each_sampled_token_of_a_tree_is_in_one_sequence(tree):
+    sequences = tree.sequences()
+    assert [len(one.token_ids) for one in sequences] == tree.lengths()
+    assert sum(one.n_sampled for one in sequences) == tree.n_sampled
+    assert tree.oldest() == min(WeightVersion.parse(s.version) for one in sequences for s in one.versions)
+    stored, owners = {}, []
+    for number, (one, own) in enumerate(zip(sequences, (tree, *tree.branches), strict=True)):
+        parent = owners[own.parent][: own.shared] if number and own.parent >= 0 else []
+        owners.append(parent + [(number, i) for i in range(len(own.token_ids))])
+        assert not one.loss_mask[: one.shared].any()
+        assert not one.logprobs[one.loss_mask == 0].any()
+        for key, token in zip(owners[-1], one.token_ids, strict=True):
+            assert stored.setdefault(key, token) == token
+    assert len(stored) == tree.n_stored
+
+
+@given(trees(), st.data())
+def test_every_broken_invariant_of_a_branch_is_named(tree, data):
+    at = data.draw(st.integers(0, len(tree.branches) - 1))
+    branch, n_before = tree.branches[at], tree.lengths()
+    end = n_before[at + 1]
+    flipped = branch.loss_mask.copy()
+    flipped[-1] = 0
+    first = Branch(-1, 0, *(x[-1:] for x in (branch.token_ids, branch.loss_mask, branch.logprobs)),
+                   (VersionSpan("e000001-s000003", 0, 1),), (), None if branch.teacher_logprobs is None else
+                   branch.teacher_logprobs[-1:])  # fmt: skip
+    silent = {"loss_mask": branch.loss_mask * 0, "logprobs": branch.logprobs * 0, "versions": ()}
+    if branch.teacher_logprobs is not None:
+        silent["teacher_logprobs"] = branch.logprobs * 0
+    other = None if branch.teacher_logprobs is not None else branch.logprobs
+    broken = {
+        "before its parent": {"parent": at + 1},
+        "before its parent|shares more": {"parent": -2},
+        "shares more tokens than": {"shared": max(n_before) + 1},
+        "shares no token": {"parent": 0, "shared": 0},
+        "no sampled token": silent,
+        "differ in length": {"token_ids": branch.token_ids[1:]},
+        "do not cover|not sampled": {"loss_mask": flipped},
+        "empty or outside": {"versions": (VersionSpan("e000001-s000003", branch.shared - 1, branch.shared + 1),)},
+        "overlap": {"versions": (*branch.versions, branch.versions[0])},
+        "a turn lies outside": {"turns": (Turn(branch.shared, end + 1, "assistant"),)},
+        "reward": {"turns": (Turn(branch.shared, end, "assistant", float("nan")),)},
+        "some sequences": {"teacher_logprobs": other},
+        "more positions": {"routed_experts": np.zeros((end + 1, 1, 2), np.uint8)},
+        "first token": {f.name: getattr(first, f.name) for f in dataclasses.fields(first)},
+    }
+    for message, change in broken.items():
+        branches = list(tree.branches)
+        branches[at] = dataclasses.replace(branch, **change)
+        with pytest.raises(DecodeError, match=message):
+            dataclasses.replace(tree, branches=tuple(branches[: at + 1])).validate()
+
+
+@given(trees())
+def test_the_number_of_branches_and_tokens_is_bounded(tree):
+    with pytest.raises(DecodeError, match=str(MAX_BRANCHES)):
+        dataclasses.replace(tree, branches=tree.branches[:1] * (MAX_BRANCHES + 1)).validate()
+    long = dataclasses.replace(tree.branches[0], parent=0, shared=MAX_TREE_TOKENS)
+    with pytest.raises(DecodeError, match=str(MAX_TREE_TOKENS)):
+        dataclasses.replace(tree, branches=(long,)).validate()
+
+
+def test_experts_of_a_branch_continue_those_of_its_parent():
+    episode = Group.decode(RECORDED.read_bytes()).trajectories[2]
+    n = len(episode.routed_experts)
+    own = np.full((2, 2, 3), 9, np.uint8)
+    branch = Branch(
+        0, n + 1, np.array([5, 6], np.int32), np.array([0, 1], np.uint8), np.array([0, -1], np.float32),
+        (VersionSpan("e000001-s000003", n + 2, n + 3),), (), routed_experts=own,
+    )  # fmt: skip
+    tree = dataclasses.replace(episode, branches=(branch, dataclasses.replace(branch, routed_experts=None)))
+    tree.validate()
+    joined = tree.sequences()[1].routed_experts
+    assert np.array_equal(joined[:n], episode.routed_experts)
+    assert np.array_equal(joined[n:], own)
+    assert np.array_equal(tree.sequences()[2].routed_experts, episode.routed_experts)
+    for wrong in (own[..., :2], own.astype(np.uint16), np.zeros((4, 2, 3), np.uint8)):
+        with pytest.raises(DecodeError, match="experts of"):
+            dataclasses.replace(tree, branches=(dataclasses.replace(branch, routed_experts=wrong),)).validate()
 
 
 @given(trajectories(), st.data())
@@ -89,7 +211,7 @@ def test_what_a_teacher_said_is_on_the_wire_only_where_one_was_asked(trajectory)
             Group.decode(codec.pack(record))
 
 
-@given(trajectories(), st.data())
+@given(trajectories() | trees(), st.data())
 def test_mutated_bytes_decode_cleanly_or_not_at_all(trajectory, data):
     encoded = bytearray(Group(7, "env", "task", (trajectory,)).encode())
     encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))

@@ -46,7 +46,7 @@ from shared.published.chunks import reads
 from shared.published.manifest import Chunk, WeightTree
 from shared.run.checkpoint_files import copy_files
 from shared.schema import RunConfig
-from shared.types import spans
+from shared.sequences import spans
 
 _TOKEN_S = 0.03
 """Long enough for episodes to be in flight during faults, short enough for runs of hundreds of steps."""
