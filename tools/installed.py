@@ -56,5 +56,5 @@ def _install(package: str, variable: str, folder: Path, python: Path, also: Sequ
         except subprocess.TimeoutExpired:
             raise Unavailable(f"{package} was not installed within {_TIMEOUT_S:g} s") from None
         if done.returncode:
-            told = done.stderr.strip().splitlines() or ["uv said nothing"]
-            raise Unavailable(f"{package} cannot be installed: {told[-1]}", f"set {variable} to a Python with it")
+            lines = done.stderr.strip().splitlines() or ["uv said nothing"]
+            raise Unavailable(f"{package} cannot be installed: {lines[-1]}", f"set {variable} to a Python with it")

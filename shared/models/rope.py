@@ -76,9 +76,9 @@ def parse(raw: Mapping[str, Any], where: str, *, llama3: bool) -> tuple[float, L
             "keep the one that the weights were trained with",
         )
     if len(set(thetas.values())) > 1:
-        said = ", ".join(f"{key}={value:g}" for key, value in thetas.items())
+        listed = ", ".join(f"{key}={value:g}" for key, value in thetas.items())
         raise ConfigError(
-            f"{where} gives several values of θ: {said}", "keep the one that the weights were trained with"
+            f"{where} gives several values of θ: {listed}", "keep the one that the weights were trained with"
         )
     if raw.get("rope_scaling") and thetas.keys() == {_OWN_THETA} and thetas[_OWN_THETA] != _DEFAULT_THETA:
         raise ConfigError(

@@ -152,8 +152,8 @@ class ChatTemplates:
     def _probe(self, name: str, arguments: Any, null: bool) -> str:
         """Render a conversation with a call; empty if the template refuses it."""
         call = {"id": "call00000", "type": "function", "function": {**_PROBE, "arguments": arguments}}
-        said = {"role": "assistant", "content": None if null else "", "tool_calls": [call]}
-        variables = {"messages": [{"role": "user", "content": "?"}, said], "tools": None, "documents": None}
+        answer = {"role": "assistant", "content": None if null else "", "tool_calls": [call]}
+        variables = {"messages": [{"role": "user", "content": "?"}, answer], "tools": None, "documents": None}
         try:
             return self._templates[name].render(add_generation_prompt=False, **variables, **self._given)
         except (jinja2.TemplateError, *_NOT_MEANT):

@@ -54,7 +54,7 @@ def made_as(state: TrainerState) -> WeightVersion:
     return WeightVersion(epoch_of(state.step, state.lineage) or state.epoch, state.step)
 
 
-def told(
+def witnesses(
     state: TrainerState, records: Mapping[WeightVersion, CommitRecord], lines: Sequence[Mapping[str, Any]]
 ) -> list[Told]:
     """Collect the checksums that records, `state.json` and lines of metrics hold of the weights of `state`.
@@ -70,7 +70,7 @@ def told(
     return [*found, *_of_lines(STATE, state.metrics, made), *_of_lines("metrics.jsonl", lines, made)]
 
 
-def told_in(run: RunFolder, state: TrainerState) -> list[Told]:
+def witnesses_in(run: RunFolder, state: TrainerState) -> list[Told]:
     """Collect them from the run's folder.
 
     Raises Unavailable if it cannot be read now, and WeightsError if metrics.jsonl is not a file.
@@ -80,7 +80,7 @@ def told_in(run: RunFolder, state: TrainerState) -> list[Told]:
         with suppress(WeightsError):
             records[version] = commits.read(run.archive, version)
     try:
-        return told(state, records, [*lines_of(run, {made})])
+        return witnesses(state, records, [*lines_of(run, {made})])
     except OSError as error:
         raise unreadable(str(run.metrics), error) from error
 

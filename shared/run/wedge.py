@@ -35,7 +35,7 @@ class Wait:
 class ServiceReport:
     """Report of one service.
 
-    `error` is why it does not answer, `not_ready` what its /ready says and `waits_on` the party that names. `said` is
+    `error` is why it does not answer, `not_ready` what its /ready says and `waits_on` the party that names. `facts` is
     its own description: /status of the trainer, /runs of the orchestrator, `internal_state` and `weights` of a rollout
     server, or `untold`: why it may not be read. `tokens_per_s` is measured by asking twice; None if not measured.
     `external`: the service is not the run's own, so nobody here restarts it.
@@ -47,7 +47,7 @@ class ServiceReport:
     error: str | None = None
     not_ready: str | None = None
     waits_on: str | None = None
-    said: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
     tokens_per_s: float | None = None
     external: bool = False
 
@@ -95,9 +95,9 @@ class Verdict:
 
 def judge(seen: Sequence[ServiceReport]) -> Verdict:
     """Judge the state of a run from the reports of some or all services."""
-    run = next((s.said for s in seen if s.kind == "orchestrator" and s.said), {})
+    run = next((s.facts for s in seen if s.kind == "orchestrator" and s.facts), {})
     quiet_s = run.get("quiet_s")
-    trainer = next((s.said for s in seen if s.kind == "trainer"), {})
+    trainer = next((s.facts for s in seen if s.kind == "trainer"), {})
     if refused := trainer.get("refused"):
         return Verdict("failed", (f"the trainer has stopped: {refused}",), quiet_s=quiet_s)
     if run.get("state") in ("finished", "failed") and not (
@@ -111,8 +111,8 @@ def judge(seen: Sequence[ServiceReport]) -> Verdict:
     if "trainer" in {s.kind for s in seen} and all(s.error is not None for s in seen):
         return Verdict("stopped", ("no service of the run answers",))
     core = [s for s in seen if s.kind in SERVICES and SERVICES[s.kind].run_key]
-    if core and all(s.said.get("untold") for s in core):
-        return Verdict("unknown", tuple(f"{s.name} cannot be read: {s.said['untold']}" for s in core))
+    if core and all(s.facts.get("untold") for s in core):
+        return Verdict("unknown", tuple(f"{s.name} cannot be read: {s.facts['untold']}" for s in core))
     walk = _Walk(nodes(seen))
     busy = walk.waits_unseen or any(node.busy for node in walk.nodes)
     limit = BUSY_S if busy else CYCLE_S if walk.cycle else QUIET_S
@@ -127,8 +127,8 @@ def judge(seen: Sequence[ServiceReport]) -> Verdict:
 
 def nodes(seen: Sequence[ServiceReport]) -> list[WaitNode]:
     """Return the node of each service, rollout servers included that only the orchestrator knows."""
-    trainer = next((s.said for s in seen if s.kind == "trainer"), {})
-    run = next((s.said for s in seen if s.kind == "orchestrator"), {})
+    trainer = next((s.facts for s in seen if s.kind == "trainer"), {})
+    run = next((s.facts for s in seen if s.kind == "orchestrator"), {})
     servers = {server["url"]: server for server in run.get("servers", ())}
     met = [s for s in seen if s.kind != "rollout"]
     met += [s for s in seen if s.kind == "rollout"]
@@ -173,9 +173,9 @@ def _node(seen: ServiceReport, trainer: Mapping[str, Any], server: Mapping[str, 
     if seen.error is not None:
         return WaitNode(*who, halted=f"{'(external) ' if seen.external else ''}does not answer: {seen.error}")
     if seen.kind == "trainer":
-        return _trainer(who, seen.said)
+        return _trainer(who, seen.facts)
     if seen.kind == "orchestrator":
-        return _orchestrator(who, seen.said)
+        return _orchestrator(who, seen.facts)
     if seen.kind == "rollout":
         return _rollout(who, seen, trainer, server)
     return WaitNode(*who, halted=f"is not ready: {seen.not_ready}" if seen.not_ready else "")
@@ -184,15 +184,15 @@ def _node(seen: ServiceReport, trainer: Mapping[str, Any], server: Mapping[str, 
 type _Who = tuple[str, str, str]
 
 
-def _trainer(who: _Who, said: Mapping[str, Any]) -> WaitNode:
-    phase, waits = said.get("phase", ""), said.get("waits", ())
+def _trainer(who: _Who, facts: Mapping[str, Any]) -> WaitNode:
+    phase, waits = facts.get("phase", ""), facts.get("waits", ())
     if phase in ("done", "stopped"):
         return WaitNode(*who)
-    if said.get("refused"):
-        return WaitNode(*who, halted=f"has stopped: {said['refused']}")
-    if said.get("paused") and phase in ("paused", "waiting"):
+    if facts.get("refused"):
+        return WaitNode(*who, halted=f"has stopped: {facts['refused']}")
+    if facts.get("paused") and phase in ("paused", "waiting"):
         return WaitNode(*who, halted="is paused on request; POST /resume continues it", paused=True)
-    busy = f"at work ({phase}, {said.get('step')} of {said.get('max_steps')} steps done)" if phase in _AT_WORK else ""
+    busy = f"at work ({phase}, {facts.get('step')} of {facts.get('max_steps')} steps done)" if phase in _AT_WORK else ""
     if not waits:
         return WaitNode(*who, busy=busy)
     return WaitNode(*who, waits=_links(waits), busy=busy if phase in ("training", "saving") else "")
@@ -217,18 +217,18 @@ def _sentence(wait: Mapping[str, Any]) -> str:
     return f"{wait['on']}: {wait['why']}"
 
 
-def _orchestrator(who: _Who, said: Mapping[str, Any]) -> WaitNode:
-    if said.get("state") == "paused":
+def _orchestrator(who: _Who, facts: Mapping[str, Any]) -> WaitNode:
+    if facts.get("state") == "paused":
         return WaitNode(*who, halted="is paused on request; POST /runs/NAME/resume continues it", paused=True)
     waits: list[WaitLink] = []
-    episodes = said.get("waits", {})
-    if said.get("disk"):
-        waits.append(WaitLink("disk", f"disk: {said['disk']}"))
+    episodes = facts.get("waits", {})
+    if facts.get("disk"):
+        waits.append(WaitLink("disk", f"disk: {facts['disk']}"))
     if n := episodes.get("server"):
         waits.append(
             WaitLink(
                 "rollout",
-                f"a rollout server it can use ({n} requests{'' if said.get('servers') else ', none is known'})",
+                f"a rollout server it can use ({n} requests{'' if facts.get('servers') else ', none is known'})",
             )
         )
     if n := episodes.get("rollout"):
@@ -236,22 +236,22 @@ def _orchestrator(who: _Who, said: Mapping[str, Any]) -> WaitNode:
     if episodes.get("peer"):
         waits.append(WaitLink("peer", "another orchestrator of the run, which evaluates"))
     if n := episodes.get("env"):
-        of = ", ".join(f"{k} of {env}" for env, k in (said.get("waits_env") or {}).items())
+        of = ", ".join(f"{k} of {env}" for env, k in (facts.get("waits_env") or {}).items())
         waits.append(WaitLink("env", f"the environment service ({n} episodes{': ' if of else ''}{of})"))
     if n := episodes.get("teacher"):
         waits.append(WaitLink("teacher", f"the teacher ({n} episodes)"))
-    if not waits and (waiting := said.get("waiting")):
-        waits.append(_held_elsewhere(said) or WaitLink(waiting["on"], _sentence(waiting)))
-    if (step := said.get("evaluating_step")) is not None:
+    if not waits and (waiting := facts.get("waiting")):
+        waits.append(_held_elsewhere(facts) or WaitLink(waiting["on"], _sentence(waiting)))
+    if (step := facts.get("evaluating_step")) is not None:
         waits = [WaitLink(link.on, f"{link.what}, to evaluate step {step}") for link in waits]
     return WaitNode(*who, waits=tuple(waits))
 
 
-def _held_elsewhere(said: Mapping[str, Any]) -> WaitLink | None:
+def _held_elsewhere(facts: Mapping[str, Any]) -> WaitLink | None:
     """Return the wait for tickets of another orchestrator, dead or alive, if the trainer lacks just their groups."""
-    queue = said.get("queue") or {}
-    n = queue.get("leased", 0) - said.get("held", 0)
-    if not queue.get("ready") or n <= 0 or queue["depth"] >= said.get("groups_per_step", 0):
+    queue = facts.get("queue") or {}
+    n = queue.get("leased", 0) - facts.get("held", 0)
+    if not queue.get("ready") or n <= 0 or queue["depth"] >= facts.get("groups_per_step", 0):
         return None
     return WaitLink(
         "leases", f"{n} tickets that another orchestrator holds; if it died, they are released when their leases expire"
@@ -259,7 +259,7 @@ def _held_elsewhere(said: Mapping[str, Any]) -> WaitLink | None:
 
 
 def _rollout(who: _Who, seen: ServiceReport, trainer: Mapping[str, Any], server: Mapping[str, Any]) -> WaitNode:
-    engine, reason = seen.said.get("internal_state") or {}, seen.not_ready or server.get("out")
+    engine, reason = seen.facts.get("internal_state") or {}, seen.not_ready or server.get("out")
     if engine.get("paused"):
         return WaitNode(*who, halted="is paused on request; POST /continue_generation continues it")
     if reason and (seen.waits_on or server.get("waits_on")) == "trainer":

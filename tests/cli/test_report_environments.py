@@ -83,7 +83,7 @@ def test_the_mixture_is_one_line_where_there_are_several() -> None:
     phases = RunPhases(9, lambda: 0.0)
     phases.activity(Activity({"mixture": MIXTURE}, {"phase": "training", "step": 1}))
     assert [row.detail for row in phases.rows() if row.name == "mixture"] == [told]
-    seen = ServiceReport("orchestrator", "orchestrator", "http://x", said={"mixture": MIXTURE})
+    seen = ServiceReport("orchestrator", "orchestrator", "http://x", facts={"mixture": MIXTURE})
     text = status._text([seen], Verdict("running", ()))
     assert f"mixture: {told}\n  words@1 is suspended: 3 groups in a row failed" in text
 

@@ -160,7 +160,7 @@ WEDGES = {
         [
             trainer(),
             orchestrator(waits={"rollout": 4}),
-            replace(ROLLOUT, said={"internal_state": {"running": 4, "output_tokens": 7}}, tokens_per_s=0.0),
+            replace(ROLLOUT, facts={"internal_state": {"running": 4, "output_tokens": 7}}, tokens_per_s=0.0),
         ],
         [
             "trainer waits",
@@ -169,7 +169,7 @@ WEDGES = {
         ],
     ),
     "an engine that was paused": (
-        [trainer(), orchestrator(waits={"rollout": 4}), replace(ROLLOUT, said={"internal_state": {"paused": True}})],
+        [trainer(), orchestrator(waits={"rollout": 4}), replace(ROLLOUT, facts={"internal_state": {"paused": True}})],
         [
             "trainer waits",
             "orchestrator waits",
@@ -239,7 +239,7 @@ def test_a_trainer_that_was_not_asked_may_be_at_work():
     ids=["tokens are made", "nobody has looked twice"],
 )
 def test_a_long_answer_is_no_wedge(said, tokens_per_s):
-    answering = replace(ROLLOUT, said={"internal_state": said}, tokens_per_s=tokens_per_s)
+    answering = replace(ROLLOUT, facts={"internal_state": said}, tokens_per_s=tokens_per_s)
     assert judge([trainer(), orchestrator(waits={"rollout": 4}), answering]).state == "running"
 
 
@@ -293,7 +293,7 @@ async def test_an_error_names_whom_the_trainer_waits_for(tmp_path: Path):
 
 
 def test_a_run_of_which_nothing_answers_is_stopped_and_one_service_says_nothing_of_the_run():
-    away = [replace(seen, said={}, error="Connection refused") for seen in (trainer(), orchestrator(), ROLLOUT, ENV)]
+    away = [replace(seen, facts={}, error="Connection refused") for seen in (trainer(), orchestrator(), ROLLOUT, ENV)]
     assert judge(away).state == "stopped"
     assert judge(away).chain == ("no service of the run answers",)
     assert judge(away[2:]).chain == (

@@ -148,10 +148,10 @@ def _frames(path: str, reset: dict[str, int]) -> Speaker:
 
 def our_requests(number: int) -> Speaker:
     body = {"request_id": str(number), "env": "echo", "split": "train", "index": number, "seed": number}
-    said = {"role": "assistant", "content": _MESSAGE}
+    message = {"role": "assistant", "content": _MESSAGE}
 
     def step(episode: bytes, n: int) -> bytes:
-        return _request(b"/episodes/%s/step" % episode, {"request_id": str(n), "message": said})
+        return _request(b"/episodes/%s/step" % episode, {"request_id": str(n), "message": message})
 
     return RequestSpeaker(_request(b"/episodes", body), step, lambda answer: _episode_id(answer))
 

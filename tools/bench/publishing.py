@@ -140,9 +140,9 @@ class Bench:
             async with RolloutClient(url) as client:
                 return (await client.update_weights(offer, "retract"))["timings"]
 
-        told = await asyncio.gather(*map(tell, servers))
-        parts = {key: max(one.get(key, 0.0) for one in told) for one in told for key in one if key.endswith("_s")}
-        pulled = sum(one["pulled_bytes"] for one in told)
+        answers = await asyncio.gather(*map(tell, servers))
+        parts = {key: max(one.get(key, 0.0) for one in answers) for one in answers for key in one if key.endswith("_s")}
+        pulled = sum(one["pulled_bytes"] for one in answers)
         moved = {"pulled_bytes": pulled, "trainer_sent_bytes": self._n_sent - sent}
         return {"chunk_s": chunk_s, **parts, "total_s": time.perf_counter() - started, **moved}
 

@@ -96,8 +96,8 @@ def print_programs(programs: Sequence[Mapping[str, Any]], memory: int | None = N
     """Print one line per program. Returns whether the largest fits into `memory` bytes."""
     for program in programs:
         parts = {name: n for name, n in program["bytes"].items() if n}
-        said = ", ".join(f"{name} {n / 2**20:,.1f}" for name, n in parts.items())
-        print(f"  {program['program']}: {sum(parts.values()) / 2**20:,.1f} MiB a chip ({said})", end="")
+        sizes = ", ".join(f"{name} {n / 2**20:,.1f}" for name, n in parts.items())
+        print(f"  {program['program']}: {sum(parts.values()) / 2**20:,.1f} MiB a chip ({sizes})", end="")
         print(f", {(program['flops'] or 0) / 1e12:.3g} TFLOP, compiled in {program['compile_s']:g} s")
     if memory is None:
         return True

@@ -122,5 +122,5 @@ def _asked_for(devices: Sequence[Any]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    told = main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:])
-    sys.stdout.write(orjson.dumps(told).decode() + "\n")
+    report = main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:])
+    sys.stdout.write(orjson.dumps(report).decode() + "\n")

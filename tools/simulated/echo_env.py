@@ -41,8 +41,8 @@ class EchoEpisode:
     def step(self, message: Message) -> StepResult:
         self._count += 1
         over = self._count >= N_STEPS or message["content"] == "stop"
-        said = user(f"{self._count}: {message['content']}")
-        return StepResult((said,), float(over), over, False, Info({"reward": float(over)}, success=over))
+        echo = user(f"{self._count}: {message['content']}")
+        return StepResult((echo,), float(over), over, False, Info({"reward": float(over)}, success=over))
 
 
 class EchoEnvironment:

@@ -111,14 +111,14 @@ class SimulatedBackend:
         norm = sum(self._learn(h.group) for h in held)
         after = WeightVersion(before.epoch, before.step + 1)
         loss = float(np.mean([value.mean() for value in self.params.values()]))
-        told = {"tokens": float(sum(t.n_sampled for h in held for t in h.group.trajectories))}
-        return StepMetrics(after.step, str(after), loss, norm, **of_groups(held, before.step), **of_statistics(told))
+        counts = {"tokens": float(sum(t.n_sampled for h in held for t in h.group.trajectories))}
+        return StepMetrics(after.step, str(after), loss, norm, **of_groups(held, before.step), **of_statistics(counts))
 
     def checksum(self) -> str:
-        told = blake3.blake3()
+        hasher = blake3.blake3()
         for name in sorted(self.params):
-            told.update(self.params[name].tobytes())
-        return told.hexdigest()
+            hasher.update(self.params[name].tobytes())
+        return hasher.hexdigest()
 
     def checksums(self) -> Checksums:
         count = blake3.blake3(self._count.tobytes()).hexdigest()

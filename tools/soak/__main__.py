@@ -153,13 +153,13 @@ async def _sampling(
     keys, log = Keys(folder.name), folder.path / "soak.jsonl"
     while await _step(redis, keys) < 1:  # noqa: ASYNC110 - another process trains it; there is no event to wait for
         await asyncio.sleep(_SAMPLE_EVERY_S)
-    began = told = time.monotonic()
+    began = reported_at = time.monotonic()
     while (now := time.monotonic()) < began + length_s:
         samples.append(await _sample(running, redis, keys, now - began))
         with log.open("ab") as file:
             file.write(orjson.dumps(asdict(samples[-1]), option=orjson.OPT_APPEND_NEWLINE))
-        if now - told >= _NEWS_EVERY_S:
-            told = now
+        if now - reported_at >= _NEWS_EVERY_S:
+            reported_at = now
             _tell(_news(samples[-1]))
         await asyncio.sleep(_SAMPLE_EVERY_S)
 

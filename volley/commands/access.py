@@ -75,14 +75,14 @@ def _json(folder: RunFolder, found: Addresses, answering: set[str]) -> str:
         for name, url in found.urls.items()
     }
     files = found.token_files.model_dump(mode="json")
-    told = {
+    row = {
         "run_dir": folder.path,
         "running": bool(answering),
         "services": services,
         "token_files": files,
         "ca_file": found.ca_file,
     }
-    return format_json({**told, "variables": variables(folder, found)})
+    return format_json({**row, "variables": variables(folder, found)})
 
 
 def _answering(found: Addresses, known: Mapping[str, bool]) -> set[str]:

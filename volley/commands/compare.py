@@ -165,8 +165,8 @@ def _successes(rates: Sequence[SuccessRate]) -> tuple[str, str, str, str]:
 
 def _label(run: ComparedRun) -> str:
     """Name of the run, followed by its differing settings if they take at most 40 characters."""
-    told = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in run.settings.items())
-    return f"{run.name} ({told})" if told and len(told) <= 40 else run.name
+    changed = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in run.settings.items())
+    return f"{run.name} ({changed})" if changed and len(changed) <= 40 else run.name
 
 
 def _slug(key: str, value: str) -> str:

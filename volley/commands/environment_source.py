@@ -140,9 +140,9 @@ def _python_text(what: str, data: bytes) -> str:
         encoding = "utf-16" if data.startswith(_UTF_16) else tokenize.detect_encoding(io.BytesIO(data).readline)[0]
         text = data.decode(encoding).removeprefix("\ufeff")
     except (SyntaxError, UnicodeError, LookupError) as error:
-        told = error.msg if isinstance(error, SyntaxError) else str(error)
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ConfigError(
-            f"{what} is not a readable Python file: {told}",
+            f"{what} is not a readable Python file: {reason}",
             "save it as UTF-8, or declare its encoding in its first line: # -*- coding: latin-1 -*-",
         ) from None
     if "\0" in text:

@@ -67,13 +67,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     _add_submit(parts)
     _add_target(listed := parts.add_parser("list", help="list all environments and their states"))
     listed.set_defaults(part=_run_list)
-    for name, told in (
+    for name, text in (
         ("show", "show a submitted environment's versions, history and validation report"),
         ("logs", "show the latest output and failures of its episodes"),
         ("activate", "put a version in use: promote a canary, or return to a retired version"),
         ("retire", "retire an environment: no new groups of it"),
     ):
-        part = parts.add_parser(name, help=told)
+        part = parts.add_parser(name, help=text)
         part.add_argument("name", metavar="NAME|NAME@VERSION")
         _add_target(part)
         part.set_defaults(part=_run_about, about=name)
@@ -250,18 +250,18 @@ async def _submit(target: EnvTarget, body: Mapping[str, Any], replace: bool, wai
         return 0
 
 
-async def _decided(client: EnvClient, name: str, told: str) -> Mapping[str, Any]:
+async def _decided(client: EnvClient, name: str, state: str) -> Mapping[str, Any]:
     """Wait until the version is validated, printing each new state. Raises Unavailable."""
     deadline = time.monotonic() + _WAIT_S
     while time.monotonic() < deadline:
         row = (await client.versions(name))[0]
-        if row["state"] != told:
-            told = row["state"]
-            print_lines(f"{name} is {told}: {row['why']}" if row["why"] else f"{name} is {told}")
-        if told not in ("submitted", "validating"):
+        if row["state"] != state:
+            state = row["state"]
+            print_lines(f"{name} is {state}: {row['why']}" if row["why"] else f"{name} is {state}")
+        if state not in ("submitted", "validating"):
             return row
         await asyncio.sleep(_POLL_S)
-    raise Unavailable(f"{name} is still {told} after {_WAIT_S:g} s", f"`volley env show {name}` shows its state")
+    raise Unavailable(f"{name} is still {state} after {_WAIT_S:g} s", f"`volley env show {name}` shows its state")
 
 
 def listed(target: EnvTarget) -> int:
@@ -271,10 +271,10 @@ def listed(target: EnvTarget) -> int:
     width = max(len(row["name"]) for row in rows)
     print_lines(f"{'name':<{width}}  {'base':<12}  {'state':<10}  {'weight':>6}  why")
     for row in rows:
-        told = (
+        text = (
             f"{row['name']:<{width}}  {row['base']:<12}  {row['state']:<10}  {row['weight']:>6g}  {row.get('why', '')}"
         )
-        print_lines(told.rstrip())
+        print_lines(text.rstrip())
         if row.get("trouble"):
             print_lines(f"  {row['name']}: {row['trouble']}")
     return 0
@@ -285,8 +285,8 @@ def show(target: EnvTarget, name: str) -> int:
     versions: list[Mapping[str, Any]] = asyncio.run(_asked(target, lambda client: client.versions(name)))
     for row in versions:
         splits = ", ".join(f"{split}: {n}" for split, n in row["splits"].items())
-        told = f"{row['name']}: {row['state']}, weight {row['weight']:g}, {row['size']} bytes"
-        print_lines(f"{told}; {splits}" if splits else told)
+        text = f"{row['name']}: {row['state']}, weight {row['weight']:g}, {row['size']} bytes"
+        print_lines(f"{text}; {splits}" if splits else text)
         for line in row["history"]:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["at"]))
             print_lines(f"  {at}  {line['state']:<10}  {line['why']}".rstrip())

@@ -35,8 +35,8 @@ def main(run_dir: Path, folder: Path, version: str, *, adapter: bool = False) ->
     arguments = [str(run_dir.absolute()), str(folder.absolute()), "--version", version]
     arguments += ["--adapter"] if adapter else []
     arguments += ["--trust"] if trust.is_accepted(run) else []
-    told = trainer_program.run("services.trainer.checkpoints.export", arguments, variables_of("trainer", cpu=True))
-    print_lines(f"{folder} holds {told['version']} of {run_dir}: {told['tensors']} tensors, {told['dtype']}")
-    if warning := told.get("warning"):
+    result = trainer_program.run("services.trainer.checkpoints.export", arguments, variables_of("trainer", cpu=True))
+    print_lines(f"{folder} holds {result['version']} of {run_dir}: {result['tensors']} tensors, {result['dtype']}")
+    if warning := result.get("warning"):
         print_lines(f"warning: {warning}")
     return 0

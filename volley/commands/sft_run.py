@@ -24,25 +24,25 @@ async def follow(running: stack.LocalStack, folder: RunFolder, display: Progress
     news = time.monotonic()
     async with running.client("trainer") as trainer:
         while True:
-            said = await fetch_status(trainer, "/status")
+            status = await fetch_status(trainer, "/status")
             if display.detailed:
-                display.activity(Activity(trainer=said))
+                display.activity(Activity(trainer=status))
             for kind, record in tails.new():
                 display.record(kind, record)
                 news = time.monotonic()
-            if refused := said.get("refused"):
+            if refused := status.get("refused"):
                 raise ServiceFailed(f"run {folder.name} has stopped: {refused}", f"logs: {folder.logs}")
-            if said.get("phase") == "done":
+            if status.get("phase") == "done":
                 return
             if time.monotonic() - news > display.quiet_s:
-                display.quiet(_doing(said))
+                display.quiet(_doing(status))
                 news = time.monotonic()
             await asyncio.sleep(_POLL_S)
 
 
-def _doing(said: Mapping[str, Any]) -> str:
-    wait = said.get("waiting_for") or said.get("reason")
-    return f"the trainer is {said.get('phase', 'away')}" + (f": {wait}" if wait else "")
+def _doing(status: Mapping[str, Any]) -> str:
+    wait = status.get("waiting_for") or status.get("reason")
+    return f"the trainer is {status.get('phase', 'away')}" + (f": {wait}" if wait else "")
 
 
 def finish(folder: RunFolder, record: RunRecord) -> int:

@@ -162,7 +162,7 @@ async def _ask(service: ServiceStatus) -> ServiceReport:
             return replace(seen, error=error.detail)
         except VolleyError as error:
             seen = replace(seen, not_ready=error.detail, waits_on=error.waits_on)
-        return replace(seen, said=await _details(client, seen.kind))
+        return replace(seen, facts=await _details(client, seen.kind))
 
 
 def _may_be_several(kind: str) -> bool:
@@ -174,20 +174,20 @@ async def _details(client: HttpClient, kind: str) -> dict[str, Any]:
 
     Empty if the service does not answer; `untold` holds the reason if it refuses the request.
     """
-    said: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for path in SERVICES[kind].describes if kind in SERVICES else ():
         with suppress(ServiceUnreachable):
             try:
                 answer: Any = await client.get(path, attempts=1)
             except VolleyError as error:
                 answer = {"untold": error.detail}
-            said |= answer[0] if isinstance(answer, list) and answer else answer
-    return said
+            facts |= answer[0] if isinstance(answer, list) and answer else answer
+    return facts
 
 
 def _made(seen: ServiceReport) -> int:
     """Tokens that a rollout server has sampled since its start; 0 if it has no running requests."""
-    engine = seen.said.get("internal_state") or {}
+    engine = seen.facts.get("internal_state") or {}
     return int(engine.get("output_tokens", 0)) if engine.get("running") else 0
 
 
@@ -221,30 +221,30 @@ def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str] =
 
 def _mixture(seen: Sequence[ServiceReport]) -> list[str]:
     """The run's environments if there are several, reasons for inactive ones, and warnings."""
-    rows = next((one.said["mixture"] for one in seen if one.said.get("mixture")), [])
-    told = format_mixture(rows)
+    rows = next((one.facts["mixture"] for one in seen if one.facts.get("mixture")), [])
+    shown = format_mixture(rows)
     reasons = [f"  {row['env']} is {row['state']}: {row['reason']}" for row in rows if row.get("reason")]
-    warnings = [f"warning: {one}" for report in seen for one in report.said.get("warnings") or ()]
-    return [*([f"mixture: {told}"] if told else []), *reasons, *warnings]
+    warnings = [f"warning: {one}" for report in seen for one in report.facts.get("warnings") or ()]
+    return [*([f"mixture: {shown}"] if shown else []), *reasons, *warnings]
 
 
 def _memory(seen: Sequence[ServiceReport]) -> list[str]:
     """The trainer's plan and its estimate of memory on each device."""
-    parts = next((one.said["memory"] for one in seen if one.said.get("memory")), {})
-    told = ", ".join(f"{name} {mib:,.0f}" for name, mib in parts.items())
-    plans = [f"plan: {one.said['plan']}" for one in seen if one.said.get("plan")]
-    plans += [f"the lineage branched: {one.said['branched']}" for one in seen if one.said.get("branched")]
-    return [*plans, *([f"memory of the trainer in MiB: {told}"] if told else [])]
+    parts = next((one.facts["memory"] for one in seen if one.facts.get("memory")), {})
+    shown = ", ".join(f"{name} {mib:,.0f}" for name, mib in parts.items())
+    plans = [f"plan: {one.facts['plan']}" for one in seen if one.facts.get("plan")]
+    plans += [f"the lineage branched: {one.facts['branched']}" for one in seen if one.facts.get("branched")]
+    return [*plans, *([f"memory of the trainer in MiB: {shown}"] if shown else [])]
 
 
 def _bucket(seen: Sequence[ServiceReport]) -> list[str]:
     """Newest step in the run's bucket, compared with the run's folder."""
-    told = [one.said for one in seen if one.said.get("bucket")]
+    shown = [one.facts for one in seen if one.facts.get("bucket")]
     return [
         "the run's bucket has nothing yet"
-        if said["bucket_step"] is None
-        else f"the run's bucket has step {said['bucket_step']} of {said['durable_step']}"
-        for said in told
+        if facts["bucket_step"] is None
+        else f"the run's bucket has step {facts['bucket_step']} of {facts['durable_step']}"
+        for facts in shown
     ]
 
 
@@ -255,10 +255,10 @@ def _state(seen: ServiceReport) -> str:
 
 
 def _details_of(seen: ServiceReport) -> str:
-    if untold := seen.said.get("untold"):
+    if untold := seen.facts.get("untold"):
         return f"no status: {untold}"
-    engine = DeclaredEngine.from_json(seen.said.get("engine"))
-    details = [f"{key} {seen.said[key]}" for key in _KEYS if seen.said.get(key) not in (None, "")]
+    engine = DeclaredEngine.from_json(seen.facts.get("engine"))
+    details = [f"{key} {seen.facts[key]}" for key in _KEYS if seen.facts.get(key) not in (None, "")]
     return ", ".join([*details, *([f"engine {engine}"] if engine and engine.lacks else [])])
 
 

@@ -261,9 +261,9 @@ async def follow(running: stack.LocalStack, folder: RunFolder, display: Progress
         while True:
             run = await fetch_status(orchestrator, f"/runs/{folder.name}")
             if display.detailed or not plan:
-                said = await fetch_status(trainer, "/status")
-                display.activity(Activity(run, said))
-                if not plan and (plan := str(said.get("plan") or "")):
+                trainer_status = await fetch_status(trainer, "/status")
+                display.activity(Activity(run, trainer_status))
+                if not plan and (plan := str(trainer_status.get("plan") or "")):
                     display.say(f"plan: {plan}")
             state, reason = str(run.get("state", "unknown")), str(run.get("reason") or "")
             for kind, record in tails.new():

@@ -47,8 +47,8 @@ def _success(rates: Sequence[SuccessRate], steps: int, extent: str) -> list[str]
         change = f"did not change beyond its intervals, {before} before and {after} now, {tasks},"
     else:
         change = f"did not change beyond its intervals, {before} and {after}, {tasks}"
-    told = f"Held-out success {change}"
-    return [f"{told} in {extent}"] if whole else [told, f"the run has taken {extent}"]
+    text = f"Held-out success {change}"
+    return [f"{text} in {extent}"] if whole else [text, f"the run has taken {extent}"]
 
 
 def _interval(rate: SuccessRate) -> str:
@@ -73,8 +73,12 @@ def _groups(folder: RunFolder, summary: Mapping[str, Any], proof: Mapping[str, A
     if not proof["ok"]:
         violations = _counted(len(proof["violations"]), "violation")
         return [f"the proof FAILED with {violations}, which `volley verify {shlex.quote(str(folder.path))}` names"]
-    told = [f"{_counted(trained, 'group')} trained exactly once", *([others] if others else []), "none lost (verified)"]
-    return [", ".join(told)]
+    clauses = [
+        f"{_counted(trained, 'group')} trained exactly once",
+        *([others] if others else []),
+        "none lost (verified)",
+    ]
+    return [", ".join(clauses)]
 
 
 def _counted(n: int, what: str) -> str:

@@ -89,8 +89,8 @@ def table_rows(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str
             parts.append(f"success {one['success_first_step']:.0%} → {one['success_last_step']:.0%}")
         if one["evaluations"]:
             first, last = (SuccessRate(**one["evaluations"][i]) for i in (0, -1))
-            told = f"{first.success:.1%} → {last}" if first.step != last.step else f"{last}"
-            parts.append(f"held-out {told}")
+            change = f"{first.success:.1%} → {last}" if first.step != last.step else f"{last}"
+            parts.append(f"held-out {change}")
         rows.append((f"environment {one['env']}", ", ".join(parts)))
     if len(environments) > _MOST_TOLD:
         rows.append(("environments", f"{len(environments) - _MOST_TOLD} more in summary.json"))

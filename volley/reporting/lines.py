@@ -86,8 +86,8 @@ def data_line(record: Mapping[str, Any]) -> str:
 
 
 def _format_others(record: Mapping[str, Any], prefix: str) -> list[str]:
-    found = [(record.get(f"{prefix}{key}"), said) for key, said in OTHERS.items()]
-    return [f"{n:,} {said}" for n, said in found if n]
+    found = [(record.get(f"{prefix}{key}"), words) for key, words in OTHERS.items()]
+    return [f"{n:,} {words}" for n, words in found if n]
 
 
 def number(record: Mapping[str, Any], key: str, form: str) -> str:

@@ -145,8 +145,8 @@ class RunPhases:
             return [PhaseRow(name, ", ".join(filter(None, (ready, episodes))), min(groups, wanted), wanted or None)]
         if phase == "saving":
             return [PhaseRow("checkpoint", f"of step {step}")]
-        told = {"training": "is trained", "paused": "paused on request"}
-        return [PhaseRow(name, told[phase])] if phase in told else []
+        labels = {"training": "is trained", "paused": "paused on request"}
+        return [PhaseRow(name, labels[phase])] if phase in labels else []
 
     def _mixture_row(self) -> list[PhaseRow]:
         mixture = format_mixture(self._activity.run.get("mixture"))

@@ -236,8 +236,8 @@ def _best(folder: RunFolder, head: TrainerState | None) -> dict[str, Any] | None
     if best is None:
         return None
     is_kept = (folder.checkpoints / str(best.version)).is_dir()
-    told = {"version": str(best.version), "success": best.success, "kept": is_kept}
-    return told | {"tasks": best.n_tasks - best.failed, "failed": best.failed}
+    fields = {"version": str(best.version), "success": best.success, "kept": is_kept}
+    return fields | {"tasks": best.n_tasks - best.failed, "failed": best.failed}
 
 
 def _best_rows(best: Mapping[str, Any] | None) -> list[tuple[str, str]]:

@@ -58,14 +58,14 @@ async def _ours(folder: RunFolder, found: Addresses, name: str, url: str) -> boo
         if name in found.external and info.run_key is None:
             return True
         try:
-            said = await client.get(info.guarded, attempts=1)
+            answer = await client.get(info.guarded, attempts=1)
         except ServiceUnreachable:
             raise
         except Unauthorized:
             return not readable
         except VolleyError:
             return True
-    return info.run_key is None or _serves(said, info.run_key, _name(folder))
+    return info.run_key is None or _serves(answer, info.run_key, _name(folder))
 
 
 async def _is_service(client: HttpClient, kind: str) -> bool:
@@ -79,8 +79,8 @@ async def _is_service(client: HttpClient, kind: str) -> bool:
     return isinstance(health, dict) and health.get("service") == kind
 
 
-def _serves(said: Any, key: str, run: str) -> bool:
-    rows = said if isinstance(said, list) else [said]
+def _serves(answer: Any, key: str, run: str) -> bool:
+    rows = answer if isinstance(answer, list) else [answer]
     names = {row[key] for row in rows if isinstance(row, dict) and isinstance(row.get(key), str)}
     return not names or run in names
 

@@ -76,14 +76,14 @@ def _damage(folder: Path) -> str:
 def _checked(folder: Path, version: WeightVersion, run: str) -> RetainedCheckpoint:
     """Raises WeightsError."""
     manifest, state = states.verify_digests(folder)
-    for what, said, expected in (
+    for what, recorded, expected in (
         ("the manifest's version", manifest.version, str(version)),
         ("the manifest's step", manifest.step, version.step),
         ("the manifest's run", manifest.run, run),
         ("the state's version", str(state.version), str(version)),
     ):
-        if said != expected:
-            raise WeightsError(f"{what} is {said}, expected {expected}")
+        if recorded != expected:
+            raise WeightsError(f"{what} is {recorded}, expected {expected}")
     dtypes = {leaf.dtype for leaf in manifest.tree}
     kind = "adapter" if manifest.adapter else "full"
     if manifest.kind != kind or not manifest.tree or not manifest.files or not dtypes <= _DTYPES:

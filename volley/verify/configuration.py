@@ -100,15 +100,17 @@ def _history(folder: RunFolder, record: RunRecord, head: TrainerState) -> str | 
         if before:
             known.append((began.get(epoch, 0), {key: [before.get(key), value] for key, value in changed.items()}))
         before |= changed
-    said = [(one.from_step, {key: list(values) for key, values in one.changes.items()}) for one in record.amendments]
+    recorded = [
+        (one.from_step, {key: list(values) for key, values in one.changes.items()}) for one in record.amendments
+    ]
     undone = set() if record.finished else {v.step for v in archive.versions(folder.archive) if v.epoch < head.epoch}
-    ahead = _beyond(said, known, undone)
+    ahead = _beyond(recorded, known, undone)
     if ahead is not None and (not ahead or (len(ahead) == 1 and ahead[0][0] == head.step and not record.finished)):
         return None
-    return f"it records {said}, the checkpoint {known}"[:300]
+    return f"it records {recorded}, the checkpoint {known}"[:300]
 
 
-def _beyond(said: Sequence[Amended], known: Sequence[Amended], undone: Set[int]) -> Sequence[Amended] | None:
+def _beyond(recorded: Sequence[Amended], known: Sequence[Amended], undone: Set[int]) -> Sequence[Amended] | None:
     """Amendments of run.json that follow all those of the checkpoint; None if the two differ.
 
     A trainer that found the newest checkpoint damaged resumed before the step that run.json names; that step is
@@ -116,13 +118,17 @@ def _beyond(said: Sequence[Amended], known: Sequence[Amended], undone: Set[int])
     """
     for step, changes in known:
         together: dict[str, list[object]] = {}
-        while said and together != changes and (said[0][0] == step or (said[0][0] > step and said[0][0] in undone)):
-            for key, (was, now) in said[0][1].items():
+        while (
+            recorded
+            and together != changes
+            and (recorded[0][0] == step or (recorded[0][0] > step and recorded[0][0] in undone))
+        ):
+            for key, (was, now) in recorded[0][1].items():
                 together[key] = [together.get(key, [was])[0], now]
-            said = said[1:]
+            recorded = recorded[1:]
         if together != changes:
             return None
-    return said
+    return recorded
 
 
 def _differing(file: str, changes: list[pinned.Change], where: str) -> Iterator[Violation]:

@@ -46,8 +46,8 @@ def check(folder: RunFolder, main: str) -> Iterator[Violation]:
         return
     for env in sorted(known.keys() & recorded.keys()):
         for part in differing(known[env], recorded[env]):
-            told = _difference(part, known[env], recorded[env])
-            yield Violation(ViolationKind.CONFIG, f"{env} was evaluated with other data: {told}", file=file)
+            difference = _difference(part, known[env], recorded[env])
+            yield Violation(ViolationKind.CONFIG, f"{env} was evaluated with other data: {difference}", file=file)
 
 
 def changed(folder: RunFolder, data: DataSection) -> list[str]:

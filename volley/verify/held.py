@@ -78,12 +78,12 @@ def replaced(folder: RunFolder, ancestors: Sequence[TrainerState]) -> list[str]:
     for name in _NAMES_HELD:
         if n := counts.get(name, 0):
             found.setdefault(name, f"{name}: it has lost lines, {n} times by what trainers found")
-    told = [
+    violations = [
         f"{name}: it was rewritten, {n} times by what trainers found"
         for name in _NAMES_HELD
         if (n := counts.get(held.REWRITTEN + name, 0))
     ]
-    return [*found.values(), *told]
+    return [*found.values(), *violations]
 
 
 def _with_files(ancestors: Sequence[TrainerState]) -> list[TrainerState]:
@@ -153,15 +153,15 @@ def _step(line: bytes) -> int | None:
 def _beginnings(path: Path, sizes: Expected) -> Iterator[Violation]:
     if not sizes:
         return
-    told, at = blake3.blake3(), 0
+    hasher, at = blake3.blake3(), 0
     try:
         with open_file(path) as file:
             for size in sorted(sizes):
                 while at < size and (block := file.read(min(_BLOCK_BYTES, size - at))):
-                    told.update(block)
+                    hasher.update(block)
                     at += len(block)
                 for digest, version in sizes[size].items():
-                    if at < size or told.hexdigest() != digest:
+                    if at < size or hasher.hexdigest() != digest:
                         yield _of(path, f"its first {size} bytes are not those that {version} was made after", version)
                         return
     except OSError as error:

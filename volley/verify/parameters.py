@@ -37,18 +37,18 @@ def check(
     folder: RunFolder, found: Sequence[RetainedCheckpoint], records: Sequence[CommitRecord]
 ) -> tuple[list[Violation], list[str]]:
     """Differences found, and comparisons that could not be made."""
-    told = _by_log(folder, found, {record.version: record for record in records})
+    witnesses = _by_log(folder, found, {record.version: record for record in records})
     manifests = {str(one.version): one.manifest for one in found}
     violations = [
         _of(folder, one, why)
         for one in found
-        if (why := checksums.misdescribed(one.manifest, one.state, told[one.version], manifests.get)) is not None
+        if (why := checksums.misdescribed(one.manifest, one.state, witnesses[one.version], manifests.get)) is not None
     ]
     readable = dict[str, RetainedCheckpoint]()
     for one in found:
         if not _is_there(folder, one):
             continue
-        expected = [theirs[PARAMS] for _, theirs in told[one.version] if PARAMS in theirs]
+        expected = [theirs[PARAMS] for _, theirs in witnesses[one.version] if PARAMS in theirs]
         if (folder.checkpoints / str(one.version) / _ORBAX).exists():
             readable |= {str(one.version): one} if expected else {}
         elif any(map(_OF_ARRAYS.fullmatch, expected)):
@@ -65,7 +65,7 @@ def check(
     return violations + [
         _of(folder, one, why)
         for name, one in readable.items()
-        if (why := _differs(answer, name, told[one.version])) is not None and _is_there(folder, one)
+        if (why := _differs(answer, name, witnesses[one.version])) is not None and _is_there(folder, one)
     ], missing
 
 
@@ -82,7 +82,7 @@ def _by_log(
         lines = [*checksums.lines_of(folder, {checksums.made_as(one.state) for one in found})]
     except OSError:
         lines = []  # the check of the steps reports it
-    return {one.version: checksums.told(one.state, records, lines) for one in found}
+    return {one.version: checksums.witnesses(one.state, records, lines) for one in found}
 
 
 def _differs(answer: Mapping[str, Any], version: str, log: Sequence[Told]) -> str | None:
@@ -127,8 +127,8 @@ def _answer(folder: RunFolder, versions: Sequence[str]) -> Mapping[str, Any] | s
 def _with_unread(done: subprocess.CompletedProcess[bytes], versions: Sequence[str]) -> Mapping[str, Any]:
     """Result of the program; checkpoints that it did not read are damaged, with the one at which it ended."""
     try:
-        told = orjson.loads(done.stdout.splitlines()[-1])
-        checksums, damaged = dict(told["checksums"]), dict(told["damaged"])
+        answer = orjson.loads(done.stdout.splitlines()[-1])
+        checksums, damaged = dict(answer["checksums"]), dict(answer["damaged"])
     except (ValueError, IndexError, KeyError, TypeError):
         checksums, damaged = {}, {}
     unread = [version for version in versions if version not in checksums and version not in damaged]

@@ -50,13 +50,13 @@ class TicketFates:
 
 def read(path: Path) -> tuple[list[Line], list[Violation]]:
     """Complete lines of the file; an incomplete last line is being written, or was never acknowledged."""
-    lines, bad, said = list[Line](), list[Violation](), dict[str, str]()
+    lines, bad, interned = list[Line](), list[Violation](), dict[str, str]()
     n_bad = 0
     try:
         for number, text in enumerate(whole_lines(path), start=1):
             line = ledger.parse(text)
             if line is not None:
-                lines.append(_compact(line, said))
+                lines.append(_compact(line, interned))
                 continue
             if not text.strip():
                 continue  # an incomplete line that was blanked
@@ -75,13 +75,13 @@ def read(path: Path) -> tuple[list[Line], list[Violation]]:
     return lines, bad
 
 
-def _compact(line: Line, said: dict[str, str]) -> Line:
+def _compact(line: Line, interned: dict[str, str]) -> Line:
     """Share equal texts between lines in memory: a ledger may have millions."""
     for key in _SHARED:
         if isinstance(text := line.get(key), str):
-            line[key] = said.setdefault(text, text)
+            line[key] = interned.setdefault(text, text)
     if isinstance(versions := line.get("versions"), list):
-        line["versions"] = [said.setdefault(text, text) for text in versions]
+        line["versions"] = [interned.setdefault(text, text) for text in versions]
     return line
 
 
@@ -152,8 +152,8 @@ def _twice(lines: Sequence[Line], found: TicketFates) -> list[Violation]:
             if line["ticket"] in more_than_once:
                 more_than_once[line["ticket"]].append(step)
     for ticket, steps in sorted(more_than_once.items()):
-        told = f"trained at steps {steps[:_MOST_STEPS]}"
-        violations.append(Violation(ViolationKind.DOUBLY_TRAINED, told, ticket=ticket))
+        trained_at = f"trained at steps {steps[:_MOST_STEPS]}"
+        violations.append(Violation(ViolationKind.DOUBLY_TRAINED, trained_at, ticket=ticket))
     for step, trained in sorted(found.steps.items()):
         for line in trained:
             void = found.voids.get(line["ticket"])

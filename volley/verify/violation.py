@@ -80,8 +80,8 @@ class Findings:
 
     def all(self) -> list[Violation]:
         """All collected violations, and a summary for each kind with more."""
-        told = Counter[ViolationKind]()
+        shown = Counter[ViolationKind]()
         for one in self.named:
-            told[one.kind] += one.n
-        more = [(kind, n - told[kind]) for kind, n in self.counts.items() if n > told[kind]]
+            shown[one.kind] += one.n
+        more = [(kind, n - shown[kind]) for kind, n in self.counts.items() if n > shown[kind]]
         return [*self.named, *(Violation(kind, f"and {n} more of this kind", n=n) for kind, n in more)]

@@ -75,10 +75,10 @@ class Episode:
         if await self._waits():
             news = [plain(one) for one in self.read[n_read + 1 :]]  # without the model's own message
             return {"messages": news, "reward": 0.0, "terminated": False, "truncated": False, "info": info(0.0, {})}
-        said, state = self.rollout.result()
+        message, state = self.rollout.result()
         row = {key: self.row[key] for key in ("prompt", "answer", "task", "info", "example_id")}
         rubric = self.environment.rubric
-        score = await rubric.score_rollout(completion=said, state=state, **row)
+        score = await rubric.score_rollout(completion=message, state=state, **row)
         weights = dict(zip(rubric.get_reward_func_names(), rubric.get_reward_weights(), strict=False))
         parts = {name: float(value) * weights.get(name, 0.0) for name, value in score.metrics.items()}
         parts = {name: value for name, value in parts.items() if weights.get(name)}
@@ -224,8 +224,8 @@ def completion(message, tools):
         except (ValueError, KeyError, TypeError):
             continue
         calls.append({"id": secrets.token_hex(8), "type": "function", "function": function})
-    said = {"role": "assistant", "content": text, "tool_calls": calls or None}
-    choice = {"index": 0, "finish_reason": "tool_calls" if calls else "stop", "message": said}
+    message = {"role": "assistant", "content": text, "tool_calls": calls or None}
+    choice = {"index": 0, "finish_reason": "tool_calls" if calls else "stop", "message": message}
     whole = {"id": secrets.token_hex(8), "object": "chat.completion", "created": int(time.time()), "model": "volley"}
     return ChatCompletion.model_validate({**whole, "choices": [choice]})
 

@@ -27,10 +27,10 @@ def fix_clock(connection: sqlite3.Connection) -> None:
 def _with_fixed_now(clock: sqlite3.Connection, name: str, at: int) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         given = [value.decode(errors="replace") if isinstance(value, bytes) else value for value in arguments]
-        said = given[at].lower() if len(given) > at and isinstance(given[at], str) else ""
-        if len(given) == at or said in ("subsec", "subsecond"):
+        modifier = given[at].lower() if len(given) > at and isinstance(given[at], str) else ""
+        if len(given) == at or modifier in ("subsec", "subsecond"):
             given.insert(at, NOW)
-        elif said == "now":
+        elif modifier == "now":
             given[at] = NOW
         return clock.execute(f"SELECT {name}({', '.join('?' * len(given))})", given).fetchone()[0]
 

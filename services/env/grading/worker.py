@@ -100,7 +100,7 @@ def _confined(library: ModuleType, function: str, arguments: Sequence[Any], filt
         _grade_and_exit(library, function, arguments, filter_, writable)
     os.close(writable)
     try:
-        said, in_time = _read(readable, time.monotonic() + CONFINED_WALL_S)
+        received, in_time = _read(readable, time.monotonic() + CONFINED_WALL_S)
     finally:
         os.close(readable)
         os.kill(pid, signal.SIGKILL)
@@ -108,7 +108,7 @@ def _confined(library: ModuleType, function: str, arguments: Sequence[Any], filt
     if not in_time:
         return {"error": "late", "detail": f"no answer within {CONFINED_WALL_S:g} s"}
     try:
-        return json.loads(said)
+        return json.loads(received)
     except ValueError:
         return {"error": "ended", "detail": "its limits on CPU or memory ended it"}
 
@@ -157,15 +157,15 @@ def _confine(filter_: bytes) -> None:
 
 def _read(readable: int, deadline: float) -> tuple[bytes, bool]:
     """Read until the end of the pipe; False if the end did not come by the deadline."""
-    said = b""
-    while len(said) <= MAX_ANSWER:
+    received = b""
+    while len(received) <= MAX_ANSWER:
         ready, _, _ = select.select([readable], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
-            return said, False
+            return received, False
         more = os.read(readable, 65536)
         if not more:
-            return said, True
-        said += more
+            return received, True
+        received += more
     return b"", True
 
 

@@ -68,7 +68,7 @@ def question(
     return Question("/chat/completions", body, _answer, judge.version)
 
 
-async def score(judge: JudgeReward, said: str) -> float | None:
+async def score(judge: JudgeReward, judgement: str) -> float | None:
     """Read the score, scaled to 0 to 1; None if there is none, or it is outside the scale.
 
     Raises RewardRefused if the configured pattern takes too long.
@@ -76,9 +76,9 @@ async def score(judge: JudgeReward, said: str) -> float | None:
     low, high = judge.scale
     found: Any
     if judge.field is None:
-        found = await _found(judge.pattern, high, said[-_READ:])
+        found = await _found(judge.pattern, high, judgement[-_READ:])
     else:
-        found = _at(_last_object(said), judge.field) if len(said) <= _READ_JSON else None
+        found = _at(_last_object(judgement), judge.field) if len(judgement) <= _READ_JSON else None
     try:
         value = float(found)
     except (TypeError, ValueError, OverflowError):
@@ -112,12 +112,12 @@ def _answer(answer: Any) -> Answer:
         raise ValueError(f"the answer is not a chat completion: {str(answer)[:200]}") from None
     if type(tokens) is not int or not 0 <= tokens <= _MAX_TOKENS_TOLD:
         tokens = None
-    said, unusable = str(content or ""), ""
-    if ended == "length" or len(said) > _MAX_SAID:
+    judgement, unusable = str(content or ""), ""
+    if ended == "length" or len(judgement) > _MAX_SAID:
         unusable = "was cut before its end: raise max_tokens in the judge's request"
-    elif not said.strip():
+    elif not judgement.strip():
         unusable = "is empty"
-    return Answer(said[-_MAX_SAID:], tokens, unusable)
+    return Answer(judgement[-_MAX_SAID:], tokens, unusable)
 
 
 def _marked(name: str, text: str) -> str:

@@ -154,16 +154,16 @@ class RewardedEpisode:
         if isinstance(component, JudgeReward):
             asked = judge.question(component, self.opening, self._played, expected)
             try:
-                said = await server.ask(asked)
+                answer = await server.ask(asked)
             except JudgementUnusable:
                 if component.unreadable is None:
                     raise
                 return {name: component.weight * component.unreadable}
-            score = await judge.score(component, said)
+            score = await judge.score(component, answer)
             if score is None:
                 detail = f"the judge {name} gave no score from {component.scale[0]:g} to {component.scale[1]:g}"
                 raise RewardFailed(
-                    f"{detail}: …{said[-_MOST_SAID:]}", "check the judge's pattern, field and unreadable"
+                    f"{detail}: …{answer[-_MOST_SAID:]}", "check the judge's pattern, field and unreadable"
                 )
             return {name: component.weight * score}
         messages = (*self.opening, *self._played)

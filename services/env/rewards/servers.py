@@ -59,7 +59,7 @@ class Answer(NamedTuple):
     An unusable answer is not stored.
     """
 
-    said: str
+    judgement: str
     tokens: int | None
     unusable: str = ""
 
@@ -136,8 +136,8 @@ class AskedServer:
     async def _answer(self, key: bytes, question: Question, asking: asyncio.Future[str]) -> None:
         """Task of one question; errors are passed to the waiting callers."""
         try:
-            said = await self._answered(key, question)
-            asking.set_result(said)
+            judgement = await self._answered(key, question)
+            asking.set_result(judgement)
         except VolleyError as error:
             self._fail(asking, error)
         except Exception as error:  # noqa: BLE001 - a defect here fails one question, never the service
@@ -159,18 +159,20 @@ class AskedServer:
             _REQUESTS.labels(self.name, "kept").inc()
             return known
         async with self._places:
-            said, tokens, unusable = await retry(
+            judgement, tokens, unusable = await retry(
                 lambda: self._sent(question), attempts=self._settings.attempts, cap_s=MAX_RETRY_AFTER_S
             )
         _TOKENS.labels(self.name).inc(tokens or 0)
         self._reports_tokens = self._reports_tokens and tokens is not None
         if unusable:
             await asyncio.to_thread(self._store.count_tokens, self.name, tokens or 0)
-            raise JudgementUnusable(f"the answer of the reward server {self.name} {unusable}: …{said[-_MOST_TOLD:]}")
-        said = await asyncio.to_thread(self._store.keep, key, self.name, said, tokens or 0)
+            raise JudgementUnusable(
+                f"the answer of the reward server {self.name} {unusable}: …{judgement[-_MOST_TOLD:]}"
+            )
+        judgement = await asyncio.to_thread(self._store.keep, key, self.name, judgement, tokens or 0)
         _REQUESTS.labels(self.name, "answered").inc()
         self._check_token_budget()
-        return said
+        return judgement
 
     def _check_token_budget(self) -> None:
         """Raises RewardRefused if a token budget cannot be enforced."""

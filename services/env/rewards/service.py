@@ -43,9 +43,9 @@ def question(
     return Question("", body, _answer, version)
 
 
-def scores(said: str) -> Mapping[str, float]:
+def scores(body: str) -> Mapping[str, float]:
     """Scores by name; a single score has the name ""."""
-    return orjson.loads(said)
+    return orjson.loads(body)
 
 
 def _answer(answer: Any) -> Answer:

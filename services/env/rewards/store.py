@@ -28,11 +28,11 @@ class RewardStore(SpendingStore):
             row = db.execute("SELECT said FROM answers WHERE key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
-    def keep(self, key: bytes, server: str, said: str, tokens: int) -> str:
+    def keep(self, key: bytes, server: str, text: str, tokens: int) -> str:
         """Store an answer and its tokens. Returns the stored answer, which another process may have stored before."""
         at = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
         with self._transaction() as db:
             db.execute("BEGIN IMMEDIATE")
-            db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?)", (key, server, said, tokens, at))
+            db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?)", (key, server, text, tokens, at))
             self._add(db, server, 0, tokens)
             return str(db.execute("SELECT said FROM answers WHERE key = ?", (key,)).fetchone()[0])

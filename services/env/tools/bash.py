@@ -103,8 +103,8 @@ class BashSession:
         result = await self._shell.run(command, timeout_s)
         if result.ended:
             raise ToolFault(f"{result.output.rstrip()}\n[ended: {result.why_ended(timeout_s)}]".lstrip())
-        said = result.output.rstrip("\n") or "(no output)"
-        return f"{said}\n[exit code {result.exit}]" if result.exit else said
+        shown = result.output.rstrip("\n") or "(no output)"
+        return f"{shown}\n[exit code {result.exit}]" if result.exit else shown
 
     async def close(self) -> None:
         """Do nothing: the session holds no resources."""

@@ -223,6 +223,6 @@ def _first(error: BaseException) -> BaseException:
 
 def _unusable(where: str, why: str, errors: IO[str]) -> Unavailable:
     errors.seek(0)
-    said = errors.read(100_000).strip()[-300:]
-    output = f"; it wrote: {said}" if said else ""
+    stderr = errors.read(100_000).strip()[-300:]
+    output = f"; it wrote: {stderr}" if stderr else ""
     return Unavailable(f"{where} cannot be used: {why[:300]}{output}", "fix its configuration, or start it")

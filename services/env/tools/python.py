@@ -75,14 +75,14 @@ class PythonSession:
                 self._workspace.changed |= {*files, *removed}
             raise ToolFault(self._why(failed, timeout_s)) from None
         self._received = True
-        said = "\n".join(part.rstrip("\n") for part in (found.script.stdout, found.script.stderr) if part)
+        output = "\n".join(part.rstrip("\n") for part in (found.script.stdout, found.script.stderr) if part)
         notes = store_changes(self._workspace, found) if self._workspace is not None else []
         if found.script.cut:
             notes.append(f"only the first {MAX_OUTPUT} characters of the output were kept")
-        said = "\n".join([*([said] if said else []), *(f"[{note}]" for note in notes)]) or "(no output)"
+        output = "\n".join([*([output] if output else []), *(f"[{note}]" for note in notes)]) or "(no output)"
         if found.script.exit:
-            raise ToolFault(said)
-        return said
+            raise ToolFault(output)
+        return output
 
     async def close(self) -> None:
         self._closed = True

@@ -25,7 +25,7 @@ def check_log(folder: Path, arrays: ArrayFiles) -> None:
         return None
 
     manifest, (state, _) = checkpoint_files.read_manifest(folder), states.read(folder)
-    if not (logged := checksums.told_in(RunFolder(folder.parent.parent), state)):
+    if not (logged := checksums.witnesses_in(RunFolder(folder.parent.parent), state)):
         return
     why = checksums.misdescribed(manifest, state, logged, of_version)
     if why or (why := checksums.contradiction(arrays.checksums(folder), logged)):

@@ -89,8 +89,10 @@ def _check_description(manifest: Manifest, params: Mapping[str, StoredArray]) ->
     found = {name: (value.shape, str(value.dtype)) for name, value in params.items()}
     for name in sorted(described.keys() | found.keys()):
         if described.get(name) != found.get(name):
-            said, there = described.get(name, "not there"), found.get(name, "not there")
-            raise WeightsError(f"{manifest.version}: its manifest says of {name[:100]} {said}, its files {there}"[:300])
+            recorded, there = described.get(name, "not there"), found.get(name, "not there")
+            raise WeightsError(
+                f"{manifest.version}: its manifest says of {name[:100]} {recorded}, its files {there}"[:300]
+            )
 
 
 def _check_rounding(master: Mapping[str, StoredArray], params: Mapping[str, StoredArray]) -> None:

@@ -167,7 +167,7 @@ class Recovery:
 
     async def _contradicted(self, checkpoint: TrainerState) -> str | None:
         """Compare the built model with the checksums in the log; return how they differ. Raises Unavailable."""
-        logged = await asyncio.to_thread(checksums.told_in, RunFolder(self._parts.commits.root.parent), checkpoint)
+        logged = await asyncio.to_thread(checksums.witnesses_in, RunFolder(self._parts.commits.root.parent), checkpoint)
         if not logged:
             return None
         why_not = checksums.contradiction(await self._waiter.blocking(self._parts.backend.checksums), logged)

@@ -235,6 +235,6 @@ def _places(file: Path) -> Iterator[tuple[str, _Place]]:
     with file.open("rb") as data:
         n = int.from_bytes(data.read(_LENGTH), "little")
         header = json.loads(data.read(n))
-    for name, said in header.items():
+    for name, entry in header.items():
         if name != "__metadata__":
-            yield name, _Place(file, said["dtype"], tuple(said["shape"]), _LENGTH + n + said["data_offsets"][0])
+            yield name, _Place(file, entry["dtype"], tuple(entry["shape"]), _LENGTH + n + entry["data_offsets"][0])

@@ -97,13 +97,13 @@ def _thoughts(text: str) -> tuple[list[str], str]:
 
 def output_items(text: str, calls: Sequence[ToolCall], call_ids: Sequence[str]) -> list[dict[str, Any]]:
     """Items of a response for a model's message: its thoughts, its text, its tool calls."""
-    thoughts, said = _thoughts(text)
+    thoughts, content_text = _thoughts(text)
     items: list[dict[str, Any]] = []
     if thoughts:
         summary = [{"type": "summary_text", "text": thought} for thought in thoughts]
         items.append({"type": "reasoning", "id": _id("rs"), "summary": summary, "status": "completed"})
-    if said or not (items or calls):
-        content = [{"type": "output_text", "text": said, "annotations": []}]
+    if content_text or not (items or calls):
+        content = [{"type": "output_text", "text": content_text, "annotations": []}]
         message = {"type": "message", "id": _id("msg"), "role": "assistant", "status": "completed"}
         items.append({**message, "content": content})
     for call, call_id in zip(calls, call_ids, strict=True):

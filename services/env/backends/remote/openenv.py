@@ -196,11 +196,13 @@ class OpenEnvBackend(KnownSplits):
                 f"{what} to {frame['type']} is not an OpenEnv frame", "check that the address is an OpenEnv server"
             )
         if kind == "error":
-            code, told = str(data.get("code", "")), _complaint(data)
+            code, server_text = str(data.get("code", "")), _complaint(data)
             if code == "CAPACITY_REACHED":
-                raise Busy(f"{self.site.address}: {told}", "set config.max_sessions to the server's number of sessions")
-            said = f"{self.site.address} answered {frame['type']} with {code}: {told}"
-            raise OpenEnvRefused(said, code=code, server_message=told)
+                raise Busy(
+                    f"{self.site.address}: {server_text}", "set config.max_sessions to the server's number of sessions"
+                )
+            complaint = f"{self.site.address} answered {frame['type']} with {code}: {server_text}"
+            raise OpenEnvRefused(complaint, code=code, server_message=server_text)
         return data
 
     def text(self, observation: Any) -> str:
@@ -286,13 +288,13 @@ def _observation(data: Mapping[str, Any]) -> _Observation:
 
 def _complaint(data: Mapping[str, Any]) -> str:
     """Text of an error frame, with the fields that failed validation."""
-    told, errors = str(data.get("message", "")), data.get("errors")
+    server_text, errors = str(data.get("message", "")), data.get("errors")
     wrong = [
         f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg', '')}"
         for error in (errors if isinstance(errors, list) else ())[:8]
         if isinstance(error, dict) and isinstance(error.get("loc"), list)
     ]
-    return "; ".join([told, *wrong])[:1000]
+    return "; ".join([server_text, *wrong])[:1000]
 
 
 def _rejected_action(text: str, error: Literal["format", "invalid_action"]) -> StepResult:

@@ -134,9 +134,9 @@ class ReasoningGym:
         question = self.question(split, index)
         if question.answer is None:
             raise NotFound(f"{self._config.dataset} has no answer of its own to {split}/{index}")
-        said = assistant(f"<answer>{question.answer}</answer>")
-        result = ReasoningGymEpisode(self, question).step(said)
-        return Demonstration((self.ask(question), said), result.info.success)
+        message = assistant(f"<answer>{question.answer}</answer>")
+        result = ReasoningGymEpisode(self, question).step(message)
+        return Demonstration((self.ask(question), message), result.info.success)
 
     def ask(self, question: Question) -> Message:
         return user(question.text if self._config.talk == "bare" else f"{question.text}\n{_ASK}")

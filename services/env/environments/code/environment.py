@@ -104,8 +104,8 @@ class Code(ProblemFiles[CodeProblem]):
         problem = self.problem(split, index)
         if problem.solution is None:
             raise NotFound(f"code/{split}/{index} has no solution of its own")
-        said = assistant(f"```python\n{problem.solution.strip()}\n```")
-        return Demonstration((self.question(problem), said), success=True)
+        answer = assistant(f"```python\n{problem.solution.strip()}\n```")
+        return Demonstration((self.question(problem), answer), success=True)
 
     def question(self, problem: CodeProblem) -> Message:
         reads = any(isinstance(test, PrintedTest) for test in problem.tests)

@@ -109,10 +109,10 @@ class Grader:
                 f"_begin({problem.given + chr(10) + problem.setup!r}, {test.program!r}, {names!r}, {problem.tested!r})"
             )
             while True:
-                said = _object(await tests.value(call))
-                if "ask" not in said:
-                    return _verdict(said)
-                reply = await answer.value(f"_answer({orjson.dumps(said['ask']).decode()!r})")
+                reply_of_tests = _object(await tests.value(call))
+                if "ask" not in reply_of_tests:
+                    return _verdict(reply_of_tests)
+                reply = await answer.value(f"_answer({orjson.dumps(reply_of_tests['ask']).decode()!r})")
                 if reply is None:
                     late = "CpuTimeUsedUp" in answer.complaint
                     return Verdict(False, "time" if late else "crash", answer.complaint[-300:])
@@ -182,10 +182,10 @@ def _same_word(one: str, other: str) -> bool:
         return False
 
 
-def _verdict(said: dict[str, Any]) -> Verdict:
-    if said.get("passed") is True:
+def _verdict(reply_of_tests: dict[str, Any]) -> Verdict:
+    if reply_of_tests.get("passed") is True:
         return Verdict(True)
-    return Verdict(False, str(said.get("why", "time")), str(said.get("detail", "")))
+    return Verdict(False, str(reply_of_tests.get("why", "time")), str(reply_of_tests.get("detail", "")))
 
 
 def _object(text: str | None) -> dict[str, Any]:

@@ -81,18 +81,18 @@ def solution_messages(problem: Problem, max_turns: int, form: CallFormat = "herm
     Annotations that the calculator cannot evaluate, and those beyond the turns, stay plain text.
     """
     messages: list[Message] = []
-    said = 0
+    done = 0
     text = problem.solution
     for found in _ANNOTATION.finditer(text):
         result = _result(found[1])
         if result is None or len(messages) // 2 + 1 >= max_turns:
             continue
-        words = _ANNOTATION.sub("", text[said : found.start()]).strip()
+        words = _ANNOTATION.sub("", text[done : found.start()]).strip()
         call = write_call("calculator", {"expression": found[1].strip()}, form)
         answer: Message = {"role": "tool", "content": result}
         messages += [assistant(f"{words}\n{call}".lstrip()), answer]
-        said = found.end()
-    return (*messages, assistant(_ANNOTATION.sub("", text[said:]).strip()))
+        done = found.end()
+    return (*messages, assistant(_ANNOTATION.sub("", text[done:]).strip()))
 
 
 def _result(expression: str) -> str | None:

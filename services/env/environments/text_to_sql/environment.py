@@ -100,17 +100,17 @@ class TextToSqlEpisode:
             found = {"match": False, "problem": "it takes too much memory or time", "n_rows": 0, "shown": ""}
         worth = self.config.correct_reward * self.config.retry_factor ** (self.turns - 1)
         rewards = {"execution": worth if found["match"] else 0.0}
-        said = (
+        observation = (
             f"The query fails: {found['problem']}"
             if found["problem"]
             else f"The query gives {found['n_rows']} rows, which are not those asked for:\n{found['shown']}"
         )
-        return self._answer(said, rewards, Info(rewards, bool(found["match"]), None, extra))
+        return self._answer(observation, rewards, Info(rewards, bool(found["match"]), None, extra))
 
-    def _answer(self, said: str, rewards: Mapping[str, float], info: Info) -> StepResult:
+    def _answer(self, observation: str, rewards: Mapping[str, float], info: Info) -> StepResult:
         over = info.success or self.turns >= self.config.max_turns
         single = self.config.max_turns == 1
-        messages = () if info.success or single else (user(said),)
+        messages = () if info.success or single else (user(observation),)
         truncated = over and not info.success and not single
         return StepResult(messages, sum(rewards.values()), over and not truncated, truncated, info)
 
@@ -161,8 +161,8 @@ class TextToSql:
     def demonstration(self, split: str, index: int) -> Demonstration:
         """The gold query as an answer."""
         task = self._task(split, index)
-        said = assistant(f"```sql\n{task.sql}\n```")
-        return Demonstration((_question(task, _schema(task)), said), success=True)
+        message = assistant(f"```sql\n{task.sql}\n```")
+        return Demonstration((_question(task, _schema(task)), message), success=True)
 
     def _task(self, split: str, index: int) -> SqlTask:
         check_task("text_to_sql", self._counts, split, index)

@@ -256,11 +256,11 @@ def _finish(folder: Path) -> None:
                 path.chmod(0o644)
 
 
-def _refusal(wanted: Sequence[str], said: str) -> InputError | Unavailable:
-    if any(sign in said.lower() for sign in _NETWORK):
-        return Unavailable(f"the package index cannot be reached: {said}", "try again later", 30.0)
+def _refusal(wanted: Sequence[str], output: str) -> InputError | Unavailable:
+    if any(sign in output.lower() for sign in _NETWORK):
+        return Unavailable(f"the package index cannot be reached: {output}", "try again later", 30.0)
     return InputError(
-        f"{', '.join(wanted)[:MAX_SHOWN]} cannot be installed: {said}",
+        f"{', '.join(wanted)[:MAX_SHOWN]} cannot be installed: {output}",
         "dependencies must have wheels for this Python and platform in the service's index; none are built",
     )
 
