@@ -132,7 +132,7 @@ def test_one_that_serves_several_runs_or_is_replicated_may_be_that_of_others(mon
 def test_whoever_waits_for_it_is_told_why_it_does_not_go_on():
     waiting = {"state": "running", "quiet_s": 90.0, "waiting": {"on": "scorer", "why": "no scores"}}
     seen = [
-        ServiceReport("orchestrator", "orchestrator", said=waiting),
+        ServiceReport("orchestrator", "orchestrator", facts=waiting),
         ServiceReport("scorer", "scorer", not_ready="loading"),
     ]
     verdict = wedge.judge(seen)

@@ -34,7 +34,7 @@ def waits(on, why):
 
 def trainer(**said):
     known = {"phase": "waiting", "waits": waits("orchestrator", GROUPS), "step": 12, "max_steps": 99}
-    return ServiceReport("trainer", "trainer", said=known | {"durable_step": 12} | said)
+    return ServiceReport("trainer", "trainer", facts=known | {"durable_step": 12} | said)
 
 
 def orchestrator(server=None, quiet_s=QUIET_S, **said):
@@ -47,7 +47,7 @@ def orchestrator(server=None, quiet_s=QUIET_S, **said):
         "quiet_s": quiet_s,
         "queue": QUEUE,
     }
-    return ServiceReport("orchestrator", "orchestrator", said=known | {"servers": [SERVER | (server or {})]} | said)
+    return ServiceReport("orchestrator", "orchestrator", facts=known | {"servers": [SERVER | (server or {})]} | said)
 
 
 ROLLOUT = ServiceReport("rollout-0", "rollout", "http://r0")
