@@ -79,7 +79,7 @@ async def test_it_is_started_supervised_asked_and_told_from_strangers(tmp_path: 
         assert (await identity.find_answering(run.folder, found)) == dict.fromkeys(run.stack.urls, True)
         seen, _ = await status._of_run(run.folder)
         (report,) = (one for one in seen if one.kind == "scorer")
-        assert (report.error, report.not_ready, report.said["path"]) == (None, None, "/scores")
+        assert (report.error, report.not_ready, report.facts["path"]) == (None, None, "/scores")
         assert access.variables(run.folder, found)["VOLLEY_SCORER_URL"] == run.stack.urls["scorer"]
 
         assert member.child is not None
