@@ -8,14 +8,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from services.rollout.api.generation import answer
 from services.rollout.engines.base import EngineSpec, GenerateRequest, GenerateResult, SamplingParams
-from services.rollout.engines.sglang_jax.client import SglangEngine, open_engine
+from services.rollout.engines.sglang_jax.client import SglangEngine, generate_message, open_engine
 from services.rollout.engines.sglang_jax.scheduling.requests import RolloutReq
 from services.rollout.engines.sglang_jax.scheduling.routing import RoutingPool, routing_of
 from services.rollout.weights.checkpoint import examine
@@ -43,11 +42,9 @@ class _Config:
 
 
 def request(routed_from: int | None) -> RolloutReq:
-    message: dict[str, Any] = {
-        "rid": "a", "input_ids": np.arange(3, 6), "max_new_tokens": 4, "stop_token_ids": [], "ignore_eos": True,
-        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 1, "routed_from": routed_from,
-    }  # fmt: skip
-    return RolloutReq(message, _Config(), VERSION)
+    sampling = SamplingParams(max_new_tokens=4, ignore_eos=True, sampling_seed=1)
+    asked = GenerateRequest("a", np.arange(3, 6, dtype=np.int32), sampling, routed_from)
+    return RolloutReq(generate_message("a", asked, streamed=False), _Config(), VERSION)
 
 
 def test_a_request_keeps_the_experts_of_the_step_that_computed_a_position_first() -> None:

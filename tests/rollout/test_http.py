@@ -257,7 +257,7 @@ async def test_a_text_whose_client_has_gone_is_not_scored(
 ) -> None:
     first, scored = asyncio.Event(), list[int]()
 
-    async def held(ids: np.ndarray) -> ScoredTokens:
+    async def held(ids: np.ndarray, _: int = 0) -> ScoredTokens:
         scored.append(len(ids))
         await first.wait()
         return ScoredTokens(engine.version or "", np.zeros(len(ids) - 1, np.float32))

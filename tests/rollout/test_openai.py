@@ -21,7 +21,7 @@ from services.rollout.api.generation import GenerationRunner
 from services.rollout.api.openai import ChatCompletion, Completion
 from services.rollout.api.openai_fields import IGNORED, NEUTRAL
 from services.rollout.app import build_app
-from services.rollout.engines.base import GenerateRequest, SamplingParams
+from services.rollout.engines.base import GenerateRequest, OnTokens, SamplingParams
 from services.rollout.weights.serving import Serving
 from services.rollout.weights.updater import WeightUpdater
 from shared.models.chat import ChatTokenizer
@@ -51,8 +51,8 @@ class Recorded(FakeEngine):
         ends = np.flatnonzero(np.isin(ids, request.sampling.stop_token_ids))
         return ids[: ends[0] + 1] if ends.size else ids
 
-    async def generate(self, request: GenerateRequest) -> Any:
-        result = await super().generate(request)
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Any:
+        result = await super().generate(request, on_tokens)
         last = int(result.output_ids[-1])
         if last in request.sampling.stop_token_ids:
             result = replace(result, finish=replace(result.finish, type="stop", matched=last, length=None))

@@ -29,8 +29,11 @@ from services.rollout.engines.base import (
     GenerateResult,
     Live,
     LoadedWeights,
+    NewTokens,
+    OnTokens,
     ScoredTokens,
     StagedWeights,
+    TopTokens,
 )
 from services.rollout.settings import RolloutSettings
 from services.rollout.weights.serving import Serving
@@ -83,7 +86,8 @@ class FakeEngine:
     waiting: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
     info: EngineInfo = field(default_factory=lambda: EngineInfo(512, 256, 4096, 16, (2,), 0.0, 1))
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
+        """Answer after `delay_s`; the tokens arrive one by one, at even intervals."""
         self.n_requests += 1
         ids = self.draw(request)[: request.sampling.max_new_tokens]
         n, finish = len(ids), FinishReason("length", length=len(ids))
@@ -93,20 +97,31 @@ class FakeEngine:
             raise Conflict(f"a request {request.rid!r} is running")
         event = self.waiting[request.rid] = asyncio.Event()
         try:
-            await asyncio.sleep(self.delay_s)
+            await self._sample(request, ids, on_tokens)
             if self.hold:
                 await event.wait()
                 n, finish = 1, FinishReason("abort", message="aborted")
         finally:
             del self.waiting[request.rid]
-        spans = (VersionSpan(self.version or "", 0, n),)
-        return GenerateResult(
-            request.rid, ids[:n], np.full(n, -0.5, np.float32), finish, spans, len(request.input_ids), 0
-        )
+        spans, logprobs = (VersionSpan(self.version or "", 0, n),), np.full(n, -0.5, np.float32)
+        top = most_likely(ids[:n], logprobs, request.top_logprobs)
+        return GenerateResult(request.rid, ids[:n], logprobs, finish, spans, len(request.input_ids), 0, top=top)
 
-    async def score(self, ids: np.ndarray) -> ScoredTokens:
+    async def _sample(self, request: GenerateRequest, ids: np.ndarray, on_tokens: OnTokens | None) -> None:
+        if on_tokens is None:
+            await asyncio.sleep(self.delay_s)
+            return
+        for i in range(len(ids)):
+            await asyncio.sleep(self.delay_s / len(ids))
+            new, logprob = ids[i : i + 1], np.full(1, -0.5, np.float32)
+            on_tokens(NewTokens(new, logprob, most_likely(new, logprob, request.top_logprobs), self.version or ""))
+            if self.hold:
+                return
+
+    async def score(self, ids: np.ndarray, top_logprobs: int = 0) -> ScoredTokens:
         """-0.25, -0.5, … in the order of the tokens."""
-        return ScoredTokens(self.version or "", -0.25 * np.arange(1, len(ids), dtype=np.float32))
+        logprobs = -0.25 * np.arange(1, len(ids), dtype=np.float32)
+        return ScoredTokens(self.version or "", logprobs, most_likely(ids[1:], logprobs, top_logprobs))
 
     async def stage(self, weights: StagedWeights, arriving: Arriving | None = None) -> LoadedWeights:
         if arriving is not None:
@@ -190,6 +205,14 @@ class RolloutDouble:
         rng = np.random.default_rng(request.sampling.sampling_seed)
         drawn = [*rng.integers(10, 200, rng.integers(1, 8)).tolist(), *self.engine.info.eos_token_ids]
         return np.array(self.answer or drawn, np.int32)
+
+
+def most_likely(ids: np.ndarray, logprobs: np.ndarray, k: int) -> TopTokens | None:
+    """k tokens at each position: the sampled one and its successors, each less likely by 1 nat."""
+    if not k:
+        return None
+    below = np.arange(k)
+    return TopTokens(((ids[:, None] + below) % 512).astype(np.int32), (logprobs[:, None] - below).astype(np.float32))
 
 
 def counted(request: GenerateRequest) -> np.ndarray:

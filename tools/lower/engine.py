@@ -92,14 +92,14 @@ def lowered(scheduler: RolloutScheduler, batch: Any, devices: Sequence[Any]) -> 
         shapes = nnx.eval_shape(
             lambda: model_class(runner.model_config.hf_config, dtype=runner.model_config.dtype, mesh=there)
         )
-    _, state_def, leaves, pools, forward_batch, *rest = scheduler.step.arguments(
+    _, state_def, leaves, pools, forward_batch, *rest, n_top = scheduler.step.arguments(
         batch, SamplingRows(len(batch.seq_lens))
     )
     forward_batch.attn_backend = copy.copy(forward_batch.attn_backend)
     forward_batch.attn_backend.mesh = there
     arguments = jax.tree.map(lambda x: _as_shape(x, there), (leaves, pools, forward_batch, *rest))
     with jax.set_mesh(there), _asked_for(devices):
-        return compiled_step(there).lower(nnx.split(shapes)[0], state_def, *arguments)
+        return compiled_step(there).lower(nnx.split(shapes)[0], state_def, *arguments, n_top)
 
 
 def _as_shape(x: Any, mesh: Mesh) -> Any:

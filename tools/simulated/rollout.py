@@ -34,9 +34,12 @@ from services.rollout.engines.base import (
     GenerateResult,
     Live,
     LoadedWeights,
+    NewTokens,
+    OnTokens,
     SamplingParams,
     ScoredTokens,
     StagedWeights,
+    TopTokens,
 )
 from services.rollout.settings import from_config
 from shared.boot import RunningService, main
@@ -91,7 +94,7 @@ class SimulatedEngine:
     _running: dict[str, _Running] = field(default_factory=dict[str, _Running])
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
         """Draw a token every `_TOKEN_S` seconds, each with the version serving then."""
         if self.serving is None:
             raise Unavailable("no weights are committed yet", "retry when /ready answers 200")
@@ -103,9 +106,13 @@ class SimulatedEngine:
             while len(running.ids) < len(ids) and not running.aborted:
                 await asyncio.sleep(_TOKEN_S)
                 if not self.paused:
-                    running.ids.append(int(ids[len(running.ids)]))
+                    at = len(running.ids)
+                    running.ids.append(int(ids[at]))
                     running.versions.append(self.serving.version)
                     self.output_tokens += 1
+                    if on_tokens is not None:
+                        new = ids[at : at + 1], logprobs[at : at + 1]
+                        on_tokens(NewTokens(*new, self._top(*new, request.top_logprobs), self.serving.version))
         finally:
             del self._running[request.rid]
         return self._result(request, running, logprobs[: len(running.ids)])
@@ -126,13 +133,23 @@ class SimulatedEngine:
             versions=spans(running.versions, range(len(ids))),
             prompt_tokens=len(request.input_ids),
             cached_tokens=0,
+            top=self._top(np.array(ids, np.int32), logprobs, request.top_logprobs),
         )
 
-    async def score(self, ids: np.ndarray) -> ScoredTokens:
+    def _top(self, ids: np.ndarray, logprobs: np.ndarray, k: int) -> TopTokens | None:
+        """Return k tokens at each position: the drawn one and its successors, each less likely by 1 nat."""
+        if not k:
+            return None
+        below = np.arange(k)
+        successors = (ids[:, None] + below) % self.info.vocab_size
+        return TopTokens(successors.astype(np.int32), (logprobs[:, None] - below).astype(np.float32))
+
+    async def score(self, ids: np.ndarray, top_logprobs: int = 0) -> ScoredTokens:
         """Scores that depend on each token alone."""
         if self.serving is None:
             raise Unavailable("no weights are committed yet", "retry when /ready answers 200")
-        return ScoredTokens(self.serving.version, -(ids[1:] % 7 + 1).astype(np.float32) / 4)
+        logprobs = -(ids[1:] % 7 + 1).astype(np.float32) / 4
+        return ScoredTokens(self.serving.version, logprobs, self._top(ids[1:], logprobs, top_logprobs))
 
     async def stage(self, weights: StagedWeights, arriving: Arriving | None = None) -> LoadedWeights:
         if arriving is not None:

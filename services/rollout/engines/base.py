@@ -9,9 +9,9 @@ log-probability and the weight version it was sampled with; a failed stage chang
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,6 +23,8 @@ FinishType = Literal["stop", "length", "abort"]
 BASE_VERSION = "base"
 type Arriving = asyncio.Future[Any]
 """Future that is done when all chunks have been pulled."""
+MAX_TOP_LOGPROBS = 20
+"""Most likely tokens that a request may ask for at each position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,40 @@ class GenerateRequest:
 
     `input_ids`: int32[n], n >= 1, every id within the vocabulary. `rid` is unique among running requests.
     `routed_from`: first position for which to return the experts that processed the token; None returns none.
+    `top_logprobs`: how many of the most likely tokens to return at each sampled position, at most MAX_TOP_LOGPROBS.
     """
 
     rid: str
     input_ids: np.ndarray
     sampling: SamplingParams
     routed_from: int | None = None
+    top_logprobs: int = 0
+
+
+class TopTokens(NamedTuple):
+    """Most likely k tokens at each of n positions, the likeliest first: int32[n, k] ids, float32[n, k] natural
+    logarithms of their probabilities, computed as the sampled token's.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewTokens:
+    """Tokens that one step sampled for one request.
+
+    `output_ids`: int32[n]; `logprobs`: float32[n]; `top` if the request asked; `version` of the weights that sampled.
+    """
+
+    output_ids: np.ndarray
+    logprobs: np.ndarray
+    top: TopTokens | None = None
+    version: str = ""
+
+
+type OnTokens = Callable[[NewTokens], None]
+"""Receiver of a request's new tokens, called in the service's event loop after each step. It must not block."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,7 +151,8 @@ class GenerateResult:
     `output_ids`: int32[n]; `logprobs`: float32[n], natural logarithm at the request's temperature; spans cover 0..n.
     `routed_experts` [m, L, k] (shared.routing): experts of the positions from `routed_from` on, except the last
     position, which was not computed. After a weight change positions are computed again; the experts are those of the
-    first computation. None if the request did not ask, or the model has no experts.
+    first computation. None if the request did not ask, or the model has no experts. `top` has n rows; None if the
+    request did not ask.
     """
 
     rid: str
@@ -132,6 +163,7 @@ class GenerateResult:
     prompt_tokens: int
     cached_tokens: int
     routed_experts: np.ndarray | None = None
+    top: TopTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +186,12 @@ class ScoredTokens:
     """Log-probabilities of n given tokens under the weights `version`.
 
     `logprobs`: float32[n - 1], natural logarithm at temperature 1, of each token but the first given those before it.
+    `top` has n - 1 rows, of the same positions; None if the caller did not ask.
     """
 
     version: str
     logprobs: np.ndarray
+    top: TopTokens | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,16 +294,20 @@ class Engine(Protocol):
         """Seconds since the engine's last sign of life. A busy engine, e.g. one that compiles, is not silent."""
         ...
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Run one request to its end. Cancelling the call aborts the request.
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
+        """Run one request to its end. Cancelling the call aborts the request at the next step.
+
+        `on_tokens` receives every token of the result, step by step, before the result. If it raises, the request is
+        aborted and this call raises the same.
 
         Raises Unavailable while no weights are committed.
         """
         ...
 
-    async def score(self, ids: np.ndarray) -> ScoredTokens:
+    async def score(self, ids: np.ndarray, top_logprobs: int = 0) -> ScoredTokens:
         """Score given tokens, int32[n] with n >= 2 that fit the context, between two steps.
 
+        `top_logprobs`: how many of the most likely tokens to return at each position, at most MAX_TOP_LOGPROBS.
         Running requests wait meanwhile; if there is not memory for both, they are computed again afterwards.
 
         Raises Unavailable while no weights are committed.

@@ -37,8 +37,11 @@ from services.rollout.engines.base import (
     GenerateResult,
     Live,
     LoadedWeights,
+    NewTokens,
+    OnTokens,
     ScoredTokens,
     StagedWeights,
+    TopTokens,
 )
 from services.rollout.engines.sglang_jax.link import BEAT_S, Message, frame, split
 from services.rollout.engines.sglang_jax.model_files import check_split, normalised
@@ -75,6 +78,7 @@ class SglangEngine(asyncio.Protocol):
         self._buffer = bytearray()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._running: dict[str, asyncio.Future[GenerateResult]] = {}
+        self._receivers: dict[str, OnTokens] = {}
         self._names: dict[str, str] = {}
         self._numbers = itertools.count()
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
@@ -92,40 +96,33 @@ class SglangEngine(asyncio.Protocol):
     def silent_s(self) -> float:
         return max(0, self._missed) * BEAT_S
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
         if not self._has_weights:
             raise self._without_weights()
         if request.rid in self._names:
             raise Conflict(f"a request {request.rid!r} is running", "give every request its own rid")
         future, name = self._future(), f"r{next(self._numbers)}"
         self._running[name], self._names[request.rid] = future, name
-        sampling = request.sampling
-        self._send(
-            {
-                "op": "generate",
-                "rid": name,
-                "input_ids": request.input_ids,
-                "max_new_tokens": sampling.max_new_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "stop_token_ids": list(sampling.stop_token_ids),
-                "ignore_eos": sampling.ignore_eos,
-                "seed": sampling.sampling_seed,
-                "routed_from": request.routed_from,
-            }
-        )
+        if on_tokens is not None:
+            self._receivers[name] = on_tokens
+        self._send(generate_message(name, request, streamed=on_tokens is not None))
         try:
             return dataclasses.replace(await future, rid=request.rid, prompt_tokens=len(request.input_ids))
         finally:
             del self._running[name], self._names[request.rid]
+            self._receivers.pop(name, None)
             if future.cancelled():
-                self._send({"op": "abort", "rid": name, "call": _NO_CALL})
+                self._abandon(name)
 
-    async def score(self, ids: np.ndarray) -> ScoredTokens:
+    def _abandon(self, name: str) -> None:
+        """Abort a request whose result nobody waits for."""
+        self._send({"op": "abort", "rid": name, "call": _NO_CALL})
+
+    async def score(self, ids: np.ndarray, top_logprobs: int = 0) -> ScoredTokens:
         if not self._has_weights:
             raise self._without_weights()
-        return ScoredTokens(**await self._call("score", ids=ids))
+        answer = await self._call("score", ids=ids, top_logprobs=top_logprobs)
+        return ScoredTokens(answer["version"], answer["logprobs"], _top(answer, len(answer["logprobs"])))
 
     async def stage(self, weights: StagedWeights, arriving: Arriving | None = None) -> LoadedWeights:
         fields, number = dataclasses.asdict(weights) | {"arriving": arriving is not None}, next(self._numbers)
@@ -237,6 +234,9 @@ class SglangEngine(asyncio.Protocol):
 
     def _handle(self, message: Message) -> None:
         match message["op"]:
+            case "tokens":
+                for new in message["new"]:
+                    self._deliver(new)
             case "done":
                 for result in message["results"]:
                     future = self._running.get(result["rid"])
@@ -255,6 +255,19 @@ class SglangEngine(asyncio.Protocol):
                 self._cause = message["detail"]
             case other:
                 raise AssertionError(f"unknown message {other!r}")
+
+    def _deliver(self, message: Message) -> None:
+        """Hand a step's tokens to the request's receiver; if that raises, so does `generate`."""
+        name = message["rid"]
+        receiver, future = self._receivers.get(name), self._running.get(name)
+        if receiver is None or future is None or future.done():
+            return
+        ids = message["output_ids"]
+        try:
+            receiver(NewTokens(ids, message["logprobs"], _top(message, len(ids)), message["version"]))
+        except Exception as error:  # noqa: BLE001 - the caller's own error, handed to the caller
+            future.set_exception(error)
+            self._abandon(name)
 
     def _without_weights(self) -> Unavailable:
         return Unavailable("no weights are committed yet", "retry when /ready answers 200")
@@ -328,6 +341,19 @@ def _is_small(model_path: str) -> bool:
     return ModelConfig.read(Path(model_path)).hidden_size <= _ONE_THREAD_HIDDEN_SIZE
 
 
+def generate_message(name: str, request: GenerateRequest, *, streamed: bool) -> Message:
+    """Build the message of a request that is called `name` inside the engine."""
+    return {
+        "op": "generate",
+        "rid": name,
+        "input_ids": request.input_ids,
+        **dataclasses.asdict(request.sampling),
+        "routed_from": request.routed_from,
+        "top_logprobs": request.top_logprobs,
+        "streamed": streamed,
+    }
+
+
 def _resolve(future: asyncio.Future[Any], message: Message) -> None:
     if "error" in message:
         future.set_exception(from_problem(message["error"]["status"], message["error"]))
@@ -349,4 +375,11 @@ def _result(message: Message) -> GenerateResult:
         prompt_tokens=message["prompt_tokens"],
         cached_tokens=message["cached_tokens"],
         routed_experts=from_wire(message["routed_experts"]) if "routed_experts" in message else None,
+        top=_top(message, len(message["output_ids"])),
     )
+
+
+def _top(message: Message, n: int) -> TopTokens | None:
+    if "top_ids" not in message:
+        return None
+    return TopTokens(message["top_ids"].reshape(n, -1), message["top_logprobs"].reshape(n, -1))

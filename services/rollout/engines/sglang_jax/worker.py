@@ -187,13 +187,13 @@ class EngineWorker:
         }
 
     def _on_score(self, message: Message) -> Message:
-        from services.rollout.engines.sglang_jax.loading.scoring import score
+        from services.rollout.engines.sglang_jax.loading.scoring import score_with_top
 
         scheduler, ids = self._scheduler, message["ids"]
-        logprobs = score(scheduler, ids, passes=len(ids))
-        if logprobs is None or len(logprobs) < len(ids) - 1:
+        scored = score_with_top(scheduler, ids, message["top_logprobs"])
+        if scored is None or len(scored["logprobs"]) < len(ids) - 1:
             raise InputError(f"{len(ids)} tokens do not fit into the engine's pool of {scheduler.max_total_num_tokens}")
-        return {"version": scheduler.version or "", "logprobs": logprobs}
+        return scored | {"version": scheduler.version or ""}
 
     def _on_status(self, _: Message) -> Message:
         scheduler = self._scheduler

@@ -7,14 +7,16 @@ over the weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 
+from services.rollout.engines.sglang_jax.link import Message
 from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
-from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows
+from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows, StepOutput
 
 _PASSES = 8
 _PROBE_ROWS = 64
@@ -29,26 +31,47 @@ def score(
     m is n - 1, or less where the engine's context or `passes` of its largest batch end; None if that is none.
     `leaves` are weights to use instead of the serving ones.
     """
+    found = [output.logprobs_B[:n] for output, n in _outputs(scheduler, ids, leaves, passes)]
+    return np.concatenate(found) if found else None
+
+
+def score_with_top(scheduler: RolloutScheduler, ids: np.ndarray, n_top: int) -> Message | None:
+    """Like `score` for all of `ids`, with the `n_top` most likely tokens at each position, as the link carries them."""
+    logprobs, top_ids, top_logprobs = [], [], []
+    for output, n in _outputs(scheduler, ids, None, len(ids), with_top=n_top > 0):
+        logprobs.append(output.logprobs_B[:n])
+        if output.top_ids_BN is not None and output.top_logprobs_BN is not None:
+            top_ids.append(output.top_ids_BN[:n, :n_top].ravel())
+            top_logprobs.append(output.top_logprobs_BN[:n, :n_top].ravel())
+    if not logprobs:
+        return None
+    top = {"top_ids": np.concatenate(top_ids), "top_logprobs": np.concatenate(top_logprobs)} if top_ids else {}
+    return top | {"logprobs": np.concatenate(logprobs)}
+
+
+def _outputs(
+    scheduler: RolloutScheduler, ids: np.ndarray, leaves: list[jax.Array] | None, passes: int, *, with_top: bool = False
+) -> Iterator[tuple[StepOutput, int]]:
+    """Yield the outputs of the prefills in turn, each with the number of positions it scores."""
     page, rows = scheduler.page_size, _rows(scheduler)
     rows = rows // page * page or rows
     n = min(len(ids) - 1, passes * rows, scheduler.model_config.context_len, scheduler.max_total_num_tokens)
     if n < 1:
-        return None
+        return
     ids = np.asarray(ids, np.int32)
     allocator = scheduler.token_to_kv_pool_allocator
     slots = allocator.alloc(-(-n // page) * page)
     if slots is None:
         scheduler.flush()
         slots = allocator.alloc(-(-n // page) * page)
-    found: list[np.ndarray] = []
     try:
         for start in range(0, n, rows):
             end = min(start + rows, n)
             batch, sampling = _batch(scheduler, ids[start : end + 1], start, np.asarray(slots)[:end])
-            found.append(scheduler.step(batch, sampling, leaves)[1][: end - start])
+            sampling.with_top = with_top
+            yield scheduler.step(batch, sampling, leaves), end - start
     finally:
         allocator.free(np.asarray(slots))
-    return np.concatenate(found)
 
 
 def _rows(scheduler: RolloutScheduler) -> int:

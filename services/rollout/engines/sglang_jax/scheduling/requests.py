@@ -11,7 +11,7 @@ from sgl_jax.srt.sampling.sampling_params import SamplingParams as EngineSamplin
 
 from services.rollout.engines.sglang_jax.link import Message
 from services.rollout.engines.sglang_jax.scheduling.routing import RoutingPool
-from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows
+from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows, StepOutput
 from shared.routing import to_wire
 
 _ALL = np.iinfo(np.int32).max
@@ -44,12 +44,16 @@ class RolloutReq(Req):
             vocab_size=model_config.vocab_size,
             extra_key=version,
         )
-        seed = message["seed"]
+        seed = message["sampling_seed"]
         seed = secrets.randbits(64) if seed is None else seed
         self.seed = (seed >> 32 & _WORD, seed & _WORD)
         self.temperature: float = message["temperature"]
         self.top_p: float = message["top_p"]
         self.top_k: int = message["top_k"] if message["top_k"] > 0 else _ALL
+        self.streamed: bool = message["streamed"]
+        self.n_top: int = message["top_logprobs"]
+        self._top: list[tuple[np.ndarray, np.ndarray]] = []
+        self._sampled_top: tuple[np.ndarray, np.ndarray] | None = None
         self.spans: list[tuple[str, int]] = []
         self._labelled = 0
         self._routed_to: int | None = message["routed_from"]
@@ -59,13 +63,22 @@ class RolloutReq(Req):
     def fill_row(self, rows: SamplingRows, i: int) -> None:
         rows.temperature_B[i], rows.top_p_B[i], rows.top_k_B[i] = self.temperature, self.top_p, self.top_k
         rows.seed_B2[i], rows.index_B[i] = self.seed, len(self.output_ids)
+        rows.with_top |= self.n_top > 0
+
+    def keep_top(self, output: StepOutput, i: int) -> None:
+        """Remember the most likely tokens of the step that samples the next token, row i, if they are wanted."""
+        if self.n_top and output.top_ids_BN is not None and output.top_logprobs_BN is not None:
+            self._sampled_top = output.top_ids_BN[i, : self.n_top], output.top_logprobs_BN[i, : self.n_top]
 
     def label(self, version: str) -> int:
-        """Label every token since the last call with `version`. Returns their number."""
+        """Label the token since the last call, if there is one, with `version`. Returns their number."""
         new = len(self.output_ids) - self._labelled
         if not new:
             return 0
         self._labelled += new
+        if self._sampled_top is not None:
+            self._top.append(self._sampled_top)
+            self._sampled_top = None
         if self.spans and self.spans[-1][0] == version:
             self.spans[-1] = (version, self.spans[-1][1] + new)
         else:
@@ -81,17 +94,39 @@ class RolloutReq(Req):
             self._routed.append(pool.of(slots[self._routed_to :]))
             self._routed_to = len(slots)
 
+    def new(self, n: int, version: str) -> Message:
+        """Build the message of the last n tokens."""
+        return _top(self._top[-n:]) | {
+            "rid": self.rid,
+            "output_ids": np.array(self.output_ids[-n:], np.int32),
+            "logprobs": np.array(self.output_token_logprobs_val[-n:], np.float32),
+            "version": version,
+        }
+
     def result(self) -> Message:
         routed = {"routed_experts": to_wire(np.concatenate(self._routed))} if self._routed else {}
-        return routed | {
-            "rid": self.rid,
-            "output_ids": np.array(self.output_ids, np.int32),
-            "logprobs": np.array(self.output_token_logprobs_val, np.float32),
-            "finish": _finish(self.finished_reason),
-            "spans": self.spans,
-            "prompt_tokens": len(self.origin_input_ids),
-            "cached_tokens": self.cached_tokens,
-        }
+        return (
+            routed
+            | _top(self._top)
+            | {
+                "rid": self.rid,
+                "output_ids": np.array(self.output_ids, np.int32),
+                "logprobs": np.array(self.output_token_logprobs_val, np.float32),
+                "finish": _finish(self.finished_reason),
+                "spans": self.spans,
+                "prompt_tokens": len(self.origin_input_ids),
+                "cached_tokens": self.cached_tokens,
+            }
+        )
+
+
+def _top(rows: list[tuple[np.ndarray, np.ndarray]]) -> Message:
+    if not rows:
+        return {}
+    return {
+        "top_ids": np.concatenate([ids for ids, _ in rows]),
+        "top_logprobs": np.concatenate([logprobs for _, logprobs in rows]),
+    }
 
 
 def _finish(reason: Any) -> Message:

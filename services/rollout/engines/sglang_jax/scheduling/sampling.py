@@ -45,6 +45,16 @@ def sample(
     return token_B, logprob_B
 
 
+def most_likely(logits_BV: jax.Array, temperature_B: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+    """Return the n most likely tokens of each row, the likeliest first.
+
+    Returns: int32[B, n] tokens and float32[B, n] log softmax(logits / T) of them (T = 1 for greedy rows), as `sample`.
+    """
+    scaled_BV = logits_BV.astype(jnp.float32) / jnp.where(temperature_B <= GREEDY, 1.0, temperature_B)[:, None]
+    top_BN, ids_BN = jax.lax.top_k(scaled_BV, n)
+    return ids_BN.astype(jnp.int32), top_BN - jax.nn.logsumexp(scaled_BV, axis=-1, keepdims=True)
+
+
 def _add_noise(scaled_BV: jax.Array, seed_B2: jax.Array, index_B: jax.Array) -> jax.Array:
     def gumbel(seed_2: jax.Array, index: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), index)

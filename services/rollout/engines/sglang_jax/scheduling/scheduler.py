@@ -37,6 +37,7 @@ class RolloutScheduler(Scheduler):
         self.counts = {"prefill": 0, "decode": 0, "prefill_tokens": 0}
         self._link = link
         self._done: list[Message] = []
+        self._new: list[Message] = []
         super().__init__(server_args, communication_backend=self)
         self.step = FusedStep(self.runner)
         routing = routing_of(self.model_config.hf_config)
@@ -55,7 +56,7 @@ class RolloutScheduler(Scheduler):
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Run at most one step and send the results of ended requests. Returns False if nothing is left to do now."""
+        """Run at most one step; send new tokens and results. Returns False if nothing is left to do now."""
         self._make_room()
         batch = None if self.paused else self.get_next_batch_to_run()
         self.cur_batch = batch
@@ -64,6 +65,9 @@ class RolloutScheduler(Scheduler):
         elif not self.paused:
             self.on_idle()
         self.last_batch, self.cur_batch = (self.last_batch if self.paused else batch), None
+        if self._new:
+            self._link.send({"op": "tokens", "new": self._new})
+            self._new = []
         if self._done:
             self._link.send({"op": "done", "results": self._done})
             self._done = []
@@ -84,14 +88,17 @@ class RolloutScheduler(Scheduler):
         rows = SamplingRows(len(worker_batch.seq_lens))
         for i, req in enumerate(info.reqs):
             req.fill_row(rows, i)
-        tokens_B, logprobs_B, experts_TLK = self.step(worker_batch, rows)
-        if experts_TLK is not None:
-            self._route(worker_batch, info.reqs, experts_TLK)
+        output = self.step(worker_batch, rows)
+        if output.experts_TLK is not None:
+            self._route(worker_batch, info.reqs, output.experts_TLK)
+        if rows.with_top:
+            for i, req in enumerate(info.reqs):
+                req.keep_top(output, i)
         n = len(info.reqs)
-        info.output_ids = tokens_B[:n]
+        info.output_ids = output.tokens_B[:n]
         return GenerationBatchResult(
-            logits_output=LogitsProcessorOutput(next_token_logits=None, next_token_logprobs=logprobs_B[:n]),
-            next_token_ids=tokens_B.tolist(),
+            logits_output=LogitsProcessorOutput(next_token_logits=None, next_token_logprobs=output.logprobs_B[:n]),
+            next_token_ids=output.tokens_B.tolist(),
             extend_input_len_per_req=None,
             extend_logprob_start_len_per_req=None,
             bid=worker_batch.bid,
@@ -107,8 +114,11 @@ class RolloutScheduler(Scheduler):
 
     def stream_output(self, reqs: list[RolloutReq], *_: Any, **__: Any) -> None:
         """Label the step's new tokens and collect the ended requests. sglang-jax calls it after every step."""
+        version = self.version or ""
         for req in reqs:
-            self.output_tokens += req.label(self.version or "")
+            self.output_tokens += (n := req.label(version))
+            if n and req.streamed:
+                self._new.append(req.new(n, version))
             if req.finished() and not req.finished_output:
                 self._finish(req)
 

@@ -8,7 +8,7 @@ recompile.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,18 @@ from sgl_jax.srt.layers.logits_processor import LogitsMetadata
 from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
 
-from services.rollout.engines.sglang_jax.scheduling.sampling import sample
+from services.rollout.engines.base import MAX_TOP_LOGPROBS
+from services.rollout.engines.sglang_jax.scheduling.sampling import most_likely, sample
 
 
 class SamplingRows:
-    """Sampling parameters of the requests of one batch, one row each, padded with greedy rows."""
+    """Sampling parameters of the requests of one batch, one row each, padded with greedy rows.
+
+    `with_top`: whether a row wants the most likely tokens.
+    """
 
     def __init__(self, size: int) -> None:
+        self.with_top = False
         self.temperature_B = np.zeros(size, np.float32)
         self.top_p_B = np.ones(size, np.float32)
         self.top_k_B = np.full(size, np.iinfo(np.int32).max, np.int32)
@@ -36,6 +41,20 @@ class SamplingRows:
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         return self.temperature_B, self.top_p_B, self.top_k_B, self.seed_B2, self.index_B, self.forced_B
+
+
+class StepOutput(NamedTuple):
+    """Results of one step on the host. B and T are the padded numbers of requests and tokens of the batch.
+
+    tokens_B: int32, sampled. logprobs_B: float32, of them. experts_TLK: uint16, those that each token was sent to, of a
+    model with experts. top_ids_BN, top_logprobs_BN: int32 and float32, the most likely tokens, if a row wanted them.
+    """
+
+    tokens_B: np.ndarray
+    logprobs_B: np.ndarray
+    experts_TLK: np.ndarray | None
+    top_ids_BN: np.ndarray | None
+    top_logprobs_BN: np.ndarray | None
 
 
 class FusedStep:
@@ -53,19 +72,15 @@ class FusedStep:
 
     def __call__(
         self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """int32[B] sampled tokens, float32[B] log-probabilities, and of a model with experts those that the tokens were
-        sent to, uint16[T, layers, k]; B and T are the padded numbers of requests and tokens of `batch`.
-
-        `leaves` are weights to use instead of the serving ones.
-        """
+    ) -> StepOutput:
+        """Run the batch; `leaves` are weights to use instead of the serving ones."""
         runner = self._runner
         with jax.set_mesh(runner.mesh):
-            tokens, logprobs, experts, pool = self._compiled(*self.arguments(batch, rows, leaves))
+            output, pool = self._compiled(*self.arguments(batch, rows, leaves))
         if runner.tp_size == 1 and isinstance(pool, list):
             pool = [jax.device_put(layer, runner.token_to_kv_pool.kv_sharding) for layer in pool]
         runner.memory_pools.replace_all(pool)
-        return jax.device_get((tokens, logprobs, experts))
+        return jax.device_get(output)
 
     def arguments(
         self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None
@@ -82,13 +97,14 @@ class FusedStep:
             forward_batch,
             LogitsMetadata.from_model_worker_batch(batch, runner.mesh),
             rows.arrays(),
+            min(MAX_TOP_LOGPROBS, runner.model_config.vocab_size) if rows.with_top else 0,
         )
 
 
 def compiled_step(mesh: jax.sharding.Mesh) -> Any:
     """Return the step as a function to compile; it takes `FusedStep.arguments`."""
 
-    @partial(jax.jit, donate_argnames=["memory_pools"], static_argnames=["state_def"])
+    @partial(jax.jit, donate_argnames=["memory_pools"], static_argnames=["state_def", "n_top"])
     def step(
         model_def: Any,
         state_def: Any,
@@ -97,7 +113,8 @@ def compiled_step(mesh: jax.sharding.Mesh) -> Any:
         forward_batch: Any,
         metadata: Any,
         rows: tuple[Any, ...],
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None, Any]:
+        n_top: int,
+    ) -> tuple[StepOutput, Any]:
         model = nnx.merge(model_def, jax.tree_util.tree_unflatten(state_def, leaves))
         output, pool, _, experts = model(forward_batch, memory_pools, metadata)
         logits = jax.sharding.reshard(output.next_token_logits, NamedSharding(mesh, P()))
@@ -105,6 +122,7 @@ def compiled_step(mesh: jax.sharding.Mesh) -> Any:
         if experts is not None:
             everywhere = NamedSharding(mesh, P())
             experts = jnp.stack([jax.sharding.reshard(one, everywhere) for one in experts], axis=1).astype(jnp.uint16)
-        return tokens, logprobs, experts, pool
+        top = most_likely(logits, rows[0], n_top) if n_top else (None, None)
+        return StepOutput(tokens, logprobs, experts, *top), pool
 
     return step
