@@ -137,6 +137,14 @@ class ChatTokenizer:
         """
         return self.encode(self._template.render(messages, tools, prompt=header))
 
+    def render_call(self, messages: Messages, tools: Tools, name: str | None = None) -> tuple[list[int], str]:
+        """Tokenize a conversation and the beginning of a call, up to the name, or after it if `name` is given.
+
+        Returns the ids and the text of the beginning. Raises InputError if the template writes no calls.
+        """
+        opened = self._turns.open_call(messages, tools, name)
+        return self.encode(self._template.render(messages, tools) + opened), opened
+
     def render_unfinished(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Tokenize a conversation without the end of its last message, for the model to continue. Raises InputError."""
         return self.encode(self._template.render_unfinished(messages, tools))

@@ -95,6 +95,21 @@ class TurnRenderer:
         self.check_written(before, messages, after=MARKER)
         return text
 
+    def open_call(self, before: Messages, tools: Tools, name: str | None) -> str:
+        """Render the beginning of a call as the next turn: up to the name, or up to the arguments if `name` is given.
+
+        Raises InputError if the template leaves out calls.
+        """
+        calls = [
+            {"id": "call00000", "type": "function", "function": {"name": name or _probe(0), "arguments": arguments}}
+            for arguments in ({_probe("key"): "1"}, {})
+        ]
+        turns = [self.turn(before, {"role": "assistant", "content": "", "tool_calls": [call]}, tools) for call in calls]
+        said = turns[0].said
+        end = _common(said, turns[1].said) if name else said.find(_probe(0))
+        closing = f"\n{_THOUGHT}\n\n" if turns[0].opened.strip() == "<think>" else ""
+        return closing + (said[:end].rstrip("{<[ \n") if name else said[:end])
+
     def turn(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> Turn:
         """Render the turn of `message` after `before`. Raises InputError naming a part that is left out."""
         turn = self._added(before, message, tools)

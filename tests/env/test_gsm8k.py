@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.env.environments.gsm8k.data import read_number, same_number
 from services.env.environments.gsm8k.environment import Gsm8k, Gsm8kConfig
 from services.env.episode_types import assistant
-from services.env.tools.calls import tool_calls, write_call
+from shared.dialects.calls import tool_calls, write_call
 from shared.errors import ConfigError, NotFound
 
 

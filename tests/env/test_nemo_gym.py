@@ -15,7 +15,7 @@ import pytest
 
 from services.env.backends.remote.nemo_gym_rows import output_items, read_row, response
 from services.env.submissions.canary import MAX_EPISODES
-from services.env.tools.calls import before_calls, tool_calls
+from shared.dialects.calls import before_calls, tool_calls
 from shared.errors import InputError, Unavailable
 from shared.process.ports import free_port
 from shared.services_schema import Limits

@@ -18,12 +18,13 @@ from openai.types.chat import completion_create_params as chat_params
 from sgl_jax.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 
 from services.rollout.api.generation import GenerationRunner
-from services.rollout.api.openai import ChatCompletion, Completion
-from services.rollout.api.openai_fields import IGNORED, NEUTRAL
 from services.rollout.app import build_app
 from services.rollout.engines.base import GenerateRequest, OnTokens, SamplingParams
 from services.rollout.weights.serving import Serving
 from services.rollout.weights.updater import WeightUpdater
+from shared.dialects.chat import ChatBody
+from shared.dialects.completions import CompletionBody
+from shared.dialects.fields import IGNORED, NEUTRAL
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from tests.support import models
@@ -148,7 +149,7 @@ async def test_all_refused_fields_are_named_at_once(http: httpx.AsyncClient) -> 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_every_optional_field_may_be_null(http: httpx.AsyncClient, path: str) -> None:
-    model = ChatCompletion if path == CHAT else Completion
+    model = ChatBody if path == CHAT else CompletionBody
     for name in {*model.model_fields, *NEUTRAL, *IGNORED, "guided_json", "reasoning_effort", "unheard_of"}:
         if name not in ("messages", "prompt"):
             assert await told(http, path, **{name: None}) == (200, ""), name
@@ -186,8 +187,8 @@ async def test_sglangs_own_defaults_are_accepted(http: httpx.AsyncClient, path: 
 @pytest.mark.parametrize(
     ("path", "params", "model"),
     [
-        (CHAT, chat_params.CompletionCreateParamsNonStreaming, ChatCompletion),
-        (TEXT, completion_params.CompletionCreateParamsNonStreaming, Completion),
+        (CHAT, chat_params.CompletionCreateParamsNonStreaming, ChatBody),
+        (TEXT, completion_params.CompletionCreateParamsNonStreaming, CompletionBody),
     ],
 )
 async def test_every_field_of_openais_own_client_is_judged(
@@ -402,5 +403,12 @@ async def test_openais_client_reads_the_answers_and_the_refusals(engine: Recorde
             await client.chat.completions.create(
                 model="m", messages=[{"role": "user", "content": "hi"}], extra_body={"min_tokens": 2}
             )
-        with pytest.raises(openai.UnprocessableEntityError, match="stream is not supported"):
-            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], stream=True)
+        asked: Any = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "n": 2, "seed": 1}
+        whole = await client.chat.completions.create(**asked)
+        stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+        for i, choice in enumerate(whole.choices):
+            deltas = [one for chunk in chunks for one in chunk.choices if one.index == i]
+            assert "".join(one.delta.content or "" for one in deltas) == choice.message.content
+            assert [one.finish_reason for one in deltas if one.finish_reason] == [choice.finish_reason]
+        assert chunks[-1].usage == whole.usage

@@ -14,8 +14,8 @@ from services.env.backends.remote.address import MAX_URL
 from services.env.episode_types import Fault, Message, StepResult
 from services.env.episodes import EpisodeSlot
 from services.env.submissions.record import Report, SubmittedVersion
-from services.env.tools.calls import MAX_CALLS
 from shared.bounds import check_json
+from shared.dialects.calls import MAX_CALLS
 from shared.types import MAX_MESSAGE
 from shared.web import http
 

@@ -12,9 +12,9 @@ from fastapi.responses import Response
 from services.env.api.schemas import CallBody, ToolAnswered, ToolsListed, ToolsQuery
 from services.env.api.state import MAX_TRIALS, EnvState, state_of
 from services.env.tools.base import ToolContext
-from services.env.tools.calls import ToolCall
 from services.env.tools.dispatch import EpisodeTools
 from services.env.tools.settings import ToolUse
+from shared.dialects.calls import ToolCall
 from shared.errors import NotFound, RateLimited, Unavailable
 from shared.web import http
 from shared.web.access import Role

@@ -34,9 +34,9 @@ from services.env.sandbox.limits import SandboxLimits, ShellProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.tools.bash import BASH, BashSession, Shell
-from services.env.tools.calls import CallFormat, tool_calls_of
 from services.env.tools.dispatch import EpisodeTools
 from services.env.tools.settings import ToolUse
+from shared.dialects.calls import CallFormat, tool_calls_of
 from shared.errors import Busy, InputError, NotFound, RateLimited, SandboxFailed
 from shared.text import well_formed
 

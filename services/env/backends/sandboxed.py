@@ -20,7 +20,7 @@ from services.env.sandbox import answers
 from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
-from services.env.tools.calls import with_calls_written
+from shared.dialects.calls import with_calls_written
 from shared.errors import NotFound, SandboxFailed, VolleyError
 
 LOG_LINES = 200

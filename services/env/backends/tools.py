@@ -16,10 +16,10 @@ from services.env.backends.processes import InProcesses
 from services.env.episode_types import Demonstration, Info, Message, StepResult
 from services.env.threads import InThreads
 from services.env.tools.base import ToolContext, ToolDescription
-from services.env.tools.calls import CallFormat, tool_calls_of, write_call
 from services.env.tools.dispatch import EpisodeTools
 from services.env.tools.settings import ToolUse
 from services.env.tools.toolset import ToolSet
+from shared.dialects.calls import CallFormat, tool_calls_of, write_call
 from shared.errors import ConfigError, GivenUp
 
 _TIMEOUT_S = 29.0

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.env.tools.base import ToolDescription, ToolFault, ToolSession
-from services.env.tools.calls import ToolCall
 from services.env.tools.settings import ToolUse
 from shared.bounds import shortened
+from shared.dialects.calls import ToolCall
 from shared.errors import Busy, RateLimited, VolleyError, first_error
 from shared.process import telemetry
 

@@ -22,8 +22,8 @@ from pydantic import (
 )
 
 from services.env.tools.base import ToolFault
-from services.env.tools.calls import CallFormat
 from services.env.tools.workspace import Workspace, encoded
+from shared.dialects.calls import CallFormat
 from shared.errors import Forbidden, InputError
 
 MAX_TOOLS = 16

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from services.rollout.engines.base import EngineInfo, GenerateRequest, SamplingParams, ScoreRequest
+from shared.dialects.fields import is_one_of
 from shared.errors import InputError
 
 DEFAULT_NEW_TOKENS = 128
@@ -247,11 +248,6 @@ def _ids(value: Any, vocab_size: int) -> np.ndarray:
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
         raise InputError("input_ids must be a list of integers or an integer array")
     return check_ids(value, vocab_size)
-
-
-def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Return whether `value` is one of the options by JSON's equality (false is not 0); an array never is."""
-    return any(type(value) in ((int, float) if type(one) is int else (type(one),)) and value == one for one in allowed)
 
 
 def check_stops(value: Any, vocab_size: int) -> tuple[int, ...]:

@@ -11,11 +11,11 @@ import pytest_asyncio
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.threads import ThreadRunner
 from services.env.tools.base import ToolContext
-from services.env.tools.calls import ToolCall
 from services.env.tools.dispatch import EpisodeTools
 from services.env.tools.mcp import McpServers
 from services.env.tools.settings import split_config
 from services.env.tools.toolset import Toolbox, ToolSet
+from shared.dialects.calls import ToolCall
 
 type OpenTools = Callable[..., Awaitable[EpisodeTools]]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.env.episode_types import Message, assistant
-from services.env.tools.calls import MAX_CALLS, CallFormat, ToolCall, tool_calls, with_calls_written, write_call
+from shared.dialects.calls import MAX_CALLS, CallFormat, ToolCall, tool_calls, with_calls_written, write_call
 from shared.models.templates import compile_template
 from tests.support.templates import published
 

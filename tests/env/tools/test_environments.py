@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from services.env.catalogue import Catalogue
-from services.env.tools.calls import write_call
 from services.env.tools.settings import (
     McpSettings,
     PythonSettings,
@@ -17,6 +16,7 @@ from services.env.tools.settings import (
     WorkspaceSettings,
     split_config,
 )
+from shared.dialects.calls import write_call
 from shared.errors import ConfigError, InputError
 from tests.env.conftest import OpenClient
 from tests.env.test_catalogue import RUNNER

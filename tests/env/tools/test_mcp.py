@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.env.tools.calls import ToolCall, write_call
+from shared.dialects.calls import ToolCall, write_call
 from shared.errors import ConfigError, Unavailable
 from shared.process.ports import free_port
 from tests.env.conftest import OpenClient

@@ -12,11 +12,11 @@ import pytest
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.tools.base import ToolDescription
 from services.env.tools.calculator import CalculatorSession
-from services.env.tools.calls import ToolCall
 from services.env.tools.dispatch import EpisodeTools
 from services.env.tools.python import PythonSession
 from services.env.tools.settings import PythonSettings, ToolUse
 from services.env.tools.workspace import Workspace
+from shared.dialects.calls import ToolCall
 from shared.errors import Busy, Conflict, RateLimited
 from shared.process import telemetry
 from tests.env.tools.conftest import OpenTools, ask

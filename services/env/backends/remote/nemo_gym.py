@@ -35,10 +35,10 @@ from services.env.backends.remote.nemo_gym_rows import (
 from services.env.backends.remote.paths import at_path
 from services.env.backends.remote.site import CONNECT_S, RemoteContext, RemoteDescription, RemoteSite
 from services.env.episode_types import MAX_REWARD, Demonstration, Info, Message, StepResult, check_task, user
-from services.env.tools.calls import CallFormat, ToolCall, before_calls, tool_calls_of
 from shared import codec
 from shared.bounds import MAX_OBJECTS, shortened
 from shared.clients.base import HttpClient, HttpReply
+from shared.dialects.calls import CallFormat, ToolCall, before_calls, tool_calls_of
 from shared.errors import DecodeError, NemoGymRefused, NotFound, StorageDenied, Unavailable
 from shared.process import offload
 from shared.types import MAX_MESSAGE

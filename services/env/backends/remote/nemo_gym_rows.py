@@ -19,8 +19,8 @@ import orjson
 
 from services.env.episode_types import Message, user
 from services.env.sandbox.answers import MAX_SPLITS
-from services.env.tools.calls import ToolCall
 from shared import codec
+from shared.dialects.calls import ToolCall
 from shared.errors import DecodeError, InputError
 
 MAX_ROW_BYTES, MAX_ROW_VALUES = 2**20, 20_000

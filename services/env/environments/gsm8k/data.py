@@ -13,7 +13,7 @@ from typing import Any, Literal
 from services.env.environments.problem_files import read_rows
 from services.env.episode_types import Message, assistant
 from services.env.tools.arithmetic import CalculatorError, calculate
-from services.env.tools.calls import CallFormat, write_call
+from shared.dialects.calls import CallFormat, write_call
 from shared.errors import ConfigError
 
 _NUMBER = r"(?:(?<!\d)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"

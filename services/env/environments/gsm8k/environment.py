@@ -33,7 +33,7 @@ from services.env.episode_types import (
     user,
 )
 from services.env.tools.arithmetic import CalculatorError, calculate
-from services.env.tools.calls import CallFormat, ToolCall, tool_calls, write_call
+from shared.dialects.calls import CallFormat, ToolCall, tool_calls, write_call
 
 CALCULATOR: Mapping[str, Any] = {
     "type": "function",

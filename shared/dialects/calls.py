@@ -28,11 +28,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from services.env.episode_types import Message
 from shared.bounds import check_json
 from shared.errors import DecodeError
 from shared.text import without_halves
 
+type Message = Mapping[str, Any]
+"""Chat message with the keys `content` and, in OpenAI's shape, `tool_calls`."""
 type CallFormat = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"]
 
 MAX_ARGUMENTS = 2**18

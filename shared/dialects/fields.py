@@ -1,4 +1,4 @@
-"""Request fields of OpenAI's API, vLLM and SGLang that the OpenAI endpoints accept without acting on them.
+"""Request fields of OpenAI, vLLM and SGLang that the OpenAI routes accept without acting on them.
 
 A field that would change the answer is refused by name, unless its value asks for nothing. A null field is an absent
 one.
@@ -10,28 +10,34 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from services.rollout.api import validation
 from shared.errors import InputError
 
 IGNORED = frozenset(
     {
-        *("user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "parallel_tool_calls"),
+        *("user", "metadata", "store", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
         *("request_id", "rid", "session_id", "conversation_id", "extra_key", "cache_salt", "priority"),
-        *("custom_labels", "no_logs", "log_metrics", "separate_reasoning", "stream_reasoning"),
+        *("custom_labels", "no_logs", "log_metrics", "stream_reasoning"),
         *("return_token_ids", "return_prompt_token_ids", "spaces_between_special_tokens", "guided_decoding_backend"),
     }
 )
 """Fields that change neither text nor tokens of an answer, whatever their value."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **validation.NEUTRAL_FIELDS,
-    **{name: values for name, values in validation.NEUTRAL.items() if name not in ("n", "stop", "skip_special_tokens")},
+    "min_p": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_new_tokens": (0,),
     "min_tokens": (0,),
+    "logit_bias": ({},),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "top_logprobs": (0,),
+    "stream_options": ({}, {"include_usage": False}),
+    "parallel_tool_calls": (True, False),
+    "separate_reasoning": (True, False),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "functions": ([],),
@@ -40,7 +46,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "background": (False,),
     "stop_regex": ("", []),
-    "no_stop_trim": (False,),
+    "no_stop_trim": (False, True),
     "include_stop_str_in_output": (False,),
     "continue_final_message": (False,),
     "add_generation_prompt": (True,),
@@ -54,11 +60,19 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "bad_words": ([],),
     "logits_processors": ([],),
+    "image_data": ([],),
+    "video_data": ([],),
+    "audio_data": ([],),
+    "token_ids_logprob": ([],),
+    "return_text_in_logprobs": (False,),
+    "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "routed_experts_start_len": (0,),
     "return_meta_info": (False,),
     "return_cached_tokens_details": (False,),
     "return_tokens_as_token_ids": (False,),
+    "return_bytes": (False,),
+    "return_entropy": (False,),
     "use_audio_in_video": (False,),
 }
 """Fields that would change an answer, with the values that ask for nothing."""
@@ -71,7 +85,7 @@ _MOST_NAMED = 10
 
 
 def honoured(raw: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `raw` that are `known` and not null.
+    """Return the fields of `raw` that are `known` and not null.
 
     Raises InputError naming the other fields that would change the answer.
     """
@@ -84,5 +98,10 @@ def honoured(raw: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]
     return {name: value for name, value in given.items() if name in known}
 
 
+def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Return whether `value` is one of the options by JSON's equality (false is not 0); an array never is."""
+    return any(type(value) in ((int, float) if type(one) is int else (type(one),)) and value == one for one in allowed)
+
+
 def _asks_for_nothing(name: str, value: Any) -> bool:
-    return validation.is_one_of(value, NEUTRAL.get(name, ()))
+    return is_one_of(value, NEUTRAL.get(name, ()))

@@ -1,0 +1,39 @@
+"""Tokenize the prompt of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.dialects.reading import THINK
+from shared.dialects.records import Asked
+from shared.errors import InputError
+from shared.models.chat import ChatTokenizer
+
+_TAIL = 16  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens of a prompt. `opened`: text at its end that belongs to the answer (see `AnswerReader`)."""
+
+    ids: list[int]
+    opened: str = ""
+
+
+def render(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
+    """Tokenize a conversation up to the header of the answer or the last word to continue. Raises InputError."""
+    messages, tools = asked.messages, asked.tools
+    if asked.variables:
+        tokenizer.check_variables(asked.variables)
+        tokenizer = tokenizer.with_variables(asked.variables)
+    if tokenizer.leaves_out(messages, tools):
+        raise InputError(
+            "tools: the model's chat template does not write tools into the prompt",
+            "describe them in a system message, or serve a model whose template knows tools",
+        )
+    if asked.continues:
+        return Prompt(tokenizer.render_unfinished(messages, tools))
+    if asked.tool_choice == "required":
+        return Prompt(*tokenizer.render_call(messages, tools, asked.tool_name))
+    ids = tokenizer.render_prompt(messages, tools, header=asked.header)
+    return Prompt(ids, THINK if tokenizer.decode(ids[-_TAIL:]).rstrip().endswith(THINK) else "")
