@@ -14,7 +14,19 @@ from typing import Literal
 
 End = Literal["answered", "format", "invalid_action", "tool", "length", "context", "turns"]
 Fault = Literal["format", "invalid_action", "tool", "length"]
-FilterRule = Literal["no_tokens", "nonfinite_reward", "nonfinite_logprob", "zero_variance", "logprob"]
+FilterRule = Literal[
+    "no_tokens",
+    "nonfinite_reward",
+    "nonfinite_logprob",
+    "zero_variance",
+    "logprob",
+    "min_reward",
+    "response_diversity",
+    "reasonable_length",
+    "rollout_filter_ratio",
+    "custom",
+    "straggler",
+]
 
 ENDS: Mapping[End, str] = {
     "answered": "the environment ended it after a turn without fault",
@@ -39,10 +51,23 @@ FILTERS: Mapping[FilterRule, str] = {
     "no_tokens": "an episode has no token that the model sampled",
     "nonfinite_reward": "a reward is NaN or infinite",
     "nonfinite_logprob": "a log-probability is NaN or infinite",
-    "zero_variance": "the rewards of its episodes are equal (trainer.filters.zero_variance)",
+    "zero_variance": "the rewards of its episodes are equal (trainer.filters.zero_variance, or"
+    " orchestrator.generation.filters.reward_nonzero_std)",
     "logprob": "engine and trainer disagree on the log-probabilities of its tokens (trainer.filters.logprob)",
+    "min_reward": "no reward is above orchestrator.generation.filters.min_reward",
+    "response_diversity": "too many of its responses are the same (orchestrator.generation.filters.response_diversity)",
+    "reasonable_length": "its mean length is outside orchestrator.generation.filters.reasonable_length",
+    "rollout_filter_ratio": "its rewards vary less (std) or more (std_rev) than those of the groups that were kept"
+    " (orchestrator.generation.filters.rollout_filter_ratio)",
+    "custom": "a function of orchestrator.generation.filters.custom rejected it",
+    "straggler": "it took much longer than other groups (orchestrator.generation.straggler)",
 }
-"""Reasons to drop a valid group. The first three always apply, the others if the run enables them."""
+"""Reasons to drop a valid group. The first three always apply, the others if the run enables them.
+
+The trainer applies the first five, the orchestrator the others and, if configured, `zero_variance`.
+"""
+DEFECTS: frozenset[FilterRule] = frozenset(("no_tokens", "nonfinite_reward", "nonfinite_logprob", "logprob"))
+"""Reasons that point to a defect: such a group is kept for inspection."""
 
 
 def end_of_turn(fault: Fault | None, *, cut: Literal["length", "context"] | None) -> End:

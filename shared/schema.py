@@ -22,6 +22,7 @@ from pydantic import (
 
 from shared.algorithm_schema import AlgorithmSection, GrpoConfig, GrpoSection, OptimizerConfig, contradiction
 from shared.files import buckets
+from shared.generation_schema import GenerationSection
 from shared.reward_schema import EnvironmentRewards, missing_servers
 from shared.section import Section
 from shared.services_schema import ServicesSection
@@ -321,6 +322,7 @@ class OrchestratorSection(Section):
     episode_timeout_s: PositiveFloat = 600.0
     max_attempts: PositiveInt = 3
     eval_every_n_steps: PositiveInt | None = None
+    generation: GenerationSection = GenerationSection()
 
 
 Mode = Literal["rl", "sft+rl", "sft", "dpo"]

@@ -193,7 +193,8 @@ def _n_routed(one: StoredTokens) -> int:
 class Group:
     """All G episodes of one ticket, as they travel through the queue.
 
-    A failed group has an error class and no trajectories.
+    A failed group has an error class and no trajectories. A group that the orchestrator filtered has no trajectories
+    either, but a `rule`, and the reason as its failure. `rule` is absent on the wire if None.
     """
 
     ticket: int
@@ -201,6 +202,7 @@ class Group:
     task: str
     trajectories: tuple[Trajectory, ...]
     failure: str | None = None
+    rule: FilterRule | None = None
 
     def oldest(self) -> WeightVersion:
         return min(trajectory.oldest() for trajectory in self.trajectories)
@@ -208,6 +210,7 @@ class Group:
     def validate(self) -> None:
         """Check the group and its trajectories. Raises DecodeError naming the broken invariant."""
         require(bool(self.trajectories) != (self.failure is not None), "a group has either trajectories or a failure")
+        require(self.rule is None or self.failure is not None, "a group with a filter rule lacks the reason")
         for trajectory in self.trajectories:
             require(trajectory.ticket == self.ticket, "a trajectory carries another ticket than its group")
             trajectory.validate()
@@ -217,6 +220,8 @@ class Group:
         record = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         record["schema"] = SCHEMA
         record["trajectories"] = [_trajectory_record(t) for t in self.trajectories]
+        if self.rule is None:
+            del record["rule"]
         return codec.pack(record)
 
     @classmethod
@@ -233,6 +238,7 @@ class Group:
                 task=read_text(record["task"]),
                 trajectories=tuple(_trajectory(r) for r in record["trajectories"]),
                 failure=None if record["failure"] is None else read_text(record["failure"]),
+                rule=_rule(record.get("rule")),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DecodeError(f"group lacks or mistypes a field: {error!r}"[:_MAX_DETAIL]) from error
@@ -281,6 +287,12 @@ def _trajectory(record: Any) -> Trajectory:
 def _end(value: Any) -> End | None:
     if value is not None and read_text(value) not in ENDS:
         raise ValueError(f"unknown end {value!r}")
+    return value
+
+
+def _rule(value: Any) -> FilterRule | None:
+    if value is not None and read_text(value) not in FILTERS:
+        raise ValueError(f"unknown filter rule {value!r}")
     return value
 
 

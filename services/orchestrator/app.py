@@ -15,6 +15,7 @@ from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.routes import ROLES, router
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.handover import RecordHandover
+from services.orchestrator.schedule.policy import GenerationPolicy
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.servers.fleet import Discover, DiscoveredServer, Fleet
 from services.orchestrator.settings import OrchestratorSettings, from_config
@@ -89,7 +90,17 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         handover = RecordHandover(trainer, RunFolder(settings.folder), status)
         sinks = stack.enter_context(MetricsFanout.opened([PrometheusSink(metrics.show)]))
         orchestrator = Orchestrator(
-            settings, queue, environments, tokenizer, balancer, status, ReservationGate(), dispatcher, handover, sinks
+            settings,
+            queue,
+            environments,
+            tokenizer,
+            balancer,
+            status,
+            ReservationGate(),
+            dispatcher,
+            handover,
+            policy=GenerationPolicy(settings.generation, settings.terms.batch),
+            sinks=sinks,
         )
         app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=ROLES)
         app.state.orchestrator = orchestrator

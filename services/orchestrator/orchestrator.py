@@ -15,9 +15,11 @@ from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.mixture.mixture import ConfiguredMixture, RunMixture
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.handover import RecordHandover
+from services.orchestrator.schedule.policy import GenerationPolicy
 from services.orchestrator.schedule.run_schedule import RunSchedule, wait_for_offers, wait_for_tasks
-from services.orchestrator.schedule.ticket_loop import TicketLoop
-from services.orchestrator.servers.balancer import Balancer
+from services.orchestrator.schedule.stragglers import Stragglers
+from services.orchestrator.schedule.ticket_loop import RunGroup, TicketLoop
+from services.orchestrator.servers.balancer import Balancer, VersionBounds
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
@@ -31,6 +33,7 @@ from shared.run.folder import RunFolder
 from shared.run.mixture import SplitSizes
 from shared.run.shares import weights_of
 from shared.run.wedge import ServiceReport
+from shared.types import Group
 
 _PAUSED = "paused"
 _log = telemetry.Log("run")
@@ -49,6 +52,7 @@ class Orchestrator:
     gate: ReservationGate
     dispatcher: Dispatcher
     handover: RecordHandover
+    policy: GenerationPolicy = field(default_factory=GenerationPolicy)
     sinks: MetricsFanout = field(default_factory=MetricsFanout)
     schedule: RunSchedule | None = None
     evaluator: Evaluator | None = None
@@ -175,9 +179,25 @@ class Orchestrator:
             self.status,
             settings.terms,
             n_groups=settings.n_groups,
-            run_group=lambda ticket, need: run_group(self.dispatcher, plan, ticket, need),
+            run_group=self._group_maker(plan),
             mixture=mixture,
+            policy=self.policy,
         )
+
+    def _group_maker(self, plan: GroupPlan) -> RunGroup:
+        straggler = self.settings.generation.straggler
+        stragglers = Stragglers(straggler, self.settings.terms.batch) if straggler else None
+
+        async def generate(ticket: int, need: VersionBounds) -> Group:
+            if stragglers is None:
+                return await run_group(self.dispatcher, plan, ticket, need)
+
+            async def void(why: str) -> Group:
+                return plan.void(await plan.task_of(ticket), ticket, why, "straggler")
+
+            return await stragglers.run(ticket, lambda: run_group(self.dispatcher, plan, ticket, need), void)
+
+        return generate
 
     def _evaluator(self, sizes: SplitSizes, mixture: RunMixture) -> Evaluator:
         settings = self.settings

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.episodes.turn import TokenBounds
+from services.orchestrator.schedule import policy
 from services.orchestrator.schedule.ticket_loop import Admission
 from shared.errors import ConfigError
+from shared.generation_schema import GenerationSection
 from shared.run.shares import Member, configured
 from shared.schema import CurriculumConfig, RunConfig
 from shared.server_schema import TeacherServer
@@ -53,6 +55,7 @@ class OrchestratorSettings:
     eval_every: int | None
     teacher: TeacherServer | None = None
     routing_replay: bool = False
+    generation: GenerationSection = field(default_factory=GenerationSection)
     model_content: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -69,6 +72,10 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
             "services.redis_url is not set",
             "volley train starts a server and sets it; or set one: redis://host:6379/0",
         )
+    generation, batch = orchestrator.generation, trainer.groups_per_step
+    factor, max_staleness = generation.over_sampling_factor, config.grpo_config.off_policy_steps
+    n_groups = max(1, orchestrator.max_concurrent_episodes // config.grpo_config.num_generations)
+    policy.check(generation, batch, max_staleness, n_groups)
     return OrchestratorSettings(
         run=config.run.name,
         folder=config.run.folder,
@@ -89,12 +96,14 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         limits=services.limits,
         bounds=_bounds(config),
         terms=Admission(
-            batch=trainer.groups_per_step,
-            max_staleness=config.grpo_config.off_policy_steps,
+            batch=batch,
+            max_staleness=max_staleness,
             total=trainer.max_steps * trainer.groups_per_step,
             lease_s=orchestrator.lease_s,
             patience_s=orchestrator.episode_timeout_s,
+            ahead=None if factor is None else policy.started_ahead(factor, batch),
         ),
+        generation=generation,
         sampling=config.rollout.sampling.model_dump(),
         group_size=config.grpo_config.num_generations,
         max_concurrent=orchestrator.max_concurrent_episodes,

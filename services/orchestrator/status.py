@@ -123,6 +123,8 @@ class RunStatus:
         """Count a published group. Args: version: the queue's step at the time."""
         self.moved()
         self.published += 1
+        if group.rule is not None:  # void, but its environment has not failed
+            return
         self.by_env.published(group)
         if group.failure is None:
             self.staleness = max(0, version - group.oldest().step)

@@ -87,7 +87,9 @@ class TicketQueue:
         self._scripts = Scripts(redis, self.keys)
         self._lineage: _Lineage | None = None
 
-    async def reserve(self, ttl_s: float, batch: int, max_staleness: int, total: int) -> Reservation | PublishRefusal:
+    async def reserve(
+        self, ttl_s: float, batch: int, max_staleness: int, total: int, ahead: int | None = None
+    ) -> Reservation | PublishRefusal:
         """Reserve a ticket: the lowest lost or expired one, else a new one.
 
         Args:
@@ -95,11 +97,18 @@ class TicketQueue:
             batch: groups per step.
             max_staleness: allowed staleness in steps.
             total: groups to train in the whole run.
+            ahead: largest number of groups beyond the durable steps; None for all that `max_staleness` allows.
         """
-        return (await self._reserve(ttl_s, batch, max_staleness, total)).result
+        return (await self._reserve(ttl_s, batch, max_staleness, total, ahead)).result
 
     async def reserve_wait(
-        self, ttl_s: float, batch: int, max_staleness: int, total: int, deadline_s: float
+        self,
+        ttl_s: float,
+        batch: int,
+        max_staleness: int,
+        total: int,
+        deadline_s: float,
+        ahead: int | None = None,
     ) -> Reservation | PublishRefusal:
         """Reserve a ticket, waiting up to `deadline_s` seconds; return the last refusal if none became free.
 
@@ -108,7 +117,7 @@ class TicketQueue:
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
         while True:
-            answer = await self._reserve(ttl_s, batch, max_staleness, total)
+            answer = await self._reserve(ttl_s, batch, max_staleness, total, ahead)
             left_ms = int((end - loop.time()) * 1000)
             if isinstance(answer.result, Reservation) or left_ms <= 0:
                 return answer.result
@@ -116,8 +125,11 @@ class TicketQueue:
             block_ms = max(1, min(left_ms, until_lease, MAX_BLOCK_MS))
             await command(self._redis, "XREAD", "BLOCK", block_ms, "STREAMS", self.keys.wake, f"{answer.wake}-0")
 
-    async def _reserve(self, ttl_s: float, batch: int, max_staleness: int, total: int) -> _RedisReply:
-        row = await self._scripts.call("reserve", _ms(ttl_s), batch, max_staleness, total)
+    async def _reserve(
+        self, ttl_s: float, batch: int, max_staleness: int, total: int, ahead: int | None
+    ) -> _RedisReply:
+        limit = "" if ahead is None else ahead
+        row = await self._scripts.call("reserve", _ms(ttl_s), batch, max_staleness, total, limit)
         if row[0] < 0:
             return _RedisReply(_REFUSALS[row[0]], wake=row[2], next_lease_ms=row[3])
         return _RedisReply(Reservation(ticket=row[0], version=row[1]), wake=0, next_lease_ms=-1)

@@ -141,6 +141,11 @@ RULES = (
     Rule("rollout.", False, "it affected the episodes that are already on their way to the trainer"),
     Rule("orchestrator.eval_every_n_steps", True, "it only sets how often weights are evaluated"),
     Rule("orchestrator.max_attempts", True, "it only sets how often a failed episode is retried"),
+    Rule(
+        "orchestrator.generation.",
+        True,
+        "it only decides which of the next groups are generated; each end is in the ledger",
+    ),
     Rule("orchestrator.", False, "it bounds the episodes that are already on their way to the trainer"),
 )
 """The first rule whose prefix matches a key applies. Every key has a rule; in doubt it may not change."""

@@ -186,7 +186,13 @@ class MemoryQueue:
     answers: list[Published] = field(default_factory=list)
 
     async def reserve_wait(
-        self, ttl_s: float, batch: int, max_staleness: int, total: int, deadline_s: float
+        self,
+        ttl_s: float,
+        batch: int,
+        max_staleness: int,
+        total: int,
+        deadline_s: float,
+        ahead: int | None = None,
     ) -> Reservation | PublishRefusal:
         await self._reach()
         if not self.ready:

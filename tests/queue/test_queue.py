@@ -490,3 +490,18 @@ async def test_why_a_trainer_trains_no_more_is_told_until_another_begins(queue: 
     assert (await queue.state()).refused == "step 3 gave numbers that are not finite"
     await begun(queue, low=0, version=0, issued=0, void=0, done=(), epoch=epoch)
     assert (await queue.state()).refused == ""
+
+
+async def test_over_sampling_lowers_the_number_of_groups_ahead_and_never_raises_it(queue):
+    """Three groups beyond the durable steps, though staleness allows four; voids and steps make room."""
+    await start(queue)
+
+    async def issued(ahead):
+        tickets = []
+        while isinstance(got := await queue.reserve(60, BATCH, ETA, TOTAL, ahead), Reservation):
+            tickets.append(got.ticket)
+        assert got is PublishRefusal.FULL
+        return tickets
+
+    assert await issued(3) == [1, 2, 3]
+    assert await issued(100) == [4]

@@ -23,7 +23,7 @@ from shared.queue.server import embedded_server
 from shared.run import ledger
 from shared.run.folder import RunFolder
 from shared.run.progress import TicketProgress
-from shared.types import Group
+from shared.types import Group, WeightVersion
 from tests.trainer.fakes import Bench, stopped
 from tests.trainer.process import BATCH, SIMULATED, producing, trainer
 from tests.trainer.support import group
@@ -287,3 +287,14 @@ async def test_an_engine_that_always_disagrees_stops_the_run(bench: Bench):
     assert bench.status.refused is not None
     assert "a rollout server has other weights" in bench.status.refused
     assert bench.status.tickets == {"filtered": 6}
+
+
+@pytest.mark.parametrize("rule", ["custom", "straggler", "zero_variance"])
+def test_a_group_that_the_orchestrator_filtered_ends_under_its_rule_and_is_no_defect(rule: str):
+    one = buffer(FilterOptions())
+    dropped = one.offer(entry(Group(1, "toy", "t", (), failure="why", rule=rule)))
+    assert dropped is not None
+    assert (dropped.reason, dropped.rule, dropped.detail, dropped.is_defect) == ("filtered", rule, "why", False)
+    line = ledger.line(1, dropped.reason, WeightVersion(1, 0), reason=dropped.detail, rule=dropped.rule)
+    assert ledger.end_named(line) == f"filtered({rule})"
+    assert one.n_filtered == {rule: 1}

@@ -14,6 +14,7 @@ from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.turn import SamplingSpec
 from services.orchestrator.servers.balancer import VersionBounds
 from shared.errors import VolleyError, first_error
+from shared.outcomes import FilterRule
 from shared.process import telemetry
 from shared.run.seeding import TicketTask
 from shared.types import Group, Trajectory
@@ -44,6 +45,10 @@ class GroupPlan:
             for sample_index in range(self.group_size)
         ]
 
+    def void(self, task: TicketTask, ticket: int, why: str, rule: FilterRule | None = None) -> Group:
+        """Return the group of a ticket that ends without episodes."""
+        return Group(ticket, task.env, f"{self.split}/{task.index}", (), failure=why, rule=rule)
+
 
 async def run_group(dispatcher: Dispatcher, plan: GroupPlan, ticket: int, need: VersionBounds) -> Group:
     """Run the group of a ticket. If one sample fails all its attempts, the group fails and the others are stopped."""
@@ -61,6 +66,6 @@ async def run_group(dispatcher: Dispatcher, plan: GroupPlan, ticket: int, need: 
         _log.warning("group failed", ticket=ticket, env=task.env, error=type(failure).__name__, detail=str(failure))
         where = getattr(failure, "__notes__", [])[-1:]  # the environment and the turn
         reason = " ".join([type(failure).__name__, *where])
-        return Group(ticket, task.env, f"{plan.split}/{task.index}", (), failure=reason)
+        return plan.void(task, ticket, reason)
     trajectories = tuple(episode.result() for episode in running)
     return Group(ticket, task.env, trajectories[0].task, trajectories)

@@ -21,6 +21,7 @@ from typing import Protocol
 from services.orchestrator import metrics
 from services.orchestrator.schedule.failure_judge import FailureJudge, OnlyEnvironment, SetsAside
 from services.orchestrator.schedule.gate import ReservationGate
+from services.orchestrator.schedule.policy import GenerationPolicy
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.errors import QueueUnavailable
@@ -47,7 +48,13 @@ class TicketSource(Protocol):
     """The producer's part of `TicketQueue`."""
 
     async def reserve_wait(
-        self, ttl_s: float, batch: int, max_staleness: int, total: int, deadline_s: float
+        self,
+        ttl_s: float,
+        batch: int,
+        max_staleness: int,
+        total: int,
+        deadline_s: float,
+        ahead: int | None = None,
     ) -> Reservation | PublishRefusal: ...
 
     async def renew(self, ticket: int, ttl_s: float) -> bool: ...
@@ -59,13 +66,17 @@ class TicketSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Admission terms: groups per step, allowed staleness in steps, groups in the whole run, lease in seconds."""
+    """Admission terms: groups per step, allowed staleness in steps, groups in the whole run, lease in seconds.
+
+    `ahead` limits the groups beyond the durable steps further than the staleness does.
+    """
 
     batch: int
     max_staleness: int
     total: int
     lease_s: float
     patience_s: float
+    ahead: int | None = None
 
     def need(self, reservation: Reservation, void: int) -> VersionBounds:
         """Return the weights for a ticket: at most `max_staleness` steps older than the step that trains it.
@@ -87,6 +98,7 @@ class TicketLoop:
         n_groups: number of groups at once.
         run_group: makes the group of a ticket (also a failed one).
         mixture: reacts to environments that only fail.
+        policy: decides which complete groups are sent to be trained.
 
     `last_step` limits the step that groups are made for; None for no limit.
     """
@@ -101,10 +113,11 @@ class TicketLoop:
         n_groups: int,
         run_group: RunGroup,
         mixture: SetsAside | None = None,
+        policy: GenerationPolicy | None = None,
     ) -> None:
         self._queue, self._gate, self._status = queue, gate, status
         self._judge = FailureJudge(status, mixture or OnlyEnvironment())
-        self._terms, self._run_group = terms, run_group
+        self._terms, self._run_group, self._policy = terms, run_group, policy or GenerationPolicy()
         self._slots = asyncio.Semaphore(n_groups)
         self._held: dict[int, VersionBounds] = {}
         self._void = 0
@@ -138,6 +151,7 @@ class TicketLoop:
     async def _reserve(self) -> Reservation:
         failures = 0
         while True:
+            self._policy.starved(not self._gate.is_open)
             await self._gate.passed()
             try:
                 answer = await self._ask()
@@ -146,6 +160,7 @@ class TicketLoop:
                 await _pause(failures)
                 continue
             failures = 0
+            self._policy.starved(isinstance(answer, PublishRefusal))
             if isinstance(answer, PublishRefusal):
                 is_bounded = answer is PublishRefusal.EXHAUSTED and self._total() < self._terms.total
                 self._status.waiting = _BEFORE_EVALUATION if is_bounded else _WAITING[answer]
@@ -158,9 +173,9 @@ class TicketLoop:
     async def _ask(self) -> Reservation | PublishRefusal:
         """Return the queue's next answer; give back a ticket that arrives after cancellation."""
         terms, total = self._terms, self._total()
-        wait_s = _RESERVE_WAIT_S if total == terms.total else _SHORT_WAIT_S
+        wait_s = _RESERVE_WAIT_S if total == terms.total and not self._policy.has_waiting else _SHORT_WAIT_S
         asking = asyncio.ensure_future(
-            self._queue.reserve_wait(terms.lease_s, terms.batch, terms.max_staleness, total, wait_s)
+            self._queue.reserve_wait(terms.lease_s, terms.batch, terms.max_staleness, total, wait_s, terms.ahead)
         )
         try:
             return await asyncio.shield(asking)
@@ -183,9 +198,12 @@ class TicketLoop:
     async def _work(self, reservation: Reservation, need: VersionBounds) -> None:
         ticket, began = reservation.ticket, time.monotonic()
         try:
-            group = await self._run_group(ticket, need)
-            self._judge.ended(group, began)
-            await self._publish(group, reservation)
+            with self._policy.ticket():
+                group = await self._run_group(ticket, need)
+                if group.rule is None:
+                    self._judge.ended(group, began)
+                sent = await self._policy.judged(group)
+            await self._publish(sent, group, reservation)
         except asyncio.CancelledError:
             await self._give_back(ticket)
             raise
@@ -193,9 +211,12 @@ class TicketLoop:
             self._held.pop(ticket, None)
             self._slots.release()
 
-    async def _publish(self, group: Group, reservation: Reservation) -> None:
-        """Publish the group, repeating until the queue answers, for up to `patience_s`; then its lease may expire."""
-        payload, deadline, failures = group.encode(), time.monotonic() + self._terms.patience_s, 0
+    async def _publish(self, sent: Group, group: Group, reservation: Reservation) -> None:
+        """Publish what is sent for the group, repeating until the queue answers, for up to `patience_s`.
+
+        Then its lease may expire.
+        """
+        payload, deadline, failures = sent.encode(), time.monotonic() + self._terms.patience_s, 0
         while time.monotonic() < deadline:
             try:
                 outcome = await self._queue.publish(group.ticket, payload)
@@ -203,20 +224,20 @@ class TicketLoop:
                 _log.warning("publish failed", ticket=group.ticket, error=str(error))
             else:
                 if outcome is not Published.NOT_READY:
-                    self._published(group, outcome, reservation.version)
+                    self._published(sent, group, outcome, reservation.version)
                     return
             failures += 1
             await _pause(failures)
         metrics.GROUPS.labels("abandoned").inc()
         _log.error("group abandoned", ticket=group.ticket, waited_s=self._terms.patience_s)
 
-    def _published(self, group: Group, outcome: Published, version: int) -> None:
-        outcome_name = "failed" if group.failure is not None else outcome.value
+    def _published(self, sent: Group, group: Group, outcome: Published, version: int) -> None:
+        outcome_name = "filtered" if sent.rule else "failed" if sent.failure is not None else outcome.value
         metrics.GROUPS.labels(outcome_name).inc()
         metrics.ENV_GROUPS.labels(self._status.by_env.label(group.env), outcome_name).inc()
         if outcome is Published.QUEUED:
             self._status.group_published(group, version)
-        _log.debug("published", ticket=group.ticket, outcome=outcome.value, failure=group.failure)
+        _log.debug("published", ticket=group.ticket, outcome=outcome.value, failure=sent.failure, rule=sent.rule)
 
     async def _renew_leases(self) -> None:
         while True:

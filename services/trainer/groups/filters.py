@@ -9,17 +9,12 @@ shared.types.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from services.trainer.algorithms.terms.advantages import are_equal
-from shared.outcomes import FILTERS, FilterRule
+from shared.group_rules import GroupRule, has_variance, zero_variance
+from shared.outcomes import DEFECTS, FILTERS, FilterRule
 from shared.types import Group
-
-type GroupRule = Callable[[Group], str | None]
-"""Returns the reason, for users, to exclude a group; None to keep it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +31,6 @@ class FilterOptions:
 
 
 NO_FILTERS = FilterOptions()
-
-
-def has_variance(group: Group) -> bool:
-    """True if the episodes' rewards differ by more than rounding; otherwise group-relative advantages are 0."""
-    return not are_equal(np.array([one.reward for one in group.trajectories], np.float64))
-
-
-def zero_variance(group: Group) -> str | None:
-    """Exclude a group with equal rewards: its group-relative advantages are 0."""
-    if has_variance(group):
-        return None
-    return f"all {len(group.trajectories)} rewards are {group.trajectories[0].reward:g}"
 
 
 GROUP_RULES: Mapping[FilterRule, GroupRule] = {"zero_variance": zero_variance}
@@ -79,6 +62,10 @@ ADVICE: Mapping[FilterRule, str] = {
     "logprob": "a rollout server has other weights than the trainer, or computes otherwise: restart it, or raise"
     " trainer.filters.logprob",
 }
+_POLICY = (
+    "orchestrator.generation is too strict for this model and its tasks: relax it, or raise"
+    " trainer.filters.max_num_gen_batches"
+)
 _DEFECT = "the producer of these groups is faulty: see the log, which names each, and Redis, which keeps the newest"
 
 
@@ -86,7 +73,8 @@ def starved(n_filtered: Mapping[FilterRule, int], step: int) -> str:
     """Message for users, on one line: why no group is left for a step, and what to do."""
     most = max(n_filtered, key=lambda rule: n_filtered[rule])
     counts = ", ".join(f"{n} by {rule} ({FILTERS[rule]})" for rule, n in sorted(n_filtered.items()))
+    advice = ADVICE.get(most, _DEFECT if most in DEFECTS else _POLICY)
     return (
         f"step {step} has no groups: {sum(n_filtered.values())} were filtered since the last step, {counts}."
-        f" Most likely {ADVICE.get(most, _DEFECT)}. Then continue the run"
+        f" Most likely {advice}. Then continue the run"
     )

@@ -15,7 +15,7 @@ from typing import Literal
 
 from services.trainer.groups.filters import NO_FILTERS, FilterOptions, verdict
 from shared.errors import DecodeError, Untrainable
-from shared.outcomes import FilterRule
+from shared.outcomes import DEFECTS, FilterRule
 from shared.process.offload import by_size
 from shared.queue.records import Finished, StreamEntry
 from shared.routing import RoutingShape
@@ -78,7 +78,7 @@ class DroppedGroup:
     @property
     def is_defect(self) -> bool:
         """True if the group points to a defect: it is sent to the dead letters."""
-        return self.reason == "poison" or (self.reason == "filtered" and self.rule != "zero_variance")
+        return self.reason == "poison" or (self.reason == "filtered" and self.rule in (None, *DEFECTS))
 
     @property
     def finished(self) -> Finished:
@@ -148,7 +148,7 @@ class GroupBuffer:
         except DecodeError as error:
             return self._drop(entry, "poison", error.detail)
         if group.failure is not None:
-            return self._drop(entry, "failed", group.failure)
+            return self._drop(entry, "filtered" if group.rule else "failed", group.failure, rule=group.rule)
         held = ready_group(group, entry.payload, entry.entry_id)
         undone = next((v for v in sampled_by(group) if not in_lineage(v, self._lineage)), None)
         if undone is not None:

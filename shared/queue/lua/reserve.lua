@@ -1,4 +1,4 @@
--- ARGV: ttl_ms, batch, eta, total. Returns {ticket, version} or {-reason, version, wake counter, ms to the next lease end}.
+-- ARGV: ttl_ms, batch, eta, total, ahead (groups beyond the durable steps; empty for what eta allows). Returns {ticket, version} or {-reason, version, wake counter, ms to the next lease end}.
 local NOT_READY, FULL, EXHAUSTED, LATE_PER_CALL = -1, -2, -3, 16
 
 local function refuse(reason, now)
@@ -11,6 +11,7 @@ redis.call('HSET', ST, 'lease_ms', ARGV[1])
 local now = now_ms()
 local batch, total = tonumber(ARGV[2]), tonumber(ARGV[4])
 local cap, version = (tonumber(ARGV[3]) + 1) * batch, num('version')
+if ARGV[5] ~= '' then cap = math.min(cap, tonumber(ARGV[5])) end
 
 -- Expired leases return to the pool, so that the lowest ticket is issued again first.
 for _, ticket in ipairs(redis.call('ZRANGEBYSCORE', LEASE, '(' .. POOL, now, 'LIMIT', 0, LATE_PER_CALL)) do

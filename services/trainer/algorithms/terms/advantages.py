@@ -14,10 +14,10 @@ from typing import Literal
 
 import numpy as np
 
+from shared.group_rules import are_equal
+
 Estimator = Literal["grpo", "drgrpo", "rloo"]
 _EPSILON = 1e-6
-_EQUAL = 1e-12
-"""Relative difference up to which rewards are equal: the rounding error of sums of some thousand terms."""
 _MOST = 1e9
 """Largest advantage. `drgrpo` and `rloo` are in units of the reward; a group with a larger advantage is scaled down as
 a whole. This value times the largest ratio (e^20, see `importance`), squared (the gradient's norm), is still finite in
@@ -85,12 +85,6 @@ def standardized(values: np.ndarray, pool: np.ndarray) -> np.ndarray:
     scaled, exponent = _scaled(np.asarray(pool, np.float64))
     epsilon = np.ldexp(_EPSILON, -exponent)
     return (np.ldexp(np.asarray(values, np.float64), -exponent) - scaled.mean()) / (scaled.std() + epsilon)
-
-
-def are_equal(values: np.ndarray) -> bool:
-    """True if finite float64 numbers [N], N > 0, are equal up to rounding."""
-    with np.errstate(over="ignore"):  # a difference that overflows is not equal
-        return float(np.ptp(values)) <= _EQUAL * float(np.abs(values).max())
 
 
 def bounded(values: np.ndarray) -> np.ndarray:

@@ -1,0 +1,64 @@
+"""Configuration of the generation policy: which groups are started, kept, and trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from shared.section import Section
+
+_IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+
+
+class StragglerConfig(Section):
+    """Void groups that take longer than `factor` times the time in which `after_share` of the recent groups ended.
+
+    Another ticket replaces a void group. Nothing is void before a step's number of groups has ended. Slow groups are
+    often long answers: voiding them biases training towards short ones.
+    """
+
+    after_share: Annotated[float, Field(gt=0, le=1)] = 0.9
+    factor: Annotated[float, Field(ge=1)] = 3.0
+
+
+class GenerationFilters(Section):
+    """Filters of complete groups, applied before they are sent to the trainer. A filtered group is replaced.
+
+    Names and meaning are slime's: `reward_nonzero_std` rejects equal rewards; `min_reward` groups without a reward
+    above it; `response_diversity` groups with a smaller share of different responses; `reasonable_length` groups whose
+    mean of sampled tokens per episode is outside [min, max]; `quality_and_diversity` is reward_nonzero_std and
+    response_diversity=0.5. `custom` are import paths MODULE:FUNCTION of functions of a `shared.types.Group` that return
+    True to keep it.
+
+    `rollout_filter_ratio` (GRL) keeps this share of every `groups_per_step` / ratio groups: those whose rewards have
+    the largest standard deviation (`std`), or the smallest (`std_rev`).
+    """
+
+    reward_nonzero_std: bool = False
+    min_reward: float | None = None
+    response_diversity: Annotated[float, Field(gt=0, le=1)] | None = None
+    reasonable_length: tuple[PositiveInt, PositiveInt] | None = None
+    quality_and_diversity: bool = False
+    custom: tuple[Annotated[str, Field(pattern=_IMPORT_PATH)], ...] = ()
+    rollout_filter_ratio: Annotated[float, Field(gt=0, lt=1)] | None = None
+    rollout_filter_type: Literal["std", "std_rev"] = "std"
+
+    @model_validator(mode="after")
+    def _ordered(self) -> GenerationFilters:
+        if self.reasonable_length is not None and self.reasonable_length[0] > self.reasonable_length[1]:
+            raise ValueError("reasonable_length must be [min, max] with min <= max")
+        return self
+
+
+class GenerationSection(Section):
+    """Policy of generation.
+
+    `over_sampling_factor` starts up to this many times `groups_per_step` groups beyond the newest weights, and the
+    trainer takes the first complete ones; finished surplus is trained by the next steps. By default as many are started
+    as `off_policy_steps` allows.
+    """
+
+    over_sampling_factor: Annotated[float, Field(ge=1)] | None = None
+    straggler: StragglerConfig | None = None
+    filters: GenerationFilters = GenerationFilters()

@@ -1,0 +1,62 @@
+"""Rules that reject whole groups: pure functions of a group, used by orchestrator and trainer.
+
+Names and meaning are those of slime and of dynamic sampling (DAPO, arXiv:2503.14476, section 3.2). A rule returns the
+reason, for users, to reject a group, and None to keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from shared.types import Group
+
+type GroupRule = Callable[[Group], str | None]
+
+_EQUAL = 1e-12
+"""Relative difference up to which rewards are equal: the rounding error of sums of some thousand terms."""
+
+
+def are_equal(values: np.ndarray) -> bool:
+    """True if finite float64 numbers [N], N > 0, are equal up to rounding."""
+    with np.errstate(over="ignore"):  # a difference that overflows is not equal
+        return float(np.ptp(values)) <= _EQUAL * float(np.abs(values).max())
+
+
+def rewards(group: Group) -> np.ndarray:
+    """Return the rewards of the episodes, float64 [G]."""
+    return np.array([one.reward for one in group.trajectories], np.float64)
+
+
+def has_variance(group: Group) -> bool:
+    """True if the episodes' rewards differ by more than rounding; otherwise group-relative advantages are 0."""
+    return not are_equal(rewards(group))
+
+
+def zero_variance(group: Group) -> str | None:
+    """Reject a group with equal rewards: its group-relative advantages are 0."""
+    if has_variance(group):
+        return None
+    return f"all {len(group.trajectories)} rewards are {group.trajectories[0].reward:g}"
+
+
+def min_reward(group: Group, threshold: float) -> str | None:
+    """Reject a group without a reward above the threshold."""
+    best = float(rewards(group).max())
+    return None if best > threshold else f"the best reward is {best:g}, not above {threshold:g}"
+
+
+def response_diversity(group: Group, min_unique_ratio: float) -> str | None:
+    """Reject a group if the share of different responses, by their sampled tokens, is below the ratio."""
+    responses = {one.token_ids[one.loss_mask.astype(bool)].tobytes() for one in group.trajectories}
+    n = len(group.trajectories)
+    return None if len(responses) / n >= min_unique_ratio else f"{len(responses)} of {n} responses are different"
+
+
+def reasonable_length(group: Group, min_tokens: int, max_tokens: int) -> str | None:
+    """Reject a group whose mean number of sampled tokens per episode is outside the bounds."""
+    mean = sum(one.n_sampled for one in group.trajectories) / len(group.trajectories)
+    if min_tokens <= mean <= max_tokens:
+        return None
+    return f"{mean:g} tokens per episode, outside {min_tokens} to {max_tokens}"

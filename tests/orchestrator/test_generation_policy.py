@@ -1,0 +1,211 @@
+"""Filters, selection, stragglers and over-sampling: which groups are sent, and under which rule the others end."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.orchestrator.episodes.groups import run_group
+from services.orchestrator.schedule.filters import group_filters
+from services.orchestrator.schedule.gate import ReservationGate
+from services.orchestrator.schedule.policy import GenerationPolicy, Selection, check, started_ahead
+from services.orchestrator.schedule.stragglers import Stragglers
+from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
+from services.orchestrator.status import RunStatus
+from shared.errors import ConfigError, VolleyError
+from shared.generation_schema import GenerationFilters, GenerationSection, StragglerConfig
+from shared.types import Group, Trajectory, Turn, VersionSpan
+from tests.orchestrator.fakes import MemoryQueue, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan
+from tests.orchestrator.test_ticket_loop import run_until
+
+TERMS = Admission(batch=4, max_staleness=3, total=100, lease_s=60, patience_s=5.0)
+EPISODE = Trajectory(
+    ticket=1,
+    sample_index=0,
+    attempt=0,
+    env="demo",
+    task="train/1",
+    prompt_len=2,
+    token_ids=np.arange(6, dtype=np.int32),
+    loss_mask=np.array([0, 0, 1, 1, 1, 1], np.uint8),
+    logprobs=np.array([0, 0, -1, -1, -1, -1], np.float32),
+    versions=(VersionSpan("e000001-s000000", 2, 6),),
+    turns=(Turn(0, 2, "prompt"), Turn(2, 6, "assistant")),
+    reward=0.0,
+    success=False,
+    status="completed",
+)
+
+
+def rewarded(ticket, rewards):
+    episodes = [replace(EPISODE, ticket=ticket, sample_index=i, reward=float(r)) for i, r in enumerate(rewards)]
+    return Group(ticket, "demo", f"train/{ticket}", tuple(episodes))
+
+
+def keeps_even_tickets(made: Group) -> bool:
+    return made.ticket % 2 == 0
+
+
+def fails(made: Group) -> bool:
+    raise KeyError(made.ticket)
+
+
+PATH = f"{__name__}:keeps_even_tickets"
+
+
+@pytest.mark.parametrize(
+    ("config", "made", "rule"),
+    [
+        ({"reward_nonzero_std": True}, rewarded(1, [1, 1]), "zero_variance"),
+        ({"reward_nonzero_std": True}, rewarded(1, [1, 0]), None),
+        ({"min_reward": 0.5}, rewarded(1, [0.5, 0.2]), "min_reward"),
+        ({"min_reward": 0.5}, rewarded(1, [0.6, 0.2]), None),
+        ({"response_diversity": 0.6}, rewarded(1, [1, 0]), "response_diversity"),
+        ({"response_diversity": 0.5}, rewarded(1, [1, 0]), None),
+        ({"quality_and_diversity": True}, rewarded(1, [1, 1]), "zero_variance"),
+        ({"quality_and_diversity": True}, rewarded(1, [1, 0, 0]), "response_diversity"),
+        ({"reasonable_length": (100, 200)}, rewarded(1, [1, 0]), "reasonable_length"),
+        ({"reasonable_length": (1, 200)}, rewarded(1, [1, 0]), None),
+        ({"custom": (PATH,)}, rewarded(1, [1, 0]), "custom"),
+        ({"custom": (PATH,)}, rewarded(2, [1, 0]), None),
+    ],
+)
+async def test_a_filter_sends_the_group_or_its_rule(config, made, rule):
+    policy = GenerationPolicy(GenerationSection(filters=GenerationFilters(**config)))
+    sent = Group.decode((await policy.judged(made)).encode())
+    assert (sent.rule, bool(sent.trajectories), sent.ticket) == (rule, rule is None, made.ticket)
+
+
+@pytest.mark.parametrize("path", ["no_such_module:keep", f"{__name__}:missing", f"{__name__}:TERMS"])
+def test_a_filter_that_cannot_be_imported_is_a_configuration_error(path):
+    with pytest.raises(ConfigError, match=path.partition(":")[2]):
+        group_filters(GenerationFilters(custom=(path,)))
+
+
+async def test_an_exception_in_a_filter_names_function_and_ticket():
+    policy = GenerationPolicy(GenerationSection(filters=GenerationFilters(custom=(f"{__name__}:fails",))))
+    with pytest.raises(VolleyError, match=r"fails failed on the group of ticket 3"):
+        await policy.judged(rewarded(3, [1, 0]))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.sampled_from([0.25, 0.5, 0.9]), st.booleans())
+def test_the_selection_keeps_exactly_the_groups_with_the_largest_or_smallest_deviation(spreads, ratio, reverse):
+    groups = [rewarded(i + 1, [0.0, spread]) for i, spread in enumerate(spreads)]
+    chosen = Selection(len(groups), ratio, "std_rev" if reverse else "std")
+    kept = [g for g in groups if chosen.why(g, groups) is None]
+    assert len(kept) == max(1, int(ratio * len(groups)))
+    stds = np.array([np.std([0.0, s]) for s in spreads])
+    reference = np.sort(stds)[: len(kept)] if reverse else np.sort(stds)[::-1][: len(kept)]
+    assert sorted(reference) == sorted(stds[g.ticket - 1] for g in kept)
+
+
+def loop_of(queue, generation, run, n_groups=16):
+    gate = ReservationGate()
+    gate.release(ReservationGate.START)
+    policy = GenerationPolicy(generation, TERMS.batch)
+    return TicketLoop(queue, gate, RunStatus(), TERMS, n_groups=n_groups, run_group=run, policy=policy)
+
+
+async def made_with_spread(ticket, _need):
+    await asyncio.sleep(0.001 * (ticket % 3))
+    return rewarded(ticket, [0.0, ticket / 100])
+
+
+async def test_a_selection_compares_whole_windows_and_the_last_ones_as_they_are():
+    """16 groups are compared at once, four are kept; at the end of the run no ticket stays in hand."""
+    queue = MemoryQueue(limit=19)
+    generation = GenerationSection(filters=GenerationFilters(rollout_filter_ratio=0.25))
+    loop = loop_of(queue, generation, made_with_spread, n_groups=19)
+    await run_until(loop, lambda: len(queue.published) == 19)
+    groups = [Group.decode(data) for data in queue.published.values()]
+    assert {g.rule for g in groups} == {None, "rollout_filter_ratio"}
+    assert sum(g.rule is None for g in groups) == 5
+    assert queue.given_back == []
+
+
+async def test_a_slow_group_is_void_once_most_others_that_ended_since_were_faster():
+    stragglers, slow, ended = Stragglers(StragglerConfig(after_share=0.75, factor=3), 4), asyncio.Event(), []
+
+    async def one(ticket):
+        async def make():
+            await (slow.wait() if ticket == 1 else asyncio.sleep(0.02))
+            return rewarded(ticket, [1, 0])
+
+        async def void(why):
+            return plan().void(await plan().task_of(ticket), ticket, why, "straggler")
+
+        ended.append(await stragglers.run(ticket, make, void))
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        for ticket in range(1, 5):
+            tasks.create_task(one(ticket))
+    assert [(g.ticket, g.rule) for g in ended[-1:]] == [(1, "straggler")]
+    assert {g.rule for g in ended[:-1]} == {None}
+
+
+async def test_an_outage_alone_voids_nothing():
+    stragglers, back = Stragglers(StragglerConfig(after_share=0.5, factor=1.5), 4), asyncio.Event()
+
+    async def one(ticket):
+        async def make():
+            await back.wait()
+            await asyncio.sleep(0.01 * ticket)
+            return rewarded(ticket, [1, 0])
+
+        async def void(why):
+            raise AssertionError(why)
+
+        return await stragglers.run(ticket, make, void)
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(one(ticket)) for ticket in range(1, 5)]
+        await asyncio.sleep(0.2)
+        back.set()
+    assert [task.result().rule for task in running] == [None] * 4
+
+
+async def test_a_void_straggler_stops_its_episodes_and_is_published():
+    queue, env = MemoryQueue(limit=5), ScriptedEnv(n_turns=1)
+    dispatcher = dispatcher_of(env, balancer_of(ScriptedEngine()))
+    stragglers = Stragglers(StragglerConfig(after_share=0.5, factor=2), 4)
+
+    async def run(ticket, need):
+        async def generate():
+            if ticket == 1:
+                await asyncio.sleep(3600)
+            return await run_group(dispatcher, plan(2), ticket, need)
+
+        async def void(why):
+            return plan().void(await plan().task_of(ticket), ticket, why, "straggler")
+
+        return await stragglers.run(ticket, generate, void)
+
+    await run_until(loop_of(queue, GenerationSection(), run), lambda: len(queue.published) == 5)
+    assert {t: Group.decode(d).rule for t, d in queue.published.items()} == {
+        t: "straggler" if t == 1 else None for t in range(1, 6)
+    }
+    assert not env.open
+
+
+@pytest.mark.parametrize(
+    ("generation", "max_staleness", "n_groups", "key"),
+    [
+        ({"over_sampling_factor": 1.5}, 0, 64, "grpo_config.off_policy_steps to 1"),
+        ({"over_sampling_factor": 3}, 1, 64, "grpo_config.off_policy_steps to 2"),
+        ({"filters": {"rollout_filter_ratio": 0.25}}, 2, 64, "grpo_config.off_policy_steps to 3"),
+        ({"filters": {"rollout_filter_ratio": 0.25}}, 3, 8, "orchestrator.max_concurrent_episodes"),
+        ({"filters": {"rollout_filter_ratio": 0.5}, "over_sampling_factor": 1.5}, 1, 64, "over_sampling_factor"),
+    ],
+)
+def test_a_policy_that_a_limit_defeats_is_refused_with_the_key(generation, max_staleness, n_groups, key):
+    with pytest.raises(ConfigError) as caught:
+        check(GenerationSection(**generation), 4, max_staleness, n_groups)
+    assert key in str(caught.value)
+
+
+def test_the_number_started_is_exact_for_decimal_factors():
+    assert [started_ahead(f, 10) for f in (1.0, 1.1, 1.2, 1.25, 2.0)] == [10, 11, 12, 13, 20]
+    check(GenerationSection(over_sampling_factor=2.0), 4, 1, 64)
