@@ -49,7 +49,10 @@ def min_reward(group: Group, threshold: float) -> str | None:
 
 def response_diversity(group: Group, min_unique_ratio: float) -> str | None:
     """Reject a group if the share of different responses, by their sampled tokens, is below the ratio."""
-    responses = {one.token_ids[one.loss_mask.astype(bool)].tobytes() for one in group.trajectories}
+    responses = {
+        tuple(part.token_ids[part.loss_mask.astype(bool)].tobytes() for part in (one, *one.branches))
+        for one in group.trajectories
+    }
     n = len(group.trajectories)
     return None if len(responses) / n >= min_unique_ratio else f"{len(responses)} of {n} responses are different"
 

@@ -25,7 +25,7 @@ import numpy as np
 from shared import codec
 from shared.errors import DecodeError
 from shared.fields import read_counts, read_float, read_int, read_text
-from shared.outcomes import ENDS, End
+from shared.outcomes import ENDS, FILTERS, End, FilterRule
 from shared.sequences import (
     Branch,
     EpisodeSequence,
