@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 CLEANUP_S = 10.0
 """Time after the grace period, in seconds, for cleanup and for threads that Python waits for."""
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _log = telemetry.Log("boot")
 
 
@@ -62,12 +62,15 @@ class RunningService:
 type OpenService = Callable[[RunConfig], AbstractAsyncContextManager[RunningService]]
 
 
-def main(name: str, *, requires: str | None = None, open_service: OpenService | None = None) -> None:
+def main(
+    name: str, *, requires: str | None = None, open_service: OpenService | None = None, entry: str = "open_service"
+) -> None:
     """Entry point of `python -m services.NAME`; the section `services.NAME` holds its address.
 
     Args:
         requires: a library that the service's child processes import; its absence is reported here.
         open_service: replaces `services.NAME.app`, whose import waits until the configuration is parsed.
+        entry: the function of `services.NAME.app` that opens the service.
     """
     restart_in_utf8()
     parser = argparse.ArgumentParser(prog=f"python -m services.{name}")
@@ -78,23 +81,23 @@ def main(name: str, *, requires: str | None = None, open_service: OpenService | 
         loaded = config.load(arguments.config, arguments.overrides)
         check_certificate(loaded.config.services.tls)
         endpoint: Endpoint = getattr(loaded.config.services, name)
-        if loaded.config.services.token_files == TokenFiles() and endpoint.host not in _LOOPBACK:
+        if loaded.config.services.token_files == TokenFiles() and endpoint.host not in LOOPBACK:
             _log.warning("no tokens are configured: every caller has full access", host=endpoint.host)
         with bind(endpoint) as listener:
-            code = run(loaded.config, open_service or _load(name, requires), listener)
+            code = run(loaded.config, open_service or _load(name, requires, entry), listener)
     except VolleyError as error:
         _log.error(CANNOT_START, error=type(error).__name__, detail=str(error))
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
     raise SystemExit(code)
 
 
-def _load(name: str, requires: str | None) -> OpenService:
+def _load(name: str, requires: str | None, entry: str) -> OpenService:
     """Import the service. Raises ConfigError if its libraries are not installed."""
     try:
         if requires is not None and importlib.util.find_spec(requires) is None:
             raise ModuleNotFoundError(name=requires)
         with uncollected():
-            return importlib.import_module(f"{SERVICES[name].module}.app").open_service
+            return getattr(importlib.import_module(f"{SERVICES[name].module}.app"), entry)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"services.{name} needs {error.name}, which this Python does not have",

@@ -42,6 +42,7 @@ _PATHS = (
     "data.train",
     "data.eval",
     "run.dir",
+    "rollout.weights_root",
     "services.redis_password_file",
     "services.env.folder",
     "services.env.remote_tokens_file",

@@ -308,11 +308,16 @@ class SamplingSection(Section):
 
 
 class RolloutSection(Section):
-    """`update_mode` chooses what new weights do to running requests."""
+    """`update_mode` chooses what new weights do to running requests.
+
+    `weights_root` is the folder below which REST may name checkpoints and Hugging Face folders to load (default: the
+    run's checkpoints).
+    """
 
     engine: EngineSection = EngineSection()
     sampling: SamplingSection = SamplingSection()
     update_mode: Literal["retract", "abort", "in_place"] = "retract"
+    weights_root: Path | None = None
 
 
 class OrchestratorSection(Section):

@@ -16,14 +16,15 @@ from services.rollout.api import openai, routes
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.engines.base import BASE_VERSION, Engine
 from services.rollout.engines.kinds import ENGINES, OpenEngine, declared
-from services.rollout.settings import RolloutSettings, from_config
+from services.rollout.settings import RolloutSettings, from_config, standalone
 from services.rollout.weights.bucket import CheckpointBucket
+from services.rollout.weights.checkpoint import examine
 from services.rollout.weights.pulling import ChunkPuller
-from services.rollout.weights.serving import NothingServes, Serving
+from services.rollout.weights.serving import NothingServes, Serving, ServingState, StagedUpdate
 from services.rollout.weights.updater import WeightUpdater
 from shared.boot import RunningService
 from shared.clients.chunks import WeightSource
-from shared.errors import DecodeError
+from shared.errors import DecodeError, WeightsError
 from shared.files.buckets import Bucket
 from shared.models.chat import ChatTokenizer, tokenizer_of_run
 from shared.models.config import ModelConfig
@@ -46,6 +47,13 @@ _log = Log("rollout")
 async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
     """Open the service of a run. Raises ConfigError, or EngineDied with the engine's reason."""
     async with open_rollout(from_config(config)) as service:
+        yield service
+
+
+@asynccontextmanager
+async def open_standalone(config: RunConfig) -> AsyncIterator[RunningService]:
+    """Open a server that belongs to no run (`settings.standalone`). Raises as `open_service`, or WeightsError."""
+    async with open_rollout(standalone(config)) as service:
         yield service
 
 
@@ -77,7 +85,7 @@ async def open_rollout(
             settings.run,
             settings.update_mode,
             settings.engine.dtype,
-            Serving(BASE_VERSION) if settings.engine.load_weights else NothingServes(),
+            await _first_state(settings, engine, model),
             puller=puller,
             newest_offer=trainer.newest if trainer else None,
             bucket=_bucket(settings),
@@ -85,7 +93,8 @@ async def open_rollout(
         )
         generation = GenerationRunner(engine, settings.limits.grace_s, updates)
         app = build_app(settings, engine, updates, generation, tokens)
-        workers = [engine.wait_closed, updates.watch, updates.guard, generation.drain, lambda: metrics.observe(engine)]
+        workers = [engine.wait_closed, updates.guard, generation.drain, lambda: metrics.observe(engine)]
+        workers += [updates.watch] if settings.follows else []
         if settings.redis_url is None:
             yield RunningService(app, workers)
             return
@@ -94,6 +103,18 @@ async def open_rollout(
         ) as redis:
             heartbeat = _heartbeat(Registry(redis, settings.run), settings, updates, generation)
             yield RunningService(app, [*workers, heartbeat])
+
+
+async def _first_state(settings: RolloutSettings, engine: Engine, model: ModelConfig) -> ServingState:
+    """Load the checkpoint that is served from the start, if there is one. Raises WeightsError, Unavailable."""
+    if settings.first is None:
+        return Serving(BASE_VERSION) if settings.engine.load_weights else NothingServes()
+    found = await asyncio.to_thread(examine, settings.first, model, settings.run)
+    staged = StagedUpdate.of(found, settings.first, await engine.stage(found))
+    result = await engine.commit(found.version, "abort")
+    if (wrong := staged.judge(result.live, settings.engine.dtype)) is not None:
+        raise WeightsError(f"{found.version} was loaded, but {wrong}")
+    return Serving(found.version, staged)
 
 
 async def _sources(
@@ -142,8 +163,9 @@ def build_app(
         max_objects=_OBJECTS + settings.engine.context_length,  # a JSON prompt is a list of numbers
     )
     tokenizer = _tokenizer(Path(settings.engine.model_path), settings.date)
+    name = settings.model_name or Path(settings.engine.model_path).name
     app.state.rollout = routes.RolloutState(
-        engine, generation, updates, settings.engine, tokenizer, Uplink(updates.read_chunk)
+        engine, generation, updates, settings.engine, tokenizer, Uplink(updates.read_chunk), name
     )
     app.include_router(routes.router)
     app.include_router(openai.router)

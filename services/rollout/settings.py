@@ -5,14 +5,15 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.rollout.engines.base import CommitMode, EngineSpec
 from services.rollout.engines.kinds import declared
+from shared.models import origin
 from shared.models.config import ModelConfig
 from shared.models.content import with_content
-from shared.models.hub import model_folder
+from shared.models.hub import kept_in, model_folder
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from shared.services_schema import Limits, TokenFiles
@@ -29,6 +30,9 @@ class RolloutSettings:
     date: date of the run, for chat templates that write one.
     run, server_id, url: how the server registers in Redis, if `redis_url` is given.
     kind: which engine, a key of `engines.kinds.ENGINES`.
+    model_name: name of the model in answers; empty for the name of its folder.
+    first: checkpoint to serve from the start.
+    follows: load the run's newest version by itself.
     """
 
     engine: EngineSpec
@@ -47,6 +51,9 @@ class RolloutSettings:
     bucket: str | None = None
     date: datetime.date | None = None
     kind: str = "sglang_jax"
+    model_name: str = ""
+    first: Path | None = None
+    follows: bool = True
 
 
 def from_config(config: RunConfig) -> RolloutSettings:
@@ -73,7 +80,7 @@ def from_config(config: RunConfig) -> RolloutSettings:
     )
     return RolloutSettings(
         engine=spec,
-        weights_root=RunFolder(config.run.folder).checkpoints.absolute(),
+        weights_root=(config.rollout.weights_root or RunFolder(config.run.folder).checkpoints).absolute(),
         update_mode=config.rollout.update_mode,
         run=config.run.name,
         server_id=f"{socket.gethostname()}-{services.rollout.port}-{os.getpid()}",
@@ -88,4 +95,27 @@ def from_config(config: RunConfig) -> RolloutSettings:
         bucket=config.run.bucket,
         date=config.run.date,
         kind=engine.kind,
+    )
+
+
+def standalone(config: RunConfig) -> RolloutSettings:
+    """Settings of a server that belongs to no run: it serves `model.path`, and loads other weights only by REST.
+
+    Raises ConfigError.
+    """
+    settings = from_config(config)
+    found = origin.find(config.model.path, kept_in(config.run.folder))
+    hub_id = not Path(config.model.path).is_dir()
+    return replace(
+        settings,
+        engine=replace(settings.engine, load_weights=found is None),
+        weights_root=config.rollout.weights_root and config.rollout.weights_root.absolute(),
+        run=found.run if found else settings.run,
+        redis_url=None,
+        pulled=None,
+        trainer_url=None,
+        bucket=None,
+        model_name=f"{found.run}@{found.version}" if found else config.model.path if hub_id else "",
+        first=Path(found.checkpoint) if found else None,
+        follows=False,
     )

@@ -130,7 +130,7 @@ def _head(state: RolloutState) -> Head:
 
 
 def _model_name(state: RolloutState) -> str:
-    return state.spec.model_path.rstrip("/").rpartition("/")[2]
+    return state.model_name
 
 
 def _tokenizer(state: RolloutState) -> ChatTokenizer:

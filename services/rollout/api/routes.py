@@ -55,6 +55,7 @@ class RolloutState:
     spec: EngineSpec
     tokenizer: ChatTokenizer | None
     uplink: Uplink
+    model_name: str
 
     @property
     def info(self) -> EngineInfo:

@@ -1,0 +1,183 @@
+"""`volley serve`: what it refuses, what it hands to the service, and one real server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.rollout.settings import standalone
+from shared import config
+from shared.errors import ConfigError
+from shared.run import trust
+from shared.run.folder import RunFolder
+from shared.web.access import Role, read_tokens
+from tests.support import models
+from tests.support.tokenizer import FOLDER
+from volley.__main__ import parse_arguments
+from volley.commands import serve
+from volley.commands.serve import ServeOptions
+
+VERSION = "e000001-s000003"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    config = models.tiny_config()
+    folder = models.write_hf(tmp_path / "model", config, models.random_weights(config, 0))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((FOLDER / name).read_bytes())
+    return folder
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Path:
+    (folder := tmp_path / "temporary").mkdir()
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Path) -> Path:
+    folder = RunFolder(tmp_path / "runs" / "old")
+    folder.path.mkdir(parents=True)
+    tree = f"run: {{name: old, dir: {folder.path.parent}}}\nmodel: {{path: {model}}}\ndata: {{env: sums}}\n"
+    folder.config.write_text(tree, encoding="utf-8")
+    folder.record.write_text("{}", encoding="utf-8")
+    weights = models.random_weights(models.tiny_config(), 0)
+    models.write_checkpoint(folder.checkpoints, VERSION, models.tiny_config(), weights, run="old")
+    return folder.path
+
+
+def test_a_folder_is_served_with_its_own_weights(model: Path, temporary: Path) -> None:
+    served = serve.prepare(str(model), ServeOptions(dtype="bfloat16"), temporary)
+    settings = standalone(config.load([served.folder.config]).config)
+    assert settings.engine.load_weights
+    assert (settings.engine.model_path, settings.engine.dtype) == (str(model), "bfloat16")
+    assert settings.engine.context_length == models.tiny_config()["max_position_embeddings"]
+    assert (settings.first, settings.weights_root, settings.redis_url, settings.follows) == (None, None, None, False)
+    assert settings.model_name == ""
+
+
+def test_the_token_has_every_role_and_a_private_file(model: Path, temporary: Path) -> None:
+    served = serve.prepare(str(model), ServeOptions(), temporary)
+    files = served.loaded.config.services.token_files
+    tokens = read_tokens(files)
+    assert tokens is not None
+    assert tokens.role_of(f"Bearer {served.token}".encode()) is Role.ADMIN
+    assert files.admin is not None
+    assert stat.S_IMODE(files.admin.stat().st_mode) == 0o600
+    assert str(served.token) in "\n".join(serve.ready_lines(served, 1.0))
+
+
+@pytest.mark.parametrize(("key", "token"), [("", None), ("my-own-key-of-16", "my-own-key-of-16")])
+def test_a_token_is_chosen_or_left_out(model: Path, temporary: Path, key: str, token: str | None) -> None:
+    served = serve.prepare(str(model), ServeOptions(api_key=key), temporary)
+    assert served.token == token
+    assert (read_tokens(served.loaded.config.services.token_files) is None) == (token is None)
+    assert ("Authorization" in "\n".join(serve.ready_lines(served, 1.0))) == (token is not None)
+
+
+@pytest.mark.parametrize("version", ["", f"@{VERSION}", "@latest"])
+def test_a_version_of_a_run_is_served(run: Path, temporary: Path, version: str) -> None:
+    trust.accept(RunFolder(run))
+    served = serve.prepare(f"{run}{version}", ServeOptions(), temporary)
+    settings = standalone(config.load([served.folder.config]).config)
+    assert not settings.engine.load_weights
+    assert settings.first == run / "checkpoints" / VERSION
+    assert (settings.run, settings.model_name) == ("old", f"old@{VERSION}")
+
+
+def test_options_of_the_command_line_reach_the_service(model: Path, temporary: Path) -> None:
+    line = [str(model), "--context-length", "99", "--weights-root", str(model.parent), "--no-token"]
+    arguments = parse_arguments(["serve", *line, "rollout.engine.max_running_requests=3"])
+    options = ServeOptions(
+        context_length=arguments.context_length, weights_root=arguments.weights_root, overrides=arguments.overrides
+    )
+    assert arguments.no_token
+    settings = standalone(serve.prepare(str(model), options, temporary).loaded.config)
+    assert (settings.engine.context_length, settings.engine.max_running_requests) == (99, 3)
+    assert settings.weights_root == model.parent
+
+
+def _without_weights(model: Path) -> str:
+    (model / "model.safetensors").unlink()
+    return str(model)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_a_wrong_model_is_named(model: Path, run: Path, temporary: Path) -> None:
+    cases = {"./nothing": "nothing is no folder", f"{model}@{VERSION}": "has no checkpoint"}
+    for target, words in cases.items():
+        with pytest.raises(ConfigError, match=words) as refused:
+            serve.prepare(target, ServeOptions(), temporary)
+        assert "model.path" not in str(refused.value)
+    with pytest.raises(ConfigError, match="--trust"):
+        serve.prepare(str(run), ServeOptions(), temporary)
+    trust.accept(RunFolder(run))
+    with pytest.raises(ConfigError, match="e000009-s000009 is not retained"):
+        serve.prepare(f"{run}@e000009-s000009", ServeOptions(), temporary)
+    with pytest.raises(ConfigError, match=r"holds no model\.safetensors") as refused:
+        serve.prepare(_without_weights(model), ServeOptions(), temporary)
+    assert "initial_weights" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (ServeOptions(api_key="short"), "--api-key"),
+        (ServeOptions(weights_root=Path("/nowhere")), "--weights-root"),
+        (ServeOptions(host="192.0.2.1"), "--host"),
+        (ServeOptions(port=99_999), "--port"),
+        (ServeOptions(context_length=0), "context_length"),
+    ],
+)
+def test_a_wrong_option_is_named(model: Path, temporary: Path, options: ServeOptions, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        serve.prepare(str(model), options, temporary)
+
+
+def test_a_port_in_use_is_named(model: Path, temporary: Path, taken: int) -> None:
+    with pytest.raises(ConfigError, match=f"--port {taken}"):
+        serve.prepare(str(model), ServeOptions(port=taken), temporary)
+
+
+def test_without_the_environment_of_the_engine_nothing_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VOLLEY_VENVS", str(model))
+    with pytest.raises(ConfigError, match="make install"):
+        serve.main(str(model), ServeOptions())
+
+
+@pytest.mark.long
+def test_one_command_serves_until_ctrl_c(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "volley", "serve", str(model), "rollout.engine.max_running_requests=4"]
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", env=variables) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        url = next(line for line in lines if line.startswith("ready after")).split(" at ")[1].split()[0]
+        token = next(lines).removeprefix("token: ").strip()
+        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+        assert httpx.post(f"{url}/generate", json=body).status_code == 401
+        answer = httpx.post(f"{url}/generate", json=body, headers={"Authorization": f"Bearer {token}"}, timeout=60)
+        assert len(answer.json()["output_ids"]) == 3
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+    assert not list(tmp_path.glob("volley-serve-*"))
