@@ -127,7 +127,7 @@ async def test_a_selection_compares_whole_windows_and_the_last_ones_as_they_are(
 
 
 async def test_a_slow_group_is_void_once_most_others_that_ended_since_were_faster():
-    stragglers, slow, ended = Stragglers(StragglerConfig(after_share=0.75, factor=3), 4), asyncio.Event(), []
+    stragglers, slow, ended = Stragglers(StragglerConfig(after_share=0.75, factor=10), 4), asyncio.Event(), []
 
     async def one(ticket):
         async def make():
@@ -147,7 +147,7 @@ async def test_a_slow_group_is_void_once_most_others_that_ended_since_were_faste
 
 
 async def test_an_outage_alone_voids_nothing():
-    stragglers, back = Stragglers(StragglerConfig(after_share=0.5, factor=1.5), 4), asyncio.Event()
+    stragglers, back = Stragglers(StragglerConfig(after_share=0.5, factor=4), 4), asyncio.Event()
 
     async def one(ticket):
         async def make():
@@ -170,7 +170,7 @@ async def test_an_outage_alone_voids_nothing():
 async def test_a_void_straggler_stops_its_episodes_and_is_published():
     queue, env = MemoryQueue(limit=5), ScriptedEnv(n_turns=1)
     dispatcher = dispatcher_of(env, balancer_of(ScriptedEngine()))
-    stragglers = Stragglers(StragglerConfig(after_share=0.5, factor=2), 4)
+    stragglers = Stragglers(StragglerConfig(after_share=0.5, factor=50), 4)
 
     async def run(ticket, need):
         async def generate():
