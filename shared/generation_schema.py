@@ -57,8 +57,12 @@ class GenerationSection(Section):
     `over_sampling_factor` starts up to this many times `groups_per_step` groups beyond the newest weights, and the
     trainer takes the first complete ones; finished surplus is trained by the next steps. By default as many are started
     as `off_policy_steps` allows.
+
+    In `mode` turn_synchronous, the episodes of a step's groups start together and advance turn by turn: each turn is
+    sampled for all episodes that still run before the next one starts.
     """
 
+    mode: Literal["asynchronous", "turn_synchronous"] = "asynchronous"
     over_sampling_factor: Annotated[float, Field(ge=1)] | None = None
     straggler: StragglerConfig | None = None
     filters: GenerationFilters = GenerationFilters()

@@ -99,7 +99,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             ReservationGate(),
             dispatcher,
             handover,
-            policy=GenerationPolicy(settings.generation, settings.terms.batch),
+            policy=GenerationPolicy(settings.generation, settings.terms.batch, settings.group_size),
             sinks=sinks,
         )
         app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=ROLES)

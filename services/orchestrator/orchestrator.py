@@ -17,7 +17,6 @@ from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.schedule.policy import GenerationPolicy
 from services.orchestrator.schedule.run_schedule import RunSchedule, wait_for_offers, wait_for_tasks
-from services.orchestrator.schedule.stragglers import Stragglers
 from services.orchestrator.schedule.ticket_loop import RunGroup, TicketLoop
 from services.orchestrator.servers.balancer import Balancer, VersionBounds
 from services.orchestrator.settings import OrchestratorSettings
@@ -185,17 +184,13 @@ class Orchestrator:
         )
 
     def _group_maker(self, plan: GroupPlan) -> RunGroup:
-        straggler = self.settings.generation.straggler
-        stragglers = Stragglers(straggler, self.settings.terms.batch) if straggler else None
-
         async def generate(ticket: int, need: VersionBounds) -> Group:
-            if stragglers is None:
-                return await run_group(self.dispatcher, plan, ticket, need)
-
             async def void(why: str) -> Group:
                 return plan.void(await plan.task_of(ticket), ticket, why, "straggler")
 
-            return await stragglers.run(ticket, lambda: run_group(self.dispatcher, plan, ticket, need), void)
+            return await self.policy.generate(
+                ticket, lambda barrier: run_group(self.dispatcher, plan, ticket, need, barrier), void
+            )
 
         return generate
 

@@ -60,7 +60,9 @@ class OrchestratorSettings:
 
     @property
     def n_groups(self) -> int:
-        """Number of groups worked on at once: as many as fill the concurrency, at least one."""
+        """Number of groups worked on at once: as many as fill the concurrency, at least one; or those of a round."""
+        if self.generation.mode == "turn_synchronous":
+            return policy.round_size(self.generation, self.terms.batch)
         return max(1, self.max_concurrent // self.group_size)
 
 

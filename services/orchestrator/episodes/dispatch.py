@@ -50,6 +50,13 @@ class Dispatcher:
 
     async def episode(self, spec: SamplingSpec, purpose: Purpose) -> Trajectory:
         """Run one episode. Raises VolleyError: the last failure, when attempts are used up or cannot help."""
+        try:
+            return await self._episode(spec, purpose)
+        finally:
+            if spec.barrier is not None:
+                spec.barrier.leave()
+
+    async def _episode(self, spec: SamplingSpec, purpose: Purpose) -> Trajectory:
         budget = TokenBudget(self._max_attempts)
         async with self._slots:
             while True:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from services.orchestrator.episodes.dispatch import Dispatcher
+from services.orchestrator.episodes.lockstep import TurnBarrier
 from services.orchestrator.episodes.turn import SamplingSpec
 from services.orchestrator.servers.balancer import VersionBounds
 from shared.errors import VolleyError, first_error
@@ -37,20 +38,22 @@ class GroupPlan:
     task_of: Callable[[int], Awaitable[TicketTask]]
     routing: bool = False
 
-    def specs(self, task: TicketTask, ticket: int, need: VersionBounds) -> list[SamplingSpec]:
-        return [
-            SamplingSpec(
-                task.env, self.split, task.index, ticket, sample_index, self.seed, self.sampling, need, self.routing
-            )
-            for sample_index in range(self.group_size)
-        ]
+    def specs(
+        self, task: TicketTask, ticket: int, need: VersionBounds, barrier: TurnBarrier | None = None
+    ) -> list[SamplingSpec]:
+        first = SamplingSpec(
+            task.env, self.split, task.index, ticket, 0, self.seed, self.sampling, need, self.routing, barrier
+        )
+        return [replace(first, sample_index=sample_index) for sample_index in range(self.group_size)]
 
     def void(self, task: TicketTask, ticket: int, why: str, rule: FilterRule | None = None) -> Group:
         """Return the group of a ticket that ends without episodes."""
         return Group(ticket, task.env, f"{self.split}/{task.index}", (), failure=why, rule=rule)
 
 
-async def run_group(dispatcher: Dispatcher, plan: GroupPlan, ticket: int, need: VersionBounds) -> Group:
+async def run_group(
+    dispatcher: Dispatcher, plan: GroupPlan, ticket: int, need: VersionBounds, barrier: TurnBarrier | None = None
+) -> Group:
     """Run the group of a ticket. If one sample fails all its attempts, the group fails and the others are stopped."""
     failure: VolleyError | None = None
     task = await plan.task_of(ticket)
@@ -58,7 +61,8 @@ async def run_group(dispatcher: Dispatcher, plan: GroupPlan, ticket: int, need: 
     try:
         async with asyncio.TaskGroup() as episodes:
             running += [
-                episodes.create_task(dispatcher.episode(spec, "train")) for spec in plan.specs(task, ticket, need)
+                episodes.create_task(dispatcher.episode(spec, "train"))
+                for spec in plan.specs(task, ticket, need, barrier)
             ]
     except* VolleyError as errors:
         failure = first_error(errors)

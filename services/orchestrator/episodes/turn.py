@@ -19,6 +19,7 @@ import numpy as np
 
 from services.orchestrator import metrics
 from services.orchestrator.episodes.failures import WrongVersion
+from services.orchestrator.episodes.lockstep import TurnBarrier
 from services.orchestrator.episodes.recorder import Recorder
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
 from services.orchestrator.status import RunStatus
@@ -50,7 +51,8 @@ class TokenBounds:
 class SamplingSpec:
     """The episode to run. `sampling` holds temperature, top_p and top_k; `ticket` is 0 for an evaluation.
 
-    `routing`: record the experts that tokens are sent to, for the trainer.
+    `routing`: record the experts that tokens are sent to, for the trainer. `barrier`: the episode waits for others
+    before each turn.
     """
 
     env: str
@@ -62,6 +64,7 @@ class SamplingSpec:
     sampling: Mapping[str, Any]
     need: VersionBounds
     routing: bool = False
+    barrier: TurnBarrier | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,9 @@ class TurnSampler:
         Raises:
             VolleyError: the attempts are used up.
         """
+        if episode.spec.barrier is not None:
+            with episode.budget.outage():
+                await episode.spec.barrier.turn()
         recorder, start = episode.recorder, len(episode.recorder)
         sampled = self._sampled(episode)
         for n in range(_MAX_PARTS):

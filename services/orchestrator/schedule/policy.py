@@ -1,4 +1,4 @@
-"""Decide on complete groups: filters by name and import path, and the selection among several groups.
+"""Policy of generation: when groups are made, and which complete groups are sent to be trained.
 
 Invariant: every decision is a group under its own ticket, so the ticket ends in exactly one disposition: a rejected
 group is sent without trajectories and with its rule, and the trainer ends its ticket as `filtered(rule)`.
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
+from services.orchestrator.episodes.lockstep import TurnBarrier
 from services.orchestrator.schedule.cohorts import Cohort
 from services.orchestrator.schedule.filters import GroupFilter, group_filters
+from services.orchestrator.schedule.rounds import Rounds
+from services.orchestrator.schedule.stragglers import Stragglers
 from shared.errors import ConfigError
 from shared.generation_schema import GenerationSection
 from shared.group_rules import rewards
@@ -61,6 +64,11 @@ def check(config: GenerationSection, groups_per_step: int, max_staleness: int, n
             f"{_KEY}.over_sampling_factor={factor:g} would leave finished groups that are stale when they are trained",
             f"set grpo_config.off_policy_steps to {math.ceil(factor) - 1} or more, or lower the factor",
         )
+    if config.mode == "turn_synchronous" and (n := round_size(config, groups_per_step)) > n_groups:
+        raise ConfigError(
+            f"{_KEY}.mode=turn_synchronous runs the episodes of {n} groups together, but only {n_groups} run at once",
+            "raise orchestrator.max_concurrent_episodes",
+        )
     chosen = selection(config, groups_per_step)
     if chosen is None:
         return
@@ -82,38 +90,66 @@ def check(config: GenerationSection, groups_per_step: int, max_staleness: int, n
         )
 
 
+def round_size(config: GenerationSection, groups_per_step: int) -> int:
+    """Return the number of groups in a round of the turn-synchronous mode."""
+    chosen = selection(config, groups_per_step)
+    return groups_per_step if chosen is None else chosen.n
+
+
 def started_ahead(factor: float, groups_per_step: int) -> int:
     """Return the largest number of groups beyond the durable steps."""
     return math.ceil(factor * groups_per_step - 1e-9)
 
 
-class GenerationPolicy:
-    """Filters and selection of one run. Raises ConfigError for a filter that cannot be imported."""
+type MakeGroup = Callable[[TurnBarrier | None], Awaitable[Group]]
+"""Makes a group; with a barrier, its episodes advance with those of other groups."""
 
-    def __init__(self, config: GenerationSection | None = None, groups_per_step: int = 1) -> None:
+
+class GenerationPolicy:
+    """Policy of one run. Raises ConfigError for a filter that cannot be imported.
+
+    Args:
+        group_size: number of episodes in a group.
+    """
+
+    def __init__(self, config: GenerationSection | None = None, groups_per_step: int = 1, group_size: int = 1) -> None:
         config = config or GenerationSection()
         self._filters: tuple[GroupFilter, ...] = group_filters(config.filters)
         self._selection = selection(config, groups_per_step)
-        self._cohort = Cohort[Group](self._selection.n) if self._selection else None
+        self._compared = Cohort[Group](self._selection.n) if self._selection else None
+        n_round = round_size(config, groups_per_step)
+        self._rounds = Rounds(n_round, group_size) if config.mode == "turn_synchronous" else None
+        self._stragglers = Stragglers(config.straggler, groups_per_step) if config.straggler else None
+        rounds = self._rounds.cohort if self._rounds else None
+        self._cohorts = [cohort for cohort in (self._compared, rounds) if cohort is not None]
+
+    async def generate(self, ticket: int, make: MakeGroup, void: Callable[[str], Awaitable[Group]]) -> Group:
+        """Make a group at its time. Args: void: returns the group of a straggler, for a reason."""
+        if self._rounds is None:
+            return await self._timed(ticket, lambda: make(None), void)
+        async with self._rounds.joined(ticket) as barrier:
+            return await self._timed(ticket, lambda: make(barrier), void)
+
+    async def _timed(
+        self, ticket: int, make: Callable[[], Awaitable[Group]], void: Callable[[str], Awaitable[Group]]
+    ) -> Group:
+        return await (make() if self._stragglers is None else self._stragglers.run(ticket, make, void))
 
     @contextmanager
     def ticket(self) -> Iterator[None]:
         """Count a ticket as undecided."""
-        if self._cohort is None:
-            yield
-            return
-        with self._cohort.ticket():
+        with self._compared.ticket() if self._compared else nullcontext():
             yield
 
     def starved(self, is_starved: bool) -> None:
-        """Set if no further ticket can be had now: selections are then made among those in hand."""
-        if self._cohort is not None:
-            self._cohort.starved(is_starved)
+        """Set if no further ticket can be had now: groups then go on with those in hand."""
+        for cohort in self._cohorts:
+            cohort.starved(is_starved)
 
     @property
     def has_waiting(self) -> bool:
-        """True if groups wait for a decision."""
-        return self._cohort is not None and self._cohort.n_waiting > 0
+        """True if groups wait for others."""
+        return any(cohort.n_waiting for cohort in self._cohorts)
 
     async def judged(self, group: Group) -> Group:
         """Return the group, or its rejection. Raises VolleyError if a function of the user fails."""
@@ -122,8 +158,8 @@ class GenerationPolicy:
         for one in self._filters:
             if (why := await asyncio.to_thread(one.why, group)) is not None:
                 return rejected(group, one.rule, why)
-        if self._selection is not None and self._cohort is not None:
-            among = await self._cohort.join(group)
+        if self._selection is not None and self._compared is not None:
+            among = await self._compared.join(group)
             if (why := self._selection.why(group, among)) is not None:
                 return rejected(group, "rollout_filter_ratio", why)
         return group

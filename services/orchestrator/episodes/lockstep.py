@@ -1,0 +1,39 @@
+"""Episodes that advance turn by turn together."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class TurnBarrier:
+    """Holds each of `n_episodes` before a turn until all that still run have reached their next turn.
+
+    An episode that ends leaves, and is no longer waited for. One that repeats a failed attempt comes to the barrier
+    before each repeated turn too.
+    """
+
+    def __init__(self, n_episodes: int) -> None:
+        self._running, self._arrived = n_episodes, 0
+        self._go = asyncio.Event()
+
+    async def turn(self) -> None:
+        """Wait for the others."""
+        go, self._arrived = self._go, self._arrived + 1
+        self._release()
+        try:
+            await go.wait()
+        except asyncio.CancelledError:
+            if not go.is_set():
+                self._arrived -= 1
+            raise
+
+    def leave(self) -> None:
+        """Take an episode out that has ended."""
+        self._running -= 1
+        self._release()
+
+    def _release(self) -> None:
+        if self._arrived and self._arrived >= self._running:
+            self._arrived = 0
+            self._go.set()
+            self._go = asyncio.Event()

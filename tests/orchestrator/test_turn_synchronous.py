@@ -1,0 +1,113 @@
+"""The turn-synchronous mode: episodes of a round advance together, end early, and never wait for ever."""
+
+import asyncio
+
+import pytest
+
+from services.orchestrator.episodes.groups import run_group
+from services.orchestrator.episodes.lockstep import TurnBarrier
+from services.orchestrator.schedule.gate import ReservationGate
+from services.orchestrator.schedule.policy import GenerationPolicy, check
+from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
+from services.orchestrator.status import RunStatus
+from shared.clients.env import StepReply
+from shared.errors import ConfigError, NotFound
+from shared.generation_schema import GenerationSection
+from shared.types import Group
+from tests.orchestrator.fakes import MemoryQueue, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan
+from tests.orchestrator.test_ticket_loop import run_until
+
+TERMS = Admission(batch=3, max_staleness=0, total=100, lease_s=60, patience_s=5.0)
+SYNCHRONOUS = GenerationSection(mode="turn_synchronous")
+
+
+class UnequalEnv(ScriptedEnv):
+    """Episodes of one to four turns, by their number; notes the turn of every step."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.turns = []
+
+    async def step(self, episode_id, request_id, content):
+        turn, number = int(request_id.rpartition("-")[2]), int(episode_id[1:])
+        await asyncio.sleep(0.001 * (number % 3))
+        self.turns.append(turn)
+        over = turn > number % 4
+        return StepReply([] if over else [{"role": "user", "content": "next"}], 1.0, over, False, over)
+
+
+def loop_of(queue, env, engine, generation=SYNCHRONOUS, n_groups=3):
+    gate, dispatcher = ReservationGate(), dispatcher_of(env, balancer_of(engine))
+    gate.release(ReservationGate.START)
+    policy = GenerationPolicy(generation, TERMS.batch, 2)
+
+    async def run(ticket, need):
+        return await policy.generate(
+            ticket, lambda barrier: run_group(dispatcher, plan(2), ticket, need, barrier), pytest.fail
+        )
+
+    return TicketLoop(queue, gate, RunStatus(), TERMS, n_groups=n_groups, run_group=run, policy=policy)
+
+
+async def test_every_turn_is_sampled_for_all_before_the_next_and_ended_episodes_are_not_waited_for():
+    queue, env = MemoryQueue(limit=6), UnequalEnv()
+    await run_until(loop_of(queue, env, ScriptedEngine()), lambda: len(queue.published) == 6)
+    lengths = [[1 + n % 4 for n in part] for part in (range(1, 7), range(7, 13))]
+    assert len(env.turns) == sum(map(sum, lengths))
+    n_first = sum(lengths[0])
+    for turns in (env.turns[:n_first], env.turns[n_first:]):
+        assert turns == sorted(turns)
+    assert not env.open
+
+
+async def test_the_same_samples_as_the_asynchronous_mode():
+    """Every token is seeded by ticket, sample and position, so the mode decides only when it is sampled."""
+    made = []
+    for generation in (SYNCHRONOUS, GenerationSection()):
+        queue, env, engine = MemoryQueue(limit=3), ScriptedEnv(n_turns=3), ScriptedEngine()
+        await run_until(loop_of(queue, env, engine, generation), lambda q=queue: len(q.published) == 3)
+        groups = [Group.decode(queue.published[ticket]) for ticket in (1, 2, 3)]
+        made.append([[e.token_ids.tolist() for e in g.trajectories] for g in groups])
+    assert made[0] == made[1]
+
+
+async def test_a_repeated_attempt_and_a_failed_group_hold_nobody_up():
+    queue = MemoryQueue(limit=3)
+    env = ScriptedEnv(n_turns=3, step_failures=[NotFound("restarted")], broken=set())
+    await run_until(loop_of(queue, env, ScriptedEngine()), lambda: len(queue.published) == 3)
+    groups = [Group.decode(data) for data in queue.published.values()]
+    assert [g.failure for g in groups] == [None] * 3
+    assert sum(e.attempt for g in groups for e in g.trajectories) == 1
+
+
+async def test_a_round_is_as_large_as_the_tickets_that_can_be_had():
+    queue = MemoryQueue(limit=4)
+    await run_until(loop_of(queue, ScriptedEnv(), ScriptedEngine()), lambda: len(queue.published) == 4)
+    assert queue.given_back == []
+
+
+async def test_a_cancelled_episode_is_not_waited_for():
+    barrier, passed = TurnBarrier(3), []
+
+    async def one(name):
+        try:
+            await barrier.turn()
+            passed.append(name)
+        finally:
+            barrier.leave()
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+        gone = tasks.create_task(one("gone"))
+        tasks.create_task(one("a"))
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        await asyncio.sleep(0.01)
+        assert passed == []
+        tasks.create_task(one("b"))
+    assert sorted(passed) == ["a", "b"]
+
+
+def test_a_round_that_cannot_run_at_once_is_refused_with_the_key():
+    with pytest.raises(ConfigError) as caught:
+        check(SYNCHRONOUS, 8, 1, 7)
+    assert "orchestrator.max_concurrent_episodes" in str(caught.value)
