@@ -80,7 +80,11 @@ def tool_calls(message: Message, form: CallFormat = "auto", schemas: Schemas = (
     """
     if structured := message.get("tool_calls"):
         return [_from_openai(call) for call in structured[:MAX_CALLS]]
-    text = _spoken(message["content"])
+    return text_calls(_spoken(message["content"]), form, schemas)
+
+
+def text_calls(text: str, form: CallFormat = "auto", schemas: Schemas = ()) -> list[ToolCall]:
+    """Read the calls of a text without thoughts, in order, at most MAX_CALLS. Never raises."""
     readers: Mapping[str, Callable[[], Iterator[ToolCall]]] = {
         "hermes": lambda: _hermes(text),
         "qwen3_coder": lambda: _qwen3_coder(text, schemas),

@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from itertools import accumulate
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
-from shared.dialects.chat import envelope, exact_tokens, write_usage
-from shared.dialects.openai_body import SamplingBody, TokenId
-from shared.dialects.records import Answered, Asked, Head, Sampled, Usage
+from shared.dialects.chat import DONE, envelope, exact_tokens, write_error, write_usage
+from shared.dialects.events import event
+from shared.dialects.openai_body import MAX_TOP_LOGPROBS, SamplingBody, TokenId
+from shared.dialects.records import Answered, Asked, Content, Head, Piece, Sampled, Top, Usage
+from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
 
 DEFAULT_TOKENS = 16
 
+type _Ids = Annotated[list[TokenId], Field(fail_fast=True)]
+
 
 class CompletionBody(SamplingBody, json_schema_extra={"examples": [{"prompt": "2 + 2 =", "max_tokens": 8}]}):
-    """`logprobs`: 0, 1 or true for the log-probabilities of the sampled tokens; there are none of others."""
+    """`prompt` may be a batch. `logprobs`: number of most likely tokens to return beside each token. With `echo` they
+    are returned for the prompt, too, at temperature 1; only then may `max_tokens` be 0.
+    """
 
-    logprobs: bool | Annotated[int, Field(ge=0, le=1)] | None = None
-    prompt: str | Annotated[list[TokenId], Field(fail_fast=True)]
+    max_tokens: int | None = Field(None, ge=0)
+    logprobs: bool | Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    prompt: str | _Ids | Annotated[list[str] | list[_Ids], Field(min_length=1)]
 
 
 def read(body: CompletionBody) -> Asked:
-    """Translate a body."""
+    """Translate a body. Raises InputError naming what cannot be honoured."""
+    batch = isinstance(body.prompt, list) and body.prompt and not isinstance(body.prompt[0], int)
+    prompts: list[Any] = list(body.prompt) if batch else [body.prompt]
+    if body.echo and body.stream:
+        raise InputError("echo=True is not supported in a stream", "leave out echo or stream")
+    if body.max_tokens == 0 and not body.echo:
+        raise InputError("max_tokens=0 asks for nothing", "send at least 1, or echo=true")
     return Asked(
         model=body.model,
-        prompts=(body.prompt if isinstance(body.prompt, str) else tuple(body.prompt),),
+        prompts=tuple(prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts),
         sampling=body.sampling(),
         n=body.n or 1,
         logprobs=body.logprobs is not None and body.logprobs is not False,
+        top_logprobs=int(body.logprobs or 0),
+        echo=bool(body.echo),
         stream=bool(body.stream),
         include_usage=body.wants_usage(),
     )
@@ -42,9 +61,9 @@ def write(
     choices = [
         {
             "index": i,
-            "text": answer.content,
+            "text": _echoed(answer, tokenizer) + answer.content,
             "finish_reason": answer.finish_reason,
-            "logprobs": _logprobs(answer.sampled, tokenizer) if asked.logprobs else None,
+            "logprobs": _all_logprobs(answer, tokenizer) if asked.logprobs else None,
             **exact_tokens(answer.sampled),
         }
         for i, answer in enumerate(answers)
@@ -52,6 +71,86 @@ def write(
     return {**envelope("text_completion", "cmpl", head), "choices": choices, "usage": write_usage(usage)}
 
 
-def _logprobs(sampled: Sampled, tokenizer: ChatTokenizer) -> dict[str, Any]:
-    tokens = [tokenizer.token(t) for t in sampled.ids.tolist()]
-    return {"tokens": tokens, "token_logprobs": sampled.logprobs.tolist(), "top_logprobs": None}
+class CompletionStream:
+    """Encoder of `text_completion` events. See `AnswerStream`."""
+
+    def __init__(self, asked: Asked, head: Head, tokenizer: ChatTokenizer) -> None:
+        self._asked, self._tokenizer = asked, tokenizer
+        self._envelope = envelope("text_completion", "cmpl", head)
+
+    def begin(self) -> bytes:
+        return b""
+
+    def add(self, i: int, pieces: Sequence[Piece], sampled: Sampled | None = None) -> bytes:
+        text, logprobs = "".join(piece.text for piece in pieces if isinstance(piece, Content)), None
+        if self._asked.logprobs and sampled is not None and len(sampled.ids):
+            logprobs = _logprobs(sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.top, self._tokenizer)
+        return self._chunk(i, text, logprobs=logprobs) if text or logprobs else b""
+
+    def finish(self, i: int, answer: Answered) -> bytes:
+        return self._chunk(i, "", answer.finish_reason, exact=exact_tokens(answer.sampled))
+
+    def end(self, usage: Usage) -> bytes:
+        counted = event({**self._envelope, "choices": [], "usage": write_usage(usage)})
+        return (counted if self._asked.include_usage else b"") + DONE
+
+    def fail(self, problem: Mapping[str, Any]) -> bytes:
+        return event({"error": write_error(problem)}) + DONE
+
+    def _chunk(
+        self,
+        i: int,
+        text: str,
+        reason: str | None = None,
+        logprobs: Mapping[str, Any] | None = None,
+        exact: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        choice = {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason, **(exact or {})}
+        usage = {"usage": None} if self._asked.include_usage else {}
+        return event({**self._envelope, "choices": [choice], **usage})
+
+
+def _echoed(answer: Answered, tokenizer: ChatTokenizer) -> str:
+    return tokenizer.decode(answer.echo.ids.tolist()) if answer.echo else ""
+
+
+def _all_logprobs(answer: Answered, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    sampled, echo = answer.sampled, answer.echo
+    if echo is None:
+        return _logprobs(sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.top, tokenizer)
+    top = echo.top
+    if top is not None and sampled.top is not None:
+        ids, logprobs = (np.concatenate(pair) for pair in zip(astuple(top), astuple(sampled.top), strict=True))
+        top = Top(ids, logprobs)
+    logprobs = [None, *echo.logprobs.tolist(), *sampled.logprobs.tolist()]
+    return _logprobs([*echo.ids.tolist(), *sampled.ids.tolist()], logprobs, top, tokenizer)
+
+
+def _logprobs(
+    ids: Sequence[int], logprobs: Sequence[float | None], top: Top | None, tokenizer: ChatTokenizer
+) -> dict[str, Any]:
+    """Write the rows of tokens. `top` has none for a first token without log-probability."""
+    tokens = [tokenizer.token(token) for token in ids]
+    rows: list[dict[str, float] | None] | None = None
+    if top is not None:
+        unknown = len(ids) - len(top.ids)
+        rows = [None] * unknown + [
+            _by_text(
+                tokenizer,
+                [*zip(top.ids[n].tolist(), top.logprobs[n].tolist(), strict=True), (token, logprob)],
+            )
+            for n, (token, logprob) in enumerate(zip(ids[unknown:], logprobs[unknown:], strict=True))
+        ]
+    return {"tokens": tokens, "token_logprobs": [*logprobs], "top_logprobs": rows, "text_offset": _offsets(tokens)}
+
+
+def _by_text(tokenizer: ChatTokenizer, pairs: Sequence[tuple[int, Any]]) -> dict[str, float]:
+    """Return log-probabilities by token text; of tokens with the same text, the first counts."""
+    found = dict[str, float]()
+    for token, logprob in pairs:
+        found.setdefault(tokenizer.token(token), logprob)
+    return found
+
+
+def _offsets(tokens: Sequence[str]) -> list[int]:
+    return list(accumulate(map(len, tokens[:-1]), initial=0)) if tokens else []

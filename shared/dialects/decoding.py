@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 
 from shared.dialects.reading import AnswerReader, held_back
@@ -42,97 +41,93 @@ class TokenDecoder:
 
 
 class AnswerDecoder:
-    """Decode one answer as its tokens arrive.
+    """Decode one answer as its tokens arrive, and end it at a stop string, or after a call if there may be only one.
 
     Args:
         opened: see `AnswerReader`.
 
     Attributes:
-        stopped: a stop string has appeared: no more tokens are needed.
+        stopped: the answer has ended; no more tokens are needed.
+        may_stop: the answer may end before the engine ends it.
+        n_tokens: number of its tokens so far.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, asked: Asked, opened: str = "") -> None:
-        self._tokenizer, self._asked = tokenizer, asked
-        self._tokens = TokenDecoder(tokenizer, skip_special=skips_special(asked))
-        self._reader = _reader(asked, opened)
+        self._tokenizer = tokenizer
+        self._tokens = TokenDecoder(tokenizer, skip_special=_skips_special(asked))
+        tools = asked.tools if asked.reads_calls else ()
+        self._reader = AnswerReader(tools, opened, reasoning=not asked.prompts)
         self._stops = [stop for stop in asked.sampling.stop if stop]
+        self._one_call = bool(tools) and not asked.parallel_calls
         self._ends = tokenizer.end_ids | set(asked.sampling.stop_token_ids)
         self._waiting = list[int]()  # an end token, which is no text if it is the last one
-        self._held = ""
-        self.stopped = False
+        self._held = ""  # may be the beginning of a stop string
+        self._pieces = list[Piece]()
+        self._stop: str | None = None
+        self.stopped, self.may_stop = False, bool(self._stops) or self._one_call
+        self.n_tokens = 0
 
     def add(self, ids: Sequence[int]) -> list[Piece]:
         """Return the pieces that the tokens complete."""
-        if self.stopped:
-            return []
-        ids = [*self._waiting, *ids]
-        n = len(ids) - (bool(ids) and ids[-1] in self._ends)
-        self._waiting = ids[n:]
-        return self._read(self._tokens.add(ids[:n]))
+        found = list[Piece]()
+        for part in ([token] for token in ids) if self.may_stop else [ids]:
+            if self.stopped:
+                break
+            self.n_tokens += len(part)
+            part = [*self._waiting, *part]
+            n = len(part) - (part[-1:] != [] and part[-1] in self._ends)
+            self._waiting = part[n:]
+            found += self._read(self._tokens.add(part[:n]))
+        self._pieces += found
+        return found
 
-    def end(self, sampled: Sampled) -> list[Piece]:
-        """Return the last pieces. Args: sampled: all tokens, of which the last ones may not have been added."""
-        rest = [] if self.stopped or _is_ended(self._tokenizer, sampled) else self._waiting
-        pieces = [] if self.stopped else self._read(self._tokens.add(rest, last=True), last=True)
-        return [*pieces, *self._reader.end()]
+    def end(self, sampled: Sampled) -> tuple[list[Piece], Answered]:
+        """Return the last pieces, and the answer.
+
+        Args:
+            sampled: all tokens, which have been added; those after a stop string are cut.
+        """
+        found = list[Piece]()
+        if not self.stopped:
+            ended = self._tokenizer.is_ended(ids := sampled.ids.tolist()) or ids[-1:] == [sampled.matched]
+            found += self._read(self._tokens.add([] if ended else self._waiting, last=True), last=True)
+        found += self._reader.end()
+        self._pieces += found
+        calls = tuple(piece for piece in self._pieces if isinstance(piece, Call))
+        reason: FinishReason = "stop" if self.stopped else sampled.finish
+        answer = Answered(
+            sampled.first(self.n_tokens) if self.stopped else sampled,
+            "".join(piece.text for piece in self._pieces if isinstance(piece, Content)),
+            "".join(piece.text for piece in self._pieces if isinstance(piece, Reasoning)),
+            calls,
+            "tool_calls" if calls and reason == "stop" else reason,
+            self._stop,
+        )
+        return found, answer
 
     def _read(self, text: str, *, last: bool = False) -> list[Piece]:
         text, self._held = self._held + text, ""
-        at = _first_stop(text, self._stops)
-        if at is not None:
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            at, self._stop = min(found)
             self.stopped = True
             return self._reader.add(text[:at])
-        n = len(text) - (0 if last else held_back(text, self._stops) if self._stops else 0)
+        n = len(text) - (0 if last else held_back(text, self._stops))
         self._held = text[n:]
-        return self._reader.add(text[:n])
+        pieces = self._reader.add(text[:n])
+        if self._one_call and self._reader.n_calls:
+            self.stopped = True
+            return pieces[: next(i for i, piece in enumerate(pieces) if isinstance(piece, Call)) + 1]
+        return pieces
 
 
 def answered(tokenizer: ChatTokenizer, asked: Asked, sampled: Sampled, opened: str = "") -> Answered:
-    """Read a finished answer. Its tokens are cut after the one that completes a stop string."""
-    stops = [stop for stop in asked.sampling.stop if stop]
-    sampled, text = _cut(tokenizer, asked, sampled, stops)
-    at = _first_stop(text, stops)
-    reader = _reader(asked, opened)
-    pieces = [*reader.add(text[:at]), *reader.end()]
-    calls = tuple(piece for piece in pieces if isinstance(piece, Call))
-    reason: FinishReason = "stop" if at is not None else sampled.finish
-    return Answered(
-        sampled,
-        "".join(piece.text for piece in pieces if isinstance(piece, Content)),
-        "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)),
-        calls,
-        "tool_calls" if calls and reason == "stop" else reason,
-        None if at is None else next(stop for stop in stops if text.startswith(stop, at)),
-    )
+    """Read a finished answer."""
+    decoder = AnswerDecoder(tokenizer, asked, opened)
+    decoder.add(sampled.ids.tolist())
+    return decoder.end(sampled)[1]
 
 
-def skips_special(asked: Asked) -> bool:
+def _skips_special(asked: Asked) -> bool:
     """Return whether special tokens are left out of the text; never where calls, which they may mark, are read."""
     return asked.sampling.skip_special_tokens and not asked.reads_calls
-
-
-def _reader(asked: Asked, opened: str) -> AnswerReader:
-    return AnswerReader(asked.tools if asked.reads_calls else (), opened, reasoning=not asked.prompts)
-
-
-def _is_ended(tokenizer: ChatTokenizer, sampled: Sampled) -> bool:
-    ids = sampled.ids.tolist()
-    return bool(ids) and (tokenizer.is_ended(ids) or ids[-1] == sampled.matched)
-
-
-def _cut(tokenizer: ChatTokenizer, asked: Asked, sampled: Sampled, stops: Sequence[str]) -> tuple[Sampled, str]:
-    """Return the tokens up to the one that completes a stop string, and their text without the end of the answer."""
-    ids = sampled.ids.tolist()
-    ids = ids[: len(ids) - _is_ended(tokenizer, sampled)]
-
-    def text(n: int) -> str:
-        return tokenizer.decode(ids[:n], skip_special=skips_special(asked))
-
-    if not stops or _first_stop(whole := text(len(ids)), stops) is None:
-        return sampled, text(len(ids)) if not stops else whole
-    n = bisect.bisect_left(range(len(ids)), True, key=lambda n: _first_stop(text(n), stops) is not None)
-    return sampled.first(n), text(n)
-
-
-def _first_stop(text: str, stops: Sequence[str]) -> int | None:
-    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)

@@ -52,7 +52,7 @@ class SamplingBody(BaseModel):
 
     def sampling(self) -> Sampling:
         return Sampling(
-            max_tokens=self.max_completion_tokens or self.max_tokens,
+            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=self.top_p or 1.0,
             top_k=self.top_k or -1,

@@ -10,7 +10,7 @@ import json
 import uuid
 from collections.abc import Sequence
 
-from shared.dialects.calls import Schemas, tool_calls
+from shared.dialects.calls import Schemas, text_calls
 from shared.dialects.records import Call, Content, Piece, Reasoning
 
 THINK, END_THINK = "<think>", "</think>"
@@ -58,23 +58,29 @@ class AnswerReader:
     def _begin(self) -> bool:
         text = self._held.lstrip()
         if text.startswith(THINK):
-            self._held, self._state = text[len(THINK) :].lstrip("\n"), self._thinking
+            self._held, self._state = text[len(THINK) :], self._before_thoughts
             return True
         if THINK.startswith(text):
             return False
         self._state = self._content
         return True
 
+    def _before_thoughts(self) -> bool:
+        self._held = self._held.lstrip("\n")
+        if self._held:
+            self._state = self._thinking
+        return bool(self._held)
+
     def _thinking(self) -> bool:
         text, found, after = self._held.partition(END_THINK)
         if found:
             self._put(Reasoning(text.rstrip()))
-            self._held, self._state = after.lstrip("\n"), self._after_thinking
+            self._held, self._state = after.lstrip("\n"), self._after_thoughts
             return True
         self._release(_kept(text, (END_THINK,)), Reasoning)
         return False
 
-    def _after_thinking(self) -> bool:
+    def _after_thoughts(self) -> bool:
         self._held = self._held.lstrip("\n")
         if self._held:
             self._state = self._content
@@ -114,7 +120,7 @@ class AnswerReader:
 
     def _read_calls(self, text: str) -> bool:
         """Add the calls of a text; False if there are none or one cannot be read."""
-        found = tool_calls({"content": text}, "auto", self._tools)
+        found = text_calls(text, "auto", self._tools)
         if not found or any(call.problem for call in found):
             return False
         for call in found:

@@ -110,6 +110,18 @@ class Sampled:
         return replace(self, ids=self.ids[:n], logprobs=self.logprobs[:n], versions=spans, top=top)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Echo:
+    """Tokens of a prompt that the answer repeats: `ids` int32[n]; `logprobs` float32[n - 1] of all but the first.
+
+    `top` has n - 1 rows. Without log-probabilities wanted, they are empty and None.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    top: Top | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """Call of a tool in an answer; `arguments` is the text of a JSON object."""
@@ -143,6 +155,7 @@ class Answered:
     Attributes:
         sampled: its tokens, up to the one that completes a stop string.
         stop: the stop string that ended it, if any.
+        echo: the prompt, if the answer repeats it.
     """
 
     sampled: Sampled
@@ -151,6 +164,7 @@ class Answered:
     calls: tuple[Call, ...] = ()
     finish_reason: FinishReason = "stop"
     stop: str | None = None
+    echo: Echo | None = None
 
     @property
     def pieces(self) -> list[Piece]:

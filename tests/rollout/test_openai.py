@@ -109,9 +109,9 @@ async def told(http: httpx.AsyncClient, path: str, **fields: Any) -> tuple[int, 
         ("bad_words", ["x"]),
         ("allowed_token_ids", [5]),
         ("prompt_logprobs", 1),
-        ("echo", True),
+        ("suffix", "x"),
         ("max_token", 5),
-        ("echo", 0),
+        ("best_of", 2),
     ],
 )
 async def test_a_field_that_is_not_honoured_is_refused_by_name(

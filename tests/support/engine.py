@@ -97,26 +97,34 @@ class FakeEngine:
             raise Conflict(f"a request {request.rid!r} is running")
         event = self.waiting[request.rid] = asyncio.Event()
         try:
-            await self._sample(request, ids, on_tokens)
+            n = await self._sample(request, ids, on_tokens, event)
             if self.hold:
                 await event.wait()
-                n, finish = 1, FinishReason("abort", message="aborted")
+                n = 1
+            if event.is_set():
+                finish = FinishReason("abort", message="aborted")
         finally:
             del self.waiting[request.rid]
         spans, logprobs = (VersionSpan(self.version or "", 0, n),), np.full(n, -0.5, np.float32)
         top = most_likely(ids[:n], logprobs, request.top_logprobs)
         return GenerateResult(request.rid, ids[:n], logprobs, finish, spans, len(request.input_ids), 0, top=top)
 
-    async def _sample(self, request: GenerateRequest, ids: np.ndarray, on_tokens: OnTokens | None) -> None:
+    async def _sample(
+        self, request: GenerateRequest, ids: np.ndarray, on_tokens: OnTokens | None, ended: asyncio.Event
+    ) -> int:
+        """Return the number of tokens that were sampled until the request was ended."""
         if on_tokens is None:
             await asyncio.sleep(self.delay_s)
-            return
+            return len(ids)
         for i in range(len(ids)):
             await asyncio.sleep(self.delay_s / len(ids))
+            if ended.is_set():
+                return i
             new, logprob = ids[i : i + 1], np.full(1, -0.5, np.float32)
             on_tokens(NewTokens(new, logprob, most_likely(new, logprob, request.top_logprobs), self.version or ""))
             if self.hold:
-                return
+                return 1
+        return len(ids)
 
     async def score(self, ids: np.ndarray, top_logprobs: int = 0) -> ScoredTokens:
         """-0.25, -0.5, … in the order of the tokens."""

@@ -16,6 +16,7 @@ from services.rollout.engines.base import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    NewTokens,
     ScoredTokens,
     ScoreRequest,
 )
@@ -30,6 +31,7 @@ _ABORT_S = 1.0
 _FULL_RETRY_S = 2.0
 
 type Receive = Callable[[], Awaitable[Any]]
+type Watch = Callable[[int, NewTokens], bool]
 
 
 class ClientGone(Exception):
@@ -64,28 +66,34 @@ class GenerationRunner:
             return Unavailable(f"the engine has been silent for {self.engine.silent_s:g} s")
         return self.updates.why_not_ready()
 
-    async def run(self, requests: Sequence[GenerateRequest], receive: Receive | None = None) -> list[GenerateResult]:
+    async def run(
+        self, requests: Sequence[GenerateRequest], receive: Receive | None = None, watch: Watch | None = None
+    ) -> list[GenerateResult]:
         """Run requests concurrently; `receive` is the ASGI channel that reports the client's disconnect.
+
+        `watch` receives the index of a request and its new tokens as they are sampled; true ends that request.
 
         Raises Unavailable while requests must not be routed here or too many are here already, ClientGone (the engine
         has then been told to stop), and as `Engine.generate`.
         """
-        results = await self._trusted(len(requests), lambda: _for_client(self._all(requests), receive))
+        results = await self._trusted(len(requests), lambda: _for_client(self._all(requests, watch), receive))
         for result in results:
             metrics.count(result)
         return results
 
-    async def score(self, ids: np.ndarray, receive: Receive | None = None) -> ScoredTokens:
+    async def score(self, ids: np.ndarray, receive: Receive | None = None, top_logprobs: int = 0) -> ScoredTokens:
         """Return the log-probabilities of given tokens, int32[n] with n >= 2. Raises as `run`.
+
+        `top_logprobs`: how many of the most likely tokens to return at each position.
 
         One text is scored at a time, because the engine samples nothing meanwhile; texts of disconnected clients are
         skipped.
         """
-        return await self._trusted(1, lambda: _for_client(self._scored(ids), receive))
+        return await self._trusted(1, lambda: _for_client(self._scored(ids, top_logprobs), receive))
 
-    async def _scored(self, ids: np.ndarray) -> ScoredTokens:
+    async def _scored(self, ids: np.ndarray, top_logprobs: int) -> ScoredTokens:
         async with self._scoring:
-            return await self.engine.score(ids)
+            return await self.engine.score(ids, top_logprobs)
 
     async def _trusted[T](self, n: int, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of n requests if the weights can still be used. Raises Unavailable if not."""
@@ -114,16 +122,36 @@ class GenerationRunner:
                 f"{self.n_requests} requests run or wait here, at most {limit} may", retry_after_s=_FULL_RETRY_S
             )
 
-    async def _all(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+    async def _all(self, requests: Sequence[GenerateRequest], watch: Watch | None) -> list[GenerateResult]:
         """Run all requests; if one fails, abort the others."""
         if len(requests) == 1:
-            return [await self.engine.generate(requests[0])]
+            return [await self._one(0, requests[0], watch)]
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self.engine.generate(request)) for request in requests]
+                tasks = [group.create_task(self._one(i, request, watch)) for i, request in enumerate(requests)]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
+
+    async def _one(self, i: int, request: GenerateRequest, watch: Watch | None) -> GenerateResult:
+        if watch is None:
+            return await self.engine.generate(request)
+        enough = asyncio.Event()
+
+        def on_tokens(new: NewTokens) -> None:
+            if watch(i, new):
+                enough.set()
+
+        ending = asyncio.ensure_future(self._end_when(enough, request.rid))
+        try:
+            return await self.engine.generate(request, on_tokens)
+        finally:
+            ending.cancel()
+            await asyncio.gather(ending, return_exceptions=True)
+
+    async def _end_when(self, enough: asyncio.Event, rid: str) -> None:
+        await enough.wait()
+        await self.engine.abort(rid)
 
     async def drain(self) -> None:
         """Worker that waits for the service to stop, then for running requests to end."""

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.dialects.decoding import AnswerDecoder, TokenDecoder, answered
-from shared.dialects.records import Asked, Content, Sampled, Sampling
+from shared.dialects.records import Asked, Content, Piece, Sampled, Sampling
 from shared.types import VersionSpan
 from tests.support.tokenizer import tiny_tokenizer
 
@@ -20,10 +20,12 @@ def sampled(ids, finish="length", matched=None):
 
 def streamed(asked, ids, step):
     decoder = AnswerDecoder(TOKENIZER, asked)
-    pieces = []
+    pieces = list[Piece]()
     for at in range(0, len(ids), step):
         pieces += decoder.add(ids[at : at + step])
-    return "".join(piece.text for piece in [*pieces, *decoder.end(sampled(ids))] if isinstance(piece, Content))
+    last, answer = decoder.end(sampled(ids))
+    assert answer.content == "".join(piece.text for piece in [*pieces, *last] if isinstance(piece, Content))
+    return answer.content
 
 
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40), st.integers(1, 5))

@@ -1,6 +1,7 @@
 """The text of an answer becomes reasoning, content and calls, however it is cut while it arrives."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ ADD = ("add", {"a": 1})
 def read(text, cuts=(), tools=TOOLS, opened="", **more):
     reader = AnswerReader(tools, opened, **more)
     places = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
-    pieces = [piece for a, b in zip(places, places[1:], strict=False) for piece in reader.add(text[a:b])]
+    pieces = [piece for a, b in pairwise(places) for piece in reader.add(text[a:b])]
     pieces += reader.end()
     return (
         "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)),

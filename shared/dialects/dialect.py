@@ -1,0 +1,43 @@
+"""Dialects of clients by name: how each reads a body and writes an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from shared.dialects import chat, completions
+from shared.dialects.events import AnswerStream
+from shared.dialects.records import Answered, Asked, Head, Usage
+from shared.models.chat import ChatTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect[Body: BaseModel]:
+    """One API.
+
+    Attributes:
+        body: model of a request's body.
+        read: translates a body; raises InputError naming what cannot be honoured.
+        write: writes finished answers as JSON.
+        stream: begins a stream of answers.
+        default_tokens: `max_tokens` of a request that names none; None for as many as fit.
+    """
+
+    body: type[Body]
+    read: Callable[[Body], Asked]
+    write: Callable[[Asked, Head, Sequence[Answered], Usage, ChatTokenizer], dict[str, Any]]
+    stream: Callable[[Asked, Head, ChatTokenizer], AnswerStream]
+    default_tokens: int | None = None
+
+
+CHAT = Dialect(chat.ChatBody, chat.read, chat.write, chat.ChatStream)
+COMPLETIONS = Dialect(
+    completions.CompletionBody,
+    completions.read,
+    completions.write,
+    completions.CompletionStream,
+    completions.DEFAULT_TOKENS,
+)
