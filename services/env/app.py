@@ -116,7 +116,9 @@ def _submissions(
     """Raises ConfigError."""
     remotes = open_access(settings.remote_tokens_file, settings.ca_file, settings.deadline_s)
     programs = Programs(store, settings.folder, settings.package_index)
-    offers = Offers(store, catalogue, sandboxes, remotes, programs, settings.sandbox, settings.deadline_s)
+    offers = Offers(
+        store, catalogue, sandboxes, remotes, programs, settings.sandbox, settings.deadline_s, settings.ca_file
+    )
     return Submissions(store, catalogue, sandboxes, programs, offers, unsandboxed=settings.unsandboxed)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from services.env.episode_types import Demonstration, Info, Message, StepResult, check_task
+from services.env.sandbox.answers import AgentSpec
 from shared.process import telemetry
 
 type Call = Literal["load", "list", "reset", "step", "demonstrate"]
@@ -66,6 +68,52 @@ class FinishedEpisode(Protocol):
     async def finish(self) -> StepResult:
         """End the episode as truncated, with the reward of its present state. Raises what `LiveEpisode.step` does."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAddress:
+    """Address of the model for an agent, and the key of its session."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramState:
+    """State of an agent's program.
+
+    `exit_code` is None while it runs, and if it was killed; `detail` says how it ended if not by itself; `output` is
+    the end of what it printed.
+    """
+
+    state: Literal["running", "exited", "failed"]
+    exit_code: int | None = None
+    detail: str = ""
+    output: str = ""
+
+
+@runtime_checkable
+class AgentPlayed(Protocol):
+    """An episode that an agent plays, and `finish` judges; see services.env.agents.backend."""
+
+    @property
+    def agent(self) -> AgentSpec: ...
+
+    @property
+    def played(self) -> tuple[Message, ...]: ...
+
+    def begin(self, request_id: str, address: ModelAddress) -> bool: ...
+
+    async def play(self) -> None: ...
+
+    async def state(self, wait_s: float) -> ProgramState: ...
+
+    def hear(self, output: str) -> None:
+        """Take what an agent outside sends at its end, before `finish`."""
+        ...
+
+    async def finish(self) -> StepResult: ...
 
 
 async def finish_early(episode: LiveEpisode) -> StepResult:
@@ -132,6 +180,11 @@ class EnvironmentDescription(Protocol):
 
     @property
     def has_demonstration(self) -> bool: ...
+
+    @property
+    def agent(self) -> AgentSpec | None:
+        """How its episodes are played, if an agent plays them."""
+        ...
 
 
 class SubmittedBackend(Backend, Protocol):

@@ -18,13 +18,13 @@ import hashlib
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from services.env.backend import LiveEpisode, finish_early
+from services.env.backend import AgentPlayed, LiveEpisode, ModelAddress, ProgramState, finish_early
 from services.env.catalogue import CatalogueEntry
-from services.env.episode_types import Message, StepResult, fingerprint
+from services.env.episode_types import Message, StepResult, assistant, fingerprint
 from services.env.rewards.rewards import Rewards
 from shared.errors import (
     Busy,
@@ -33,6 +33,7 @@ from shared.errors import (
     NotFound,
     RateLimited,
     RewardFailed,
+    SandboxFailed,
     StorageUnavailable,
     Unavailable,
     VolleyError,
@@ -95,7 +96,10 @@ class EpisodeRequest:
 
 @dataclass(slots=True)
 class EpisodeSlot:
-    """One episode and its answers so far. `episode` is None until the reset has run."""
+    """One episode and its answers so far.
+
+    `episode` is None until the reset has run; `played_by` is the same without rewards, if an agent plays it.
+    """
 
     id: str
     request_id: str
@@ -106,6 +110,7 @@ class EpisodeSlot:
     opening: tuple[Message, ...] = ()
     tools: Sequence[Mapping[str, Any]] = ()
     episode: LiveEpisode | None = None
+    played_by: AgentPlayed | None = None
     over: bool = False
     failure: VolleyError | None = None
     answers: dict[str, tuple[str, StepResult]] = field(default_factory=dict[str, tuple[str, StepResult]])
@@ -144,6 +149,7 @@ class Episodes:
         self._slots: OrderedDict[str, EpisodeSlot] = OrderedDict()
         self._by_request: dict[str, EpisodeSlot] = {}
         self._done: list[LiveEpisode] = []
+        self._starting: list[Coroutine[Any, Any, None]] = []
         self._calls: dict[str, tuple[str, float]] = {}
         self._ended = asyncio.Event()
 
@@ -182,9 +188,53 @@ class Episodes:
             )
         return await self._answered(episode_id, request_id, fingerprint(message), lambda live: live.step(message))
 
-    async def finish(self, episode_id: str, request_id: str) -> StepResult:
-        """End an episode early and grade it as it stands. Raises what `step` does."""
-        return await self._answered(episode_id, request_id, _FINISHED, finish_early)
+    async def finish(self, episode_id: str, request_id: str, output: str | None = None) -> StepResult:
+        """End an episode early and grade it as it stands. Raises what `step` does.
+
+        Args:
+            output: what an agent outside sends at its end.
+        """
+
+        async def ended(live: LiveEpisode) -> StepResult:
+            if output is not None:
+                self._agent(episode_id)[1].hear(output)
+            return await finish_early(live)
+
+        digest = _FINISHED if output is None else f"{_FINISHED} {fingerprint(assistant(output))}"
+        return await self._answered(episode_id, request_id, digest, ended)
+
+    def run(self, episode_id: str, request_id: str, address: ModelAddress) -> ProgramState:
+        """Start the program of an episode, once. A repeated request starts nothing.
+
+        Raises NotFound, Conflict (no program, started by another request, or the episode is over).
+        """
+        slot, agent = self._agent(episode_id)
+        if slot.over:
+            raise Conflict(f"episode {episode_id} is over", "create another one")
+        if agent.begin(request_id, address):
+            self._start(self._play(slot, agent))
+        return ProgramState("running")
+
+    async def run_state(self, episode_id: str, wait_s: float) -> ProgramState:
+        """State of the program, after its end or `wait_s`. Raises NotFound, Conflict (no program was started)."""
+        return await self._agent(episode_id)[1].state(wait_s)
+
+    def _agent(self, episode_id: str) -> tuple[EpisodeSlot, AgentPlayed]:
+        """Raises NotFound, Conflict."""
+        slot = self._find(episode_id)
+        if slot.live and slot.played_by is None:
+            raise Conflict(f"an episode of {slot.request.entry.name} is played in steps", "POST …/step plays it")
+        assert slot.played_by is not None
+        return slot, slot.played_by
+
+    async def _play(self, slot: EpisodeSlot, agent: AgentPlayed) -> None:
+        """Run a program, and report one that fails to the watcher."""
+        began = self._clock()
+        await agent.play()
+        state = await agent.state(0.0)
+        if state.state == "failed" and slot.id in self._slots:
+            _EVENTS.labels(slot.request.entry.name, "failed").inc()
+            self._report_call(slot, 1, began, SandboxFailed(state.detail))
 
     async def _answered(
         self, episode_id: str, request_id: str, digest: str, call: Callable[[LiveEpisode], Awaitable[StepResult]]
@@ -227,6 +277,8 @@ class Episodes:
                 self._free(slot.episode)
         while self._done:
             await self._done.pop().close()
+        while self._starting:
+            self._starting.pop().close()
 
     def expire(self) -> int:
         """Forget expired episodes and return their number. `sweep` frees their resources."""
@@ -240,7 +292,7 @@ class Episodes:
         return n
 
     async def sweep(self) -> None:
-        """Worker: expire episodes and free the resources of ended ones concurrently."""
+        """Worker: expire episodes, free the resources of ended ones, and run programs, concurrently."""
         async with asyncio.TaskGroup() as group:
             while True:
                 with contextlib.suppress(TimeoutError):
@@ -250,6 +302,8 @@ class Episodes:
                 self.expire()
                 while self._done:
                     group.create_task(self._done.pop().close())
+                while self._starting:
+                    group.create_task(self._starting.pop())
 
     async def _enter(self, slot: EpisodeSlot) -> None:
         """Wait for earlier requests and take the lock, which the caller releases. Raises Busy at the deadline."""
@@ -267,6 +321,7 @@ class Episodes:
         try:
             with self._watched(slot, 0):
                 episode = await entry.backend.reset(slot.request.split, slot.request.index, slot.seed)
+            slot.played_by = episode if isinstance(episode, AgentPlayed) else None
             slot.episode = episode if self._rewards is None else self._rewards.wrap(entry.name, episode)
         except VolleyError as error:
             slot.failure = error
@@ -309,6 +364,11 @@ class Episodes:
     def _free(self, episode: LiveEpisode) -> None:
         """Let `sweep` free the episode's resources, for episodes that no request ends."""
         self._done.append(episode)
+        self._ended.set()
+
+    def _start(self, job: Coroutine[Any, Any, None]) -> None:
+        """Let `sweep` run a job that outlives its request."""
+        self._starting.append(job)
         self._ended.set()
 
     @contextlib.contextmanager

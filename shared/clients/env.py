@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -17,12 +17,22 @@ from shared.errors import DecodeError
 from shared.outcomes import FAULTS, Fault
 from shared.types import Message
 
+type AgentKind = Literal["program", "external"]
+AGENT_KINDS: tuple[AgentKind, ...] = ("program", "external")
+_PROGRAM_STATES: Mapping[str, Literal["running", "exited", "failed"]] = {
+    "running": "running",
+    "exited": "exited",
+    "failed": "failed",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Opening:
     """A new episode: its id, a readable id of its task, and the first messages for the model.
 
     `scored_at_end`: a part of the reward comes with the end of the episode, so call `finish` if it is abandoned.
+    `agent`: a program that `run_program` starts, or somebody outside, plays the episode; None if it is played in steps.
+    `timeout_s`: seconds that the program may take. `judged`: `finish` gives the reward of an agent's episode.
     """
 
     episode_id: str
@@ -30,6 +40,23 @@ class Opening:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     scored_at_end: bool = False
+    agent: AgentKind | None = None
+    timeout_s: float = 0.0
+    judged: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramReply:
+    """State of an episode's program.
+
+    `failed` is a failure of the program or its machine, told by `detail`, and never a reward. `exit_code` is None if
+    the program was ended, for example after its time.
+    """
+
+    state: Literal["running", "exited", "failed"]
+    exit_code: int | None = None
+    detail: str = ""
+    output: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +146,10 @@ class EnvClient(HttpClient):
                 str(answer["task"]),
                 list(answer["messages"]),
                 list(answer.get("tools") or ()),
-                bool((answer.get("info") or {}).get("scored_at_end", False)),
+                bool((info := answer.get("info") or {}).get("scored_at_end", False)),
+                next((kind for kind in AGENT_KINDS if kind == info.get("agent")), None),
+                float(info.get("timeout_s", 0.0)),
+                bool(info.get("judged", True)),
             )
         )
 
@@ -129,17 +159,43 @@ class EnvClient(HttpClient):
         answer = await self.post(f"/episodes/{episode_id}/step", body)
         return _read(lambda: _step(answer))
 
-    async def finish(self, episode_id: str, request_id: str) -> StepReply:
+    async def run_program(
+        self, episode_id: str, request_id: str, base_url: str, api_key: str, model: str
+    ) -> ProgramReply:
+        """Start the program of an agent's episode; it reaches the model at `base_url`. Raises NotFound, Conflict."""
+        body = {"request_id": request_id, "base_url": base_url, "api_key": api_key, "model": model}
+        answer = await self.post(f"/episodes/{episode_id}/run", body)
+        return _read(lambda: _program(answer))
+
+    async def program(self, episode_id: str, wait_s: float = 0.0) -> ProgramReply:
+        """Return the state of the program, at its end or after `wait_s` (at most 60). Raises NotFound, Conflict."""
+        answer = await self.get(f"/episodes/{episode_id}/run", {"wait_s": wait_s}, attempts=1)
+        return _read(lambda: _program(answer))
+
+    async def finish(self, episode_id: str, request_id: str, output: str | None = None) -> StepReply:
         """Return the rest of the reward of an unfinished episode that ends here, without its steps' rewards.
+
+        For an agent's episode this is its whole reward; `output` is what an agent outside sends at its end.
 
         Raises NotFound.
         """
-        answer = await self.post(f"/episodes/{episode_id}/finish", {"request_id": request_id})
+        body = {"request_id": request_id} if output is None else {"request_id": request_id, "output": output}
+        answer = await self.post(f"/episodes/{episode_id}/finish", body)
         return _read(lambda: _step(answer))
 
     async def delete_episode(self, episode_id: str) -> None:
         """Delete an episode; unknown episodes count as deleted."""
         await self.delete(f"/episodes/{episode_id}")
+
+
+def _program(answer: Mapping[str, Any]) -> ProgramReply:
+    code = answer.get("exit_code")
+    return ProgramReply(
+        _PROGRAM_STATES[answer["state"]],
+        None if code is None else int(code),
+        str(answer.get("detail", "")),
+        str(answer.get("output", "")),
+    )
 
 
 def _step(answer: Mapping[str, Any]) -> StepReply:

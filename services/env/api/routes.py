@@ -5,6 +5,7 @@ Task listing uses the Open Reward Standard's names; episodes use Gymnasium's fiv
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
@@ -16,6 +17,9 @@ from services.env.api.schemas import (
     Created,
     FinishBody,
     Named,
+    RunBody,
+    RunQuery,
+    RunShown,
     Shown,
     SplitBody,
     StepBody,
@@ -26,7 +30,7 @@ from services.env.api.schemas import (
     stepped,
 )
 from services.env.api.state import state_of
-from services.env.backend import Backend
+from services.env.backend import Backend, ModelAddress
 from services.env.episodes import EpisodeRequest
 from shared.web.access import Role
 from shared.web.http import DirectRoute, respond
@@ -37,6 +41,8 @@ ROLES = {
     "POST /episodes": Role.SERVICE,
     "POST /episodes/{episode_id}/step": Role.SERVICE,
     "POST /episodes/{episode_id}/finish": Role.SERVICE,
+    "POST /episodes/{episode_id}/run": Role.SERVICE,
+    "GET /episodes/{episode_id}/run": Role.SERVICE,
     "DELETE /episodes/{episode_id}": Role.SERVICE,
     "GET /{env}/splits": Role.SERVICE,
     "GET /{env}/num_tasks": Role.SERVICE,
@@ -86,7 +92,28 @@ async def finish_episode(request: Request, episode_id: str) -> Response:
     The episode is truncated, and judges and reward services grade it as it stands. Idempotent by `request_id`.
     """
     body = await read(request, FinishBody)
-    return respond(request, stepped(await state_of(request).episodes.finish(episode_id, body.request_id)))
+    result = await state_of(request).episodes.finish(episode_id, body.request_id, body.output)
+    return respond(request, stepped(result))
+
+
+@router.post(
+    "/episodes/{episode_id}/run",
+    status_code=202,
+    tags=["episodes"],
+    openapi_extra=declares(body=RunBody, answer=RunShown, statuses=(202,)),
+)
+async def run_program(request: Request, episode_id: str) -> Response:
+    """Start the program of an agent's episode, once. Idempotent by `request_id`."""
+    body = await read(request, RunBody)
+    address = ModelAddress(body.base_url, body.api_key, body.model)
+    return respond(request, asdict(state_of(request).episodes.run(episode_id, body.request_id, address)), 202)
+
+
+@router.get("/episodes/{episode_id}/run", tags=["episodes"], openapi_extra=declares(query=RunQuery, answer=RunShown))
+async def show_program(request: Request, episode_id: str) -> Response:
+    """Show the state of the program, when it has ended or after `wait_s`."""
+    query = await read(request, RunQuery)
+    return respond(request, asdict(await state_of(request).episodes.run_state(episode_id, query.wait_s)))
 
 
 @router.delete("/episodes/{episode_id}", status_code=204, tags=["episodes"])

@@ -13,6 +13,7 @@ from services.env.backend import FinishedEpisode
 from services.env.backends.remote.address import MAX_URL
 from services.env.episode_types import Fault, Message, StepResult
 from services.env.episodes import EpisodeSlot
+from services.env.sandbox.answers import AgentSpec
 from services.env.submissions.record import Report, SubmittedVersion
 from shared.bounds import check_json
 from shared.dialects.calls import MAX_CALLS
@@ -186,7 +187,29 @@ class StepBody(Body, json_schema_extra=_example(request_id="1", message=_ACTION)
 
 
 class FinishBody(Body, json_schema_extra=_example(request_id="2")):
+    """`output` is what an agent outside sends at its end, for the environment to judge."""
+
     request_id: RequestId
+    output: Annotated[str, Field(max_length=MAX_MESSAGE)] | None = None
+
+
+class RunBody(
+    Body,
+    json_schema_extra=_example(request_id="1", base_url="http://127.0.0.1:8002/v1", api_key="sess-1", model="policy"),
+):
+    """Address of the model for the program of an episode, and the key of its session.
+
+    The program reaches `base_url` and nothing else.
+    """
+
+    request_id: RequestId
+    base_url: Annotated[str, Field(max_length=MAX_URL, pattern=r"^https?://[^\s?#]+/v1/?$")]
+    api_key: Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[\x21-\x7e]+$")]
+    model: Annotated[str, Field(min_length=1, max_length=500, pattern=r"^[^\x00]+$")]
+
+
+class RunQuery(Body, json_schema_extra=_example(wait_s=20)):
+    wait_s: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)] = 0.0
 
 
 class ToolsQuery(Body, json_schema_extra=_example(env="gsm8k")):
@@ -324,6 +347,19 @@ class Created(BaseModel):
     ttl_s: float
 
 
+class RunShown(BaseModel):
+    """State of a program.
+
+    `exit_code` is null while it runs, and if it was ended; `detail` says why it failed, or was ended; `output` is the
+    end of what it printed.
+    """
+
+    state: Literal["running", "exited", "failed"]
+    exit_code: int | None
+    detail: str
+    output: str
+
+
 class StepInfo(BaseModel):
     """The environment adds its own fields to these."""
 
@@ -363,9 +399,14 @@ def created(slot: EpisodeSlot, ttl_s: float) -> dict[str, Any]:
             "index": request.index,
             "seed": slot.seed,
             **({"scored_at_end": True} if isinstance(slot.episode, FinishedEpisode) else {}),
+            **({} if slot.played_by is None else _of_agent(slot.played_by.agent)),
         },
         "ttl_s": ttl_s,
     }
+
+
+def _of_agent(agent: AgentSpec) -> dict[str, Any]:
+    return {"agent": agent.kind, "timeout_s": agent.timeout_s, "judged": agent.judged}
 
 
 def stepped(result: StepResult) -> dict[str, Any]:

@@ -96,6 +96,7 @@ class HarborDescription:
     entry: str | None = None
     tools: Sequence[Mapping[str, Any]] = (BASH.schema,)
     has_demonstration: bool = False
+    agent: None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from services.env.backend import CALL_SECONDS, Call, KnownSplits
+from services.env.backend import CALL_SECONDS, Call, KnownSplits, LiveEpisode
 from services.env.episode_types import Demonstration, Message, StepResult, check_task
 from services.env.sandbox import answers
 from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
@@ -56,17 +56,23 @@ class SandboxedBackend(KnownSplits):
         async with self._process() as sandbox:
             return answers.read_task(await self.call(sandbox, "reset", "task", {"split": split, "index": index}))
 
-    async def reset(self, split: str, index: int, seed: int) -> SandboxedEpisode:
+    async def reset(self, split: str, index: int, seed: int) -> LiveEpisode:
+        sandbox, opened, protocol = await self._opened(split, index, seed)
+        return SandboxedEpisode(self, sandbox, opened.task, opened.messages, opened.tools, protocol == "volley")
+
+    async def _opened(
+        self, split: str, index: int, seed: int
+    ) -> tuple[Sandbox, answers.OpenedEpisode, answers.AuthorProtocol]:
+        """Start a process and begin a task in it."""
         check_task(self.name, self.splits_of, split, index)
         sandbox = await self._start()
         try:
             asked = {"split": split, "index": index, "seed": seed}
             opened = answers.read_opening(await self.call(sandbox, "reset", "reset", asked))
-            reads_messages = answers.read_description(sandbox.description).protocol == "volley"
+            return sandbox, opened, answers.read_description(sandbox.description).protocol
         except BaseException:
             await self.end(sandbox)
             raise
-        return SandboxedEpisode(self, sandbox, opened.task, opened.messages, opened.tools, reads_messages)
 
     async def demonstration(self, split: str, index: int) -> Demonstration:
         check_task(self.name, self.splits_of, split, index)
@@ -82,6 +88,11 @@ class SandboxedBackend(KnownSplits):
     @property
     def is_remote(self) -> bool:
         return False
+
+    @property
+    def owner(self) -> str:
+        """Name under which long calls share turns; see sandbox.turns."""
+        return self.name
 
     async def call(self, sandbox: Sandbox, call: Call, method: str, params: Mapping[str, Any]) -> Any:
         """Call the code and return its answer, unchecked. Logs and raises VolleyErrors for defects."""
@@ -113,7 +124,7 @@ class SandboxedBackend(KnownSplits):
         """Start a process. Raises Unavailable, and SandboxFailed, which is logged, if the code does not load."""
         began = time.perf_counter()
         try:
-            return await self.sandboxes.start(await self.program(), self.limits, self.deadline_s, self.name)
+            return await self.sandboxes.start(await self.program(), self.limits, self.deadline_s, self.owner)
         except SandboxFailed as error:
             self.log.append(f"load: {error.detail}")
             raise

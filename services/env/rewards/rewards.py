@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from services.env.backend import LiveEpisode, finish_early
+from services.env.backend import AgentPlayed, LiveEpisode, finish_early
 from services.env.episode_types import Message, StepResult, fingerprint
 from services.env.rewards import judge, service
 from services.env.rewards.servers import AskedServer
@@ -124,6 +124,8 @@ class RewardedEpisode:
         """End and score the episode early: truncated, with the environment's own reward if it gives one."""
         if self._ended is None:
             result = await finish_early(self._inner)
+            if isinstance(self._inner, AgentPlayed):
+                self._played += self._inner.played
             self._reward += result.reward
             self._ended = _Ended("", result)
         return await self._end("")

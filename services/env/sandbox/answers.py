@@ -10,7 +10,10 @@ import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.env.episode_types import MAX_REWARD, Demonstration, Fault, Info, Message, StepResult
 from shared.errors import SandboxFailed
@@ -24,8 +27,39 @@ MAX_TOOLS = 128
 MAX_COMPONENTS = 64
 MAX_CALLS = 64
 
-type AuthorProtocol = Literal["simple", "gymnasium", "volley"]
+MAX_TIMEOUT_S = 24 * 3600.0
+
+type AuthorProtocol = Literal["simple", "gymnasium", "volley", "agent"]
+type AgentKind = Literal["program", "external"]
 type Role = Literal["system", "user", "assistant", "tool"]
+
+
+class AgentSpec(BaseModel):
+    """How episodes of an agent are played.
+
+    Attributes:
+        kind: `program` is started by this service; `external` means somebody outside.
+        timeout_s: seconds after which the program is ended; it is judged as it stands.
+        exit_codes: codes that are a normal end.
+        judged: True if the environment gives the reward.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    kind: AgentKind
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
+    exit_codes: tuple[Annotated[int, Field(ge=0, le=255)], ...]
+    judged: bool
+
+
+class ProgramEnd(BaseModel):
+    """End of a program: the end of its output, its exit code, and the limit that ended it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    output: str
+    exit: Annotated[int, Field(ge=0, le=255)] | None
+    ended: Literal["", "time", "memory", "stop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +71,7 @@ class Description:
     splits: Mapping[str, int]
     tools: Sequence[Mapping[str, Any]]
     has_demonstration: bool
+    agent: AgentSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +108,9 @@ class CellResult:
 
 
 def read_description(value: Any) -> Description:
-    found = _record(value, "the description", {"protocol", "entry", "splits", "tools", "has_demonstration"})
+    given = {**value, "agent": value.get("agent")} if isinstance(value, dict) else value
+    names = {"protocol", "entry", "splits", "tools", "has_demonstration", "agent"}
+    found = _record(given, "the description", names)
     splits = found["splits"]
     if not isinstance(splits, dict) or not 0 < len(splits) <= MAX_SPLITS:
         raise _wrong("splits", splits)
@@ -87,6 +124,7 @@ def read_description(value: Any) -> Description:
         splits=splits,
         tools=_tools(found["tools"]),
         has_demonstration=_flag(found["has_demonstration"], "has_demonstration"),
+        agent=None if found["agent"] is None else _validated(AgentSpec, found["agent"], "agent"),
     )
 
 
@@ -131,6 +169,10 @@ def read_demonstration(value: Any) -> Demonstration:
     return Demonstration(messages, _flag(found["success"], "success"), _tools(found["tools"]))
 
 
+def read_program_end(value: Any) -> ProgramEnd:
+    return _validated(ProgramEnd, value, "the end of a program")
+
+
 def read_script(value: Any) -> ScriptResult:
     found = _record(value, "the result of a script", {"stdout", "stderr", "exit", "cut"})
     if type(found["exit"]) is not int or not 0 <= found["exit"] <= 255:
@@ -158,6 +200,13 @@ def read_cell(value: Any) -> CellResult:
         if not isinstance(value[name], list) or not all(isinstance(path, str) for path in value[name]):
             raise _wrong(name, value[name])
     return CellResult(script, contents, tuple(value["removed"]), tuple(value["left_out"]))
+
+
+def _validated[M: BaseModel](model: type[M], value: Any, what: str) -> M:
+    try:
+        return model.model_validate_json(orjson.dumps(value))
+    except ValidationError:
+        raise _wrong(what, value) from None
 
 
 def _record(value: Any, what: str, names: set[str]) -> dict[str, Any]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 MAX_SOURCE = 2**20
 """Characters of one submitted file."""
+
+
+type SandboxKind = Literal["plain", "shell", "agent"]
+"""Abilities of a sandbox: `shell` starts programs, `agent` also has a loopback network with one listening socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class EnvironmentProgram:
         module: module to import if there is no `source`.
         python: the interpreter (3.10 or newer), without its site-packages; None is the service's own.
         folders: read-only folders searched for imports before the standard library.
+        kind: `agent` if its episodes start a program; such sandboxes are like those of ShellProgram.
     """
 
     source: str | None
@@ -61,6 +66,7 @@ class EnvironmentProgram:
     module: str | None = None
     python: Path | None = None
     folders: tuple[Path, ...] = ()
+    kind: SandboxKind = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,7 @@ class ScriptProgram:
 
     python: Path | None = None
     folders: tuple[Path, ...] = ()
+    kind: SandboxKind = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,7 @@ class ShellProgram:
 
     python: Path | None = None
     folders: tuple[Path, ...] = ()
+    kind: SandboxKind = "shell"
 
 
 type Program = EnvironmentProgram | ScriptProgram | ShellProgram

@@ -145,6 +145,19 @@ class Sandbox:
             self._ended_for = (why, detail)
         self.zygote.signal(self.number, "kill")
 
+    async def door(self) -> socket.socket:
+        """Socket that listens on the loopback address of an agent's sandbox. Raises SandboxFailed; call it once."""
+        assert self._process is not None
+        done, _ = await asyncio.wait([self._process.door], timeout=END_S)
+        if not done or self._process.door.cancelled():
+            raise SandboxFailed("the sandbox has no socket for its program", why="crash")
+        return self._process.door.result()
+
+    def stop_program(self) -> None:
+        """End the program that a call waits for; the call then returns. The sandbox reads and drops the empty frame."""
+        if self._writer is not None and self.alive:
+            self._writer.write(frames.EMPTY)
+
     async def close(self) -> None:
         """End the process and remove its private folder. `log` is then final. Idempotent."""
         if self.closed:

@@ -28,7 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from services.env.sandbox.limits import MAX_SOURCE, EnvironmentProgram, Program, SandboxLimits, ShellProgram
+from services.env.sandbox.limits import MAX_SOURCE, EnvironmentProgram, Program, SandboxKind, SandboxLimits
 from services.env.sandbox.process import workspace
 from services.env.sandbox.process.zygote import MAX_LANDLOCK, ZygoteProcess, open_zygote
 from services.env.sandbox.sandbox import Sandbox
@@ -53,8 +53,7 @@ _START_SECONDS = telemetry.Histogram(
 )
 _log = telemetry.Log("sandbox")
 
-type _Key = tuple[Path, tuple[Path, ...], bool]
-"""Interpreter, folders, and True if programs are started."""
+type _Key = tuple[Path, tuple[Path, ...], SandboxKind]
 
 
 class Sandboxes:
@@ -126,9 +125,9 @@ class Sandboxes:
         """Start a zygote to find what this machine can enforce. Raises Unavailable."""
         return (await self._zygote_of(_plain_key())).tier
 
-    async def probe_shell(self) -> None:
+    async def probe_shell(self, kind: SandboxKind = "shell") -> None:
         """Raises Forbidden if sandboxes cannot start programs here; Unavailable."""
-        await self._zygote_of((_service_python(), (), True))
+        await self._zygote_of((_service_python(), (), kind))
 
     async def start(
         self, program: Program, limits: SandboxLimits | None = None, deadline_s: float = 15.0, owner: str = ""
@@ -144,11 +143,10 @@ class Sandboxes:
         if isinstance(program, EnvironmentProgram) and len(program.source or "") > MAX_SOURCE:
             raise InputError(f"the source has {len(program.source or '')} characters", f"send at most {MAX_SOURCE}")
         program = _absolute(program)
-        shell = isinstance(program, ShellProgram)
-        if shell and owner:  # pausing would stop the process that waits, not its programs
+        if program.kind != "plain" and owner:  # pausing would stop the process that waits, not its programs
             raise InputError("a sandbox that starts programs takes no turns", "leave out its owner")
         await self._make_own_folder()
-        zygote = await self._zygote_of((program.python or _service_python(), program.folders, shell))
+        zygote = await self._zygote_of((program.python or _service_python(), program.folders, program.kind))
         sandbox = self._enroll(limits or SandboxLimits(), zygote, owner)
         began = time.perf_counter()
         try:
@@ -200,9 +198,9 @@ class Sandboxes:
             try:
                 await self._make_room()
                 root = self.folder / f"root-{next(self._names)}"
-                python, folders, shell = key
+                python, folders, kind = key
                 zygote = await open_zygote(
-                    python, folders, root, namespaces=self._namespaces, landlock=self._landlock, shell=shell
+                    python, folders, root, namespaces=self._namespaces, landlock=self._landlock, kind=kind
                 )
             finally:
                 self._n_opening -= 1
@@ -287,11 +285,12 @@ def _opening(program: Program) -> tuple[str, dict[str, Any]]:
         "config": dict(program.config),
         "paths": [str(folder) for folder in program.folders],
         "module": program.module,
+        "programs": program.kind == "agent",
     }
 
 
 def _plain_key() -> _Key:
-    return _service_python(), (), False
+    return _service_python(), (), "plain"
 
 
 def _service_python() -> Path:

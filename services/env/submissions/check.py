@@ -12,10 +12,9 @@ import os
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Mapping
 from pathlib import Path
 
-from services.env.backend import SubmittedBackend
+from services.env.backend import EnvironmentDescription, SubmittedBackend
 from services.env.backends.sandboxed import LOG_LINES
 from services.env.sandbox.limits import SandboxLimits
 from services.env.sandbox.packages.dependencies import PYPI
@@ -23,7 +22,7 @@ from services.env.sandbox.sandboxes import Sandboxes
 from services.env.submissions.offers import local_backend
 from services.env.submissions.programs import Programs
 from services.env.submissions.store import SubmissionStore
-from services.env.submissions.submission import MIN_TIER, Submission, numbered
+from services.env.submissions.submission import MIN_TIER, Submission, described, numbered
 from services.env.submissions.validation import Validated, validate
 from shared.errors import VolleyError
 from shared.visible import visible
@@ -51,9 +50,8 @@ async def checked(wanted: Submission, cache: Path, kept: Path) -> Validated:
         await asyncio.to_thread(store.add, version, source.files)
         log: deque[str] = deque(maxlen=LOG_LINES)
 
-        def open_backend(splits: Mapping[str, int], has_demonstration: bool) -> SubmittedBackend:
-            known = version.model_copy(update={"splits": splits, "has_demonstration": has_demonstration})
-            return local_backend(known, programs, sandboxes, SandboxLimits(), _DEADLINE_S, log)
+        def open_backend(known: EnvironmentDescription | None) -> SubmittedBackend:
+            return local_backend(described(version, known), programs, sandboxes, SandboxLimits(), _DEADLINE_S, log)
 
         return await validate(open_backend)
 

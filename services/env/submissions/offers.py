@@ -10,7 +10,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
+from services.env.agents.backend import AgentBackend
 from services.env.backend import SubmittedBackend
 from services.env.backends.harbor import HARBOR, HarborBackend, read_config
 from services.env.backends.remote.protocols import RemoteEnvironment, open_remote
@@ -39,6 +41,7 @@ class Offers:
         remotes: access to remote environments.
         programs: programs of the other submissions.
         deadline_s: deadline of one call into submitted code, in seconds.
+        ca_file: certificate authorities for the model of agents.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class Offers:
         programs: Programs,
         limits: SandboxLimits,
         deadline_s: float,
+        ca_file: Path | None = None,
     ) -> None:
+        self._ca_file = ca_file
         self._store, self._catalogue, self._sandboxes, self._remotes = store, catalogue, sandboxes, remotes
         self._programs, self._limits, self._deadline_s = programs, limits, deadline_s
         self._records: dict[str, LiveRecord] = {}
@@ -66,7 +71,9 @@ class Offers:
             remote = RemoteEnvironment(version.protocol, version.url, version.config)
             known = (version.splits, version.has_demonstration, self._store.source(version) / TASKS)
             return open_remote(version.full_name, remote, self._remotes, log, *known)
-        return local_backend(version, self._programs, self._sandboxes, self._limits, self._deadline_s, log)
+        return local_backend(
+            version, self._programs, self._sandboxes, self._limits, self._deadline_s, log, self._ca_file
+        )
 
     def put(self, version: SubmittedVersion) -> None:
         """Offer or withdraw a version, according to its state. A canary's observations start from zero."""
@@ -172,19 +179,14 @@ def local_backend(
     limits: SandboxLimits,
     deadline_s: float,
     log: deque[str],
+    ca_file: Path | None = None,
 ) -> SubmittedBackend:
     """Build the backend of a version submitted as a file. Raises InputError if its settings are unknown."""
     name, splits = version.full_name, version.splits
     if version.protocol == HARBOR:
         config = read_config(version.config)
         return HarborBackend(name, lambda: programs.tasks_of(version), splits, config, sandboxes, limits, log)
-    return SandboxedBackend(
-        name,
-        lambda: programs.of(version),
-        splits,
-        version.has_demonstration,
-        sandboxes,
-        limits,
-        deadline_s,
-        log,
-    )
+    known = (lambda: programs.of(version), splits, version.has_demonstration, sandboxes, limits, deadline_s, log)
+    if version.agent is not None:
+        return AgentBackend(name, *known, agent=version.agent, ca_file=ca_file)
+    return SandboxedBackend(name, *known)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from services.env.sandbox.answers import AgentSpec
 from shared.errors import Conflict
 from shared.process import telemetry
 
@@ -92,7 +93,7 @@ class SubmittedVersion(Frozen):
     """One version of a submitted environment.
 
     `splits` are known after validation; `digest` is the SHA-256 of the submitted content, `size` its bytes; `url` is
-    the address of a remote environment, None if it came as a file.
+    the address of a remote environment, None if it came as a file; `agent` says how an agent plays its episodes.
     """
 
     name: str
@@ -108,6 +109,7 @@ class SubmittedVersion(Frozen):
     tools: tuple[dict[str, Any], ...] = ()
     has_demonstration: bool = False
     protocol: str = ""
+    agent: AgentSpec | None = None
     history: tuple[Transition, ...]
     report: Report | None = None
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from services.env.backend import EnvironmentDescription
 from services.env.backends.remote.protocols import RemoteEnvironment, checked
 from services.env.catalogue import check_name
 from services.env.sandbox.sandboxes import Sandboxes
@@ -121,6 +122,14 @@ def numbered(wanted: Submission, number: int, protocol: str) -> SubmittedVersion
         size=len(wanted.content),
         history=(Transition(state="submitted", at=time.time()),),
     )
+
+
+def described(version: SubmittedVersion, known: EnvironmentDescription | None) -> SubmittedVersion:
+    """The version with what its validation has found out so far."""
+    if known is None:
+        return version
+    found = {"splits": known.splits, "has_demonstration": known.has_demonstration, "agent": known.agent}
+    return version.model_copy(update=found)
 
 
 def is_same(version: SubmittedVersion, wanted: Submission) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from services.env.backend import SubmittedBackend
+from services.env.backend import EnvironmentDescription, SubmittedBackend
 from services.env.catalogue import Catalogue
 from services.env.episodes import EpisodeCall
 from services.env.sandbox.sandboxes import Sandboxes
@@ -34,7 +34,7 @@ from services.env.submissions.record import (
     listed,
 )
 from services.env.submissions.store import SubmissionStore
-from services.env.submissions.submission import MIN_TIER, Submission, check_admission, is_same, numbered
+from services.env.submissions.submission import MIN_TIER, Submission, check_admission, described, is_same, numbered
 from services.env.submissions.validation import Validated, validate
 from shared.errors import Conflict, InputError, NotFound, StorageUnavailable, Unavailable
 from shared.process import telemetry
@@ -318,10 +318,8 @@ class Submissions:
                 await self._judge(version, found)
 
     async def _validated(self, version: SubmittedVersion) -> Validated:
-        def open_backend(splits: Mapping[str, int], has_demonstration: bool) -> SubmittedBackend:
-            return self._offers.backend(
-                version.model_copy(update={"splits": splits, "has_demonstration": has_demonstration})
-            )
+        def open_backend(known: EnvironmentDescription | None) -> SubmittedBackend:
+            return self._offers.backend(described(version, known))
 
         try:
             return await validate(open_backend)
@@ -344,6 +342,7 @@ class Submissions:
             "tools": tuple(description.tools),
             "has_demonstration": description.has_demonstration,
             "protocol": description.protocol,
+            "agent": description.agent,
             "entry": version.entry if version.entry or version.archive else description.entry,
         }
         if version.weight > 0:

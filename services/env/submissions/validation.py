@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.env.agents.backend import AgentBackend
+from services.env.agents.trial import Trial, try_agent
 from services.env.backend import EnvironmentDescription, LiveEpisode, SubmittedBackend
 from services.env.backends.harbor import COMMAND_S, GRADE_S, SOLVE_S, HarborBackend
 from services.env.episode_types import EVAL, TRAIN, Message, StepResult, assistant, fingerprint
@@ -30,7 +32,10 @@ DEADLINE_S = 180.0
 """Seconds for the whole validation."""
 PROVE_S = 180.0
 """Additional seconds for the solutions of task folders; none is started later."""
+TRIALS_S = 120.0
+"""Additional seconds for programs of agents."""
 _PLAYED = {TRAIN: 6, EVAL: 3}
+_TRIED = {TRAIN: 2, EVAL: 1}
 _OPENED, _MAX_STEPS, _AT_ONCE, _MAX_LOG = 32, 20, 2, 4000
 _REPLIES: Sequence[Callable[[int], str]] = (
     lambda step: f"<answer>{step}</answer>",
@@ -84,23 +89,26 @@ class Validated:
     description: EnvironmentDescription | None
 
 
-type Open = Callable[[Mapping[str, int], bool], SubmittedBackend]
-"""Builds the backend, given the sizes of splits and whether there are demonstrations."""
+type Open = Callable[[EnvironmentDescription | None], SubmittedBackend]
+"""Builds the backend, given the environment's description of itself once it is known."""
 
 
 async def validate(open_backend: Open) -> Validated:
     """Validate an environment. Its failures are findings; raises Unavailable if no sandbox can be started."""
     findings, description = _Findings(), None
-    backend, deadline_s = open_backend({}, False), DEADLINE_S
+    backend, deadline_s = open_backend(None), DEADLINE_S
     try:
         async with asyncio.timeout(deadline_s) as deadline:
             description = await _check_loading(backend, findings)
             if description is not None:
-                backend = open_backend(description.splits, description.has_demonstration)
+                backend = open_backend(description)
                 if isinstance(backend, HarborBackend):
                     deadline_s += proofs_s()
                     deadline.reschedule(asyncio.get_running_loop().time() + deadline_s)
                     await _check_solutions(backend, findings)
+                if isinstance(backend, AgentBackend):
+                    deadline_s += TRIALS_S
+                    deadline.reschedule(asyncio.get_running_loop().time() + deadline_s)
                 await _check_play(backend, findings)
     except TimeoutError:
         findings.failed("time", f"the validation was given up after {deadline_s:g} s", "make reset and step quicker")
@@ -177,16 +185,19 @@ _SOLUTION_HINT = (
 
 async def _check_play(backend: SubmittedBackend, findings: _Findings) -> None:
     try:
-        await _check_episodes(backend, findings)
+        if isinstance(backend, AgentBackend):
+            await _check_agent(backend, findings)
+        else:
+            await _check_episodes(backend, findings)
         await _check_disjoint_splits(backend, findings)
-        if backend.has_demonstration:
+        if backend.has_demonstration and not isinstance(backend, AgentBackend):
             await _check_demonstrations(backend, findings)
     except _Failed as failed:
         findings.checks.append(failed.check)
         return
     slowest = max(findings.reset_s, findings.step_s)
     summary = f"the slowest reset took {findings.reset_s:.3f} s, the slowest step {findings.step_s:.3f} s"
-    most = COMMAND_S + GRADE_S if isinstance(backend, HarborBackend) else MAX_CALL_S
+    most = COMMAND_S + GRADE_S if isinstance(backend, HarborBackend | AgentBackend) else MAX_CALL_S
     if slowest > most:
         findings.failed("time", summary, f"a call may take {most:g} s while it is validated")
     else:
@@ -267,6 +278,42 @@ def _difference(one: _Play, two: _Play) -> str:
     return (
         f"answered step {n} differently under the same seed" if n >= 0 else "ended at another step under the same seed"
     )
+
+
+async def _check_agent(backend: AgentBackend, findings: _Findings) -> None:
+    """Begin tasks twice, and try the program with a model that knows the demonstrations only. Raises _Failed."""
+    tasks = [(split, index) for split, n in _TRIED.items() for index in _spread(backend.splits_of.get(split, 0), n)]
+
+    async def both(split: str, index: int) -> bool:
+        played = [await _timed_reset(backend, findings, split, index) for _ in range(2)]
+        for one in played:
+            await one.close()
+        return played[0].opening == played[1].opening
+
+    same = await _gathered([lambda task=task: both(*task) for task in tasks])
+    if not all(same):
+        split, index = tasks[same.index(False)]
+        raise _Failed("determinism", f"{split}/{index} began differently when it was reset again", _SEED_HINT)
+    findings.passed("determinism", f"{len(tasks)} tasks began equally when reset twice")
+    trials = await _gathered([lambda task=task: _tried(backend, *task) for task in tasks])
+    findings.n_episodes += len(trials)
+    findings.rewards += [trial.reward for trial in trials if trial.reward is not None]
+    for name, trial in zip(tasks, trials, strict=True):
+        if trial.fault:
+            raise _Failed("agent", f"{name[0]}/{name[1]}: {trial.fault}", trial.hint)
+    findings.warnings += [
+        f"{split}/{index}: {t.note}" for (split, index), t in zip(tasks, trials, strict=True) if t.note
+    ]
+    findings.passed("agent", "; ".join(f"{split}/{i}: {t.told}" for (split, i), t in zip(tasks, trials, strict=True)))
+
+
+async def _tried(backend: AgentBackend, split: str, index: int) -> Trial:
+    """Raises _Failed."""
+    try:
+        return await try_agent(backend, split, index)
+    except VolleyError as error:
+        _raise_if_ours(error, backend)
+        raise _Failed("agent", f"{split}/{index}: {error.detail}", error.hint) from error
 
 
 async def _check_disjoint_splits(backend: SubmittedBackend, findings: _Findings) -> None:

@@ -97,6 +97,7 @@ class RemoteDescription:
     tools: Sequence[Mapping[str, Any]] = ()
     has_demonstration: bool = False
     entry: None = None
+    agent: None = None
 
 
 class RemoteSite:

@@ -1,4 +1,4 @@
-"""Adapters for three ways to write an environment, chosen by the signature of `reset`.
+"""Adapters for three ways to write an environment, chosen by the signature of `reset`; see `agents` for a fourth.
 
 - simple: `reset(split, index, seed)` returns the first messages, `step(text)` Gymnasium's five-tuple; one class;
 - gymnasium: `reset(*, seed=None, options=None)` returns (observation, info), `step(action)` the five-tuple;
@@ -45,13 +45,20 @@ def find_entry(namespace: Mapping[str, Any], module: str, entry: str | None) -> 
     for found in reversed(list(namespace.values())):
         if not isinstance(found, type) or found.__module__ != module or not callable(getattr(found, "reset", None)):
             continue
-        if callable(getattr(found, "step", None)) or _takes_task(found):
+        if callable(getattr(found, "step", None)) or _takes_task(found) or _is_agent(found):
             return found, _protocol(found)
-    raise Refused(f"no class has the methods reset and step; there are: {_classes(namespace, module) or 'no classes'}")
+    known = _classes(namespace, module) or "no classes"
+    raise Refused(f"no class has the methods reset and step, or reset and judge; there are: {known}")
 
 
 def _classes(namespace: Mapping[str, Any], module: str) -> str:
     return ", ".join(n for n, v in namespace.items() if isinstance(v, type) and v.__module__ == module)[:500]
+
+
+def _is_agent(found: type) -> bool:
+    """True if a program, or somebody outside, plays its episodes."""
+    given = callable(getattr(found, "run", None)) or hasattr(found, "command") or hasattr(found, "agent")
+    return given and not callable(getattr(found, "step", None))
 
 
 def _takes_task(found: type) -> bool:
@@ -67,6 +74,10 @@ def _parameters(found: type) -> Mapping[str, inspect.Parameter]:
 
 def _protocol(found: type) -> str:
     parameters = _parameters(found)
+    if _is_agent(found):
+        if not {"split", "index"} <= set(parameters) and len(parameters) != 4:
+            raise Refused(f"{found.__name__}.reset takes ({', '.join(parameters)}); it must take (split, index, seed)")
+        return "agent"
     if {"split", "index"} <= set(parameters):
         return "simple" if callable(getattr(found, "step", None)) else "volley"
     if "options" in parameters or "seed" in parameters:
@@ -281,11 +292,3 @@ def task_seed(split: str, index: int) -> int:
 
 
 ADAPTERS: Mapping[str, type[Adapter]] = {"simple": Adapter, "volley": VolleyAdapter, "gymnasium": GymnasiumAdapter}
-
-
-def adapt(
-    namespace: Mapping[str, Any], module: str, entry: str | None, config: Mapping[str, Any], wait: Wait
-) -> Adapter:
-    """Make the adapter of a submitted class. Raises Refused."""
-    found, protocol = find_entry(namespace, module, entry)
-    return ADAPTERS[protocol](found, config, wait)

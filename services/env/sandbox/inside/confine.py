@@ -41,6 +41,8 @@ class Confinement:
         Landlock restricts to `read`.
         privileged: True if the zygote runs as root and may give every sandbox its own user.
         shell: True if its sandboxes start programs; each then has its own root and pid namespace.
+        door: True if each also has a loopback network, see namespaces.open_door.
+        shown: folders that programs of sandboxes with a door also see.
     """
 
     landlock: int
@@ -51,6 +53,8 @@ class Confinement:
     reads_all: bool
     privileged: bool
     shell: bool
+    door: bool = False
+    shown: tuple = ()
 
 
 def python_folders() -> list[str]:
@@ -136,7 +140,7 @@ def enter(
     os.setsid()
     uid = user_of(number) if what.privileged else os.getuid()
     if what.shell:
-        namespaces.enter_private_root(uid, limits["disk_mb"], DEVICES)
+        namespaces.enter_private_root(uid, limits["disk_mb"], DEVICES, what.shown)
     elif what.namespaces:
         namespaces.enter_own(what.proc, uid, uid, limits["disk_mb"])
     elif what.privileged:
@@ -155,7 +159,7 @@ def enter(
     _clear_environment(tmp)
     if what.landlock:
         if what.shell:
-            linux.restrict_files(what.landlock, [], ["/"], DEVICES, ["/"])
+            linux.restrict_files(what.landlock, [], ["/"], DEVICES, ["/"], network=what.door)
         else:
             linux.restrict_files(what.landlock, list(what.read), [tmp], DEVICES, [])
     if what.program:

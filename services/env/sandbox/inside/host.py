@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import adapters
+import agents
 import interpreter
 import judging
 import shell
@@ -33,10 +34,10 @@ _OF_SHELLS = {**shell.METHODS, **judging.METHODS}
 
 
 class Host:
-    """Handler of requests. `limits` holds the fields of SandboxLimits."""
+    """Handler of requests from `channel`. `limits` holds the fields of SandboxLimits."""
 
-    def __init__(self, limits: dict[str, Any]) -> None:
-        self._limits = limits
+    def __init__(self, limits: dict[str, Any], channel: int) -> None:
+        self._limits, self._channel = limits, channel
         self._loop: Any = None
         self._adapter: adapters.Adapter | None = None
         self._files: dict[str, str] = {}
@@ -63,6 +64,9 @@ class Host:
             return self._adapter.describe()
         if method == "step":
             return self._adapter.step(params["message"])
+        if isinstance(self._adapter, agents.AgentAdapter) and method in ("program", "judge"):
+            judge = method == "judge"
+            return self._adapter.judge(**params) if judge else self._adapter.run(**params, stop=self._channel)
         split, index, seed = params["split"], params["index"], params.get("seed", 0)
         random.seed(f"{split}/{index}/{seed}")
         if method == "reset":
@@ -88,8 +92,11 @@ class Host:
         config: dict[str, Any],
         paths: list[str],
         module: str | None,
+        programs: bool = False,
     ) -> dict[str, Any]:
         """Run the submitted file, or import the submitted module, and describe its environment."""
+        if programs:
+            agents.prepare(self._limits["memory_mb"])
         sys.path[:0] = paths
         self._files.update(dict.fromkeys(paths, ""))
         if source is not None:
@@ -98,7 +105,7 @@ class Host:
             __import__(str(module))
             name = str(module)
             namespace = vars(sys.modules[name])
-        self._adapter = adapters.adapt(namespace, name, entry, config, self._wait)
+        self._adapter = agents.adapt(namespace, name, entry, config, self._wait)
         return self._adapter.describe()
 
     def _execute(self, source: str, filename: str, name: str) -> dict[str, Any]:
@@ -222,8 +229,10 @@ class BoundedText(io.TextIOBase):
 def serve(channel: int, limits: dict[str, Any]) -> None:
     """Answer frames until the other end is closed or an answer cannot be sent; then end the process."""
     sys.stdout, sys.stderr = _text_writer(1), _text_writer(2)
-    host = Host(limits)
+    host = Host(limits, channel)
     while (frame := _read(channel)) is not None:
+        if not frame:  # see agents: it ended a program
+            continue
         try:
             request = json.loads(frame)
             try:

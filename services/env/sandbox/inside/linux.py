@@ -151,7 +151,9 @@ _TRUNCATE, _IOCTL = 1 << 14, 1 << 15
 _OF_FILES = _FILE_EXECUTE | _FILE_WRITE | _FILE_READ | _TRUNCATE | _IOCTL
 
 
-def restrict_files(abi: int, read: list[str], write: list[str], devices: list[str], run: list[str]) -> None:
+def restrict_files(
+    abi: int, read: list[str], write: list[str], devices: list[str], run: list[str], network: bool = False
+) -> None:
     """Restrict this process and its threads to these files, forbid TCP, and confine signals.
 
     Args:
@@ -160,10 +162,12 @@ def restrict_files(abi: int, read: list[str], write: list[str], devices: list[st
         write: folders in which everything is allowed except making devices and sockets and running programs.
         devices: files that may be read and written.
         run: folders and files that may be read and run.
+        network: do not forbid TCP, because the network namespace has a loopback interface only.
     """
     handled = (1 << 13) - 1
     handled |= ((1 << 13) if abi >= 2 else 0) | (_TRUNCATE if abi >= 3 else 0) | (_IOCTL if abi >= 5 else 0)
-    attributes = struct.pack("=QQQ", handled, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
+    scoped = 3 if abi >= 6 else 0
+    attributes = struct.pack("=QQQ", handled, 3 if abi >= 4 and not network else 0, scoped)
     attributes = attributes[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
     ruleset = _call("syscall", _long(_SYS_LANDLOCK_CREATE), attributes, _long(len(attributes)), _long(0))
     all_there = handled & ~(_FILE_EXECUTE | _MAKE_CHAR | _MAKE_SOCK | _MAKE_BLOCK | _IOCTL)

@@ -10,8 +10,11 @@ another one for every sandbox, so that the limit of threads applies to each sand
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import socket
+import struct
 import sys
 
 import linux
@@ -23,6 +26,10 @@ HOME = "/root"
 """The user's home folder in a private root."""
 ENTRY_HOME = "/verifier"
 """The home folder in /etc/passwd, for programs that ignore $HOME; the same as during grading."""
+
+DOOR = ("127.0.0.1", 4010)
+"""Address inside a sandbox at which its program reaches the service."""
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 _HARMLESS = {"/dev/zero": "/dev/full"}
 """Replacement of a device: it reads alike but cannot be mapped, which would make memory that no process shows."""
@@ -100,8 +107,21 @@ def enter_pid_namespace() -> int:
     os._exit(abs(code))
 
 
-def enter_private_root(uid: int, disk_mb: int, devices: list[str]) -> None:
-    """Give a pid namespace's first process a private root that `uid` may write.
+def open_door() -> socket.socket:
+    """Move this process into a network namespace of its own, and return a socket that listens on its loopback.
+
+    Whoever accepts the connections is all that programs of the namespace can reach. Raises OSError.
+    """
+    linux.unshare(linux.CLONE_NEWNET)
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    fcntl.ioctl(listening, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP))
+    listening.bind(DOOR)
+    listening.listen(128)
+    return listening
+
+
+def enter_private_root(uid: int, disk_mb: int, devices: list[str], shown: tuple[str, ...] = ()) -> None:
+    """Give a pid namespace's first process a private root that `uid` may write, and that shows the folders `shown`.
 
     The root is a tmpfs. The system's folders are mounted read-only, below sticky folders owned by root, so that no
     process inside can replace them. Raises OSError.
@@ -114,6 +134,8 @@ def enter_private_root(uid: int, disk_mb: int, devices: list[str]) -> None:
             _show(os.path.realpath(path), TMP + path, devices=False)
     if not sys.base_prefix.startswith("/usr/"):
         _show(sys.base_prefix, TMP + sys.base_prefix, devices=False)
+    for path in shown:
+        _show(path, TMP + path, devices=False)
     for path in ("/tmp", "/var/tmp", "/opt", HOME, os.path.dirname(sys.base_prefix)):  # noqa: S108
         os.makedirs(TMP + path, exist_ok=True)
         while path != "/" and not path.startswith("/usr"):

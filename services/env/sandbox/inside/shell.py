@@ -21,11 +21,13 @@ from typing import Any
 from namespaces import HOME
 from values import Refused
 
+Become = Callable[[], Any]
+"""Runs in a new process, and ends it."""
 PATH = f"{sys.base_prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LOOK_S = 0.05
 """Seconds between checks of memory, or the duration of the last check if that is longer."""
 _SHARED = 4
-_MEGA, _BLOCK = 1 << 20, 1 << 16
+MEGA, _BLOCK = 1 << 20, 1 << 16
 _REAPED = 256
 _DEFAULTS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
 """Signals that Python ignores or handles; programs expect the system's defaults."""
@@ -86,49 +88,87 @@ def command(
     """
     environment = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8", "TZ": "UTC", **env}
     reader, writer = os.pipe()
+
+    def become() -> None:
+        isolate(writer, writer, cpu_s, memory_mb, 3)
+        os.chdir(cwd if os.path.isdir(cwd) else "/")
+        os.execve("/bin/bash", ["bash", "-c", text], environment)  # noqa: S606 - this is the sandbox
+
+    kept = Middle(max_output)
+    status, ended = supervise(become, {reader: kept}, [writer], timeout_s, memory_mb)
+    return {"output": kept.text(), "exit": exit_code(status), "ended": ended}
+
+
+def supervise(
+    become: Become, outputs: dict[int, Middle], writers: list[int], timeout_s: float, memory_mb: int, stop: int = -1
+) -> tuple[int | None, str]:
+    """Run `become` in a process until it ends, and kill every process that it has started.
+
+    Args:
+        outputs: where its output arrives, and who keeps it; `writers` are the other ends, closed here.
+        stop: descriptor that ends it as soon as it can be read.
+
+    Returns its status (None if it was killed), and the limit for which it was killed: "time", "memory", "stop", or "".
+    """
     main = os.fork()
     if main == 0:
-        _become(text, cwd, environment, writer, {resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_AS: memory_mb * _MEGA})
-    os.close(writer)
-    os.set_blocking(reader, False)
-    kept, status, ended = _Middle(max_output), None, ""
+        _end_with(become)
+    for writer in writers:
+        os.close(writer)
+    for reader in outputs:
+        os.set_blocking(reader, False)
+    status, ended = None, ""
     look = time.monotonic()
     deadline = look + timeout_s
+    watched = [*outputs, stop] if stop >= 0 else [*outputs]
     while status is None and not ended:
-        if select.select([reader], [], [], LOOK_S)[0] and not kept.read(reader):
+        ready = select.select(watched, [], [], LOOK_S)[0]
+        read = [outputs[one].read(one) for one in ready if one != stop]
+        if ready and not any(read):
             time.sleep(LOOK_S / 5)  # all processes have closed their output and continue
         status = _reaped(main)
         now = time.monotonic()
-        if status is None and now > deadline:
+        if status is None and stop in ready:
+            ended = "stop"
+        elif status is None and now > deadline:
             ended = "time"
         elif status is None and now > look:
-            ended = "memory" if _hold_more(memory_mb * _MEGA, deadline) else ""
+            ended = "memory" if _hold_more(memory_mb * MEGA, deadline) else ""
             look = time.monotonic() + max(LOOK_S, time.monotonic() - now)
     _end_all()
-    while kept.read(reader):
-        pass
-    os.close(reader)
+    for reader, kept in outputs.items():
+        while kept.read(reader):
+            pass
+        os.close(reader)
+    return status, ended
+
+
+def exit_code(status: int | None) -> int:
+    """Exit code as a shell reports it; a killed process has 128 plus the signal."""
     code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
-    return {"output": kept.text(), "exit": 128 - code if code < 0 else code, "ended": ended}
+    return 128 - code if code < 0 else code
 
 
-def _become(text: str, cwd: str, environment: dict[str, str], writer: int, limits: dict[int, int]) -> None:
-    """Become the command in the child process; does not return."""
+def _end_with(become: Become) -> None:
+    """Run `become` in a child process, which then ends."""
     try:
-        for kind, most in limits.items():
-            resource.setrlimit(kind, (most, most))
-        for number in _DEFAULTS:
-            signal.signal(number, signal.SIG_DFL)
-        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
-        os.dup2(writer, 1)
-        os.dup2(writer, 2)
-        os.closerange(3, 256)
-        os.chdir(cwd if os.path.isdir(cwd) else "/")
-        os.execve("/bin/bash", ["bash", "-c", text], environment)  # noqa: S606 - this is the sandbox
+        become()
     except (OSError, ValueError, MemoryError) as error:
-        os.write(2, f"the shell cannot be started: {error}\n".encode())
+        os.write(2, f"the program cannot be started: {error}\n".encode())
     finally:
         os._exit(126)
+
+
+def isolate(out: int, err: int, cpu_s: int, memory_mb: int, first: int) -> None:
+    """Give a new process its output, limits and signals, and close descriptors from `first` on. Raises OSError."""
+    for kind, most in ((resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_AS, memory_mb * MEGA)):
+        resource.setrlimit(kind, (most, most))
+    for number in _DEFAULTS:
+        signal.signal(number, signal.SIG_DFL)
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.closerange(first, 256)
 
 
 def _reaped(main: int) -> int | None:
@@ -206,7 +246,7 @@ def _share(folder: str) -> int:
     return _resident(folder)
 
 
-class _Middle:
+class Middle:
     """Keep the beginning and the end of the data read, `most` bytes in all."""
 
     def __init__(self, most: int) -> None:

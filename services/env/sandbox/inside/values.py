@@ -116,6 +116,17 @@ def _info(info: dict[str, Any], reward: float, terminated: bool) -> dict[str, An
     return {"reward_components": parts, "success": won, "error": fault, "extra": jsonable(info, "info")}
 
 
+def judged_of(value: Any) -> dict[str, Any]:
+    """A judgement from a reward or (reward, info), as a step's answer. Raises Refused."""
+    pair = isinstance(value, (tuple, list))
+    if pair and len(value) != 2:
+        raise Refused(f"judge must return a reward or (reward, info), not {len(value)} values")
+    reward, info = value if pair else (value, {})
+    if not isinstance(info, Mapping):
+        raise Refused(f"the info that judge returned must be a dict, not {type(info).__name__}")
+    return step_of(("", reward, True, False, info))
+
+
 def number(value: Any, what: str) -> float:
     """A finite number of at most MAX_REWARD in size. Raises Refused."""
     value = plain(value)

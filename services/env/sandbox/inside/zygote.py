@@ -3,12 +3,13 @@
 It is a fresh program, so it holds none of the service's memory, and it never reads a byte that a sandbox wrote.
 Requests arrive on FD, a private socket of packets (JSON objects, with descriptors):
 
-    {"op": "start", namespaces, landlock, root, folders, shell}   -> {"op": "ready", ...} or {"op": "failed", "error"}
+    {"op": "start", namespaces, landlock, root, folders, kind}   -> {"op": "ready", ...} or {"op": "failed", "error"}
     {"op": "filter", "program"}                            once, before the first sandbox; base64 of BPF
     {"op": "spawn", "id", "limits", "tmp"} + [channel, log]
     {"op": "kill" | "pause" | "resume", "id"}
     {"op": "look"}                                         -> {"op": "computed", "ids"}: computed since the last look
-    <- {"op": "spawned", "id", "pid"} · {"op": "ended", "id", "status", "cpu_s", "max_rss_mb", "error"}
+    <- {"op": "spawned", "id", "pid"} · {"op": "door", "id"} + [listening socket]
+    <- {"op": "ended", "id", "status", "cpu_s", "max_rss_mb", "error"}
 
 It ends when the other end is closed, and all sandboxes with it: each asks to be killed when its parent dies, and a pid
 namespace ends with its first process. It has one thread.
@@ -45,7 +46,7 @@ _COMPUTED_S = 0.1
 _CLOCK = 2  # clock id of a process's CPU time, see clock_getcpuclockid(3)
 _ABOVE = 100  # descriptors above this number do not collide with a sandbox's own
 _SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "resume": signal.SIGCONT}
-_OWN = ("adapters", "confine", "host", "interpreter", "judging", "linux", "namespaces", "shell", "values")
+_OWN = ("adapters", "agents", "confine", "host", "interpreter", "judging", "linux", "namespaces", "shell", "values")
 
 
 def main() -> None:
@@ -63,7 +64,7 @@ def main() -> None:
 
 def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confinement:
     """Enter namespaces if requested, report the abilities, and receive the filter. Raises OSError."""
-    shell = request["shell"]
+    shell, door = request["kind"] != "plain", request["kind"] == "agent"
     wanted = [*confine.python_folders(), *request["folders"], *(confine.system_folders() if shell else ())]
     folders = [path for path in wanted if os.path.exists(path)]
     proc = None
@@ -105,6 +106,8 @@ def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confine
         reads_all and privileged and bool(landlock),
         privileged,
         shell,
+        door,
+        tuple(request["folders"]) if door else (),
     )
 
 
@@ -194,12 +197,17 @@ class Zygote:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        channel, log = (fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _ABOVE) for descriptor in descriptors)
+        channel, log, control = (
+            fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _ABOVE)
+            for descriptor in (*descriptors, self._control.fileno())
+        )
         os.dup2(channel, confine.CHANNEL)
         os.dup2(log, 1)
         os.dup2(log, 2)
         try:
             alive = namespaces.enter_pid_namespace() if self._confinement.shell else None
+            if self._confinement.door:
+                _hand_over_door(control, request["id"])
             confine.enter(self._confinement, request["id"], request["limits"], request["tmp"], parent, alive)
         except (OSError, ValueError) as error:
             host.say_unconfined(confine.CHANNEL, str(error))
@@ -225,6 +233,12 @@ class Zygote:
                     self._control,
                     {"op": "ended", "id": sandbox, "status": status, "cpu_s": used, "max_rss_mb": round(rss, 1)},
                 )
+
+
+def _hand_over_door(control: int, number: int) -> None:
+    """Open the sandbox's door and send its listening socket to the service. Raises OSError."""
+    with namespaces.open_door() as door, socket.socket(fileno=control) as service:
+        socket.send_fds(service, [json.dumps({"op": "door", "id": number}).encode()], [door.fileno()])
 
 
 def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:

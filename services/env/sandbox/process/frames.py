@@ -21,6 +21,8 @@ MAX_REQUEST = 2**25
 MAX_VALUES = 2**15
 MAX_DETAIL = 6000
 _HEAD = struct.Struct(">I")
+EMPTY = _HEAD.pack(0)
+"""A frame that a sandbox drops; it ends the program that the sandbox waits for."""
 _REPORTABLE: frozenset[str] = frozenset({"exception", "memory", "output", "refused"})
 """Failures that a sandbox may report itself; the service determines the others."""
 

@@ -50,6 +50,8 @@ setuid setgid setreuid setregid setresuid setresgid
 The only other processes are those that they started, and make drops rights that it does not have when it starts
 programs. Excludes setsid: each session may get a share of the processor of its own.
 """
+_SOCKETS = "accept accept4 bind connect listen recvmsg recvmmsg sendmsg sendmmsg setsid setsockopt"
+"""Additional calls of programs with a loopback network; setsid because their libraries start shells in sessions."""
 _REFUSED = """
 accept bind chown chroot connect execve execveat fork vfork lchown fchown fchownat listen mount umount2 ptrace
 process_vm_readv process_vm_writev setuid setgid setresuid setresgid setreuid setregid setgroups setns unshare bpf
@@ -86,19 +88,20 @@ _IOCTL = {
     "FIOCLEX": 0x5451,
     "TCGETS2": 0x802C542A,
 }
-_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
+_AF_UNIX, _AF_INET, _AF_INET6, _SOCK_STREAM, _SOCK_TYPE = 1, 2, 10, 1, 0xF
 _SOL_SOCKET = 1
 _GETSOCKOPT = {"SO_TYPE": 3, "SO_ERROR": 4, "SO_PROTOCOL": 38, "SO_DOMAIN": 39}
 _ACCESS_MODE, _O_TRUNC = 0o3, 0o1000
 
 
-def build_program(*, signals: bool, metadata: bool, programs: bool = False) -> bytes:
+def build_program(*, signals: bool, metadata: bool, programs: bool = False, sockets: bool = False) -> bytes:
     """Build the filter for this machine, 8 bytes an instruction.
 
     Args:
         signals: allow signals, because Landlock confines them or there is no other process.
         metadata: allow changes of file modes and times, because only the sandbox's files are visible.
         programs: allow starting and ending programs, because the namespaces hold nothing else.
+        sockets: allow stream sockets, because the network namespace has a loopback interface only.
 
     Raises Unavailable if libseccomp is missing or too old. Takes up to 50 ms to find the library.
     """
@@ -107,28 +110,30 @@ def build_program(*, signals: bool, metadata: bool, programs: bool = False) -> b
     except (ImportError, OSError, RuntimeError) as error:
         raise Unavailable(f"seccomp cannot be used: {error}", "install libseccomp (Debian: libseccomp2)") from error
     try:
-        return _exported(pyseccomp, signals or programs, metadata, programs)
+        return _exported(pyseccomp, signals or programs, metadata, programs, sockets)
     except OSError as error:
         raise Unavailable(f"libseccomp cannot make the filter: {error}", "install a newer libseccomp") from error
 
 
-def _exported(library: Any, signals: bool, metadata: bool, programs: bool) -> bytes:
+def _exported(library: Any, signals: bool, metadata: bool, programs: bool, sockets: bool) -> bytes:
     rules = library.SyscallFilter(library.ERRNO(errno.ENOSYS))
     rules.set_attr(library.Attr.ACT_BADARCH, library.KILL_PROCESS)
     allowed = [*_FILES.split(), *_MEMORY.split(), *_TIME.split(), *_WAITING.split(), *_PROCESS.split()]
     allowed += _SIGNALS.split() if signals else []
     allowed += _METADATA.split() if metadata else []
     allowed += _PROGRAMS.split() if programs else []
+    allowed += _SOCKETS.split() if sockets else []
+    conditions = {**_conditions(library, programs), **(_of_sockets(library) if sockets else {})}
     for name in allowed:
         _add(library, rules, library.ALLOW, name)
     for name in [*_REFUSED.split(), *_SIGNALS.split(), *_METADATA.split()]:
-        if name not in allowed:
+        if name not in allowed and name not in conditions:
             _add(library, rules, library.ERRNO(errno.EPERM), name)
     if programs:
         shared = _MAP_SHARED | _MAP_ANONYMOUS
         _add(library, rules, library.ERRNO(errno.EPERM), "mmap", library.Arg(3, library.MASKED_EQ, shared, shared))
-    for name, conditions in _conditions(library, programs).items():
-        for condition in conditions:
+    for name, alternatives in conditions.items():
+        for condition in alternatives:
             _add(library, rules, library.ALLOW, name, *condition)
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)
@@ -165,6 +170,18 @@ def _conditions(library: Any, programs: bool) -> Mapping[str, Sequence[Sequence[
         "getsockname": [[]],
         "getpeername": [[]],
         "shutdown": [[]],
+    }
+
+
+def _of_sockets(library: Any) -> Mapping[str, Sequence[Sequence[Any]]]:
+    """Conditions on calls of a loopback network: stream sockets, and no condition on addresses and options."""
+    stream = library.Arg(1, library.MASKED_EQ, _SOCK_TYPE, _SOCK_STREAM)
+    families = (_AF_UNIX, _AF_INET, _AF_INET6)
+    return {
+        "socket": [[library.Arg(0, library.EQ, family), stream] for family in families],
+        "sendto": [[]],
+        "recvfrom": [[]],
+        "getsockopt": [[]],
     }
 
 

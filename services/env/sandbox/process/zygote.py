@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import orjson
 
+from services.env.sandbox.limits import SandboxKind
 from services.env.sandbox.process import seccomp
 from services.env.sandbox.tier import NAMESPACED, Tier
 from shared.errors import Forbidden, Unavailable
@@ -50,11 +51,20 @@ class ProcessEnd:
 class SpawnedProcess:
     """A sandbox's process.
 
-    `pid` is its process id as the zygote sees it; namespaces make it differ from the service's view.
+    `pid` is its process id as the zygote sees it; namespaces make it differ from the service's view. `door` is the
+    socket that listens in an agent's sandbox.
     """
 
     pid: asyncio.Future[int]
     end: asyncio.Future[ProcessEnd]
+    door: asyncio.Future[socket.socket]
+
+    def forget(self) -> None:
+        """Settle what can no longer come."""
+        if not self.pid.done():
+            self.pid.cancel()
+        if not self.door.done():
+            self.door.cancel()
 
 
 class ZygoteProcess:
@@ -76,7 +86,7 @@ class ZygoteProcess:
     def n_children(self) -> int:
         return len(self._children)
 
-    async def prepare(self, folders: Sequence[str], namespaces: bool, landlock: int, shell: bool) -> str | None:
+    async def prepare(self, folders: Sequence[str], namespaces: bool, landlock: int, kind: SandboxKind) -> str | None:
         """Prepare the zygote. Returns None if it is ready, else why it cannot enter namespaces. Raises Unavailable."""
         await self._send(
             {
@@ -85,7 +95,7 @@ class ZygoteProcess:
                 "landlock": landlock,
                 "root": str(self._root),
                 "folders": list(folders),
-                "shell": shell,
+                "kind": kind,
             }
         )
         said = await self._hello()
@@ -97,7 +107,11 @@ class ZygoteProcess:
             signals = said["landlock"] >= _LANDLOCK_SCOPES_SIGNALS
             try:
                 program = await asyncio.to_thread(
-                    seccomp.build_program, signals=signals, metadata=bool(said["namespaces"]), programs=shell
+                    seccomp.build_program,
+                    signals=signals,
+                    metadata=bool(said["namespaces"]),
+                    programs=kind != "plain",
+                    sockets=kind == "agent",
                 )
             except Unavailable as error:
                 missing.append(str(error))
@@ -117,7 +131,7 @@ class ZygoteProcess:
 
         Raises Unavailable.
         """
-        child = SpawnedProcess(self._loop.create_future(), self._loop.create_future())
+        child = SpawnedProcess(*(self._loop.create_future() for _ in range(3)))
         self._children[number] = child
         try:
             request = {"op": "spawn", "id": number, "limits": dict(limits), "tmp": tmp}
@@ -209,11 +223,11 @@ class ZygoteProcess:
 
     def _on_packet(self) -> None:
         try:
-            packet = self._control.recv(_MAX_PACKET)
+            packet, descriptors, _, _ = socket.recv_fds(self._control, _MAX_PACKET, 1)
         except BlockingIOError:
             return
         except OSError:
-            packet = b""
+            packet, descriptors = b"", []
         if not packet:
             self._lose()
             return
@@ -227,9 +241,21 @@ class ZygoteProcess:
         elif message["op"] == "spawned":
             if (child := self._children.get(message["id"])) is not None and not child.pid.done():
                 child.pid.set_result(message["pid"])
+        elif message["op"] == "door":
+            self._received_door(message["id"], descriptors)
         else:
             fields = {name: value for name, value in message.items() if name not in ("op", "id")}
             self._ended(message["id"], ProcessEnd(**fields))
+
+    def _received_door(self, number: int, descriptors: Sequence[int]) -> None:
+        child = self._children.get(number)
+        for descriptor in descriptors:
+            listening = socket.socket(fileno=descriptor)
+            listening.setblocking(False)
+            if child is None or child.door.done():
+                listening.close()
+            else:
+                child.door.set_result(listening)
 
     def _ended(self, number: int, end: ProcessEnd) -> None:
         child = self._children.pop(number, None)
@@ -237,8 +263,7 @@ class ZygoteProcess:
             return
         if not child.end.done():
             child.end.set_result(end)
-        if not child.pid.done():
-            child.pid.cancel()
+        child.forget()
 
     def _lose(self) -> None:
         """Mark the zygote as lost and notify all waiting tasks."""
@@ -262,7 +287,7 @@ async def open_zygote(
     *,
     namespaces: bool,
     landlock: int = MAX_LANDLOCK,
-    shell: bool = False,
+    kind: SandboxKind = "plain",
 ) -> ZygoteProcess:
     """Start a zygote.
 
@@ -272,16 +297,17 @@ async def open_zygote(
         root: an empty folder to mount on; it is made here.
         namespaces: enter namespaces where they are allowed; the zygote's tier gives the result.
         landlock: newest version of Landlock to use.
-        shell: True if its sandboxes start programs.
+        kind: abilities of its sandboxes.
 
     Raises Forbidden if programs cannot be confined, Unavailable with the reason if the zygote cannot start.
     """
     await asyncio.to_thread(root.mkdir, parents=True, exist_ok=True)
+    shell = kind != "plain"
     why = "namespaces are switched off, or not Linux's"
     for wanted in (True, False) if namespaces else (False,):
         zygote = await _started(python, root)
         try:
-            refused = await zygote.prepare([str(folder) for folder in folders], wanted, landlock, shell)
+            refused = await zygote.prepare([str(folder) for folder in folders], wanted, landlock, kind)
         except BaseException:
             await zygote.close()
             raise

@@ -1,0 +1,116 @@
+"""A model that gives prepared answers over HTTP, so that an agent can be tried without a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from services.env.episode_types import Message
+from shared.dialects import chat
+from shared.dialects.events import AnswerStream, encode_finished
+from shared.dialects.reading import new_id
+from shared.dialects.records import Answered, Asked, Call, Head, Sampled, Usage
+from shared.errors import VolleyError
+
+_KNOWS_NOTHING = "I do not know."
+_SAMPLED = Sampled(np.zeros(0, np.int32), np.zeros(0, np.float32))
+_USAGE = Usage(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dialect:
+    """One route: its body, and how requests are read and answers are written."""
+
+    body: type[BaseModel]
+    read: Callable[[Any], Asked]
+    write: Callable[[Asked, Head, Sequence[Answered]], Mapping[str, Any]]
+    stream: Callable[[Asked, Head], AnswerStream]
+
+
+def _chat(asked: Asked, head: Head, answers: Sequence[Answered]) -> Mapping[str, Any]:
+    return chat.write(asked, head, answers, _USAGE, _NO_TOKENS)
+
+
+_NO_TOKENS: Any = None
+"""In place of a tokenizer: there are no tokens whose texts could be asked for."""
+_DIALECTS: Mapping[str, _Dialect] = {
+    "/v1/chat/completions": _Dialect(
+        chat.ChatBody, chat.read, _chat, lambda asked, head: chat.ChatStream(asked, head, _NO_TOKENS)
+    )
+}
+
+
+class ScriptedModel:
+    """Gives the assistant messages of `script` in turn, and then its last text again."""
+
+    def __init__(self, script: Sequence[Message] = ()) -> None:
+        self._script = [message for message in script if message["role"] == "assistant"]
+        self.n_requests = 0
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request of the program."""
+        dialect = _DIALECTS.get(request.path)
+        if request.path == "/v1/models":
+            return web.json_response({"object": "list", "data": [{"id": "scripted", "object": "model"}]})
+        if dialect is None or request.method != "POST":
+            return _refusal(404, f"{request.method} {request.path} is not a route of the scripted model")
+        try:
+            asked = dialect.read(dialect.body.model_validate_json(await request.read()))
+        except ValidationError as error:
+            return _refusal(422, str(error.errors(include_url=False, include_input=False)[0]))
+        except VolleyError as error:
+            return _refusal(error.status, error.detail)
+        self.n_requests += 1
+        answers = [self._next(asked)] * asked.n
+        head = Head(asked.model or "scripted")
+        if asked.stream:
+            body = encode_finished(dialect.stream(asked, head), answers, _USAGE)
+            return web.Response(body=body, content_type="text/event-stream")
+        return web.Response(body=orjson.dumps(dialect.write(asked, head, answers)), content_type="application/json")
+
+    def _next(self, asked: Asked) -> Answered:
+        if self._script:
+            n = min(self.n_requests, len(self._script)) - 1
+            return _answered(self._script[n], with_calls=self.n_requests <= len(self._script))
+        if asked.reads_calls and asked.messages[-1]["role"] != "tool":
+            tool = asked.tools[0].get("function", {})
+            arguments = orjson.dumps(_example(tool.get("parameters") or {})).decode()
+            call = Call(new_id(), str(tool.get("name")), arguments)
+            return Answered(_SAMPLED, "", calls=(call,), finish_reason="tool_calls")
+        return Answered(_SAMPLED, _KNOWS_NOTHING)
+
+
+def _answered(message: Message, *, with_calls: bool) -> Answered:
+    calls = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    made = tuple(Call(new_id(), str(call.get("name")), _as_text(call.get("arguments"))) for call in calls)
+    if not made or not with_calls:
+        return Answered(_SAMPLED, message["content"])
+    return Answered(_SAMPLED, message["content"], calls=made, finish_reason="tool_calls")
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else orjson.dumps(arguments or {}).decode()
+
+
+_EXAMPLES: Mapping[str, Any] = {"string": "1", "integer": 1, "number": 1.0, "boolean": True, "array": [], "null": None}
+
+
+def _example(schema: Mapping[str, Any]) -> Any:
+    """A value that a simple schema allows."""
+    if schema.get("enum"):
+        return schema["enum"][0]
+    kind = schema.get("type", "object" if "properties" in schema else "string")
+    if kind == "object":
+        required = schema.get("required") or ()
+        return {name: _example(part) for name, part in (schema.get("properties") or {}).items() if name in required}
+    return _EXAMPLES.get(kind, "1") if isinstance(kind, str) else "1"
+
+
+def _refusal(status: int, message: str) -> web.StreamResponse:
+    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
