@@ -1,8 +1,7 @@
-"""HTTP routes with SGLang's names. Bodies are JSON or msgpack by Content-Type; answers have the same format."""
+"""Routes of generation and weights, with SGLang's names. Bodies are JSON or msgpack by Content-Type, as are answers."""
 
 from __future__ import annotations
 
-import dataclasses
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,19 +27,13 @@ from shared.web.openapi import declares, declares_bytes
 router = APIRouter()
 ROLES = {
     "POST /generate": Role.SERVICE,
-    "POST /abort_request": Role.SERVICE,
     "GET /weights": Role.VIEWER,
     "GET /weights/chunks/{digest}": Role.SERVICE,
     "GET /weights/holdings/{digest}": Role.SERVICE,
-    "GET /get_model_info": Role.VIEWER,
-    "GET /get_server_info": Role.VIEWER,
     "POST /weights/stage": Role.ADMIN,
     "POST /weights/commit": Role.ADMIN,
     "POST /update_weights": Role.ADMIN,
     "POST /update_weights_from_disk": Role.ADMIN,
-    "POST /pause_generation": Role.ADMIN,
-    "POST /continue_generation": Role.ADMIN,
-    "POST /flush_cache": Role.ADMIN,
 }
 _CLIENT_CLOSED = 499
 
@@ -112,8 +105,10 @@ async def stage(request: Request, state: Rollout) -> Response:
 async def commit(request: Request, state: Rollout) -> Response:
     """Make the staged `version` serve, between two steps. Refused if `base_version` is given and does not serve."""
     body = await read_body(request)
-    base = _text(body, "base_version") if body.get("base_version") is not None else None
-    return respond(request, _committed(await state.updates.commit(_text(body, "version"), base, _mode(body))))
+    base = text_field(body, "base_version") if body.get("base_version") is not None else None
+    return respond(
+        request, _committed(await state.updates.commit(text_field(body, "version"), base, commit_mode(body)))
+    )
 
 
 @router.get("/weights", tags=["weights"], openapi_extra=declares(answer=schemas.WEIGHTS))
@@ -144,7 +139,7 @@ async def holding(digest: ChunkDigest, state: Rollout) -> Response:
 async def update_weights(request: Request, state: Rollout) -> Response:
     """Stage and commit a version."""
     body = await read_body(request)
-    return respond(request, await _update(state, _weights(body), _mode(body)))
+    return respond(request, await _update(state, _weights(body), commit_mode(body)))
 
 
 @router.post(
@@ -155,76 +150,9 @@ async def update_weights(request: Request, state: Rollout) -> Response:
 async def update_weights_from_disk(request: Request, state: Rollout) -> Response:
     """Stage and commit `model_path`, a checkpoint or a Hugging Face folder below the run's weights root."""
     body = await read_body(request)
-    done = await _update(state, _text(body, "model_path"), _mode(body))
+    done = await _update(state, text_field(body, "model_path"), commit_mode(body))
     return respond(
         request, {"success": True, "message": f"serving {done['version']}", "num_paused_requests": 0, **done}
-    )
-
-
-@router.post("/abort_request", tags=["control"], openapi_extra=declares(body=schemas.ABORT, answer=schemas.ABORTED))
-async def abort_request(request: Request, state: Rollout) -> Response:
-    """End the request `rid`, or all with `abort_all`; each answers with the tokens it has sampled."""
-    body = await read_body(request)
-    everything = body.get("abort_all")
-    if everything is not None and not isinstance(everything, bool):
-        raise InputError(f"abort_all must be true or false, not {reprlib.repr(everything)}")
-    return respond(request, {"aborted": await state.engine.abort(None if everything else _text(body, "rid"))})
-
-
-@router.post("/pause_generation", tags=["control"], openapi_extra=declares(body=schemas.PAUSE, answer=schemas.STATE))
-async def pause_generation(request: Request, state: Rollout) -> Response:
-    """Stop decoding. `mode`: in_place keeps state, retract frees the cache, abort ends running requests."""
-    body = await read_body(request)
-    mode = _mode(body) or "in_place"
-    await state.engine.pause()
-    if mode == "retract":
-        await state.engine.flush_cache()
-    elif mode == "abort":
-        await state.engine.abort(None)
-    return respond(request, {"status": "paused"})
-
-
-@router.post("/continue_generation", tags=["control"], openapi_extra=declares(answer=schemas.STATE))
-async def continue_generation(request: Request, state: Rollout) -> Response:
-    await state.engine.resume()
-    return respond(request, {"status": "running"})
-
-
-@router.post("/flush_cache", tags=["control"], openapi_extra=declares(answer=schemas.STATE))
-async def flush_cache(request: Request, state: Rollout) -> Response:
-    """Drop cached prefixes; running requests keep their tokens and compute their prefixes again."""
-    await state.engine.flush_cache()
-    return respond(request, {"status": "flushed"})
-
-
-@router.get("/get_model_info", tags=["info"], openapi_extra=declares(answer=schemas.MODEL))
-async def get_model_info(request: Request, state: Rollout) -> Response:
-    info = state.info
-    return respond(
-        request,
-        {
-            "model_path": state.spec.model_path,
-            "is_generation": True,
-            "weight_version": state.updates.current,
-            "vocab_size": info.vocab_size,
-            "context_length": info.context_length,
-            "eos_token_ids": list(info.eos_token_ids),
-        },
-    )
-
-
-@router.get("/get_server_info", tags=["info"], openapi_extra=declares(answer=schemas.SERVER))
-async def get_server_info(request: Request, state: Rollout) -> Response:
-    """Return the engine's kind and capabilities, its settings and its present load."""
-    status = dataclasses.asdict(await state.engine.status())
-    return respond(
-        request,
-        {
-            **dataclasses.asdict(state.spec),
-            **dataclasses.asdict(state.info),
-            "engine": state.updates.declared.to_json(),
-            "internal_state": status,
-        },
     )
 
 
@@ -248,7 +176,7 @@ def _with_ids(body: dict[str, Any], state: RolloutState) -> dict[str, Any]:
         raise InputError("this server has no tokenizer", "send input_ids")
     if "input_ids" in body:
         raise InputError("text and input_ids are both there", "send one of them")
-    text = _text(body, "text")
+    text = text_field(body, "text")
     return {**{k: v for k, v in body.items() if k != "text"}, "input_ids": state.tokenizer.encode(text)}
 
 
@@ -256,7 +184,8 @@ def _wants_arrays(request: Request) -> bool:
     return request.headers.get("content-type", "").startswith(codec.MEDIA_TYPE)
 
 
-def _text(body: dict[str, Any], name: str) -> str:
+def text_field(body: dict[str, Any], name: str) -> str:
+    """Read a text that must be there. Raises InputError."""
     value = body.get(name)
     if not isinstance(value, str) or not value:
         raise InputError(f"{name} must be a non-empty string, not {reprlib.repr(value)}")
@@ -264,10 +193,11 @@ def _text(body: dict[str, Any], name: str) -> str:
 
 
 def _weights(body: dict[str, Any]) -> str | WeightOffer:
-    return WeightOffer.from_json(body) if "sources" in body else _text(body, "manifest")
+    return WeightOffer.from_json(body) if "sources" in body else text_field(body, "manifest")
 
 
-def _mode(body: dict[str, Any]) -> CommitMode | None:
+def commit_mode(body: dict[str, Any]) -> CommitMode | None:
+    """Read the field `mode`. Raises InputError."""
     mode = body.get("mode")
     if mode is None:
         return None

@@ -155,6 +155,10 @@ ABORT = _with_example({"anyOf": [_object({"rid": _TEXT}), _object({"abort_all": 
 ABORTED = _object({"aborted": _COUNT})
 PAUSE = _with_example(_object({}, {"mode": _MODE}), mode="in_place")
 STATE = _object({"status": {"type": "string"}})
+CONTINUE = _with_example(_object({}, {"torch_empty_cache": {"type": ["boolean", "null"]}}))
+TAGS = _with_example(_object({}, {"tags": _or_null({"type": "array", "items": {"type": "string"}})}))
+DONE = _object({"success": {"const": True}, "message": {"type": "string"}})
+WEIGHT_VERSION = _object({"weight_version": _VERSION})
 MODEL = _object(
     {
         "model_path": {"type": "string"},
@@ -165,7 +169,11 @@ MODEL = _object(
         "eos_token_ids": {"type": "array", "items": _COUNT},
     }
 )
-SERVER = _object({"engine": _ENGINE, "internal_state": {"type": "object"}})
+SERVER = _object(
+    {"engine": _ENGINE, "internal_state": {"type": "object"}, "version": {"type": "string"}, "tp_size": _COUNT}
+)
+LOADS = _object({"loads": {"type": "array", "items": {"type": "object"}}})
+LOAD: Schema = {"type": "array", "items": {"type": "object"}}
 MODELS = _object({"object": {"const": "list"}, "data": {"type": "array", "items": {"type": "object"}}})
 ANSWER = _object(
     {
