@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
+from shared.dialects.choices import read_format, read_tool_choice
 from shared.dialects.events import event
 from shared.dialects.openai_body import MAX_TOP_LOGPROBS, SamplingBody
 from shared.dialects.records import (
@@ -20,7 +21,6 @@ from shared.dialects.records import (
     Piece,
     Reasoning,
     Sampled,
-    ToolChoice,
     Usage,
 )
 from shared.errors import InputError
@@ -51,6 +51,7 @@ class ChatBody(SamplingBody, json_schema_extra={"examples": [_EXAMPLE]}):
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
 
 
 def read(body: ChatBody) -> Asked:
@@ -82,31 +83,10 @@ def read(body: ChatBody) -> Asked:
         n=body.n or 1,
         logprobs=bool(body.logprobs),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
+        schema=read_format(body.response_format, "response_format"),
         stream=bool(body.stream),
         include_usage=body.wants_usage(),
     )
-
-
-def read_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[ToolChoice, str | None]:
-    """Return the choice, and the function that it names. Raises InputError."""
-    match choice:
-        case None | "auto" | "none":
-            return choice or "auto", None
-        case "required" | "any" if tools:
-            return "required", None
-        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)} if tools:
-            if name not in names_of(tools):
-                raise InputError(f"tool_choice names {name[:80]!r}, which is not in tools")
-            return "required", name
-        case _:
-            hint = "leave out tool_choice" if tools else "leave out tool_choice: there are no tools"
-            raise InputError(f"tool_choice={reprlib.repr(choice)} is not supported", hint)
-
-
-def names_of(tools: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Names of tools in OpenAI's shape."""
-    inner = [tool.get("function") or tool for tool in tools]
-    return [one.get("name") if isinstance(one, Mapping) else None for one in inner]
 
 
 def _continues(body: ChatBody) -> bool:
@@ -146,7 +126,7 @@ def write(
             "index": i,
             "message": message_of(answer),
             "finish_reason": answer.finish_reason,
-            "logprobs": _logprobs(answer.sampled, tokenizer) if asked.logprobs else None,
+            "logprobs": {"content": token_rows(answer.sampled, tokenizer)} if asked.logprobs else None,
             **exact_tokens(answer.sampled),
         }
         for i, answer in enumerate(answers)
@@ -172,7 +152,7 @@ class ChatStream:
         self._envelope = envelope("chat.completion.chunk", "chatcmpl", head)
         self._n_calls = [0] * asked.n
 
-    def begin(self) -> bytes:
+    def begin(self, n_prompt: int = 0) -> bytes:
         role = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(i, role) for i in range(self._asked.n))
 
@@ -180,7 +160,7 @@ class ChatStream:
         deltas = [self._delta(i, piece) for piece in pieces]
         logprobs = None
         if self._asked.logprobs and sampled is not None and len(sampled.ids):
-            logprobs = _logprobs(sampled, self._tokenizer)
+            logprobs = {"content": token_rows(sampled, self._tokenizer)}
             deltas = deltas or [{"content": ""}]
         chunks = [self._chunk(i, delta, logprobs=None if n else logprobs) for n, delta in enumerate(deltas)]
         return b"".join(chunks)
@@ -256,14 +236,15 @@ def _call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _logprobs(sampled: Sampled, tokenizer: ChatTokenizer) -> dict[str, Any]:
+def token_rows(sampled: Sampled, tokenizer: ChatTokenizer) -> list[dict[str, Any]]:
+    """Write tokens with their log-probabilities and the most likely tokens beside them."""
     rows: list[dict[str, Any]] = []
     for n, (token, logprob) in enumerate(zip(sampled.ids.tolist(), sampled.logprobs.tolist(), strict=True)):
         top = sampled.top
         pairs = [] if top is None else zip(top.ids[n].tolist(), top.logprobs[n].tolist(), strict=True)
         others = [_token(tokenizer, other, p) for other, p in pairs]
         rows.append({**_token(tokenizer, token, logprob), "top_logprobs": others})
-    return {"content": rows}
+    return rows
 
 
 def _token(tokenizer: ChatTokenizer, token: int, logprob: float) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class CompletionStream:
         self._asked, self._tokenizer = asked, tokenizer
         self._envelope = envelope("text_completion", "cmpl", head)
 
-    def begin(self) -> bytes:
+    def begin(self, n_prompt: int = 0) -> bytes:
         return b""
 
     def add(self, i: int, pieces: Sequence[Piece], sampled: Sampled | None = None) -> bytes:

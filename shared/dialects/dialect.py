@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shared.dialects import chat, completions
+from shared.dialects import chat, completions, messages, messages_answer, responses, responses_answer
 from shared.dialects.events import AnswerStream
 from shared.dialects.records import Answered, Asked, Head, Usage
 from shared.models.chat import ChatTokenizer
@@ -23,6 +23,7 @@ class Dialect[Body: BaseModel]:
         read: translates a body; raises InputError naming what cannot be honoured.
         write: writes finished answers as JSON.
         stream: begins a stream of answers.
+        format_key: field that asks for JSON.
         default_tokens: `max_tokens` of a request that names none; None for as many as fit.
     """
 
@@ -30,6 +31,7 @@ class Dialect[Body: BaseModel]:
     read: Callable[[Body], Asked]
     write: Callable[[Asked, Head, Sequence[Answered], Usage, ChatTokenizer], dict[str, Any]]
     stream: Callable[[Asked, Head, ChatTokenizer], AnswerStream]
+    format_key: str = "response_format"
     default_tokens: int | None = None
 
 
@@ -39,5 +41,9 @@ COMPLETIONS = Dialect(
     completions.read,
     completions.write,
     completions.CompletionStream,
-    completions.DEFAULT_TOKENS,
+    default_tokens=completions.DEFAULT_TOKENS,
+)
+RESPONSES = Dialect(responses.ResponsesBody, responses.read, responses_answer.write, responses_answer.ResponsesStream)
+MESSAGES = Dialect(
+    messages.MessagesBody, messages.read, messages_answer.write, messages_answer.MessagesStream, "output_config.format"
 )

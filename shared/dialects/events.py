@@ -19,7 +19,9 @@ class AnswerStream(Protocol):
     The order of calls: `begin`, then `add` and at last `finish` for each answer, then `end`.
     """
 
-    def begin(self) -> bytes: ...
+    def begin(self, n_prompt: int = 0) -> bytes:
+        """Encode the beginning. `n_prompt`: number of tokens of the prompt."""
+        ...
 
     def add(self, i: int, pieces: Sequence[Piece], sampled: Sampled | None = None) -> bytes:
         """Encode pieces of answer i. `sampled`: its new tokens, for their log-probabilities."""
@@ -38,7 +40,7 @@ class AnswerStream(Protocol):
 
 def encode_finished(stream: AnswerStream, answers: Sequence[Answered], usage: Usage) -> bytes:
     """Encode finished answers as a whole stream."""
-    parts = [stream.begin()]
+    parts = [stream.begin(usage.prompt)]
     for i, answer in enumerate(answers):
         parts += [stream.add(i, answer.pieces, answer.sampled), stream.finish(i, answer)]
     return b"".join([*parts, stream.end(usage)])

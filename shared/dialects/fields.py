@@ -17,7 +17,7 @@ IGNORED = frozenset(
         *("user", "metadata", "store", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
         *("request_id", "rid", "session_id", "conversation_id", "extra_key", "cache_salt", "priority"),
-        *("custom_labels", "no_logs", "log_metrics", "stream_reasoning"),
+        *("custom_labels", "no_logs", "log_metrics", "stream_reasoning", "thinking", "inference_geo"),
         *("return_token_ids", "return_prompt_token_ids", "spaces_between_special_tokens", "guided_decoding_backend"),
     }
 )
@@ -77,20 +77,35 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that would change an answer, with the values that ask for nothing."""
 
+RESPONSES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **NEUTRAL,
+    "truncation": ("disabled",),
+    "text": ({},),
+    "reasoning": ({},),
+    "include": ([],),
+}
+MESSAGES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {**NEUTRAL, "mcp_servers": ([],), "betas": ([],)}
+
 _HINTS = {
+    "previous_response_id": "; the server keeps no responses: send the whole conversation as input",
+    "conversation": "; the server keeps no conversations: send the whole conversation as input",
     "chat_template": "; render the prompt yourself, and send its ids to /v1/completions",
     "enable_thinking": "; send it to /v1/chat/completions in chat_template_kwargs",
 }
 _MOST_NAMED = 10
 
 
-def honoured(raw: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+def honoured(
+    raw: Mapping[str, Any], known: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
+) -> dict[str, Any]:
     """Return the fields of `raw` that are `known` and not null.
 
     Raises InputError naming the other fields that would change the answer.
     """
     given = {str(name): value for name, value in raw.items() if value is not None}
-    refused = [name for name in given.keys() - known.keys() - IGNORED if not _asks_for_nothing(name, given[name])]
+    refused = [
+        name for name in given.keys() - known.keys() - IGNORED if not is_one_of(given[name], neutral.get(name, ()))
+    ]
     if refused:
         told = [f"{name[:80]}={reprlib.repr(given[name])}" for name in sorted(refused)[:_MOST_NAMED]]
         hints = "".join(_HINTS.get(name, "") for name in sorted(refused))
@@ -101,7 +116,3 @@ def honoured(raw: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]
 def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Return whether `value` is one of the options by JSON's equality (false is not 0); an array never is."""
     return any(type(value) in ((int, float) if type(one) is int else (type(one),)) and value == one for one in allowed)
-
-
-def _asks_for_nothing(name: str, value: Any) -> bool:
-    return is_one_of(value, NEUTRAL.get(name, ()))

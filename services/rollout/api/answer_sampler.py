@@ -60,7 +60,7 @@ class AnswerSampler:
 
         def sink(i: int, pieces: list[Piece], sampled: Sampled | None) -> None:
             nonlocal begun
-            data = (b"" if begun else stream.begin()) + stream.add(i, pieces, sampled)
+            data = (b"" if begun else stream.begin(sum(map(len, self._ids)))) + stream.add(i, pieces, sampled)
             begun = True
             if data:
                 put(data)

@@ -1,7 +1,8 @@
-"""OpenAI's routes on the same engine, for clients that send text (shared.dialects)."""
+"""Routes of OpenAI and Anthropic on the same engine, for clients that send text (shared.dialects)."""
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,12 @@ from services.rollout.api.answer_sampler import AnswerSampler
 from services.rollout.api.event_stream import EventStream
 from services.rollout.api.generation import ClientGone
 from services.rollout.api.routes import Rollout, RolloutState
-from shared.dialects.dialect import CHAT, COMPLETIONS, Dialect
+from shared.dialects.dialect import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Dialect
+from shared.dialects.messages import CountBody
+from shared.dialects.messages import read as read_count
 from shared.dialects.prompts import Prompt, render
 from shared.dialects.records import Asked, Head
-from shared.errors import InputError
+from shared.errors import InputError, NotFound
 from shared.models.chat import ChatTokenizer
 from shared.web.access import Role
 from shared.web.http import read_model, respond
@@ -25,6 +28,10 @@ from shared.web.openapi import declares
 router = APIRouter(prefix="/v1", tags=["openai"])
 ROLES = {
     "GET /v1/models": Role.VIEWER,
+    "GET /v1/models/{name:path}": Role.VIEWER,
+    "POST /v1/responses": Role.SERVICE,
+    "POST /v1/messages": Role.SERVICE,
+    "POST /v1/messages/count_tokens": Role.SERVICE,
     "POST /v1/completions": Role.SERVICE,
     "POST /v1/chat/completions": Role.SERVICE,
 }
@@ -32,13 +39,17 @@ ROLES = {
 
 @router.get("/models", openapi_extra=declares(answer=schemas.MODELS))
 async def models(request: Request, state: Rollout) -> Response:
-    model = {
-        "id": _model_name(state),
-        "object": "model",
-        "owned_by": "volley",
-        "max_model_len": state.info.context_length,
-    }
-    return respond(request, {"object": "list", "data": [model]})
+    one = _model(state)
+    return respond(
+        request, {"object": "list", "data": [one], "first_id": one["id"], "last_id": one["id"], "has_more": False}
+    )
+
+
+@router.get("/models/{name:path}", openapi_extra=declares(answer=schemas.SERVED_MODEL))
+async def model(request: Request, name: str, state: Rollout) -> Response:
+    if name != _model_name(state):
+        raise NotFound(f"this server has no model {name[:80]!r}", f"its model is {_model_name(state)}")
+    return respond(request, _model(state))
 
 
 @router.post("/completions", openapi_extra=declares(body=COMPLETIONS.body, answer=schemas.ANSWER))
@@ -54,14 +65,40 @@ async def complete_chat(request: Request, state: Rollout) -> Response:
     """Answers from the tokens of the model's chat template. Fields of OpenAI, vLLM and SGLang that would change the
     answer and are not supported are refused by name; a null field is an absent one.
     """
-    asked = CHAT.read(await read_model(request, CHAT.body))
-    return await _respond(request, state, CHAT, asked, [render(asked, _tokenizer(state))])
+    return await _converse(request, state, CHAT)
+
+
+@router.post("/responses", openapi_extra=declares(body=RESPONSES.body, answer=schemas.RESPONSE))
+async def respond_to_input(request: Request, state: Rollout) -> Response:
+    """Answers as OpenAI's Responses API, without state: `input` is the whole conversation."""
+    return await _converse(request, state, RESPONSES)
+
+
+@router.post("/messages", openapi_extra=declares(body=MESSAGES.body, answer=schemas.MESSAGE))
+async def answer_messages(request: Request, state: Rollout) -> Response:
+    """Answers as Anthropic's Messages API."""
+    return await _converse(request, state, MESSAGES)
+
+
+@router.post("/messages/count_tokens", openapi_extra=declares(body=CountBody, answer=schemas.COUNT))
+async def count_tokens(request: Request, state: Rollout) -> Response:
+    """Counts the tokens of a prompt."""
+    asked = read_count(await read_model(request, CountBody))
+    return respond(request, {"input_tokens": len(render(asked, _tokenizer(state)).ids)})
+
+
+async def _converse(request: Request, state: RolloutState, dialect: Dialect[Any]) -> Response:
+    asked = dialect.read(await read_model(request, dialect.body))
+    return await _respond(request, state, dialect, asked, [render(asked, _tokenizer(state))])
 
 
 async def _respond(
     request: Request, state: RolloutState, dialect: Dialect[Any], asked: Asked, prompts: Sequence[Prompt]
 ) -> Response:
     """Answer with JSON, or with events if the request asks for a stream. Raises InputError."""
+    if asked.schema is not None:
+        hint = "leave it out: the engine cannot force an answer into a format"
+        raise InputError(f"{dialect.format_key}={reprlib.repr(asked.schema)} is not supported", hint)
     sampler, tokenizer = AnswerSampler(state, asked, prompts, dialect.default_tokens), _tokenizer(state)
     head = Head(_model_name(state), state.updates.current)
     if asked.stream:
@@ -73,6 +110,21 @@ async def _respond(
         return Response(status_code=499)
     body = dialect.write(asked, head, answers, usage, tokenizer)
     return respond(request, body | ({"prompt_token_ids": prompts[0].ids} if len(prompts) == 1 else {}))
+
+
+def _model(state: RolloutState) -> dict[str, Any]:
+    """Describe the model to clients of OpenAI and of Anthropic."""
+    name = _model_name(state)
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "volley",
+        "max_model_len": state.info.context_length,
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
 
 
 def _model_name(state: RolloutState) -> str:

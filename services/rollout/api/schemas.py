@@ -175,6 +175,10 @@ SERVER = _object(
 LOADS = _object({"loads": {"type": "array", "items": {"type": "object"}}})
 LOAD: Schema = {"type": "array", "items": {"type": "object"}}
 MODELS = _object({"object": {"const": "list"}, "data": {"type": "array", "items": {"type": "object"}}})
+SERVED_MODEL = _object({"id": {"type": "string"}, "object": {"const": "model"}})
+RESPONSE = _object({"id": {"type": "string"}, "object": {"const": "response"}, "output": {"type": "array"}})
+MESSAGE = _object({"id": {"type": "string"}, "type": {"const": "message"}, "content": {"type": "array"}})
+COUNT = _object({"input_tokens": _COUNT})
 ANSWER = _object(
     {
         "id": {"type": "string"},

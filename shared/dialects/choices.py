@@ -1,0 +1,51 @@
+"""Choice of tools and format of an answer, which every dialect spells in its own way."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shared.dialects.records import ToolChoice
+from shared.errors import InputError
+
+
+def read_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[ToolChoice, str | None]:
+    """Return the choice, and the function that it names. Raises InputError.
+
+    Args:
+        tools: in OpenAI's shape.
+    """
+    match choice:
+        case None | "auto" | "none":
+            return choice or "auto", None
+        case "required" | "any" if tools:
+            names = _names(tools)
+            return "required", names[0] if len(names) == 1 else None
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)} if tools:
+            if name not in _names(tools):
+                raise InputError(f"tool_choice names {name[:80]!r}, which is not in tools")
+            return "required", name
+        case _:
+            hint = "leave out tool_choice" if tools else "leave out tool_choice: there are no tools"
+            raise InputError(f"tool_choice={reprlib.repr(choice)} is not supported", hint)
+
+
+def read_format(given: Any, key: str) -> Mapping[str, Any] | None:
+    """Return the JSON schema of a format; {} for any JSON object, None for text. Raises InputError naming `key`."""
+    match given:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return schema
+        case _:
+            raise InputError(f"{key}={reprlib.repr(given)} is not supported", "leave it out")
+
+
+def _names(tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+    inner = [tool.get("function") or tool for tool in tools]
+    return [one.get("name") if isinstance(one, Mapping) else None for one in inner]
