@@ -43,7 +43,17 @@ COMPLETIONS = Dialect(
     completions.CompletionStream,
     default_tokens=completions.DEFAULT_TOKENS,
 )
-RESPONSES = Dialect(responses.ResponsesBody, responses.read, responses_answer.write, responses_answer.ResponsesStream)
+RESPONSES = Dialect(
+    responses.ResponsesBody,
+    responses.read,
+    responses_answer.write,
+    responses_answer.ResponsesStream,
+    format_key="text.format",
+)
 MESSAGES = Dialect(
-    messages.MessagesBody, messages.read, messages_answer.write, messages_answer.MessagesStream, "output_config.format"
+    messages.MessagesBody,
+    messages.read,
+    messages_answer.write,
+    messages_answer.MessagesStream,
+    format_key="output_config.format",
 )

@@ -328,7 +328,7 @@ class _Edge:
                 raise RateLimited("too many admin requests", "services.limits.admin_per_s sets the limit", wait_s)
 
     def _authorize(self, scope: Scope, tokens: AccessTokens, needed: Role) -> None:
-        role = tokens.role_of(next((value for key, value in scope["headers"] if key == b"authorization"), b""))
+        role = tokens.role_of(bearer(scope["headers"]))
         if role is None:
             raise Unauthorized("missing or wrong bearer token", "send Authorization: Bearer <token>")
         if role < needed:
@@ -362,6 +362,12 @@ class _Edge:
             raise Unavailable(f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
         finally:
             self._arriving -= size
+
+
+def bearer(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return a request's Authorization header, or the token of `x-api-key`, which Anthropic's clients send, as one."""
+    given = {key: value for key, value in reversed(headers) if key in (b"authorization", b"x-api-key")}
+    return given.get(b"authorization") or b"Bearer " + given.get(b"x-api-key", b"")
 
 
 def _allowed(scope: Scope) -> str:

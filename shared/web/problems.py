@@ -9,7 +9,7 @@ import orjson
 
 MEDIA_TYPE = "application/problem+json"
 _FOLDER = "/v1/"
-_ROUTES = ("/completions", "/models", "/embeddings", "/responses")
+_ROUTES = ("/completions", "/models", "/embeddings", "/responses", "/messages")
 """Ends of the paths that a client requests if its base URL lacks the folder."""
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -149,3 +150,16 @@ async def test_openais_client_tells_what_was_wrong(case: str, tmp_path: Path) ->
     assert caught.value.type is not None
     if status in (429, 503):
         assert int(caught.value.response.headers["retry-after"]) >= 1
+
+
+async def test_anthropics_client_sends_its_token_in_its_own_header(tmp_path: Path) -> None:
+    async with rollout(tmp_path) as server:
+        for role, error in (
+            ("service", None),
+            ("viewer", anthropic.PermissionDeniedError),
+            ("nobody", anthropic.AuthenticationError),
+        ):
+            async with anthropic.AsyncAnthropic(base_url=server.url, api_key=secret(role), max_retries=0) as client:
+                asking = client.messages.create(model="m", max_tokens=2, messages=[{"role": "user", "content": "hi"}])
+                with pytest.raises(error) if error else nullcontext():
+                    await asking

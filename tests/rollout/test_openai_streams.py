@@ -4,71 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import openai
 import pytest
 
-from services.rollout.api.generation import GenerationRunner
-from services.rollout.app import build_app
-from services.rollout.engines.base import EngineInfo, GenerateRequest, GenerateResult, NewTokens, OnTokens
-from services.rollout.weights.serving import Serving
-from services.rollout.weights.updater import WeightUpdater
-from shared.errors import EngineDied
-from shared.models.config import ModelConfig
-from tests.support import models
-from tests.support.asgi import served
-from tests.support.engine import SETTINGS, FakeEngine
-from tests.support.tokenizer import tiny_tokenizer
+from tests.rollout.speaking import TOKENIZER, running
 
 HI: Any = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-TOKENIZER = tiny_tokenizer()
-
-
-def saying(text: str, *, ended: bool = True) -> Callable[[GenerateRequest], np.ndarray]:
-    """Draw of an engine whose answer is a text."""
-    return lambda _: np.array([*TOKENIZER.encode(text), *([TOKENIZER.eos_id] if ended else [])], np.int32)
-
-
-@dataclass
-class Speaking(FakeEngine):
-    """Args: dies: after the first token of a stream."""
-
-    dies: bool = False
-    info: EngineInfo = field(default_factory=lambda: EngineInfo(512, 256, 4096, 16, (TOKENIZER.eos_id,), 0.0, 1))
-
-    async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
-        if self.dies and on_tokens is not None:
-            on_tokens(NewTokens(np.array(TOKENIZER.encode("H"), np.int32), np.zeros(1, np.float32)))
-            raise EngineDied("out of memory")
-        return await super().generate(request, on_tokens)
-
-
-@dataclass
-class Server:
-    engine: Speaking
-    client: openai.AsyncOpenAI
-    http: httpx.AsyncClient
-
-
-@asynccontextmanager
-async def running(folder: Path, text: str = "Hello, 😀 you!", **engine: Any) -> AsyncIterator[Server]:
-    speaking = Speaking(version="e000001-s000000", draw=saying(text), **engine)
-    state = Serving("e000001-s000000")
-    updates = WeightUpdater(speaking, folder, ModelConfig.parse(models.tiny_config()), "test", state=state)
-    app = build_app(SETTINGS, speaking, updates, GenerationRunner(speaking, 0.2, updates), None)
-    async with (
-        served(app) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-        httpx.AsyncClient(base_url=url) as http,
-    ):
-        yield Server(speaking, client, http)
 
 
 async def test_text_arrives_while_it_is_sampled(tmp_path: Path) -> None:
@@ -117,7 +62,7 @@ async def test_a_client_that_leaves_ends_its_request(tmp_path: Path) -> None:
 async def test_errors_before_and_in_a_stream_reach_the_client(tmp_path: Path) -> None:
     async with running(tmp_path, delay_s=0.5) as server:
         with pytest.raises(openai.UnprocessableEntityError, match="context"):
-            await server.client.chat.completions.create(**HI, stream=True, max_tokens=999)
+            await server.client.chat.completions.create(**HI, stream=True, max_tokens=9999)
         server.engine.dies = True
         stream = await server.client.chat.completions.create(**HI, stream=True)
         texts = list[str | None]()

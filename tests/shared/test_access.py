@@ -76,6 +76,10 @@ rollout       service POST /abort_request
 rollout       service POST /v1/completions
 rollout       service POST /v1/chat/completions
 rollout       viewer  GET /v1/models
+rollout       viewer  GET /v1/models/{name}
+rollout       service POST /v1/responses
+rollout       service POST /v1/messages
+rollout       service POST /v1/messages/count_tokens
 rollout       viewer  GET /weights
 rollout       service GET /weights/chunks/{digest}
 rollout       service GET /weights/holdings/{digest}

@@ -28,7 +28,7 @@ from shared.web.openapi import declares
 router = APIRouter(prefix="/v1", tags=["openai"])
 ROLES = {
     "GET /v1/models": Role.VIEWER,
-    "GET /v1/models/{name:path}": Role.VIEWER,
+    "GET /v1/models/{name}": Role.VIEWER,
     "POST /v1/responses": Role.SERVICE,
     "POST /v1/messages": Role.SERVICE,
     "POST /v1/messages/count_tokens": Role.SERVICE,
@@ -45,7 +45,7 @@ async def models(request: Request, state: Rollout) -> Response:
     )
 
 
-@router.get("/models/{name:path}", openapi_extra=declares(answer=schemas.SERVED_MODEL))
+@router.get("/models/{name}", openapi_extra=declares(answer=schemas.SERVED_MODEL))
 async def model(request: Request, name: str, state: Rollout) -> Response:
     if name != _model_name(state):
         raise NotFound(f"this server has no model {name[:80]!r}", f"its model is {_model_name(state)}")
