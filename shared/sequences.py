@@ -106,12 +106,13 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSequence:
-    """One whole sequence of an episode; arrays as in `Trajectory`.
+    """One whole sequence of an episode; arrays as in `Trajectory`, `parent` as in `Branch`.
 
     The first `shared` tokens belong to earlier sequences: their mask and log-probabilities are 0 here, and `versions`
     and `turns` have only those of the sequence's own tokens.
     """
 
+    parent: int
     shared: int
     token_ids: np.ndarray
     loss_mask: np.ndarray
@@ -135,6 +136,7 @@ def whole(parent: EpisodeSequence | None, branch: Branch) -> EpisodeSequence:
         return own if before is None or not n else before[:n] if own is None else np.concatenate([before[:n], own])
 
     return EpisodeSequence(
+        branch.parent,
         n,
         branch.token_ids if parent is None else np.concatenate([parent.token_ids[:n], branch.token_ids]),
         np.concatenate([np.zeros(n, np.uint8), branch.loss_mask]),

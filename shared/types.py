@@ -46,6 +46,7 @@ from shared.sequences import (
 
 SCHEMA = 1
 Status = Literal["completed", "truncated"]
+StoredArray = Literal["token_ids", "loss_mask", "logprobs", "teacher_logprobs"]
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"
 """Role of the turns that the model samples."""
@@ -107,12 +108,24 @@ class Trajectory:
     @property
     def n_sampled(self) -> int:
         """Number of sampled tokens in all sequences."""
-        return int(self.loss_mask.sum()) + sum(int(branch.loss_mask.sum()) for branch in self.branches)
+        return int(self.stored("loss_mask").sum())
 
     @property
     def n_stored(self) -> int:
         """Number of tokens in all sequences, each token once."""
-        return len(self.token_ids) + sum(len(branch.token_ids) for branch in self.branches)
+        return sum(self.own_lengths())
+
+    def stored(self, name: StoredArray) -> np.ndarray:
+        """Return an array of all stored tokens: the own tokens of each sequence, sequence 0 first.
+
+        `teacher_logprobs` needs a teacher.
+        """
+        made: np.ndarray = getattr(self, name)
+        return np.concatenate([made, *(getattr(b, name) for b in self.branches)]) if self.branches else made
+
+    def own_lengths(self) -> list[int]:
+        """Number of tokens that each sequence stores."""
+        return [len(self.token_ids), *(len(branch.token_ids) for branch in self.branches)]
 
     def all_spans(self) -> Iterator[VersionSpan]:
         """Version spans of all sequences."""
@@ -129,8 +142,8 @@ class Trajectory:
 
     def sequences(self) -> tuple[EpisodeSequence, ...]:
         """Return all sequences whole, sequence 0 first. The trajectory must be valid."""
-        names = [f.name for f in dataclasses.fields(EpisodeSequence) if f.name != "shared"]
-        made = [EpisodeSequence(0, **{name: getattr(self, name) for name in names})]
+        names = [f.name for f in dataclasses.fields(EpisodeSequence) if f.name not in ("parent", "shared")]
+        made = [EpisodeSequence(-1, 0, **{name: getattr(self, name) for name in names})]
         for branch in self.branches:
             made.append(whole(made[branch.parent] if branch.parent >= 0 else None, branch))
         return tuple(made)

@@ -41,7 +41,7 @@ from shared.run.checkpoint_files import ManifestLeaf
 from shared.run.commits import CommitLog
 from shared.run.state import TrainerState
 from shared.schema import RunConfig
-from shared.types import Group, Lineage, Trajectory, VersionSpan, WeightVersion
+from shared.types import Branch, Group, Lineage, Trajectory, VersionSpan, WeightVersion
 from tools.simulated.trainer import NumpyArrays
 from volley.runs.record import claimed, mark_finished
 
@@ -52,7 +52,13 @@ HUGE = 1e6
 def step_metrics(held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
     """Of a step after `before` whose learner measures nothing."""
     after = WeightVersion(before.epoch, before.step + 1)
-    told: dict[str, Any] = {"step": after.step, "version": str(after), "tokens": 1, **of_groups(held, before.step)}
+    n_tokens = sum(one.n_sampled for h in held for one in h.group.trajectories)
+    told: dict[str, Any] = {
+        "step": after.step,
+        "version": str(after),
+        "tokens": n_tokens,
+        **of_groups(held, before.step),
+    }
     measured = [one.name for one in fields(StepMetrics) if one.default_factory is MISSING]
     return StepMetrics(**dict.fromkeys(measured, 0.0) | told)
 
@@ -69,6 +75,7 @@ def _trajectory(ticket: int, sample_index: int, version: WeightVersion, reward: 
     logprobs = np.where(mask, -rng.exponential(1.0, 9), 0).astype(np.float32)
     spans = (VersionSpan(str(version), 3, 6), VersionSpan(str(version), 7, 9))
     ids = rng.integers(1, 90, 9).astype(np.int32)
+    branches = (_branch(ids, version),) if sample_index else ()
     return Trajectory(
         ticket,
         sample_index,
@@ -84,7 +91,14 @@ def _trajectory(ticket: int, sample_index: int, version: WeightVersion, reward: 
         reward,
         reward > 0,
         "completed",
+        branches=branches,
     )
+
+
+def _branch(ids: np.ndarray, version: WeightVersion) -> Branch:
+    """Another answer after the episode's first."""
+    logprobs = np.array([0, -1, -2], np.float32)
+    return Branch(0, 6, ids[:3], np.array([0, 1, 1], np.uint8), logprobs, (VersionSpan(str(version), 7, 9),), ())
 
 
 class Weightless:

@@ -100,7 +100,7 @@ def test_an_episode_with_fewer_turns_is_compared_where_it_had_one():
 )
 def test_rewards_of_tokens_add_up_to_the_episodes(reward: float, turns: list[float], credit):
     one = trajectory(reward, turns=turns)
-    found = of_tokens(one, credit)
+    found = of_tokens(one, credit).tokens
     assert found.sum() == pytest.approx(reward, abs=1e-9)
     assert not found[~SAMPLED].any()
 
@@ -138,11 +138,11 @@ def test_rewards_are_normalized_over_those_that_belong_together():
         made = algorithm(section, 1, 8).token_rewards(groups)
         for group, given_rewards, pool in zip(made, rewards, pools, strict=True):
             wanted = (given_rewards - pool.mean()) / (pool.std() + 1e-6)
-            assert [one.sum() for one in group] == pytest.approx(wanted.tolist(), rel=1e-6)
+            assert [one.total for one in group] == pytest.approx(wanted.tolist(), rel=1e-6)
     how = schema.RewardNormalization(grouping="batch", method="asym_clip")
     section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
     made = algorithm(section, 1, 8).token_rewards([episodes(*[0.0] * 30, 100.0, -5.0)])
-    totals = [one.sum() for one in made[0]]
+    totals = [one.total for one in made[0]]
     assert (max(totals), min(totals) > -1) == (3.0, True)
 
 
@@ -241,7 +241,7 @@ def test_a_normalized_reward_of_a_failed_episode_is_at_its_last_sampled_token(na
         section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
         made = algorithm(section, 1, 8)
     group = [Episode(trajectory(r), values=np.zeros(N, np.float32)) for r in (0.0, 0.0, 1.0, 1.0)]
-    found = made.token_rewards([group])[0]
+    found = [one.tokens for one in made.token_rewards([group])[0]]
     for one, sign in zip(found, (-1, -1, 1, 1), strict=True):
         assert np.flatnonzero(one).tolist() == [N - 1]
         assert one[-1] == pytest.approx(sign, rel=1e-4)
@@ -252,7 +252,7 @@ def test_normalizing_enormous_rewards_keeps_their_proportions():
     how = schema.RewardNormalization(grouping="state", method="mean_std")
     made = algorithm(schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how), 1, 8)
     small, large = (
-        [one.sum() for one in made.token_rewards([episodes(*(scale * r for r in (0.0, 1.0, 2.0, 5.0)))])[0]]
+        [one.total for one in made.token_rewards([episodes(*(scale * r for r in (0.0, 1.0, 2.0, 5.0)))])[0]]
         for scale in (1.0, 1e17)
     )
     assert large == pytest.approx(small, rel=1e-5)

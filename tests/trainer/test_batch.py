@@ -8,7 +8,7 @@ from services.trainer.batches.batch import (
     by_row,
     left_out,
     micro_batches,
-    policy_row,
+    policy_rows,
     row_weights,
     supervised_row,
 )
@@ -81,14 +81,14 @@ def test_too_long_and_too_many_are_refused():
 
 def test_policy_rows_mark_tokens_of_the_trained_version():
     groups = [group(1, "e000002-s000003"), group(2, "e000001-s000002")]
-    made = [policy_row(t, WeightVersion(2, 3)) for one in groups for t in one.trajectories]
+    made = [policy_rows(t, WeightVersion(2, 3))[0] for one in groups for t in one.trajectories]
     assert [bool(row.current.any()) for row in made] == [True, True, False, False]
     assert np.array_equal(made[0].current, made[0].mask)
 
 
 def test_an_episode_that_does_not_count_has_no_trainable_token():
     trajectory = group(1, "e000002-s000003").trajectories[0]
-    row = left_out(policy_row(trajectory, WeightVersion(2, 3)))
+    row = left_out(policy_rows(trajectory, WeightVersion(2, 3))[0])
     assert (row.n_tokens, trajectory.n_sampled > 0) == (0, True)
     assert not make([row], 1)[0].current.any()
 

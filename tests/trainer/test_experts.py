@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 
 from services.trainer.algorithms.supervised import supervised_loss
-from services.trainer.batches.batch import Batch, BatchLayout, Row, arranged, assembled, by_row, policy_row
+from services.trainer.batches.batch import Batch, BatchLayout, Row, arranged, assembled, by_row, policy_rows
 from services.trainer.groups.group_buffer import GroupBuffer, ready_group
 from services.trainer.learner.policy import Policy
 from services.trainer.learner.scoring import Scorer, objective, params_of
@@ -257,7 +257,7 @@ def test_what_filters_compare_is_computed_by_the_engine_s_experts() -> None:
         for one in (routed_group(1), group(1, str(START), seed=5))
     )
     assert given != plain
-    assert policy_row(routed_group(1).trajectories[0], WeightVersion(1, 0)).routed is not None
+    assert policy_rows(routed_group(1).trajectories[0], WeightVersion(1, 0))[0].routed is not None
 
 
 @pytest.mark.parametrize(

@@ -17,4 +17,11 @@ def content_of(group: Group) -> bytes:
             one.logprobs.tobytes(),
             np.float64(one.reward).tobytes(),
         ]
+        for branch in one.branches:
+            parts += [
+                np.array([branch.parent, branch.shared]).tobytes(),
+                branch.token_ids.tobytes(),
+                branch.loss_mask.tobytes(),
+                branch.logprobs.tobytes(),
+            ]
     return b"".join(parts)

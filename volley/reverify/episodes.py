@@ -59,6 +59,8 @@ async def rejudge(client: EnvClient, tokenizer: ChatTokenizer, trajectory: Traje
         trajectory.reward,
         trajectory.success,
     )
+    if trajectory.branches:
+        return replace(known, why="an episode of several sequences has no single list of messages")
     try:
         reward, success = await _played(client, trajectory, said(tokenizer, trajectory), seed, env)
     except VolleyError as error:

@@ -153,7 +153,7 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
     last = len(fates.n_trained) + len(fates.voids) + max_staleness * batch + _BEYOND
     assignment, damaged = mixture.assigned(folder.mixture, run.data, last)
     findings.add(damaged)
-    bounds = GroupBounds(name, max_staleness, run.grpo_config.num_generations, assignment, last, spend)
+    bounds = GroupBounds(name, max_staleness, run.grpo_config.num_generations, assignment, last, spend, metrics)
     findings.add(groups.check(folder.archive, fates.steps, head, bounds))
     findings.add(refusals.check(folder, fates.voids.values(), name, spend))
     differing = [] if isinstance(seen, str) else queue.check(seen, head, fates.n_trained.keys() | fates.voids.keys())

@@ -1,10 +1,13 @@
 """Compare the archive with the ledger.
 
-Each step has its recorded groups, fresh enough and of this lineage.
+Each step has its recorded groups, fresh enough and of this lineage. A group that decodes stores each sampled token of
+its episodes once, branches included (see shared.types); a step with branches trained each once if its line of metrics
+counts as many tokens as the episodes have.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +19,12 @@ from shared.run.ledger import Line
 from shared.run.mixture import TicketAssignment
 from shared.run.state import TrainerState, epoch_of, in_lineage, until
 from shared.types import Group, WeightVersion
+from volley.verify.records import Metrics
 from volley.verify.violation import Violation, ViolationKind
 
 _MOST_MISSING = 1000
+_EXACT, _ROUNDING = 2**24, 1e-6
+"""The trainer adds tokens as float32: exact up to this number, and within this relative error above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,7 @@ class GroupBounds:
     """Bounds on the groups of a run.
 
     `max_staleness`: in steps. `group_size`: most episodes of a group. `assignment`: environment of each ticket up to
-    `last_ticket`. `spend`: called with the bytes that archives unpack to.
+    `last_ticket`. `spend`: called with the bytes that archives unpack to. `metrics`: lines of metrics by step.
     """
 
     run: str
@@ -35,6 +41,34 @@ class GroupBounds:
     assignment: TicketAssignment
     last_ticket: int
     spend: Spend
+    metrics: Metrics
+
+
+@dataclass(slots=True)
+class _SampledTokens:
+    """Sampled tokens of a step's groups: all, and those of episodes that were not truncated."""
+
+    every: int = 0
+    untruncated: int = 0
+    has_branches: bool = False
+
+    def add(self, group: Group) -> None:
+        for one in group.trajectories:
+            self.every += one.n_sampled
+            self.untruncated += one.n_sampled * (one.status != "truncated")
+            self.has_branches |= bool(one.branches)
+
+    def differs(self, trained: object) -> tuple[ViolationKind, str] | None:
+        """Compare with the number of trained tokens in the step's metrics, for a step with branches.
+
+        Tokens of truncated episodes may be left out (`algorithm.mask_truncated`).
+        """
+        if not self.has_branches or not isinstance(trained, int | float):
+            return None
+        if any(math.isclose(trained, n, rel_tol=_ROUNDING * (n > _EXACT)) for n in (self.every, self.untruncated)):
+            return None
+        detail = f"its episodes have {self.every} sampled tokens, metrics.jsonl says that {trained} were trained"
+        return (ViolationKind.DOUBLY_TRAINED if trained > self.every else ViolationKind.METRICS), detail
 
 
 def check(root: Path, steps: dict[int, list[Line]], head: TrainerState, bounds: GroupBounds) -> Iterator[Violation]:
@@ -61,7 +95,7 @@ def _step(
 ) -> Iterator[Violation]:
     file = archive.path_of(Path(root.name), version).as_posix()
     of_ticket = {line["ticket"]: line for line in lines}
-    tickets, here = list[int](), set[int]()
+    tickets, here, sampled = list[int](), set[int](), _SampledTokens()
     try:
         for payload in archive.read(root, bounds.run, version, bounds.spend):
             group = _decoded(payload)
@@ -81,6 +115,7 @@ def _step(
                 found.append((ViolationKind.DOUBLY_TRAINED, f"archived at steps {seen[ticket]} and {version.step}"))
             tickets.append(ticket)
             here.add(ticket)
+            sampled.add(group)
             yield from (Violation(kind, detail, ticket, version.step, file) for kind, detail in found)
     except DecodeError as error:
         yield Violation(ViolationKind.ARCHIVE, error.detail, step=version.step, file=file)
@@ -93,6 +128,8 @@ def _step(
             step=version.step,
             file=file,
         )
+    elif (differs := sampled.differs(bounds.metrics.get(version.step, {}).get("tokens"))) is not None:
+        yield Violation(*differs, step=version.step, file=file)
 
 
 def _decoded(payload: bytes) -> Group | DecodeError:
@@ -111,7 +148,7 @@ def _group(
         return
     if 0 < group.ticket <= bounds.last_ticket and group.env != (env := bounds.assignment.of(group.ticket).env):
         yield ViolationKind.MIXTURE, f"its environment is {group.env[:80]!r}, the mixture says {env!r}"
-    sampled = sorted({WeightVersion.parse(span.version) for t in group.trajectories for span in t.versions})
+    sampled = sorted({WeightVersion.parse(span.version) for t in group.trajectories for span in t.all_spans()})
     present, ancestors = made.step - 1, until(made.epoch, head.lineage)
     for version in sampled:
         if present - version.step > bounds.max_staleness:

@@ -24,7 +24,7 @@ from shared.clients.teacher import TeacherAway, TeacherRefused
 from shared.errors import RateLimited, StorageUnavailable, VolleyError
 from shared.files.spending import SpendingStore
 from shared.process import telemetry
-from shared.types import Trajectory
+from shared.types import EpisodeSequence, Trajectory
 
 _AGAIN_S, _MOST_S = 0.1, 30.0
 """Pause between two requests, in seconds: the first, and the longest."""
@@ -69,29 +69,44 @@ class EpisodeTeaching:
         self._budget, self._warned_at = budget, -_TELL_S
 
     async def taught(self, trajectory: Trajectory, budget: TokenBudget) -> Trajectory:
-        """Return the episode with the teacher's log-probabilities.
+        """Return the episode with the teacher's log-probabilities of each of its sequences.
 
         Raises VolleyError if the attempts are used up, or another one cannot help.
         """
-        first, pause_s = trajectory.prompt_len, _AGAIN_S
+        made = [await self._logprobs(one, budget) for one in trajectory.sequences()]
+        of_branches = zip(trajectory.branches, made[1:], strict=True)
+        taught = replace(
+            trajectory,
+            teacher_logprobs=made[0],
+            branches=tuple(replace(branch, teacher_logprobs=own) for branch, own in of_branches),
+            attempt=budget.used,
+            failures=dict(budget.failures),
+        )
+        taught.validate()
+        return taught
+
+    async def _logprobs(self, sequence: EpisodeSequence, budget: TokenBudget) -> np.ndarray:
+        """Ask about one sequence until there is an answer: float32 of its own tokens, 0 where not sampled.
+
+        Raises as `taught`.
+        """
+        first, pause_s = int(np.flatnonzero(sequence.loss_mask)[0]), _AGAIN_S
         while True:
             try:
                 with self._status.waits_on(_TEACHER):
                     async with self._places:
-                        logprobs = await self._ask_until_answered(trajectory.token_ids, first)
+                        logprobs = await self._ask_until_answered(sequence.token_ids, first)
                 break
             except VolleyError as error:
                 _log.warning("the teacher failed an episode", error=str(error), attempt=budget.used + 1)
                 budget.spend(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MOST_S)
-        made = np.zeros(len(trajectory.token_ids), np.float32)
+        made = np.zeros(len(sequence.token_ids), np.float32)
         made[first:] = logprobs
-        made[trajectory.loss_mask == 0] = 0.0
+        made[sequence.loss_mask == 0] = 0.0
         self._status.moved()
-        taught = replace(trajectory, teacher_logprobs=made, attempt=budget.used, failures=dict(budget.failures))
-        taught.validate()
-        return taught
+        return made[sequence.shared :]
 
     async def _ask_until_answered(self, ids: np.ndarray, start: int) -> np.ndarray:
         """Ask until there is an answer, or one that fails. It counts as one request."""

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from services.orchestrator.disk import retry_while_disk_full
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.turn import SamplingSpec
@@ -47,6 +49,8 @@ GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 1}
 _N_SAMPLES = 4
 _MOST_TEXT = 2**18
 """Largest text of a sample, in characters: its line is handed over whole, in a body of limited size."""
+_MOST_BRANCHES = 64
+"""Most branches of a sample's episode in its line."""
 _LOCK_POLL_S = 0.5
 _log = telemetry.Log("evaluation")
 
@@ -240,6 +244,12 @@ class Evaluator:
             status.evaluated = None
 
     def _sample(self, step: int, trajectory: Trajectory, env: str | None) -> dict[str, Any]:
+        shown = trajectory.branches[:_MOST_BRANCHES]
+        most = _MOST_TEXT // (1 + len(shown))
+        branches = [
+            {"parent": branch.parent, "shared": branch.shared, "text": self._text(branch.token_ids, most)}
+            for branch in shown
+        ]
         return {
             "step": step,
             **({"env": env} if env else {}),
@@ -248,5 +258,9 @@ class Evaluator:
             "reward": trajectory.reward,
             "status": trajectory.status,
             "end": trajectory.end,
-            "text": shortened(self._tokenizer.decode(trajectory.token_ids.tolist()), _MOST_TEXT),
+            "text": self._text(trajectory.token_ids, most),
+            **({"branches": branches} if branches else {}),
         }
+
+    def _text(self, ids: np.ndarray, most: int) -> str:
+        return shortened(self._tokenizer.decode(ids.tolist()), most)

@@ -71,7 +71,7 @@ def summarize(
 ) -> EvalRecord:
     """Return means over the trajectories (at least one, finite rewards); failed tasks are only counted."""
     n = len(trajectories)
-    versions = [WeightVersion.parse(span.version) for t in trajectories for span in t.versions]
+    versions = [WeightVersion.parse(span.version) for t in trajectories for span in t.all_spans()]
     return EvalRecord(
         step=step,
         version_min=str(min(versions)),
@@ -79,7 +79,8 @@ def summarize(
         n_tasks=n + failed,
         success=sum(t.success for t in trajectories) / n,
         reward_mean=mean([t.reward for t in trajectories]),
-        turns_mean=sum(turn.role == ASSISTANT for t in trajectories for turn in t.turns) / n,
+        turns_mean=sum(turn.role == ASSISTANT for t in trajectories for one in (t, *t.branches) for turn in one.turns)
+        / n,
         tokens=sum(t.n_sampled for t in trajectories),
         elapsed_s=round(elapsed_s, 3),
         failed=failed,

@@ -3,7 +3,9 @@
     s = (p(sequence) / p_old(sequence))^(1/n),    loss = mean over sequences of max(-A s, -A clip(s, 1 - eps, 1 + eps'))
 
 in the form of the paper's GSPO-token, whose value and gradient are the same if all tokens of a sequence have the same
-advantage. A geometric mean of ratios is much closer to 1 than a single ratio: epsilons are about 4e-4, not 0.2.
+advantage. In an episode of several sequences each has its own ratio, over its own sampled tokens, because the ratio is
+that of one answer to one context; all share the episode's advantage, and count together as one in the mean. A geometric
+mean of ratios is much closer to 1 than a single ratio: epsilons are about 4e-4, not 0.2.
 """
 
 from __future__ import annotations

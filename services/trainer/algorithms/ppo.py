@@ -10,12 +10,16 @@ normalized to mean 0 and standard deviation 1 over the tokens of the step (`whit
 returns; each value is clipped to within `clip_range_value` of its value at the start of the step:
 
     value loss = 1/2 max((V - return)^2, (clip(V, V_old - c, V_old + c) - return)^2)
+
+In an episode of several sequences, each is a path of its own: t runs over its own sampled tokens, and it ends with the
+episode's reward, as in CompactionRL (arXiv:2607.05378), where a summary's tokens earn the reward of what follows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import jax
@@ -26,7 +30,8 @@ from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.actor import ActorOptions
 from services.trainer.algorithms.terms.advantages import bounded, gae, whitened
 from services.trainer.algorithms.terms.algorithm import Episode, EpisodeGroup, Needs
-from services.trainer.algorithms.terms.policy_gradient import PolicyGradient, RewardOptions
+from services.trainer.algorithms.terms.policy_gradient import PolicyGradient, RewardOptions, sampled
+from services.trainer.algorithms.terms.rewards import each_sequence
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
 from shared.algorithm_schema import PpoSection
@@ -66,7 +71,7 @@ class Ppo(PolicyGradient[PpoSection]):
         return [[next(following) for _ in group] for group in made]
 
     def returns(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        """Compute the critic's targets, float64 [T] for each episode; 0 at tokens that were not sampled."""
+        """Compute the critic's targets, float64 [N] for each episode; 0 at tokens that were not sampled."""
         return [
             [bounded(a + _values(e)) for a, e in zip(made, group, strict=True)]
             for made, group in zip(self._unscaled(groups), groups, strict=True)
@@ -93,10 +98,10 @@ class Ppo(PolicyGradient[PpoSection]):
         }
 
     def _unscaled(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        options = self.critic
+        of = partial(gae, gamma=self.critic.gamma, lam=self.critic.lam)
         return [
             [
-                gae(r, _values(e), e.trajectory.loss_mask.astype(bool), options.gamma, options.lam)
+                each_sequence(e.trajectory, of, r.along_sequences(), _values(e), sampled(e))
                 for r, e in zip(rewards, group, strict=True)
             ]
             for rewards, group in zip(self.token_rewards(groups), groups, strict=True)

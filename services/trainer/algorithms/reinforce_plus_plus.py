@@ -4,11 +4,15 @@ is PPO's.
 
 With `baseline: group` (REINFORCE++-baseline), every token of an episode instead has the episode's reward minus the mean
 reward of the task's episodes, normalized likewise.
+
+In an episode of several sequences, rewards add up along each sequence, over its own tokens; each sequence ends with the
+episode's reward, because each led to it. With `baseline: group` all its tokens share the episode's advantage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, Self
 
 import numpy as np
@@ -16,7 +20,8 @@ import numpy as np
 from services.trainer.algorithms.terms.actor import ActorOptions
 from services.trainer.algorithms.terms.advantages import group_relative, returns_to_go, whitened
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
-from services.trainer.algorithms.terms.policy_gradient import PolicyGradient, RewardOptions
+from services.trainer.algorithms.terms.policy_gradient import PolicyGradient, RewardOptions, sampled
+from services.trainer.algorithms.terms.rewards import TokenRewards, each_sequence
 from shared.algorithm_schema import ReinforcePlusPlusSection
 
 Baseline = Literal["none", "group"]
@@ -38,13 +43,16 @@ class ReinforcePlusPlus(PolicyGradient[ReinforcePlusPlusSection]):
 
     def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         made = self.token_rewards(groups)
-        sampled = [[e.trajectory.loss_mask.astype(bool) for e in group] for group in groups]
-        returns = [self._of_group(rewards, masks) for rewards, masks in zip(made, sampled, strict=True)]
+        returns = [self._of_group(group, rewards) for group, rewards in zip(groups, made, strict=True)]
         following = iter(whitened([one for group in returns for one in group], self.in_loss(groups)))
         return [[next(following) for _ in group] for group in returns]
 
-    def _of_group(self, rewards: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _of_group(self, group: EpisodeGroup, rewards: Sequence[TokenRewards]) -> list[np.ndarray]:
         if self._baseline == "none":
-            return [returns_to_go(r, s, self._gamma) for r, s in zip(rewards, sampled, strict=True)]
-        scale = group_relative(np.array([float(r.sum()) for r in rewards]), "drgrpo")
-        return [a * s for a, s in zip(scale, sampled, strict=True)]
+            of = partial(returns_to_go, gamma=self._gamma)
+            return [
+                each_sequence(e.trajectory, of, r.along_sequences(), sampled(e))
+                for e, r in zip(group, rewards, strict=True)
+            ]
+        scale = group_relative(np.array([r.total for r in rewards]), "drgrpo")
+        return [a * sampled(e) for a, e in zip(scale, group, strict=True)]

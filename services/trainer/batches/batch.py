@@ -19,10 +19,11 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from services.trainer.batches.branching import TreeRow, tree_keys
 from services.trainer.batches.packing import MicroBatch, Place, RowShapes, packed
 from services.trainer.models.attention import Packing
 from shared.errors import DecodeError
-from shared.types import Trajectory, WeightVersion
+from shared.types import EpisodeSequence, Trajectory, WeightVersion
 
 Aggregation = Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale", "seq-mean-token-sum"]
 
@@ -84,7 +85,8 @@ jax.tree_util.register_dataclass(
 class Row:
     """One sequence: arrays [T] as in `Batch`, ids int32.
 
-    Optional arrays are in every row of a step or in none; `routed` is [n, L, k], of the first n tokens.
+    Optional arrays are in every row of a step or in none; `routed` is [n, L, k], of the first n tokens. The first
+    `shared` tokens belong to the row `parent` places before this one (0: to none), and are masked here.
     """
 
     ids: np.ndarray
@@ -97,6 +99,8 @@ class Row:
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
     routed: np.ndarray | None = None
+    parent: int = 0
+    shared: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -138,14 +142,35 @@ class BatchLayout:
         return max(1, -(-n_rows // self.rows))
 
 
-def policy_row(trajectory: Trajectory, trained: WeightVersion) -> Row:
-    """Make the row of an episode, without advantages; `trained` is the version of the weights to be updated."""
-    n = len(trajectory.token_ids)
+def policy_rows(trajectory: Trajectory, trained: WeightVersion) -> list[Row]:
+    """Make a row of each sequence of an episode, without advantages; `trained` is the present version."""
+    return [_policy_row(one, number, trained) for number, one in enumerate(trajectory.sequences())]
+
+
+def _policy_row(one: EpisodeSequence, number: int, trained: WeightVersion) -> Row:
+    n = len(one.token_ids)
     current = np.zeros(n, np.uint8)
-    for span in trajectory.versions:
+    for span in one.versions:
         current[span.start : span.end] = WeightVersion.parse(span.version).step == trained.step
-    t = trajectory
-    return Row(t.token_ids, t.loss_mask, t.logprobs, current, np.zeros(n), routed=t.routed_experts)
+    parent = number - one.parent if one.shared else 0
+    arrays = one.token_ids, one.loss_mask, one.logprobs, current, np.zeros(n)
+    return Row(*arrays, routed=one.routed_experts, parent=parent, shared=one.shared)
+
+
+def stored(rows: Sequence[Row], name: str) -> np.ndarray | None:
+    """Join an array of the rows of one episode, without what they share: [N], as `Trajectory.stored`."""
+    found = [(getattr(row, name), row.shared) for row in rows]
+    made = [values[shared:] for values, shared in found if values is not None]
+    return (made[0] if len(made) == 1 else np.concatenate(made)) if made else None
+
+
+def by_sequence(values: np.ndarray, rows: Sequence[Row]) -> list[np.ndarray]:
+    """Split an array [N] of an episode's stored tokens into one [T] for each row, 0 at shared tokens."""
+    if len(rows) == 1:
+        return [values]
+    ends = np.cumsum([len(row.ids) - row.shared for row in rows])[:-1]
+    parts = np.split(values, ends)
+    return [np.concatenate([np.zeros(row.shared), part]) for row, part in zip(rows, parts, strict=True)]
 
 
 def left_out(row: Row) -> Row:
@@ -165,16 +190,21 @@ def supervised_row(ids: Sequence[int] | np.ndarray, mask: Sequence[int] | np.nda
     )
 
 
-def row_weights(rows: Sequence[Row], mode: Aggregation, max_response_length: int) -> np.ndarray:
+def row_weights(
+    rows: Sequence[Row], mode: Aggregation, max_response_length: int, episodes: Sequence[int] | None = None
+) -> np.ndarray:
     """Compute float64 [N]: the weight of each row's tokens in the loss of the whole step.
 
-    `sequence-mean-token-scale` (Dr. GRPO) divides by the constant `max_response_length`, in tokens. Rows without
-    trainable tokens are not counted.
+    The modes by sequence count an episode, with all its rows, as one: `episodes` has each row's episode, numbered from
+    0; None: each row is one. `sequence-mean-token-scale` (Dr. GRPO) divides by the constant `max_response_length`, in
+    tokens. Episodes without trainable tokens are not counted.
     """
     tokens = np.array([row.n_tokens for row in rows], np.float64)
-    filled = max(1, int((tokens > 0).sum()))
     if mode == "token-mean":
         return np.full(len(rows), 1.0 / max(1.0, tokens.sum()))
+    of_episode = tokens if episodes is None else np.bincount(episodes, tokens)
+    filled = max(1, int((of_episode > 0).sum()))
+    tokens = tokens if episodes is None else of_episode[list(episodes)]
     if mode == "sequence-mean-token-mean":
         return 1.0 / (np.maximum(tokens, 1.0) * filled)
     if mode == "sequence-mean-token-scale":
@@ -198,7 +228,7 @@ def arranged(rows: Sequence[Row], layout: BatchLayout, n_micro: int) -> list[Mic
     if layout.tokens is not None:
         shapes = RowShapes(layout.buckets, layout.tokens, layout.shards)
         layout.bucket(max((len(row.ids) for row in rows), default=1))
-        return packed(_distinct(rows), [row.own_from for row in rows], shapes) if rows else []
+        return packed(*_prefix_keys(rows), shapes) if rows else []
     if len(rows) > n_micro * layout.rows:
         raise DecodeError(
             f"{len(rows)} sequences do not fit into {n_micro} x {layout.rows} rows",
@@ -207,6 +237,20 @@ def arranged(rows: Sequence[Row], layout: BatchLayout, n_micro: int) -> list[Mic
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     parts = [order[i * layout.rows : (i + 1) * layout.rows] for i in range(n_micro)]
     return [_padded(rows, part, layout) for part in parts]
+
+
+def _prefix_keys(rows: Sequence[Row]) -> tuple[list[np.ndarray], list[int]]:
+    """Return each row's tokens as numbers, and how many of the first may share a place with equal ones."""
+    numbers, own_from = _distinct(rows), [row.own_from for row in rows]
+    if not any(row.parent for row in rows):
+        return numbers, own_from
+    parents = [i - row.parent if row.parent else None for i, row in enumerate(rows)]
+    return tree_keys(
+        [
+            TreeRow(ids, row.mask, parent, row.shared, own)
+            for ids, row, parent, own in zip(numbers, rows, parents, own_from, strict=True)
+        ]
+    )
 
 
 def _distinct(rows: Sequence[Row]) -> list[np.ndarray]:
@@ -264,32 +308,48 @@ def _assemble(rows: Sequence[Row], weights: np.ndarray, part: MicroBatch, pad_id
     mask, behaviour, advantages, current = (np.zeros(shape, np.float32) for _ in range(4))
     weight = np.zeros(shape if part.packed else (shape[0], 1), np.float32)
     for place in part.places:
-        row, at = rows[place.sequence], (place.row, place.columns[:-1])
-        ids[place.row, place.columns], targets[at] = row.ids, row.ids[1:]
-        mask[at], current[at] = row.mask[1:], row.current[1:] * row.mask[1:]
-        behaviour[at] = np.where(row.mask[1:] > 0, row.behaviour[1:], 0.0)
-        advantages[at] = row.advantages[1:]
+        row = rows[place.sequence]
+        t, at = _predicted(row, place, mask)
+        ids[place.row, place.columns], targets[at] = row.ids, row.ids[t]
+        mask[at], current[at] = row.mask[t], row.current[t] * row.mask[t]
+        behaviour[at] = np.where(row.mask[t] > 0, row.behaviour[t], 0.0)
+        advantages[at] = row.advantages[t]
         weight[at if part.packed else place.row] = weights[place.sequence]
-    packing = _packing(part) if part.packed else None
+    packing = _packing(rows, part) if part.packed else None
     tables = {name: _table(rows, name, part) for name in has}
     return Batch(ids, targets, mask, behaviour, advantages, current, weight, packing, **tables)
 
 
-def _packing(part: MicroBatch) -> Packing:
+def _predicted(row: Row, place: Place, mask: np.ndarray) -> tuple[np.ndarray, tuple[int, np.ndarray]]:
+    """Return the tokens t >= 1 that this row writes, and the places of their predictions; `mask` is that so far.
+
+    A place that rows share predicts at most one token of the loss: no other row overwrites it.
+    """
+    columns = place.columns[:-1]
+    writes = (row.mask[1:] > 0) | (mask[place.row, columns] == 0)
+    return 1 + np.flatnonzero(writes), (place.row, columns[writes])
+
+
+def _packing(rows: Sequence[Row], part: MicroBatch) -> Packing:
     """Describe the packing for attention; filler positions attend to themselves."""
     positions, sequences = np.zeros(part.shape, np.int32), np.zeros(part.shape, np.int32)
     visible_until = np.broadcast_to(np.arange(1, part.shape[1] + 1, dtype=np.int32), part.shape).copy()
+    mask = np.zeros(part.shape, np.float32)
     for number, place in enumerate(part.places):
+        t, predicted = _predicted(rows[place.sequence], place, mask)
+        mask[predicted], sequences[predicted] = rows[place.sequence].mask[t], number % part.shape[1]
         at = (place.row, place.columns)
-        positions[at], sequences[at] = np.arange(len(place.columns)), number % part.shape[1]
+        positions[at] = np.arange(len(place.columns))
         visible_until[at] = np.maximum(visible_until[at], place.columns[-1] + 1)
     return Packing(positions, visible_until, sequences)
 
 
 def _table(rows: Sequence[Row], name: str, part: MicroBatch) -> np.ndarray:
-    made = np.zeros(part.shape, np.float32)
+    made, mask = np.zeros(part.shape, np.float32), np.zeros(part.shape, np.float32)
     for place in part.places:
-        made[place.row, place.columns[:-1]] = getattr(rows[place.sequence], name)[1:]
+        row = rows[place.sequence]
+        t, at = _predicted(row, place, mask)
+        made[at], mask[at] = getattr(row, name)[t], row.mask[t]
     return made
 
 

@@ -116,10 +116,12 @@ class GroupBuffer:
         """Decode the group of an entry; return the error if it is invalid or not of this model. May block."""
         try:
             group = Group.decode(entry.payload)
-            for routed in (t.routed_experts for t in group.trajectories if t.routed_experts is not None):
+            for one in (one for t in group.trajectories for one in (t, *t.branches)):
+                if one.routed_experts is None:
+                    continue
                 if self._rules.routing is None:
                     raise DecodeError("an episode has experts, but the model has none")
-                self._rules.routing.check(routed)
+                self._rules.routing.check(one.routed_experts)
         except DecodeError as error:
             return error
         return group
@@ -229,13 +231,11 @@ class GroupBuffer:
         if len(group.trajectories) > self._rules.group_size:
             raise DecodeError(f"{len(group.trajectories)} episodes in a group of {self._rules.group_size}")
         for trajectory in group.trajectories:
-            if len(trajectory.token_ids) > self._rules.longest:
-                raise DecodeError(
-                    f"an episode of {len(trajectory.token_ids)} tokens exceeds the longest bucket,"
-                    f" {self._rules.longest}"
-                )
-            if int(trajectory.token_ids.max()) >= self._rules.vocab_size:
-                raise DecodeError(f"token id {int(trajectory.token_ids.max())} is outside the vocabulary")
+            longest, highest = max(trajectory.lengths()), int(trajectory.stored("token_ids").max())
+            if longest > self._rules.longest:
+                raise DecodeError(f"an episode of {longest} tokens exceeds the longest bucket, {self._rules.longest}")
+            if highest >= self._rules.vocab_size:
+                raise DecodeError(f"token id {highest} is outside the vocabulary")
             if self._rules.has_teacher and trajectory.teacher_logprobs is None:
                 raise DecodeError("an episode has no teacher log-probabilities")
 
@@ -260,4 +260,4 @@ def ready_group(group: Group, payload: bytes, entry_id: str) -> ReadyGroup:
 
 def sampled_by(group: Group) -> set[WeightVersion]:
     """Return the versions that sampled the group's tokens."""
-    return {WeightVersion.parse(span.version) for trajectory in group.trajectories for span in trajectory.versions}
+    return {WeightVersion.parse(span.version) for trajectory in group.trajectories for span in trajectory.all_spans()}

@@ -22,11 +22,14 @@ from services.trainer.batches.batch import (
     arranged,
     assembled,
     by_row,
+    by_sequence,
     efficiency,
     left_out,
-    policy_row,
+    policy_rows,
     row_weights,
+    stored,
 )
+from services.trainer.batches.packing import MicroBatch
 from services.trainer.groups.group_buffer import ReadyGroup
 from services.trainer.learner.checksum import checksum
 from services.trainer.learner.critic import Critic, CriticSetup
@@ -50,7 +53,8 @@ class PolicyOptions:
     """Options of a policy.
 
     `n_iterations` is the number of optimizer updates on one step's data. `max_response_length` scales
-    `sequence-mean-token-scale`. `rows_per_step` is groups times episodes. `published_dtype` is the dtype of
+    `sequence-mean-token-scale`. `rows_per_step` is groups times episodes, which have
+    one row unless they branch. `published_dtype` is the dtype of
     checkpointed parameters. With `offload_reference` the reference is in host memory except during its passes.
     """
 
@@ -142,13 +146,14 @@ class Policy:
 
         Only tokens that the present weights sampled count; None for a group without such tokens.
         """
-        rows = [policy_row(t, present) for h in held for t in h.group.trajectories]
+        of_groups = [[row for t in h.group.trajectories for row in policy_rows(t, present)] for h in held]
+        rows = [row for of_group in of_groups for row in of_group]
         layout = self._options.layout
         parts = arranged(rows, layout, layout.n_micro(len(rows)))
         batches = assembled(rows, np.zeros(len(rows)), parts, layout.pad_id)
         scored = self._logprobs(self._learner.params, batches)
         ours = iter(zip(rows, by_row(scored, rows, parts), strict=True))
-        return [_mean_difference([next(ours) for _ in h.group.trajectories]) for h in held]
+        return [_mean_difference([next(ours) for _ in of_group]) for of_group in of_groups]
 
     def contents(self) -> CheckpointContents:
         """Collect the contents of a checkpoint of the present weights; with adapters, only those.
@@ -210,30 +215,43 @@ class Policy:
     def _batches(self, held: Sequence[ReadyGroup], before: WeightVersion) -> tuple[list[Batch], dict[str, float]]:
         """Make the micro-batches of a step, and measure how much of them is padding."""
         options, groups = self._options, [h.group.trajectories for h in held]
-        rows = [policy_row(trajectory, before) for group in groups for trajectory in group]
-        rows = self._scored(rows)
-        known = iter(rows)
+        every = [trajectory for group in groups for trajectory in group]
+        of_episodes = self._scored([policy_rows(trajectory, before) for trajectory in every])
+        known = iter(of_episodes)
         episodes = [[_episode(trajectory, next(known)) for trajectory in group] for group in groups]
         made = [one for group in options.algorithm.advantages(episodes) for one in group]
-        rows = [replace(row, advantages=one) for row, one in zip(rows, made, strict=True)]
+        of_episodes = [_with(rows, "advantages", one) for rows, one in zip(of_episodes, made, strict=True)]
         if options.critic is not None:
             wanted = [one for group in options.critic.algorithm.returns(episodes) for one in group]
-            rows = [replace(row, returns=one) for row, one in zip(rows, wanted, strict=True)]
-        every = [trajectory for group in groups for trajectory in group]
-        rows = [row if options.algorithm.counts(t) else left_out(row) for row, t in zip(rows, every, strict=True)]
-        weights = row_weights(rows, options.aggregation, options.max_response_length)
-        parts = arranged(rows, options.layout, self._n_micro)
-        return assembled(rows, weights, parts, options.layout.pad_id), efficiency(parts)
+            of_episodes = [_with(rows, "returns", one) for rows, one in zip(of_episodes, wanted, strict=True)]
+        rows = [
+            row if options.algorithm.counts(trajectory) else left_out(row)
+            for trajectory, its in zip(every, of_episodes, strict=True)
+            for row in its
+        ]
+        owners = [number for number, its in enumerate(of_episodes) for _ in its]
+        weights = row_weights(rows, options.aggregation, options.max_response_length, owners)
+        parts = self._arranged(rows)
+        measured = efficiency(parts)
+        if len(rows) > len(every):
+            measured["sequences"] = float(len(rows))
+        return assembled(rows, weights, parts, options.layout.pad_id), measured
 
-    def _scored(self, rows: Sequence[Row]) -> list[Row]:
-        """Add to the rows the token values that the algorithm needs.
+    def _arranged(self, rows: Sequence[Row]) -> list[MicroBatch]:
+        """Arrange the rows of a step; episodes of several sequences may need more micro-batches of the same shape."""
+        layout = self._options.layout
+        return arranged(rows, layout, max(self._n_micro, layout.n_micro(len(rows))))
+
+    def _scored(self, of_episodes: Sequence[Sequence[Row]]) -> list[list[Row]]:
+        """Add to the rows of each episode the token values that the algorithm needs.
 
         The reference is another model, so it routes tokens to experts of its own choice.
         """
         needs, layout = self._options.algorithm.needs, self._options.layout
         if not (needs.reference or needs.old or needs.values):
-            return list(rows)
-        parts = arranged(rows, layout, self._n_micro)
+            return [list(rows) for rows in of_episodes]
+        rows = [row for its in of_episodes for row in its]
+        parts = self._arranged(rows)
         batches = assembled(rows, np.zeros(len(rows)), parts, layout.pad_id)
         tables: dict[str, list[np.ndarray]] = {}
         if self._reference is not None:
@@ -244,7 +262,8 @@ class Policy:
         if self._critic is not None:
             tables["values"] = [self._critic.values(b) for b in batches]
         found = {name: by_row(made, rows, parts) for name, made in tables.items()}
-        return [replace(row, **{name: made[i] for name, made in found.items()}) for i, row in enumerate(rows)]
+        scored = (_replaced(row, {name: made[i] for name, made in found.items()}) for i, row in enumerate(rows))
+        return [[next(scored) for _ in its] for its in of_episodes]
 
     def _logprobs(self, params: Params, batches: Sequence[Batch]) -> list[np.ndarray]:
         return [self._scorer.logprobs(params, batch) for batch in batches]
@@ -274,8 +293,17 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(found)) if found else None
 
 
-def _episode(trajectory: Trajectory, row: Row) -> Episode:
-    return Episode(trajectory, row.reference, row.old, row.values)
+def _episode(trajectory: Trajectory, rows: Sequence[Row]) -> Episode:
+    return Episode(trajectory, *(stored(rows, name) for name in ("reference", "old", "values")))
+
+
+def _with(rows: Sequence[Row], name: str, values: np.ndarray) -> list[Row]:
+    """Set an array of an episode's rows to `values` [N] of its stored tokens."""
+    return [_replaced(row, {name: part}) for row, part in zip(rows, by_sequence(values, rows), strict=True)]
+
+
+def _replaced(row: Row, arrays: Mapping[str, Any]) -> Row:
+    return replace(row, **arrays)
 
 
 def _mean_difference(rows: Sequence[tuple[Row, np.ndarray]]) -> float | None:

@@ -24,7 +24,8 @@ class StepMetrics:
     Per token: `kl` to the reference model (0 without one); `logprob_abs_diff`, the mean |log p(trainer) -
     log p(rollout)|; `logprob_abs_diff_current` and `…_max`, mean and largest over tokens sampled with the weights being
     trained (None without); `clip_fraction`; `entropy` (nats). Per episode: `reward_*`, `success`, `truncation_rate`.
-    Per group: `staleness_*` in steps, of its oldest token. `tokens` counts trained tokens, `sequence_tokens` all.
+    Per group: `staleness_*` in steps, of its oldest token. `tokens` counts trained tokens, `sequence_tokens` all,
+    those that several sequences of an episode share once.
 
     `ends` are shares of episodes by how they ended, `end_tokens` their mean sampled tokens. `faults` counts turns by
     fault; `failed_attempts` counts failed attempts of these episodes by class of error; `retried_tokens` is the mean
@@ -71,7 +72,7 @@ def of_groups(held: Sequence[ReadyGroup], step: int) -> dict[str, Any]:
         "reward_std": deviation,
         "success": float(np.mean([t.success for t in trajectories])),
         "truncation_rate": float(np.mean([t.status == "truncated" for t in trajectories])),
-        "sequence_tokens": int(sum(len(t.token_ids) for t in trajectories)),
+        "sequence_tokens": sum(t.n_stored for t in trajectories),
         "groups": len(held),
         "episodes": len(trajectories),
         "staleness_mean": float(np.mean(staleness)),

@@ -37,7 +37,10 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """A trajectory of T tokens and its token values, float32 [T], 0 at tokens that were not sampled, or None."""
+    """A trajectory that stores N tokens, and their values, float32 [N], 0 at tokens that were not sampled, or None.
+
+    The tokens are those of `Trajectory.stored`: all sequences of the episode, each token once.
+    """
 
     trajectory: Trajectory
     reference: np.ndarray | None = None
@@ -60,7 +63,7 @@ class Algorithm(Protocol):
         ...
 
     def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        """Compute float64 [T] for each episode of a step, finite in float32; 0 at tokens that were not sampled."""
+        """Compute float64 [N] for each episode of a step, finite in float32; 0 at tokens that were not sampled."""
         ...
 
     def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Statistics]:
@@ -75,7 +78,7 @@ class ActorCritic(Algorithm, Protocol):
     """An algorithm whose advantages use a critic, which is trained along with the policy."""
 
     def returns(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        """Compute the critic's targets, float64 [T] for each episode; 0 at tokens that were not sampled."""
+        """Compute the critic's targets, float64 [N] for each episode; 0 at tokens that were not sampled."""
         ...
 
     def value_loss(self, values: jax.Array, batch: Batch) -> tuple[jax.Array, Statistics]:

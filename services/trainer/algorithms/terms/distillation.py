@@ -49,5 +49,5 @@ class Taught:
 
 
 def penalty(episode: Episode, coef: float) -> np.ndarray:
-    """Compute float64 [T]: the teacher's part of each token's advantage."""
+    """Compute float64 [N]: the teacher's part of each token's advantage."""
     return -coef * reverse_kl(episode.trajectory, episode.old)

@@ -15,7 +15,7 @@ from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
 from services.trainer.algorithms.terms.advantages import Estimator, group_relative
 from services.trainer.algorithms.terms.algorithm import Episode, EpisodeGroup, Needs
 from services.trainer.algorithms.terms.logprobs import TokenScores
-from services.trainer.algorithms.terms.rewards import Credit, Normalization, Overlong
+from services.trainer.algorithms.terms.rewards import Credit, Normalization, Overlong, TokenRewards
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
 from shared.algorithm_schema import PolicyGradientSection
@@ -89,44 +89,51 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
         return actor_loss(scores, batch, self.actor)
 
     def in_loss(self, groups: Sequence[EpisodeGroup]) -> list[np.ndarray]:
-        """Return bool [T] for each episode, group by group: true for tokens in the loss."""
-        return [e.trajectory.loss_mask.astype(bool) & self.counts(e.trajectory) for group in groups for e in group]
+        """Return bool [N] for each episode, group by group: true for tokens in the loss."""
+        return [sampled(e) & self.counts(e.trajectory) for group in groups for e in group]
 
-    def token_rewards(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        """Compute rewards float64 [T] for each episode, with penalties and normalization."""
+    def token_rewards(self, groups: Sequence[EpisodeGroup]) -> list[list[TokenRewards]]:
+        """Compute the rewards of each episode's tokens, with penalties and normalization."""
         made = [[self._token_rewards(episode) for episode in group] for group in groups]
         how = self.rewards.normalization
         if how is None:
             return made
-        found = [np.array([float(r.sum()) for r in group]) for group in made]
+        found = [np.array([one.total for one in group]) for group in made]
         trajectories = [[e.trajectory for e in group] for group in groups]
         wanted = token_rewards.normalized(found, trajectories, how)
-        for group, siblings, totals in zip(made, trajectories, wanted, strict=True):
-            for one, trajectory, total in zip(group, siblings, totals, strict=True):
-                last = int(np.flatnonzero(trajectory.loss_mask)[-1])
-                one[last] = 0.0
-                one[last] = total - one.sum()
-        return made
+        return [
+            [one.with_total(total) for one, total in zip(group, totals, strict=True)]
+            for group, totals in zip(made, wanted, strict=True)
+        ]
 
-    def _token_rewards(self, episode: Episode) -> np.ndarray:
+    def _token_rewards(self, episode: Episode) -> TokenRewards:
         options, trajectory = self.rewards, episode.trajectory
-        made = token_rewards.of_tokens(trajectory, options.credit)
-        sampled = np.flatnonzero(trajectory.loss_mask)
-        if options.overlong is not None:
-            made[sampled[-1]] += options.overlong.of(len(sampled))
+        overlong = 0.0 if options.overlong is None else options.overlong.of(trajectory.n_sampled)
+        made = token_rewards.of_tokens(trajectory, options.credit, overlong)
         if options.kl_coef:
             assert episode.reference is not None
-            of_policy = trajectory.logprobs if episode.old is None else episode.old
+            of_policy = trajectory.stored("logprobs") if episode.old is None else episode.old
             penalty = of_policy.astype(np.float64) - episode.reference.astype(np.float64)
-            made[sampled] -= options.kl_coef * penalty[sampled]
+            at = sampled(episode)
+            made.tokens[at] -= options.kl_coef * penalty[at]
         return made
+
+
+def sampled(episode: Episode) -> np.ndarray:
+    """Return bool [N]: true for sampled tokens."""
+    return episode.trajectory.stored("loss_mask").astype(bool)
 
 
 class GroupRelative[S: PolicyGradientSection](PolicyGradient[S]):
     """Advantages relative to the other episodes of the same task.
 
-    With credit by turn, a turn has the reward of it and of all later turns, compared with the same sum at the other
-    episodes' turn of the same number (as in MT-GRPO, arXiv:2505.11821).
+    All sampled tokens of an episode, in all its sequences, have the episode's advantage; an episode counts once in the
+    statistics of its group, with any number of sequences.
+
+    With credit by turn, a turn has the reward of it and of all later turns of its sequence, compared with the same sum
+    at the other episodes' turn of the same number (as in MT-GRPO, arXiv:2505.11821). Turns count from the beginning of
+    the whole sequence; if several sequences of an episode have a turn of their own with that number, the episode is
+    compared by the mean of their sums, and they share its advantage.
 
     Args:
         estimator: None takes the class's own.
@@ -144,16 +151,24 @@ class GroupRelative[S: PolicyGradientSection](PolicyGradient[S]):
         of_group = self._of_episodes if self.rewards.credit == "episode" else self._of_turns
         return [of_group(group, made) for group, made in zip(groups, self.token_rewards(groups), strict=True)]
 
-    def _of_episodes(self, group: EpisodeGroup, made: Sequence[np.ndarray]) -> list[np.ndarray]:
-        scale = group_relative(np.array([float(r.sum()) for r in made]), self._estimator)
-        return [a * e.trajectory.loss_mask.astype(np.float64) for a, e in zip(scale, group, strict=True)]
+    def _of_episodes(self, group: EpisodeGroup, made: Sequence[TokenRewards]) -> list[np.ndarray]:
+        scale = group_relative(np.array([r.total for r in made]), self._estimator)
+        return [a * sampled(e).astype(np.float64) for a, e in zip(scale, group, strict=True)]
 
-    def _of_turns(self, group: EpisodeGroup, made: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def _of_turns(self, group: EpisodeGroup, made: Sequence[TokenRewards]) -> list[np.ndarray]:
         turns = [token_rewards.turn_of_tokens(e.trajectory) for e in group]
-        advantages = [np.zeros(len(r)) for r in made]
+        rewards = [r.along_sequences() for r in made]
+        ends = [np.cumsum(e.trajectory.own_lengths())[:-1] for e in group]
+        advantages = [np.zeros(len(r)) for r in rewards]
         for k in range(1 + max(int(t.max()) for t in turns)):
-            there = [i for i, t in enumerate(turns) if t.max() >= k]
-            left = np.array([float(made[i][turns[i] >= k].sum()) for i in there])
+            there = [i for i, t in enumerate(turns) if (t == k).any()]
+            left = np.array([_left(rewards[i], turns[i], ends[i], k) for i in there])
             for i, advantage in zip(there, group_relative(left, self._estimator), strict=True):
                 advantages[i][turns[i] == k] = advantage
         return advantages
+
+
+def _left(rewards: np.ndarray, turns: np.ndarray, ends: np.ndarray, k: int) -> float:
+    """Sum the rewards [N] from turn k on; the mean over the sequences that have a turn k of their own."""
+    parts = zip(np.split(rewards, ends), np.split(turns, ends), strict=True)
+    return float(np.mean([r[t >= k].sum() for r, t in parts if (t == k).any()]))

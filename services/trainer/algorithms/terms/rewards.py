@@ -1,11 +1,13 @@
 """Rewards of sampled tokens, float64.
 
+Arrays [N] are of all tokens that an episode stores: those of each of its sequences, one after the other, each once.
+
 Invariant: without penalty and normalization, the rewards of an episode's tokens add up to the episode's reward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,41 +53,90 @@ class Normalization:
     method: Method
 
 
-def of_tokens(trajectory: Trajectory, credit: Credit) -> np.ndarray:
-    """Compute rewards float64 [T]: the episode's reward at its last sampled token.
+@dataclass(frozen=True, slots=True)
+class TokenRewards:
+    """Rewards of an episode's tokens, float64 [N].
 
-    With credit by turn, each turn's reward is at the last token sampled before the turn's end, and the rest of the
-    episode's reward at its last sampled token.
+    `outcome` is the part that belongs to the whole episode. In `tokens` it is included once, at the last sampled token
+    of sequence 0. `ends` are the last sampled tokens of the sequences.
     """
-    sampled = np.flatnonzero(trajectory.loss_mask)
-    made, left = np.zeros(len(trajectory.token_ids)), float(trajectory.reward)
-    if credit == "turn":
-        for turn in trajectory.turns:
-            place = int(np.searchsorted(sampled, turn.end)) - 1
-            if turn.reward and place >= 0:
-                made[sampled[place]] += turn.reward
-                left -= turn.reward
-    made[sampled[-1]] += left
-    return made
+
+    tokens: np.ndarray
+    outcome: float
+    ends: tuple[int, ...]
+
+    @property
+    def total(self) -> float:
+        return float(self.tokens.sum())
+
+    def along_sequences(self) -> np.ndarray:
+        """Return rewards float64 [N] with the outcome at the end of each sequence: each led to it."""
+        made = self.tokens.copy()
+        for end in self.ends[1:]:
+            made[end] += self.outcome
+        return made
+
+    def with_total(self, total: float) -> TokenRewards:
+        """Change the outcome so that the episode's rewards add up to `total`."""
+        made = self.tokens.copy()
+        made[list(self.ends)] = 0.0
+        outcome = total - made.sum()
+        made[self.ends[0]] = outcome
+        return TokenRewards(made, outcome, self.ends)
+
+
+def of_tokens(trajectory: Trajectory, credit: Credit, penalty: float = 0.0) -> TokenRewards:
+    """Compute the rewards of tokens: the episode's reward, plus `penalty`, is the outcome.
+
+    With credit by turn, each turn's reward is at the last token of its sequence sampled before the turn's end, and the
+    rest of the episode's reward is the outcome.
+    """
+    made, outcome, ends, first = np.zeros(trajectory.n_stored), float(trajectory.reward), list[int](), 0
+    shared = [0, *(branch.shared for branch in trajectory.branches)]
+    for one, n_shared in zip((trajectory, *trajectory.branches), shared, strict=True):
+        sampled = first + np.flatnonzero(one.loss_mask)
+        if credit == "turn":
+            for turn in one.turns:
+                place = int(np.searchsorted(sampled, first + turn.end - n_shared)) - 1
+                if turn.reward and place >= 0:
+                    made[sampled[place]] += turn.reward
+                    outcome -= turn.reward
+        ends.append(int(sampled[-1]))
+        first += len(one.token_ids)
+    made[ends[0]] += outcome
+    made[ends[0]] += penalty
+    return TokenRewards(made, outcome + penalty, tuple(ends))
 
 
 def turn_of_tokens(trajectory: Trajectory) -> np.ndarray:
-    """Number each run of sampled tokens from 0: int64 [T], -1 at tokens that were not sampled."""
-    sampled = trajectory.loss_mask.astype(bool)
-    begins = sampled & ~np.concatenate([[False], sampled[:-1]])
-    return np.where(sampled, np.cumsum(begins) - 1, -1)
+    """Number the runs of sampled tokens of each whole sequence from 0: int64 [N], -1 at other tokens."""
+    whole, made = list[np.ndarray](), list[np.ndarray]()
+    for number, one in enumerate((trajectory, *trajectory.branches)):
+        branch = trajectory.branches[number - 1] if number else None
+        before = whole[branch.parent][: branch.shared] if branch and branch.shared else np.zeros(0, np.int64)
+        sampled = one.loss_mask.astype(bool)
+        begins = sampled & ~np.concatenate([[False], sampled[:-1]])
+        made.append(np.where(sampled, before.max(initial=-1) + np.cumsum(begins), -1))
+        whole.append(np.concatenate([before, made[-1]]))
+    return np.concatenate(made)
+
+
+def each_sequence(trajectory: Trajectory, compute: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
+    """Apply `compute` to the own tokens of each sequence, and join the results: [N] to [N]."""
+    ends = np.cumsum(trajectory.own_lengths())[:-1]
+    parts = zip(*(np.split(one, ends) for one in arrays), strict=True)
+    return np.concatenate([compute(*part) for part in parts])
 
 
 def reverse_kl(trajectory: Trajectory, old: np.ndarray | None = None) -> np.ndarray:
-    """Compute log p(student) - log p(teacher) at sampled tokens, 0 elsewhere; float64 [T].
+    """Compute log p(student) - log p(teacher) at sampled tokens, 0 elsewhere; float64 [N].
 
-    The student is the sampling policy, as the trainer computes it (`old`, float32 [T]) if that is known. Differences
+    The student is the sampling policy, as the trainer computes it (`old`, float32 [N]) if that is known. Differences
     are clipped to ±20 nats, so no single token that the teacher nearly excludes dominates a step.
     """
-    assert trajectory.teacher_logprobs is not None
-    student = trajectory.logprobs if old is None else old
-    difference = student.astype(np.float64) - trajectory.teacher_logprobs.astype(np.float64)
-    return np.where(trajectory.loss_mask, np.clip(difference, -_MOST_NATS, _MOST_NATS), 0.0)
+    student = trajectory.stored("logprobs") if old is None else old
+    difference = student.astype(np.float64) - trajectory.stored("teacher_logprobs").astype(np.float64)
+    return np.where(trajectory.stored("loss_mask"), np.clip(difference, -_MOST_NATS, _MOST_NATS), 0.0)
 
 
 def normalized(
