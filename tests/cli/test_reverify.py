@@ -17,7 +17,7 @@ from shared import config
 from shared.clients.env import EnvClient, Opening
 from shared.errors import ConfigError, RateLimited
 from shared.run import seeding
-from shared.types import ASSISTANT, Trajectory, Turn, VersionSpan
+from shared.types import ASSISTANT, Branch, Trajectory, Turn, VersionSpan
 from tests.support.tokenizer import tiny_tokenizer
 from volley.reverify.command import format_result
 from volley.reverify.episodes import rejudge, said
@@ -148,3 +148,12 @@ def test_a_folder_without_a_run_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         main(tmp_path, only=None, instead=None)
+
+
+async def test_an_episode_of_several_sequences_is_not_replayed(tmp_path: Path):
+    async with environments(tmp_path) as client:
+        one = await played(client, solved=True)
+        branch = Branch(0, 1, one.token_ids[1:], one.loss_mask[1:], one.logprobs[1:], one.versions, ())
+        found = await rejudge(client, tiny_tokenizer(), replace(one, branches=(branch,)), SEED, "frozen_lake")
+    assert (found.reward, found.changed) == (None, False)
+    assert "several sequences" in found.why

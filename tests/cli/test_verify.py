@@ -236,6 +236,14 @@ def change_a_loss(run: RunFolder) -> None:
     run.metrics.write_bytes(run.metrics.read_bytes().replace(b'"loss":0.0', b'"loss":0.5', 1))
 
 
+def train_a_token_of_a_branch_twice(run: RunFolder) -> None:
+    run.metrics.write_bytes(run.metrics.read_bytes().replace(b'"tokens":24', b'"tokens":25', 1))
+
+
+def leave_out_a_token_of_a_branch(run: RunFolder) -> None:
+    run.metrics.write_bytes(run.metrics.read_bytes().replace(b'"tokens":24', b'"tokens":23', 1))
+
+
 def empty_the_metrics(run: RunFolder) -> None:
     run.metrics.write_bytes(b"")
 
@@ -324,6 +332,8 @@ PLANTED = [
     (train_on_stale_tokens, ViolationKind.STALENESS, {"ticket": 11, "step": 5}),
     (train_on_undone_weights, ViolationKind.LINEAGE, {"ticket": 10, "step": 4}),
     (train_on_future_weights, ViolationKind.LINEAGE, {"ticket": 10, "step": 4}),
+    (train_a_token_of_a_branch_twice, ViolationKind.DOUBLY_TRAINED, {"step": 1}),
+    (leave_out_a_token_of_a_branch, ViolationKind.METRICS, {"step": 1, "file": "archive/e000001/s000001.zst"}),
     (repeat_metrics, ViolationKind.METRICS, {"file": "metrics.jsonl"}),
 ]
 

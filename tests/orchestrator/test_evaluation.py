@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.orchestrator import metrics
+from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, HeldOutTasks
 from services.orchestrator.evaluation.records import read_records
 from services.orchestrator.mixture.members import Offer, offers_in
@@ -21,13 +22,14 @@ from shared.errors import ConfigError, DecodeError, NotFound, Unavailable
 from shared.models.chat import ChatTokenizer
 from shared.process.sinks import MetricsFanout, PrometheusSink
 from shared.process.telemetry import REGISTRY
-from shared.types import WeightVersion
-from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of
+from shared.types import Branch, WeightVersion
+from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, runner_of
 from tests.support.sinks import KeepingSink, raising
 from tests.support.tokenizer import tiny_tokenizer
 
 PLAN = EvalPlan("demo", 6, 7, every=5, last_step=20)
 EOS = tiny_tokenizer().eos_id
+ARRAYS = "token_ids", "loss_mask", "logprobs"
 
 
 def evaluator(folder, env=None, engine=None, plan=PLAN, other=None, others=tuple, offer=lambda env: None, sinks=None):
@@ -53,6 +55,27 @@ async def test_the_record_is_written_and_samples_beside_it(tmp_path):
     samples = [orjson.loads(row) for row in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(samples) == 4
     assert "<|im_start|>assistant" in samples[0]["text"]
+
+
+class Branching(Dispatcher):
+    """Adds a second answer to each episode."""
+
+    async def episode(self, spec, purpose):
+        one = await super().episode(spec, purpose)
+        branch = Branch(0, one.prompt_len, *(getattr(one, name)[one.prompt_len :] for name in ARRAYS), one.versions, ())
+        return replace(one, branches=(branch,))
+
+
+async def test_a_sample_shows_the_branches_of_its_episode(tmp_path):
+    balancer = balancer_of(ScriptedEngine())
+    dispatcher = Branching(runner_of(ScriptedEnv(), balancer), balancer, RunStatus(), max_concurrent=8, max_attempts=1)
+    found = Evaluator(dispatcher, RunStatus(), tiny_tokenizer(), PLAN, tmp_path, tuple, lambda env: None, None)
+    record = await measured(found, 0)
+    sample = orjson.loads((tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    (branch,) = sample["branches"]
+    assert (branch["parent"], branch["shared"] > 0) == (0, True)
+    assert sample["text"].endswith(branch["text"])
+    assert record.version_min == record.version_max == "e000001-s000000"
 
 
 async def test_sinks_get_the_lines_of_the_file(tmp_path):

@@ -5,7 +5,7 @@ never data.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +16,12 @@ from services.orchestrator.episodes import teacher as episode_teacher
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.teacher import EpisodeTeaching, TeachingBudget
+from services.orchestrator.episodes.turn import TokenBudget
 from services.orchestrator.status import RunStatus
 from shared.clients.teacher import TeacherAway, TeacherFailed, TeacherRefused, TeacherUnusable
 from shared.errors import RateLimited, StorageFull, VolleyError
 from shared.files.spending import SpendingStore
-from shared.types import Group
+from shared.types import Branch, Group, VersionSpan
 from tests.orchestrator.fakes import BOUNDS, ScriptedEngine, ScriptedEnv, balancer_of, plan, runner_of, spec
 
 
@@ -69,6 +70,23 @@ async def test_what_the_teacher_says_of_sampled_tokens_travels_with_the_episode(
         assert (len(one.token_ids), one.prompt_len) in teacher.asked
         assert (one.attempt, dict(one.failures)) == (0, {})
     assert len(teacher.asked) == 4
+
+
+async def test_each_sequence_of_an_episode_is_shown_whole_and_scored_from_its_first_sampled_token() -> None:
+    teacher, status = ScriptedTeacher(), RunStatus()
+    plain = await dispatcher_with(teacher, ScriptedEngine()).episode(spec(), "eval")
+    n, ids, mask = len(plain.token_ids), np.arange(3, dtype=np.int32), np.array([0, 1, 1], np.uint8)
+    span = VersionSpan(plain.versions[0].version, n, n + 2)
+    branch = Branch(0, n - 1, ids, mask, np.float32([0, -1, -2]), (span,), ())
+    teacher.failures.append(TeacherFailed("x"))
+    budget = TokenBudget(3)
+    taught = await EpisodeTeaching(teacher, status, 8).taught(replace(plain, branches=(branch,)), budget)
+    assert teacher.asked == [(n, plain.prompt_len)] * 2 + [(n + 2, n)]
+    assert (taught.attempt, taught.branches[0].parent) == (1, 0)
+    assert taught.branches[0].teacher_logprobs is not None
+    np.testing.assert_allclose(taught.branches[0].teacher_logprobs, [0, -n / 100, -(n + 1) / 100], rtol=1e-6)
+    assert taught.teacher_logprobs is not None
+    assert len(taught.teacher_logprobs) == n
 
 
 async def test_an_evaluation_asks_no_teacher() -> None:

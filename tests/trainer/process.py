@@ -12,18 +12,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import yaml
 
 from shared.process.ports import free_port
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
 from shared.queue.records import Reservation
-from shared.types import Group, WeightVersion
+from shared.types import Branch, Group, Trajectory, VersionSpan, WeightVersion
 from tests.support.net import HTTP
 from tests.support.redis import configured
 from tests.trainer.support import group
@@ -179,7 +180,24 @@ async def produce(redis_url: str, total: int, make: Any, *, max_staleness: int =
 
 
 def deterministic(ticket: int, version: str) -> Group:
-    return group(ticket, version, n=SIZE, length=14, vocab=500)
+    """Of every other ticket, each episode has a branch, which needs a second micro-batch."""
+    made = group(ticket, version, n=SIZE, length=14, vocab=500)
+    if ticket % 2:
+        return made
+    return replace(made, trajectories=tuple(replace(t, branches=(_branch(t),)) for t in made.trajectories))
+
+
+def _branch(one: Trajectory) -> Branch:
+    """Another answer to the second turn: see support.group."""
+    return Branch(
+        0,
+        9,
+        one.token_ids[:4][::-1],
+        np.ones(4, np.uint8),
+        one.logprobs[9:13],
+        (VersionSpan(one.versions[0].version, 9, 13),),
+        (),
+    )
 
 
 @contextmanager

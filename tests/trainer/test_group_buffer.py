@@ -1,7 +1,12 @@
+from dataclasses import replace
+
+import numpy as np
+
 from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
 from shared.queue.records import StreamEntry
+from shared.routing import RoutingShape
 from shared.run.progress import TicketProgress
-from shared.types import Group
+from shared.types import Branch, Group, VersionSpan
 from tests.trainer.support import group
 
 RULES = AdmissionRules(order="ticket", max_staleness=1, longest=32, vocab_size=96, group_size=2)
@@ -43,6 +48,32 @@ def test_arrival_order_takes_what_is_there():
     offered(one, 3, 2)
     assert tickets(one.take(2)) == [3, 2]
     assert one.progress.done == {2, 3}
+
+
+def test_all_sequences_of_an_episode_are_checked_and_dated():
+    made = group(1, "e000002-s000004", length=20)
+    span = VersionSpan("e000002-s000003", 20, 21)
+    branch = Branch(0, 20, np.array([95], np.int32), np.ones(1, np.uint8), np.float32([-1]), (span,), ())
+
+    def with_branch(**changes) -> Group:
+        trees = [replace(t, branches=(replace(branch, **changes),)) for t in made.trajectories]
+        return replace(made, trajectories=tuple(trees))
+
+    one = buffer(longest=21)
+    assert one.offer(entry(with_branch())) is None
+    (held,) = one.take(1) or ()
+    assert (str(held.oldest), str(held.newest)) == ("e000002-s000003", "e000002-s000004")
+    experts = np.zeros((1, 2, 2), np.uint8)
+    for rules, changes, why in (
+        ({"longest": 20}, {}, "21 tokens"),
+        ({}, {"token_ids": np.array([96], np.int32)}, "outside the vocabulary"),
+        ({}, {"routed_experts": experts}, "the model has none"),
+        ({"routing": RoutingShape(2, 4, 3)}, {"routed_experts": experts}, "experts of 2 layers"),
+        ({"has_teacher": True}, {}, "no teacher"),
+    ):
+        dropped = buffer(**rules).offer(entry(with_branch(**changes)))
+        assert dropped is not None
+        assert (dropped.reason, why in dropped.detail) == ("poison", True)
 
 
 def test_void_tickets_do_not_hold_up_ticket_order():
