@@ -12,7 +12,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from services.rollout import metrics
-from services.rollout.api import control, openai, routes
+from services.rollout.api import control, generate, openai, routes
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.engines.base import BASE_VERSION, Engine
 from services.rollout.engines.kinds import ENGINES, OpenEngine, declared
@@ -159,7 +159,7 @@ def build_app(
         limits=limits,
         tokens=tokens,
         ready=generation.why_not,
-        roles={**routes.ROLES, **control.ROLES, **openai.ROLES},
+        roles={**routes.ROLES, **generate.ROLES, **control.ROLES, **openai.ROLES},
         max_objects=_OBJECTS + settings.engine.context_length,  # a JSON prompt is a list of numbers
     )
     tokenizer = _tokenizer(Path(settings.engine.model_path), settings.date)
@@ -168,6 +168,7 @@ def build_app(
         engine, generation, updates, settings.engine, tokenizer, Uplink(updates.read_chunk), name
     )
     app.include_router(routes.router)
+    app.include_router(generate.router)
     app.include_router(control.router)
     app.include_router(openai.router)
     return app

@@ -21,7 +21,8 @@ from services.env.environments.gsm8k.data import Problem
 from services.env.environments.gsm8k.environment import Gsm8kConfig, Gsm8kEpisode
 from services.env.episode_types import assistant
 from services.orchestrator.mixture.members import offers_in
-from services.rollout.api.validation import NEUTRAL, generate_request
+from services.rollout.api import generate_body
+from services.rollout.api.validation import NEUTRAL
 from services.rollout.engines.base import EngineInfo
 from shared import codec, config
 from shared.errors import ConfigError, DecodeError, InputError, VolleyError
@@ -57,11 +58,11 @@ GENERATE = {
 @given(changed(GENERATE, WIRE) | st.dictionaries(KEYS, WIRE, max_size=4))
 def test_generate_bodies(body: dict[Any, Any]) -> None:
     with suppress(InputError):
-        request = generate_request(body, INFO)
-        assert request.input_ids.dtype == np.int32
-        assert request.input_ids.size + request.sampling.max_new_tokens < INFO.context_length
-        assert request.input_ids.min() >= 0
-        assert request.input_ids.max() < INFO.vocab_size
+        for one in generate_body.read(body, INFO, None).prompts:
+            assert one.ids.dtype == np.int32
+            assert one.ids.size + (one.request.sampling.max_new_tokens if one.request else 0) < INFO.context_length
+            assert one.ids.min() >= 0
+            assert one.ids.max() < INFO.vocab_size
 
 
 @pytest.mark.parametrize("value", [np.zeros(0), np.zeros(1), np.zeros(2), b"", float("nan"), {"a": 1}, [0]], ids=repr)
@@ -72,7 +73,7 @@ def test_values_of_the_wrong_type_are_refused(name: str, value: Any) -> None:
     inside = name not in ("stream", "top_logprobs_num")
     body = {"input_ids": [5]} | ({"sampling_params": {name: value}} if inside else {name: value})
     with pytest.raises(InputError, match=name):
-        generate_request(body, INFO)
+        generate_body.read(body, INFO, None)
 
 
 CREATE = {"request_id": "r", "env": "frozen_lake", "split": "train", "index": 0, "seed": 5}

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.api.generation import answer
+from services.rollout.api.generate_answer import answer
 from services.rollout.engines.base import EngineSpec, GenerateRequest, GenerateResult, SamplingParams
 from services.rollout.engines.sglang_jax.client import SglangEngine, generate_message, open_engine
 from services.rollout.engines.sglang_jax.scheduling.requests import RolloutReq

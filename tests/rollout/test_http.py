@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from services.rollout.api.generation import CROWD, ClientGone, GenerationRunner
-from services.rollout.api.validation import generate_request
 from services.rollout.app import build_app
 from services.rollout.engines.base import ScoredTokens
 from services.rollout.settings import from_config
@@ -23,7 +22,7 @@ from shared.config import validate
 from shared.errors import Conflict, InputError, Unavailable
 from shared.models.config import ModelConfig
 from tests.support import models
-from tests.support.engine import SETTINGS, FakeEngine
+from tests.support.engine import SETTINGS, FakeEngine, generate_request
 
 VERSION = "e000001-s000000"
 CONFIG = models.tiny_config()

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.api.validation import asks_to_score, generate_request, score_request, wants_logprobs
+from services.rollout.api.generate_body import read_prompt, wants_logprobs
 from services.rollout.engines.base import EngineInfo
 from shared.errors import InputError
+from tests.support.engine import generate_request
 
 INFO = EngineInfo(512, 256, 4096, 16, (2,), 0.0, 1)
 
@@ -50,15 +51,15 @@ def test_the_default_length_fits_the_context() -> None:
         ({"input_ids": np.array([1.5])}, "integer array"),
         ({"input_ids": [1, 512]}, r"input_ids\[1\] is 512, outside the vocabulary of 512"),
         ({"input_ids": [1], "prompt": "x"}, "unknown field prompt"),
-        ({"input_ids": [1], "stream": True}, "stream"),
         ({"input_ids": [1], "rid": 5}, "rid"),
-        ({"input_ids": [1], "top_logprobs_num": 3}, "top_logprobs_num"),
+        ({"input_ids": [1], "top_logprobs_num": 21}, "top_logprobs_num must be an integer from 0 to 20"),
+        ({"input_ids": [1], "top_logprobs_num": 3, "return_logprob": False}, "top_logprobs_num=3 needs return_logprob"),
+        ({"input_ids": [1], "token_ids_logprob": [3]}, r"token_ids_logprob=\[3\] is not supported"),
         ({"input_ids": [1], "sampling_params": [1]}, "sampling_params"),
         ({"input_ids": [1, 2], "logprob_start_len": "banana"}, "logprob_start_len must be -1 or a position"),
         ({"input_ids": [1, 2], "logprob_start_len": True}, "logprob_start_len must be"),
         ({"input_ids": [1, 2], "logprob_start_len": 2.0}, "logprob_start_len must be"),
         ({"input_ids": [1, 2], "logprob_start_len": 3}, "logprob_start_len must be"),
-        ({"input_ids": [1, 2], "logprob_start_len": 0}, "logprob_start_len=0 asks for log-probabilities of the prompt"),
         ({"input_ids": [1], "return_hidden_states": True}, "return_hidden_states=True is not supported"),
         ({"input_ids": [1], "lora_path": "x"}, "lora_path='x' is not supported"),
         ({"input_ids": [1], "sampling_params": {"stop_token_ids": [1] * 1025}}, "at most 1024"),
@@ -131,13 +132,22 @@ SCORING: dict[str, Any] = {
 
 
 def test_given_tokens_are_scored_from_the_position_asked_for() -> None:
-    assert asks_to_score(SCORING)
-    assert not any(asks_to_score({"sampling_params": one}) for one in (None, [], {}, {"max_new_tokens": False}))
+    for sampling in (None, {}, {"max_new_tokens": None}):
+        assert read_prompt({"input_ids": [4], "sampling_params": sampling}, INFO).request is not None
     for start in (0, 1, 2):
-        wanted = score_request({**SCORING, "logprob_start_len": start, "return_text_in_logprobs": True}, INFO)
-        assert (wanted.ids.tolist(), wanted.start, wanted.with_texts) == ([4, 5, 6], start, True)
-    assert score_request(SCORING, INFO).start == 0
-    assert len(score_request({**SCORING, "input_ids": [1] * 255}, INFO).ids) == 255
+        wanted = read_prompt({**SCORING, "logprob_start_len": start, "return_text_in_logprobs": True}, INFO)
+        assert (wanted.ids.tolist(), wanted.scored_from, wanted.texts) == ([4, 5, 6], start, True)
+        assert wanted.request is None
+    assert read_prompt(SCORING, INFO).scored_from == 0
+    assert len(read_prompt({**SCORING, "input_ids": [1] * 255}, INFO).ids) == 255
+
+
+def test_a_prompt_is_scored_beside_its_continuation_if_a_position_is_given() -> None:
+    def start(**fields: Any) -> int | None:
+        return read_prompt({"input_ids": [4, 5, 6], **fields}, INFO).scored_from
+
+    assert [start(logprob_start_len=at) for at in (None, -1, 3, 0, 2)] == [None, None, None, 0, 2]
+    assert start(logprob_start_len=0, return_logprob=False) is None
 
 
 @pytest.mark.parametrize(
@@ -153,12 +163,12 @@ def test_given_tokens_are_scored_from_the_position_asked_for() -> None:
         ({"sampling_params": {"max_new_tokens": 0, "temperature": 0.7}}, "scored at temperature 1"),
         ({"sampling_params": {"max_new_tokens": 0, "regex": "a"}}, "regex"),
         ({"lora_path": "x"}, "lora_path"),
-        ({"return_routed_experts": True}, "experts are told of what is sampled"),
+        ({"return_routed_experts": True}, "return_routed_experts needs sampled tokens"),
     ],
 )
 def test_a_wrong_request_for_scores_is_named(changed: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
-        score_request({**SCORING, **changed}, INFO)
+        read_prompt({**SCORING, **changed}, INFO)
 
 
 def test_log_probabilities_are_asked_for_with_a_boolean() -> None:
@@ -213,5 +223,6 @@ def test_any_body_is_a_request_that_fits_or_one_error(body: dict[str, Any]) -> N
 @given(st.dictionaries(st.sampled_from(["input_ids", "logprob_start_len", "return_text_in_logprobs", "rid"]), VALUES))
 def test_any_body_is_a_question_that_fits_or_one_error(changed: dict[str, Any]) -> None:
     with contextlib.suppress(InputError):
-        wanted = score_request({**SCORING, **changed}, INFO)
-        assert 0 <= wanted.start < len(wanted.ids) <= 255
+        wanted = read_prompt({**SCORING, **changed}, INFO)
+        assert wanted.scored_from is not None
+        assert 0 <= wanted.scored_from < len(wanted.ids) <= 255

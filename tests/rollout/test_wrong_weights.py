@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from services.rollout.api.generation import GenerationRunner
-from services.rollout.api.validation import generate_request
 from services.rollout.engines.base import EngineSpec
 from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.weights.updater import WeightUpdater
@@ -15,6 +14,7 @@ from shared.models.config import ModelConfig
 from shared.run.checkpoint_files import Probe
 from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING
 from tests.support import decoder_reference, models
+from tests.support.engine import generate_request
 
 CONFIG = models.tiny_config()
 MODEL = ModelConfig.parse(CONFIG)

@@ -11,10 +11,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from fastapi import FastAPI
 
+from services.rollout.api.generate_body import read_prompt
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
 from services.rollout.engines.base import (
@@ -225,3 +227,10 @@ def most_likely(ids: np.ndarray, logprobs: np.ndarray, k: int) -> TopTokens | No
 
 def counted(request: GenerateRequest) -> np.ndarray:
     return (int(request.input_ids[-1]) + 1 + np.arange(request.sampling.max_new_tokens, dtype=np.int32)) % 512
+
+
+def generate_request(body: dict[str, Any], info: EngineInfo) -> GenerateRequest:
+    """Read the body of a request that samples. Raises InputError."""
+    request = read_prompt(body, info).request
+    assert request is not None
+    return request

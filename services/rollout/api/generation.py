@@ -1,4 +1,4 @@
-"""Run requests of HTTP clients: admission, drain, disconnects, and answers in SGLang's format."""
+"""Run requests of HTTP clients: admission, drain, disconnects."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ import numpy as np
 from services.rollout import metrics
 from services.rollout.engines.base import (
     Engine,
-    FinishReason,
     GenerateRequest,
     GenerateResult,
     NewTokens,
     ScoredTokens,
-    ScoreRequest,
 )
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import InputError, RateLimited, Unavailable
-from shared.routing import to_wire
 
 CROWD = 16
 """Requests in the service, at most, as a multiple of those that run at once; the others wait in the engine's queue."""
@@ -189,66 +186,3 @@ async def _for_client[T](work: Coroutine[Any, Any, T], receive: Receive | None) 
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def answer(result: GenerateResult, *, arrays: bool, with_logprobs: bool = True) -> dict[str, Any]:
-    """Build SGLang's answer to /generate. Log-probabilities are a float32 array with `arrays`, else SGLang's rows
-    [logprob, id, text].
-    """
-    ids = result.output_ids
-    return {
-        "output_ids": ids if arrays else ids.tolist(),
-        "meta_info": {
-            "id": result.rid,
-            "prompt_tokens": result.prompt_tokens,
-            "completion_tokens": len(ids),
-            "cached_tokens": result.cached_tokens,
-            **({"output_token_logprobs": _rows(result, arrays)} if with_logprobs else {}),
-            **({} if (routed := result.routed_experts) is None else {"routed_experts": _routed(routed, arrays)}),
-            "finish_reason": finish(result.finish),
-            "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in result.versions],
-            "weight_version": result.versions[-1].version if result.versions else None,
-        },
-    }
-
-
-def score_answer(
-    wanted: ScoreRequest, scored: ScoredTokens | None, text_of: Callable[[int], str] | None
-) -> dict[str, Any]:
-    """Build SGLang's answer to a /generate that samples nothing: rows [log-probability, id, text] from the token at
-    `start` on, the first of the text without a log-probability. `scored` is None if no row has one.
-    """
-    ids = wanted.ids[wanted.start :].tolist()
-    known = [] if scored is None else scored.logprobs[wanted.start :].tolist()
-    rows = [
-        [p, t, text_of(t) if wanted.with_texts and text_of else None] for p, t in zip([None, *known], ids, strict=True)
-    ]
-    return {
-        "output_ids": [],
-        "meta_info": {
-            "prompt_tokens": len(wanted.ids),
-            "completion_tokens": 0,
-            "cached_tokens": 0,
-            "input_token_logprobs": rows,
-            "output_token_logprobs": [],
-            "finish_reason": {"type": "length", "length": 0},
-            "weight_versions": [],
-            "weight_version": scored.version if scored else None,
-        },
-    }
-
-
-def _rows(result: GenerateResult, arrays: bool) -> Any:
-    if arrays:
-        return result.logprobs
-    return [[p, t, None] for p, t in zip(result.logprobs.tolist(), result.output_ids.tolist(), strict=True)]
-
-
-def _routed(experts: np.ndarray, arrays: bool) -> dict[str, Any]:
-    told = to_wire(experts)
-    return told if arrays else {**told, "ids": told["ids"].tolist()}
-
-
-def finish(reason: FinishReason) -> dict[str, Any]:
-    fields = {"matched": reason.matched, "length": reason.length, "message": reason.message}
-    return {"type": reason.type, **{k: v for k, v in fields.items() if v is not None}}

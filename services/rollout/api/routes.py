@@ -1,21 +1,19 @@
-"""Routes of generation and weights, with SGLang's names. Bodies are JSON or msgpack by Content-Type, as are answers."""
+"""Routes of weights. Bodies are JSON or msgpack by Content-Type; answers have the same format."""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
-from services.rollout.api import schemas, validation
-from services.rollout.api.generation import ClientGone, GenerationRunner, answer, score_answer
+from services.rollout.api import schemas
+from services.rollout.api.generation import GenerationRunner
 from services.rollout.engines.base import CommitMode, CommitResult, Engine, EngineInfo, EngineSpec
 from services.rollout.weights.serving import StagedUpdate
 from services.rollout.weights.updater import WeightUpdater
-from shared import codec
 from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
 from shared.published.manifest import WeightOffer
@@ -26,7 +24,6 @@ from shared.web.openapi import declares, declares_bytes
 
 router = APIRouter()
 ROLES = {
-    "POST /generate": Role.SERVICE,
     "GET /weights": Role.VIEWER,
     "GET /weights/chunks/{digest}": Role.SERVICE,
     "GET /weights/holdings/{digest}": Role.SERVICE,
@@ -35,7 +32,6 @@ ROLES = {
     "POST /update_weights": Role.ADMIN,
     "POST /update_weights_from_disk": Role.ADMIN,
 }
-_CLIENT_CLOSED = 499
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,35 +58,6 @@ async def rollout_state(
 
 
 Rollout = Annotated[RolloutState, Depends(rollout_state)]
-
-
-@router.post("/generate", tags=["generate"], openapi_extra=declares(body=schemas.GENERATE, answer=schemas.GENERATED))
-async def generate(request: Request, state: Rollout) -> Response:
-    """Sample token ids after the given ones. The answer has ids, weight versions and, unless `return_logprob` is
-    false, log-probabilities. With `max_new_tokens` 0 nothing is sampled: the answer has the log-probabilities of the
-    given ids, at temperature 1.
-    """
-    body = await read_body(request)
-    if "text" in body:
-        body = _with_ids(body, state)
-    if validation.asks_to_score(body):
-        return await _scored(request, body, state)
-    wanted, with_logprobs = validation.generate_request(body, state.info), validation.wants_logprobs(body)
-    try:
-        (result,) = await state.generation.run([wanted], request.receive)
-    except ClientGone:
-        return Response(status_code=_CLIENT_CLOSED)
-    return respond(request, answer(result, arrays=_wants_arrays(request), with_logprobs=with_logprobs))
-
-
-async def _scored(request: Request, body: Mapping[str, Any], state: RolloutState) -> Response:
-    wanted, scored = validation.score_request(body, state.info), None
-    if wanted.start < len(wanted.ids) - 1:
-        try:
-            scored = await state.generation.score(wanted.ids, request.receive)
-        except ClientGone:
-            return Response(status_code=_CLIENT_CLOSED)
-    return respond(request, score_answer(wanted, scored, state.tokenizer.token if state.tokenizer else None))
 
 
 @router.post("/weights/stage", tags=["weights"], openapi_extra=declares(body=schemas.STAGE, answer=schemas.STAGED))
@@ -169,19 +136,6 @@ def _staged(staged: StagedUpdate) -> dict[str, Any]:
 def _committed(result: CommitResult) -> dict[str, Any]:
     counts = {"continued": result.continued, "aborted": result.aborted}
     return {"version": result.version, "previous": result.previous, **counts, "timings": {"pause_s": result.pause_s}}
-
-
-def _with_ids(body: dict[str, Any], state: RolloutState) -> dict[str, Any]:
-    if state.tokenizer is None:
-        raise InputError("this server has no tokenizer", "send input_ids")
-    if "input_ids" in body:
-        raise InputError("text and input_ids are both there", "send one of them")
-    text = text_field(body, "text")
-    return {**{k: v for k, v in body.items() if k != "text"}, "input_ids": state.tokenizer.encode(text)}
-
-
-def _wants_arrays(request: Request) -> bool:
-    return request.headers.get("content-type", "").startswith(codec.MEDIA_TYPE)
 
 
 def text_field(body: dict[str, Any], name: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from services.rollout.api import validation
-from services.rollout.engines.base import CommitMode, FinishType
+from services.rollout.api import generate_body, validation
+from services.rollout.engines.base import MAX_TOP_LOGPROBS, CommitMode, FinishType
 from shared.engines import CAPABILITIES
 
 type Schema = dict[str, Any]
@@ -35,6 +35,10 @@ def _number(low: float, high: float, kind: str = "number") -> Schema:
     return {"type": [kind, "null"], "minimum": low, "maximum": high}
 
 
+_STOP: Schema = _or_null(
+    {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 64}]}
+)
+_FLAG: Schema = {"type": ["boolean", "null"]}
 _SAMPLING = _object(
     {},
     {
@@ -42,9 +46,14 @@ _SAMPLING = _object(
         "temperature": _number(0, validation.MAX_TEMPERATURE),
         "top_p": _number(validation.MIN_TOP_P, 1),
         "top_k": {"type": ["integer", "null"], "minimum": -1, "maximum": validation.MAX_TOP_K, "not": {"const": 0}},
+        "stop": _STOP,
         "stop_token_ids": _or_null({"type": "array", "items": _COUNT, "maxItems": validation.MAX_STOPS}),
-        "ignore_eos": {"type": ["boolean", "null"]},
+        "ignore_eos": _FLAG,
         "sampling_seed": _number(0, validation.MAX_SEED, "integer"),
+        "n": _number(1, generate_body.MAX_SAMPLES, "integer"),
+        "skip_special_tokens": _FLAG,
+        "no_stop_trim": _FLAG,
+        "stream_interval": _number(1, generate_body.MAX_INTERVAL, "integer"),
         **{name: {"enum": list(values)} for name, values in validation.NEUTRAL.items()},
     },
     closed=True,
@@ -52,7 +61,7 @@ _SAMPLING = _object(
 _SPAN = _object({"version": {"type": "string"}, "start": _COUNT, "end": _COUNT})
 _ROW: Schema = {
     "type": "array",
-    "description": "[log-probability, token id, null]; with msgpack a float32 array of the first alone",
+    "description": "[log-probability, token id, text or null]; with msgpack a float32 array of the first alone",
 }
 _TIMINGS: Schema = {"type": "object", "description": "seconds", "additionalProperties": {"type": "number"}}
 _COMMITTED = {
@@ -72,34 +81,35 @@ _GENERATE: Schema = _object(
         "text": _TEXT,
         "sampling_params": _or_null(_SAMPLING),
         "rid": _or_null({"type": "string", "maxLength": validation.MAX_RID}),
-        "stream": {"enum": [False, None]},
-        "top_logprobs_num": {"enum": [0, None]},
-        "return_logprob": {"type": ["boolean", "null"], "description": "true where it is left out"},
+        "stream": _FLAG,
+        "return_logprob": {**_FLAG, "description": "true if it is left out"},
         "logprob_start_len": {
             "type": ["integer", "null"],
-            "description": "-1, or the length of the prompt; with max_new_tokens 0 any position of the prompt, from "
-            "which on its tokens are told (0 where it is left out)",
+            "description": "first position of the prompt whose token is listed with its log-probability; -1, and the "
+            "length of the prompt, list none (default: -1, with max_new_tokens 0 it is 0)",
             "minimum": -1,
         },
-        "return_routed_experts": {
-            "type": ["boolean", "null"],
-            "description": "of a model with experts, those that tokens were sent to; false where it is left out",
-        },
+        "top_logprobs_num": _number(0, MAX_TOP_LOGPROBS, "integer"),
+        generate_body.TEXTS: _FLAG,
+        "return_prompt_token_ids": _FLAG,
+        "return_routed_experts": {**_FLAG, "description": "experts that tokens were sent to (default: false)"},
         "routed_experts_start_len": {
             "type": ["integer", "null"],
-            "description": "the position of the prompt from which on they are told (0 where it is left out)",
+            "description": "first position of the prompt with experts (default: 0)",
             "minimum": 0,
         },
-        **{name: {"enum": list(values)} for name, values in validation.NEUTRAL_FIELDS.items()},
-        validation.TEXTS: {"type": ["boolean", "null"], "description": "true only with max_new_tokens 0"},
+        **{name: {} for name in sorted(generate_body.LABELS)},
+        **{name: {"enum": list(values)} for name, values in generate_body.NEUTRAL_FIELDS.items()},
     },
     closed=True,
 ) | {
     "oneOf": [{"required": ["input_ids"]}, {"required": ["text"]}],
-    "description": "As msgpack, input_ids may be an array.",
+    "description": "As msgpack, input_ids may be an array. For a batch, text and input_ids are lists of prompts, other "
+    "fields may be lists with a value for each, and the answer is a list.",
 }
 GENERATE = _with_example(_GENERATE, input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 8, "temperature": 1.0})
-GENERATED = _object(
+_LIST: Schema = {"type": "array"}
+_GENERATED = _object(
     {
         "output_ids": {"type": "array", "items": _COUNT},
         "meta_info": _object(
@@ -118,15 +128,19 @@ GENERATED = _object(
                 )
                 | {"description": "flat, of shape [positions, layers, experts a token]; the last token has none"},
                 "output_token_logprobs": {"type": "array", "items": {"anyOf": [_ROW, {"type": "number"}]}},
+                "output_top_logprobs": _LIST,
                 "input_token_logprobs": {
                     "type": "array",
                     "items": _ROW,
-                    "description": "with max_new_tokens 0 alone; the first row has null for its log-probability",
+                    "description": "from logprob_start_len on; the first row has null for its log-probability",
                 },
+                "input_top_logprobs": _LIST,
             },
         ),
-    }
+    },
+    {"text": {"type": "string"}, "prompt_token_ids": {"type": "array", "items": _COUNT}},
 )
+GENERATED: Schema = {"anyOf": [_GENERATED, {"type": "array", "items": _GENERATED, "description": "of a batch"}]}
 
 _OFFER = {
     "version": _TEXT,

@@ -1,0 +1,38 @@
+"""SGLang's /generate."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from services.rollout.api import generate_body, schemas
+from services.rollout.api.event_stream import EventStream
+from services.rollout.api.generate_answer import AnswerGenerator, fail
+from services.rollout.api.generation import ClientGone
+from services.rollout.api.routes import Rollout
+from shared import codec
+from shared.web.access import Role
+from shared.web.http import read_body, respond
+from shared.web.openapi import declares
+
+router = APIRouter()
+ROLES = {"POST /generate": Role.SERVICE}
+
+
+@router.post("/generate", tags=["generate"], openapi_extra=declares(body=schemas.GENERATE, answer=schemas.GENERATED))
+async def generate(request: Request, state: Rollout) -> Response:
+    """Sample tokens after the given text or ids, of one prompt or of a batch. The answer has text, ids, weight versions
+    and, unless `return_logprob` is false, log-probabilities; from `logprob_start_len` on also those of the prompt, at
+    temperature 1. With `max_new_tokens` 0 nothing is sampled. With `stream` the answer comes as events, each with
+    everything sampled so far.
+    """
+    arrays = request.headers.get("content-type", "").startswith(codec.MEDIA_TYPE)
+    encode = state.tokenizer.encode if state.tokenizer else None
+    body = generate_body.read(await read_body(request), state.info, encode)
+    generator = AnswerGenerator(state, body, arrays=arrays and not body.stream)
+    if body.stream:
+        return EventStream(generator.stream, fail)
+    try:
+        return respond(request, await generator.answer(request.receive))
+    except ClientGone:
+        return Response(status_code=499)
