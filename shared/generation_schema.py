@@ -60,9 +60,21 @@ class GenerationSection(Section):
 
     In `mode` turn_synchronous, the episodes of a step's groups start together and advance turn by turn: each turn is
     sampled for all episodes that still run before the next one starts.
+
+    With `concurrency` adaptive, the number of running episodes follows the rollout servers' queues and pools, up to
+    `max_concurrent_episodes`; otherwise it is that number. With `eval_share`, groups are generated during an
+    evaluation, which has this share of the running episodes; without, generation pauses.
     """
 
     mode: Literal["asynchronous", "turn_synchronous"] = "asynchronous"
     over_sampling_factor: Annotated[float, Field(ge=1)] | None = None
+    concurrency: Literal["fixed", "adaptive"] = "fixed"
+    eval_share: Annotated[float, Field(gt=0, le=1)] | None = None
     straggler: StragglerConfig | None = None
     filters: GenerationFilters = GenerationFilters()
+
+    @model_validator(mode="after")
+    def _rounds_at_once(self) -> GenerationSection:
+        if self.mode == "turn_synchronous" and self.concurrency == "adaptive":
+            raise ValueError("mode=turn_synchronous needs concurrency=fixed: all episodes of a round run at once")
+        return self

@@ -17,7 +17,9 @@ from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.schedule.policy import GenerationPolicy
 from services.orchestrator.servers.balancer import Balancer
+from services.orchestrator.servers.concurrency import AdaptiveConcurrency
 from services.orchestrator.servers.fleet import Discover, DiscoveredServer, Fleet
+from services.orchestrator.servers.slots import Slots
 from services.orchestrator.settings import OrchestratorSettings, from_config
 from services.orchestrator.status import RunStatus
 from shared.boot import RunningService
@@ -69,12 +71,15 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             TrainerClient(settings.trainer_url, token=token, ca_file=settings.ca_file)
         )
         balancer = Balancer(settings.terms.max_staleness)
+        slots = Slots(settings.max_concurrent, settings.generation.eval_share)
+        is_adaptive = settings.generation.concurrency == "adaptive"
         discover = _discover(Registry(redis, settings.run), settings.rollout_urls)
         fleet = await stack.enter_async_context(
             Fleet(
                 balancer,
                 discover,
                 lambda url: RolloutClient(url, token=token, ca_file=settings.ca_file, routing=routing),
+                AdaptiveConcurrency(slots, settings.group_size).observe if is_adaptive else None,
             )
         )
         status = RunStatus()
@@ -82,7 +87,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             EpisodeRunner(tokenizer, environments, balancer, status, settings.bounds),
             balancer,
             status,
-            max_concurrent=settings.max_concurrent,
+            slots=slots,
             max_attempts=settings.bounds.max_attempts,
             teaching=await stack.enter_async_context(_teaching(settings, tokenizer, status)),
         )

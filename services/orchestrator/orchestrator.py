@@ -109,6 +109,7 @@ class Orchestrator:
             "queue": dataclasses.asdict(queue) if queue else None,
             "held": self.schedule.n_held if self.schedule else 0,
             "episodes_running": status.running,
+            "episodes_limit": self.dispatcher.limit,
             "evaluating_step": status.evaluating_step,
             "evaluated": status.evaluated,
             "waiting": dataclasses.asdict(status.waiting)
@@ -157,6 +158,7 @@ class Orchestrator:
             self.evaluator,
             max_steps=settings.max_steps,
             begun=self.handover.follow,
+            generates_during_evaluation=settings.generation.eval_share is not None,
         )
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(mixture.watch())

@@ -57,6 +57,19 @@ class ServerWeights:
     digest: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Load of one rollout server, from its own report.
+
+    `max_running` requests decode at once, `queued` ones wait; `free_kv` is the free share of the key/value pool.
+    """
+
+    running: int
+    queued: int
+    max_running: int
+    free_kv: float
+
+
 class RolloutClient(HttpClient):
     """Every method raises VolleyError: ServiceUnreachable, or the error in the server's problem body.
 
@@ -123,6 +136,16 @@ class RolloutClient(HttpClient):
         if not isinstance(answer, dict):
             raise DecodeError(f"{self.base_url}/weights did not answer with an object")
         return ServerWeights(_text(answer.get("current")), _text(answer.get("staged")), _text(answer.get("digest")))
+
+    async def load(self) -> EngineLoad:
+        """Return the server's present load."""
+        answer = await self.get("/get_server_info", attempts=1)
+        try:
+            now = answer["internal_state"]
+            share = int(now["free_kv_tokens"]) / max(1, int(answer["max_total_tokens"]))
+            return EngineLoad(int(now["running"]), int(now["queued"]), int(answer["max_running_requests"]), share)
+        except MALFORMED as error:
+            raise DecodeError(f"{self.base_url}/get_server_info lacks or mistypes a field: {error!r}") from error
 
     async def ready(self) -> None:
         """Raise Unavailable with the reason while no request should be routed to the server."""

@@ -14,6 +14,7 @@ from services.orchestrator.episodes.groups import GroupPlan
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.turn import SamplingSpec, TokenBounds
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
+from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening, StepReply
 from shared.clients.rollout import Generation, ServerWeights
@@ -256,7 +257,7 @@ def dispatcher_of(
         runner_of(env, balancer, bounds),
         balancer,
         RunStatus(),
-        max_concurrent=max_concurrent,
+        slots=Slots(max_concurrent),
         max_attempts=bounds.max_attempts,
     )
 

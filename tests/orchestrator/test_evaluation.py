@@ -17,6 +17,7 @@ from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, HeldOutTasks
 from services.orchestrator.evaluation.records import read_records
 from services.orchestrator.mixture.members import Offer, offers_in
+from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
 from shared.errors import ConfigError, DecodeError, NotFound, Unavailable
 from shared.models.chat import ChatTokenizer
@@ -68,7 +69,7 @@ class Branching(Dispatcher):
 
 async def test_a_sample_shows_the_branches_of_its_episode(tmp_path):
     balancer = balancer_of(ScriptedEngine())
-    dispatcher = Branching(runner_of(ScriptedEnv(), balancer), balancer, RunStatus(), max_concurrent=8, max_attempts=1)
+    dispatcher = Branching(runner_of(ScriptedEnv(), balancer), balancer, RunStatus(), slots=Slots(8), max_attempts=1)
     found = Evaluator(dispatcher, RunStatus(), tiny_tokenizer(), PLAN, tmp_path, tuple, lambda env: None, None)
     record = await measured(found, 0)
     sample = orjson.loads((tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()[0])

@@ -17,6 +17,7 @@ from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
 from services.orchestrator.servers.balancer import Balancer, ServerLoad
+from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
@@ -166,7 +167,7 @@ async def test_a_rollout_server_that_fails_is_asked_as_often_as_there_are_attemp
         balancer.add(server := ServerLoad(url, client, version=WeightVersion(1, 0)))
         fake.answer = [-5]  # no token: the client makes it an error
         runner = EpisodeRunner(tiny_tokenizer(), ScriptedEnv(), balancer, status, BOUNDS)
-        dispatcher = Dispatcher(runner, balancer, status, max_concurrent=4, max_attempts=3)
+        dispatcher = Dispatcher(runner, balancer, status, slots=Slots(4), max_attempts=3)
         probing = asyncio.ensure_future(keep_well(balancer, server))
         with pytest.raises(Unavailable, match="negative"):
             await dispatcher.episode(spec(), "train")

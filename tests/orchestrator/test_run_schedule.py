@@ -25,12 +25,12 @@ PLAN = EvalPlan("demo", 3, 7, every=5, last_step=20)
 class RunUnderTest:
     """A schedule over fakes; `serve` is a rollout server that has just been probed, with these weights."""
 
-    def __init__(self, folder, queue, max_steps=20):
+    def __init__(self, folder, queue, max_steps=20, beside=False):
         self.queue, self.status, gate = queue, RunStatus(), ReservationGate()
         self.balancer = balancer_of(ScriptedEngine(version=None), max_staleness=0)
         dispatcher = dispatcher_of(ScriptedEnv(n_turns=1), self.balancer, HOURS)
         self.evaluator = Evaluator(dispatcher, self.status, tiny_tokenizer(), PLAN, folder)
-        loop = TicketLoop(
+        self.loop = loop = TicketLoop(
             queue,
             gate,
             self.status,
@@ -39,7 +39,7 @@ class RunUnderTest:
             run_group=lambda ticket, need: run_group(dispatcher, plan(2), ticket, need),
         )
         parts = (queue, self.balancer, self.status, gate, loop, self.evaluator)
-        self.schedule = RunSchedule(*parts, max_steps=max_steps, begun=self._begun)
+        self.schedule = RunSchedule(*parts, max_steps=max_steps, begun=self._begun, generates_during_evaluation=beside)
         self.beginnings = []
 
     async def _begun(self, beginning):

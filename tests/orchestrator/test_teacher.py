@@ -17,6 +17,7 @@ from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.teacher import EpisodeTeaching, TeachingBudget
 from services.orchestrator.episodes.turn import TokenBudget
+from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
 from shared.clients.teacher import TeacherAway, TeacherFailed, TeacherRefused, TeacherUnusable
 from shared.errors import RateLimited, StorageFull, VolleyError
@@ -53,7 +54,7 @@ def dispatcher_with(
         runner_of(ScriptedEnv(), balancer),
         balancer,
         status,
-        max_concurrent=64,
+        slots=Slots(64),
         max_attempts=BOUNDS.max_attempts,
         teaching=EpisodeTeaching(teacher, status, max_concurrent, budget),
     )
@@ -165,7 +166,7 @@ async def test_who_waits_for_the_teacher_says_so() -> None:
     balancer = balancer_of(ScriptedEngine())
     teaching = EpisodeTeaching(teacher, status, 1)
     dispatcher = Dispatcher(
-        runner_of(ScriptedEnv(), balancer), balancer, status, max_concurrent=1, max_attempts=3, teaching=teaching
+        runner_of(ScriptedEnv(), balancer), balancer, status, slots=Slots(1), max_attempts=3, teaching=teaching
     )
     running = asyncio.ensure_future(dispatcher.episode(spec(), "train"))
     while status.waits != {"teacher": 1} or not teacher.asked:
@@ -180,7 +181,7 @@ async def test_a_budget_that_is_used_up_fails_the_group_and_no_restart_gives_it_
         status, balancer = RunStatus(), balancer_of(ScriptedEngine())
         teaching = EpisodeTeaching(ScriptedTeacher(), status, 8, budget)
         dispatcher = Dispatcher(
-            runner_of(ScriptedEnv(), balancer), balancer, status, max_concurrent=8, max_attempts=3, teaching=teaching
+            runner_of(ScriptedEnv(), balancer), balancer, status, slots=Slots(8), max_attempts=3, teaching=teaching
         )
         return await run_group(dispatcher, plan(2), ticket, spec().need)
 

@@ -58,6 +58,9 @@ BENCHMARKS = {
     "handover": Benchmark(
         "tools.bench.handover", "base", "weights from the optimizer step to the last server serving them"
     ),
+    "generation": Benchmark(
+        "tools.bench.generation", "base", "asynchronous against turn-synchronous generation, simulated (aim ≤ 0.36)"
+    ),
     "publishing": Benchmark(
         "tools.bench.publishing",
         "base",

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Literal
 
 from services.orchestrator import metrics
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.teacher import EpisodeTeaching
 from services.orchestrator.episodes.turn import SamplingSpec, TokenBudget
 from services.orchestrator.servers.balancer import Balancer
+from services.orchestrator.servers.slots import Purpose, Slots
 from services.orchestrator.status import RunStatus
 from shared.errors import VolleyError
 from shared.process import telemetry
 from shared.types import Trajectory
 
 _BACKOFF_S, _BACKOFF_CAP_S = 0.2, 5.0
-type Purpose = Literal["train", "eval"]
 _log = telemetry.Log("dispatch")
 
 
@@ -30,7 +29,7 @@ class Dispatcher:
     """Dispatcher of episodes.
 
     Args:
-        max_concurrent: number of episodes at once.
+        slots: number of episodes at once.
         teaching: adds the teacher's log-probabilities to training episodes.
     """
 
@@ -40,13 +39,18 @@ class Dispatcher:
         balancer: Balancer,
         status: RunStatus,
         *,
-        max_concurrent: int,
+        slots: Slots,
         max_attempts: int,
         teaching: EpisodeTeaching | None = None,
     ) -> None:
         self._runner, self._balancer, self._status, self._teaching = runner, balancer, status, teaching
-        self._slots = asyncio.Semaphore(max_concurrent)
+        self._slots = slots
         self._max_attempts = max_attempts
+
+    @property
+    def limit(self) -> int:
+        """Number of episodes that may run at once now."""
+        return self._slots.limit
 
     async def episode(self, spec: SamplingSpec, purpose: Purpose) -> Trajectory:
         """Run one episode. Raises VolleyError: the last failure, when attempts are used up or cannot help."""
@@ -58,7 +62,7 @@ class Dispatcher:
 
     async def _episode(self, spec: SamplingSpec, purpose: Purpose) -> Trajectory:
         budget = TokenBudget(self._max_attempts)
-        async with self._slots:
+        async with self._slots.taken(purpose):
             while True:
                 try:
                     return await self._attempt(spec, budget, purpose)

@@ -139,8 +139,10 @@ class Evaluator:
     def due(self, step: int) -> bool:
         return self.plan.due(step, self._done())
 
-    def last_admitted(self, step: int) -> int:
-        return self.plan.last_admitted(step, self._done())
+    def last_admitted(self, step: int, measured: int | None = None) -> int:
+        """See `EvalPlan`. Args: measured: a step that counts as measured already."""
+        done = self._done()
+        return self.plan.last_admitted(step, done if measured is None else done | {measured})
 
     def _done(self) -> frozenset[int]:
         return frozenset(record.step for record in self.records if record.env is None)

@@ -1,7 +1,8 @@
 """Schedule of a run: wait for the services, evaluate, generate while the trainer trains, evaluate, finish.
 
 Reservations pause during an evaluation, and before it none is made for a later step. So the evaluation at step 0 ends
-before the first group is generated, and every other one starts when no newer weights can be trained. If the trainer
+before the first group is generated, and every other one starts when no newer weights can be trained. A run may also
+generate during an evaluation; then publications pause, so newer weights cannot be trained either. If the trainer
 goes back to an older checkpoint, the run follows: requests stop waiting for undone weights, and an evaluation of undone
 weights ends without a record.
 """
@@ -9,7 +10,8 @@ weights ends without a record.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from services.orchestrator.evaluation.evaluator import Evaluator
 from services.orchestrator.mixture.members import Offer, offers_in
@@ -55,6 +57,7 @@ class RunSchedule:
 
     Args:
         begun: called first for each new epoch, with its beginning of the run.
+        generates_during_evaluation: generate groups for later steps meanwhile, and publish them afterwards.
     """
 
     def __init__(
@@ -68,9 +71,12 @@ class RunSchedule:
         *,
         max_steps: int,
         begun: Callable[[str], Awaitable[None]],
+        generates_during_evaluation: bool = False,
     ) -> None:
         self._queue, self._balancer, self._status, self._gate = queue, balancer, status, gate
         self._loop, self._evaluator, self._max_steps, self._begun = loop, evaluator, max_steps, begun
+        self._is_beside = generates_during_evaluation
+        self._measured_now: int | None = None
         self.state: QueueState | None = None
         self._lineage: Lineage = ()
         self._epoch = -1
@@ -93,13 +99,30 @@ class RunSchedule:
         while True:
             at = await self._next_version()
             if self._evaluator.due(at.step):
-                with self._gate.held("evaluation"):
+                with self._beside(at.step) if self._is_beside else self._gate.held("evaluation"):
                     await self._evaluate(at)
+                    self._measured_now = None
                     self._bound(at.step)
             elif at.step >= self._max_steps:
                 return
             else:
                 self._gate.release(ReservationGate.START)
+
+    @contextmanager
+    def _beside(self, step: int) -> Iterator[None]:
+        """Generate within for the steps after `step`, up to the next one to be measured, and publish afterwards.
+
+        Before, no ticket was reserved for a step after this one, so every group that is published at its end was
+        reserved meanwhile: the trainer cannot make newer weights before.
+        """
+        with self._loop.publications_held():
+            self._measured_now = step
+            self._bound(step)
+            self._gate.release(ReservationGate.START)
+            try:
+                yield
+            finally:
+                self._measured_now = None
 
     async def _next_version(self) -> WeightVersion:
         """Return the version of an open queue, from a snapshot taken after the call."""
@@ -138,7 +161,7 @@ class RunSchedule:
 
     def _bound(self, step: int) -> None:
         """Limit generation to steps up to the next one to be measured."""
-        self._loop.last_step = self._evaluator.last_admitted(step)
+        self._loop.last_step = self._evaluator.last_admitted(step, self._measured_now)
 
     async def _evaluate(self, at: WeightVersion) -> None:
         """Evaluate until there is a record, or until the weights are undone or replaced by newer ones."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -121,6 +121,8 @@ class TicketLoop:
         self._slots = asyncio.Semaphore(n_groups)
         self._held: dict[int, VersionBounds] = {}
         self._void = 0
+        self._may_publish = asyncio.Event()
+        self._may_publish.set()
         self.last_step: int | None = None
 
     async def run(self) -> None:
@@ -136,6 +138,15 @@ class TicketLoop:
                 reservation = await self._reserve()
                 self._held[reservation.ticket] = need = self._terms.need(reservation, self._void)
                 group.create_task(self._work(reservation, need))
+
+    @contextmanager
+    def publications_held(self) -> Iterator[None]:
+        """Publish nothing within: groups are generated, but the trainer cannot make newer weights from them."""
+        self._may_publish.clear()
+        try:
+            yield
+        finally:
+            self._may_publish.set()
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -216,6 +227,7 @@ class TicketLoop:
 
         Then its lease may expire.
         """
+        await self._may_publish.wait()
         payload, deadline, failures = sent.encode(), time.monotonic() + self._terms.patience_s, 0
         while time.monotonic() < deadline:
             try:

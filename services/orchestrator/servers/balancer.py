@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shared.clients.rollout import Generation, ServerWeights
+from shared.clients.rollout import EngineLoad, Generation, ServerWeights
 from shared.errors import Party
 from shared.run.state import in_lineage
 from shared.types import Lineage, WeightVersion
@@ -47,6 +47,8 @@ class GenerateClient(Protocol):
     async def abort(self, rid: str) -> None: ...
 
     async def weights(self) -> ServerWeights: ...
+
+    async def load(self) -> EngineLoad: ...
 
     async def ready(self) -> None: ...
 
@@ -77,7 +79,8 @@ class ServerLoad:
 
     `inflight` counts our requests; a `leaving` server gets no new ones. `out` is why it gets no requests until a probe
     succeeds (empty if it does); `failures` counts failures since the last success; `waits_on` is the party that a
-    server that is out names; `probe_at` is the time of its next probe.
+    server that is out names; `probe_at` is the time of its next probe. `reported` is the load that the
+    server itself reported last.
     """
 
     url: str
@@ -90,6 +93,7 @@ class ServerLoad:
     failures: int = 0
     probe_at: float = 0.0
     leaving: bool = False
+    reported: EngineLoad | None = None
 
     @property
     def load(self) -> float:

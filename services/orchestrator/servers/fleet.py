@@ -8,6 +8,7 @@ requests again. A registry that does not answer changes nothing.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from services.orchestrator.servers.balancer import Balancer, ServerLoad
-from shared.clients.rollout import RolloutClient
+from shared.clients.rollout import EngineLoad, RolloutClient
 from shared.errors import Unavailable, VolleyError
 from shared.process import telemetry
 from shared.types import WeightVersion
@@ -35,16 +36,23 @@ class DiscoveredServer:
 
 type Discover = Callable[[], Awaitable[Sequence[DiscoveredServer]]]
 type Connect = Callable[[str], RolloutClient]
+type Observe = Callable[[Sequence[EngineLoad]], None]
 
 
 class Fleet:
     """Rollout servers of a run.
 
     Use it as an async context manager around `watch`; it closes all connections at the end.
+
+    Args:
+        observe: gets the loads of the servers that are in, about once a second; without it, they are not asked.
     """
 
-    def __init__(self, balancer: Balancer, discover: Discover, connect: Connect) -> None:
-        self._balancer, self._discover, self._connect = balancer, discover, connect
+    def __init__(
+        self, balancer: Balancer, discover: Discover, connect: Connect, observe: Observe | None = None
+    ) -> None:
+        self._balancer, self._discover, self._connect, self._observe = balancer, discover, connect, observe
+        self._observed_at = -_SLOW_S
         self._clients: dict[str, RolloutClient] = {}
 
     async def __aenter__(self) -> Self:
@@ -74,6 +82,20 @@ class Fleet:
             for server in self._balancer.servers:
                 if self._balancer.probe_due(server):
                     group.create_task(self._probe(server))
+        if self._observe is not None and time.monotonic() - self._observed_at >= _SLOW_S:
+            self._observed_at = time.monotonic()
+            async with asyncio.TaskGroup() as group:
+                servers = [server for server in self._balancer.servers if not server.out and not server.leaving]
+                for server in servers:
+                    group.create_task(self._ask_load(server))
+            self._observe([server.reported for server in servers if server.reported is not None])
+
+    async def _ask_load(self, server: ServerLoad) -> None:
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                server.reported = await server.engine.load()
+        except (VolleyError, TimeoutError):
+            server.reported = None  # the next probe of its weights tells if it is out
 
     async def _sync(self, found: Sequence[DiscoveredServer]) -> None:
         wanted = {server.url: server for server in found}
