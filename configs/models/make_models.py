@@ -1,8 +1,9 @@
-"""Makes the folders of the small models: configs/models/{tiny,quickstart}/{config,tokenizer,tokenizer_config}.json.
+"""Makes the folders of the small models: configs/models/NAME/{config,tokenizer,tokenizer_config}.json.
 
-    .venvs/base/bin/python configs/models/make_models.py {tiny,quickstart} [--text FILE ...]
+    .venvs/base/bin/python configs/models/make_models.py {tiny,quickstart,agent} [--text FILE ...]
 
-`tiny` reads all the built-in games; `quickstart` spells the rows of a frozen lake with one token each.
+`tiny` reads all the built-in games; `quickstart` spells the rows of a frozen lake with one token each; `agent` reads
+examples/agents, and its chat template has tools.
 
 A byte-level BPE of 512 tokens, trained on what the built-in environments say (and on the files given), so that a grid,
 an answer or a number costs few tokens, and any text can still be written. The weights are random: there are none in the
@@ -43,6 +44,21 @@ END
 <|im_start|>assistant
 {% endif -%}
 """
+TOOLS = """\
+{%- if tools -%}
+<|im_start|>tools
+{% for tool in tools -%}
+{{ tool.function | tojson }}
+{% endfor -%}
+<|im_end|>
+{% endif -%}
+"""
+CALLS = """\
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+{%- endfor -%}
+<|im_end|>"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +71,18 @@ class SmallModel:
     kv_heads: int
     head_dim: int
     rows: bool
+    tools: bool = False
+
+    @property
+    def template(self) -> str:
+        plain = TEMPLATE.replace("END", self.end)
+        return TOOLS + plain.replace("{{ message.content }}<|im_end|>", CALLS) if self.tools else plain
 
 
 MODELS = {
     "tiny": SmallModel(f"{MARKS}|{WORDS}", "{% endfor -%}", 2, 1, 128, rows=False),
     "quickstart": SmallModel(f"{MARKS}|{ROWS}|{WORDS}", "{%- endfor -%}", 4, 2, 16, rows=True),
+    "agent": SmallModel(f"{MARKS}|{WORDS}", "{% endfor -%}", 4, 2, 16, rows=False, tools=True),
 }
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -126,11 +149,12 @@ def main() -> None:
     arguments = parser.parse_args()
     model, out = MODELS[arguments.name], arguments.out or ROOT / "configs" / "models" / arguments.name
     texts = [*conversations(rows=model.rows), *(path.read_text(encoding="utf-8") for path in arguments.text)]
+    if model.tools:
+        texts += [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples/agents").glob("*.py"))] * 20
     out.mkdir(parents=True, exist_ok=True)
     train(texts, model.pieces).save(str(out / "tokenizer.json"))
-    template = TEMPLATE.replace("END", model.end)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-    settings |= {"chat_template": template}
+    settings |= {"chat_template": model.template}
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     heads = {"num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim}
     (out / "config.json").write_text(json.dumps(CONFIG | heads, indent=1) + "\n", encoding="utf-8")

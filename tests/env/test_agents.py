@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -10,8 +13,9 @@ import pytest_asyncio
 
 from services.env.sandbox.sandboxes import Sandboxes
 from shared.errors import Forbidden
+from shared.process.ports import free_port
 from shared.services_schema import Limits
-from tests.env.agents import ASKS, RUNS, Recorder, adds, begin, ended, finish, start
+from tests.env.agents import ASKS, HEADER, RUNS, Recorder, adds, begin, ended, finish, start
 from tests.env.conftest import OpenClient
 from tests.env.submitted import decided, submit
 
@@ -72,7 +76,7 @@ async def test_a_program_reaches_the_model_and_is_judged(client: httpx.AsyncClie
         ("raise KeyError('lost')", "failed", 1, "KeyError: 'lost'"),
         ("sys.exit(3)", "failed", 3, "exit code 3"),
         ("os.kill(os.getpid(), 9)", "failed", 137, "exit code 137"),
-        ("return bytearray(10**9) and 'x'", "failed", None, ""),
+        ("x = 'x' * (8 * 10**8); time.sleep(5)", "failed", None, "sandbox_memory_mb"),
         ("time.sleep(60)", "exited", None, "timeout_s = 2"),
         ("subprocess.Popen(['sleep', '60']); return '13'", "exited", 0, ""),
     ],
@@ -88,3 +92,152 @@ async def test_ends_of_programs(client: httpx.AsyncClient, run: str, state: str,
         assert row["exit_code"] == code
     if state == "exited":
         assert (await finish(client, one)).json()["reward"] == float("13" in run)
+
+
+async def test_a_declared_exit_code_is_data(client: httpx.AsyncClient) -> None:
+    command = ASKS.replace(
+        "    def run(self, base_url, api_key, model):", "    def unused(self, base_url, api_key, model):"
+    )
+    command = command.replace("    timeout_s = 20", f"    timeout_s, exit_codes, command = 20, (0, 4), {_COMMAND!r}")
+    command = command.replace("def judge(self, output):", "def judge(self, output, exit_code):")
+    command = command.replace('"files": sorted', '"code": exit_code, "files": sorted')
+    await taken(client, command)
+    recorder = Recorder(adds)
+    async with recorder.serve() as base_url:
+        one = (await begin(client))["episode_id"]
+        await start(client, one, base_url)
+        assert (await ended(client, one))["exit_code"] == 4
+        last = (await finish(client, one)).json()
+    assert (last["reward"], last["info"]["code"]) == (1.0, 4)
+
+
+_COMMAND = [
+    "python",
+    "-c",
+    HEADER + "print(ask(os.environ['OPENAI_BASE_URL'], 'k', os.environ['VOLLEY_TASK'])); exit(4)",
+]
+
+
+async def test_a_request_outlives_a_restart_of_the_recorder(client: httpx.AsyncClient) -> None:
+    await taken(client, ASKS)
+    one, port = (await begin(client))["episode_id"], free_port()
+    await start(client, one, f"http://127.0.0.1:{port}/v1")
+    assert (await client.get(f"/episodes/{one}/run?wait_s=1")).json()["state"] == "running"
+    recorder = Recorder(adds)
+    async with recorder.serve(port):
+        assert (await ended(client, one))["state"] == "exited"
+    assert (await finish(client, one)).json()["reward"] == 1.0
+    assert len(recorder.requests) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/sessions", "/v1/sessions/x/reward", "/status", "/v1/../status", "/v1/%2e%2e/a"])
+async def test_only_routes_of_the_model_leave(client: httpx.AsyncClient, path: str) -> None:
+    ask = f"""
+            import http.client
+            door = http.client.HTTPConnection("127.0.0.1", 4010)
+            door.request("POST", "{path}", b"{{}}")
+            return door.getresponse().status"""
+    await taken(client, RUNS % ask.strip())
+    recorder = Recorder(adds)
+    async with recorder.serve() as base_url:
+        one = (await begin(client))["episode_id"]
+        await start(client, one, base_url)
+        assert (await ended(client, one))["state"] == "exited"
+    assert not recorder.requests
+
+
+async def test_nothing_else_can_be_reached(client: httpx.AsyncClient) -> None:
+    reach = """
+            import socket
+            found = []
+            for host, port in (("127.0.0.1", PORT), ("127.0.0.2", PORT), ("1.1.1.1", 53), ("::1", PORT)):
+                try:
+                    socket.create_connection((host, port), timeout=2)
+                    found.append(host)
+                except OSError:
+                    pass
+            for family, kind in ((2, socket.SOCK_DGRAM), (2, socket.SOCK_RAW), (16, 3), (40, 1)):
+                try:
+                    socket.socket(family, kind)
+                    found.append(family)
+                except OSError:
+                    pass
+            print(found, [name for name in os.listdir("/proc") if name.isdigit()])
+            return found"""
+    recorder = Recorder(adds)
+    async with recorder.serve() as base_url:
+        port = base_url.rpartition(":")[2].partition("/")[0]
+        await taken(client, RUNS % reach.strip().replace("PORT", port))
+        one = (await begin(client))["episode_id"]
+        await start(client, one, base_url)
+        state = await ended(client, one)
+    assert state["output"].startswith("[] "), state
+
+
+async def test_finish_ends_a_program(client: httpx.AsyncClient) -> None:
+    await taken(client, RUNS % "time.sleep(60)")
+    one = (await begin(client))["episode_id"]
+    await start(client, one, "http://127.0.0.1:9/v1")
+    assert (await client.get(f"/episodes/{one}/run?wait_s=0.5")).json()["state"] == "running"
+    last = await finish(client, one)
+    assert (last.status_code, last.json()["reward"]) == (200, 0.0)
+    assert (await finish(client, one)).json() == last.json()
+    assert (await start(client, one, "http://127.0.0.1:9/v1")).status_code == 409
+
+
+async def test_a_deleted_episode_ends_its_program(client: httpx.AsyncClient) -> None:
+    await taken(client, RUNS % "os.execvp('sleep', ['sleep', '54321'])")
+    one = (await begin(client))["episode_id"]
+    await start(client, one, "http://127.0.0.1:9/v1")
+    async with asyncio.timeout(10):
+        while not running("54321"):
+            await asyncio.sleep(0.05)
+    assert (await client.delete(f"/episodes/{one}")).status_code == 204
+    async with asyncio.timeout(10):
+        while running("54321"):
+            await asyncio.sleep(0.05)
+
+
+def running(word: str) -> list[str]:
+    """Processes of this machine whose command has this word."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word in file.read_text().split("\0"):
+                found.append(file.parent.name)
+    return found
+
+
+EXTERNAL = ASKS.replace("    timeout_s", '    agent = "external"\n    timeout_s')
+
+
+async def test_an_agent_outside_sends_its_output(client: httpx.AsyncClient) -> None:
+    await taken(client, EXTERNAL)
+    made = await begin(client)
+    assert (made["info"]["agent"], made["info"]["judged"]) == ("external", True)
+    one = made["episode_id"]
+    assert (await start(client, one, "http://127.0.0.1:9/v1")).status_code == 409
+    last = await finish(client, one, output="13")
+    assert last.json()["reward"] == 1.0, last.text
+    assert (await finish(client, one, output="14")).status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("def judge", "def unjudged", "no method judge"),
+        ("    timeout_s = 20", "    timeout_s, command = 20, ['a']", "either command or run"),
+        ("    timeout_s = 20", "    timeout_s, exit_codes = 20, [256]", "exit_codes"),
+        ("timeout_s = 20", "timeout_s = -1", "timeout_s"),
+        ("timeout_s = 20", "timeout_s, agent = 20, 'robot'", "agent"),
+        ("return ask(", "return 5, (", "never called the model"),
+        ("return float(right), ", "return 'much', ", "reward"),
+        ("str(self.a + self.b)}]", "'5'}]", "judge says the opposite"),
+    ],
+)
+async def test_wrong_agents_are_refused_by_name(client: httpx.AsyncClient, old: str, new: str, told: str) -> None:
+    assert old in ASKS
+    await submit(client, ASKS.replace(old, new), name="adder")
+    row = await decided(client, "adder")
+    assert row["state"] == "rejected"
+    assert told in str(row["report"]["checks"][-1])

@@ -28,10 +28,12 @@ from shared.errors import Conflict, RateLimited, VolleyError
 THREADS, OPEN_FILES, DISK_MB = 64, 256, 128
 BASE_URL = "http://127.0.0.1:4010/v1"
 """Address of the model inside a sandbox; see inside/namespaces.py."""
-STARTS_PER_PROCESSOR = 4
+STARTS_PER_PROCESSOR = 2
 """Agents that are started at once, for each processor: imports of their packages take seconds of computing."""
 MAX_OUTPUT = 16_384
 """Bytes that are kept from the end of a program's output."""
+START_S = 50.0
+"""Seconds for a start and reset, less than a client waits."""
 _LATER_S = 10.0
 
 
@@ -49,6 +51,7 @@ class AgentBackend(SandboxedBackend):
     _starting: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        self.deadline_s = max(self.deadline_s, START_S)
         if self.agent.kind == "program":
             own, make = self.limits, self.program
             self.limits = agent_limits(own)
@@ -68,6 +71,12 @@ class AgentBackend(SandboxedBackend):
         finally:
             self._starting -= 1
         return AgentEpisode(self, sandbox, opened.task, opened.messages, opened.tools)
+
+    async def openings(self, tasks: Sequence[tuple[str, int]]) -> list[tuple[Message, ...]]:
+        """First messages of tasks, from one process: its imports may take seconds. The seed is the index."""
+        async with self._process() as sandbox:
+            asked = [{"split": split, "index": index, "seed": index} for split, index in tasks]
+            return [answers.read_opening(await self.call(sandbox, "reset", "reset", one)).messages for one in asked]
 
     @property
     def owner(self) -> str:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import orjson
 from aiohttp import web
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from services.env.episode_types import Message
-from shared.dialects import chat
-from shared.dialects.events import AnswerStream, encode_finished
+from shared.dialects import dialect
+from shared.dialects.dialect import Dialect
+from shared.dialects.events import encode_finished
 from shared.dialects.reading import new_id
 from shared.dialects.records import Answered, Asked, Call, Head, Sampled, Usage
 from shared.errors import VolleyError
@@ -23,26 +23,12 @@ _SAMPLED = Sampled(np.zeros(0, np.int32), np.zeros(0, np.float32))
 _USAGE = Usage(0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Dialect:
-    """One route: its body, and how requests are read and answers are written."""
-
-    body: type[BaseModel]
-    read: Callable[[Any], Asked]
-    write: Callable[[Asked, Head, Sequence[Answered]], Mapping[str, Any]]
-    stream: Callable[[Asked, Head], AnswerStream]
-
-
-def _chat(asked: Asked, head: Head, answers: Sequence[Answered]) -> Mapping[str, Any]:
-    return chat.write(asked, head, answers, _USAGE, _NO_TOKENS)
-
-
 _NO_TOKENS: Any = None
 """In place of a tokenizer: there are no tokens whose texts could be asked for."""
-_DIALECTS: Mapping[str, _Dialect] = {
-    "/v1/chat/completions": _Dialect(
-        chat.ChatBody, chat.read, _chat, lambda asked, head: chat.ChatStream(asked, head, _NO_TOKENS)
-    )
+_DIALECTS: Mapping[str, Dialect[Any]] = {
+    "/v1/chat/completions": dialect.CHAT,
+    "/v1/responses": dialect.RESPONSES,
+    "/v1/messages": dialect.MESSAGES,
 }
 
 
@@ -55,13 +41,13 @@ class ScriptedModel:
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request of the program."""
-        dialect = _DIALECTS.get(request.path)
+        known = _DIALECTS.get(request.path)
         if request.path == "/v1/models":
             return web.json_response({"object": "list", "data": [{"id": "scripted", "object": "model"}]})
-        if dialect is None or request.method != "POST":
+        if known is None or request.method != "POST":
             return _refusal(404, f"{request.method} {request.path} is not a route of the scripted model")
         try:
-            asked = dialect.read(dialect.body.model_validate_json(await request.read()))
+            asked = known.read(known.body.model_validate_json(await request.read()))
         except ValidationError as error:
             return _refusal(422, str(error.errors(include_url=False, include_input=False)[0]))
         except VolleyError as error:
@@ -70,9 +56,11 @@ class ScriptedModel:
         answers = [self._next(asked)] * asked.n
         head = Head(asked.model or "scripted")
         if asked.stream:
-            body = encode_finished(dialect.stream(asked, head), answers, _USAGE)
+            body = encode_finished(known.stream(asked, head, _NO_TOKENS), answers, _USAGE)
             return web.Response(body=body, content_type="text/event-stream")
-        return web.Response(body=orjson.dumps(dialect.write(asked, head, answers)), content_type="application/json")
+        return web.Response(
+            body=orjson.dumps(known.write(asked, head, answers, _USAGE, _NO_TOKENS)), content_type="application/json"
+        )
 
     def _next(self, asked: Asked) -> Answered:
         if self._script:

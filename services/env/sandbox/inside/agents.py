@@ -204,6 +204,7 @@ def prepare(memory_mb: int) -> None:
     """Bound the memory of the environment's own process, and enter the working folder."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb * _SPARE * MEGA, hard))
+    os.environ.update(PATH=PATH, HOME=HOME)
     os.makedirs(FOLDER, exist_ok=True)
     os.chdir(FOLDER)
 

@@ -1,0 +1,36 @@
+"""The examples of agents, with the real packages: each solves its tasks when the model gives its demonstration."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from services.env.agents.trial import TRIAL_S
+from services.env.sandbox.sandboxes import Sandboxes
+from shared.errors import Forbidden
+from volley.layout import PROJECT
+
+EXAMPLES = sorted((PROJECT / "examples" / "agents").glob("*.py"))
+
+
+@pytest.fixture
+async def can_start_programs() -> None:
+    async with Sandboxes() as sandboxes:
+        try:
+            await sandboxes.probe_shell("agent")
+        except Forbidden as error:
+            pytest.skip(error.detail)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("file", EXAMPLES, ids=[file.stem for file in EXAMPLES])
+def test_an_example_solves_its_tasks(file: Path, can_start_programs: None) -> None:
+    command = [str(PROJECT / ".venvs" / "base" / "bin" / "volley"), "env", "test", str(file)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=8 * TRIAL_S, check=False)
+    if ended.returncode == 2 and "the package index cannot be reached" in ended.stderr:
+        pytest.skip("the package index cannot be reached")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    agent = next(line for line in ended.stdout.splitlines() if line.split()[:2] == ["ok", "agent:"])
+    assert agent.count("reward 1") == 3
