@@ -58,7 +58,7 @@ class AnswerDecoder:
         tools = asked.tools if asked.reads_calls else ()
         self._reader = AnswerReader(tools, opened, reasoning=not asked.prompts)
         self._stops = [stop for stop in asked.sampling.stop if stop]
-        self._one_call = bool(tools) and not asked.parallel_calls
+        self._one_call = bool(tools) and (not asked.parallel_calls or asked.tool_name is not None)
         self._ends = tokenizer.end_ids | set(asked.sampling.stop_token_ids)
         self._waiting = list[int]()  # an end token, which is no text if it is the last one
         self._held = ""  # may be the beginning of a stop string

@@ -18,6 +18,7 @@ IGNORED = frozenset(
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
         *("request_id", "rid", "session_id", "conversation_id", "extra_key", "cache_salt", "priority"),
         *("custom_labels", "no_logs", "log_metrics", "stream_reasoning", "thinking", "inference_geo"),
+        *("cache_control", "diagnostics", "user_profile_id", "workspace_id"),
         *("return_token_ids", "return_prompt_token_ids", "spaces_between_special_tokens", "guided_decoding_backend"),
     }
 )
@@ -83,8 +84,14 @@ RESPONSES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "text": ({},),
     "reasoning": ({},),
     "include": ([],),
+    "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
 }
-MESSAGES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {**NEUTRAL, "mcp_servers": ([],), "betas": ([],)}
+MESSAGES_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **NEUTRAL,
+    "mcp_servers": ([],),
+    "betas": ([],),
+    "speed": ("standard",),
+}
 
 _HINTS = {
     "previous_response_id": "; the server keeps no responses: send the whole conversation as input",

@@ -51,7 +51,7 @@ class AnswerReader:
         elif self._state == self._call:
             if not self._read_calls(held):
                 self._put(Content(held))
-        elif not self.n_calls or held.strip():
+        elif self._state != self._after_call:
             self._put(Content(held))
         return self._taken()
 
@@ -90,8 +90,6 @@ class AnswerReader:
         if not self._tools:
             self._release(len(self._held), Content)
             return False
-        if self.n_calls and not self._held.strip():
-            return False
         if self._blank and self._held.lstrip().startswith("{"):
             self._state, self._searched = self._call, 0
             return True
@@ -103,6 +101,12 @@ class AnswerReader:
         self._held, self._state, self._searched = self._held[at:], self._call, 0
         return True
 
+    def _after_call(self) -> bool:
+        self._held = self._held.lstrip()
+        if self._held:
+            self._state = self._content
+        return bool(self._held)
+
     def _call(self) -> bool:
         """Wait for the end of a call. Only a call between tags has an end before that of the text."""
         if not self._held.startswith(_TAG):
@@ -113,7 +117,7 @@ class AnswerReader:
             return False
         end = at + len(_END_TAG)
         if self._read_calls(self._held[:end]):
-            self._held, self._state = self._held[end:].lstrip(), self._content
+            self._held, self._state = self._held[end:], self._after_call
         else:
             self._searched = end  # the tag may stand in the text of an argument
         return True

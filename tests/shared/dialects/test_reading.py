@@ -38,6 +38,7 @@ CASES = [
     (f"I add.\n{CALL}\n{CALL}\n", ("", "I add.", [ADD, ADD])),
     (f"<think>{CALL}</think>{CALL}", (CALL, "", [ADD])),
     (f"{CALL}Done", ("", "Done", [ADD])),
+    (f"{CALL}\n\nDone ", ("", "Done ", [ADD])),
     (TRICKY, ("", "", [("add", {"a": "</tool_call> <think>"})])),
     ("<tool_call>nonsense</tool_call> or", ("", "<tool_call>nonsense</tool_call> or", [])),
     ('{"name": "add", "parameters": {"a": 1}}', ("", "", [ADD])),
