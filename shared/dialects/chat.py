@@ -47,6 +47,7 @@ class ChatBody(SamplingBody, json_schema_extra={"examples": [_EXAMPLE]}):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -78,6 +79,8 @@ def read(body: ChatBody) -> Asked:
         parallel_calls=body.parallel_tool_calls is not False,
         sampling=body.sampling(),
         variables=body.chat_template_kwargs or {},
+        thinking=False if body.reasoning_effort == "none" else None,
+        effort=body.reasoning_effort,
         continues=continues,
         header=header is not False,
         n=body.n or 1,

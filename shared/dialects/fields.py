@@ -17,7 +17,7 @@ IGNORED = frozenset(
         *("user", "metadata", "store", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
         *("request_id", "rid", "session_id", "conversation_id", "extra_key", "cache_salt", "priority"),
-        *("custom_labels", "no_logs", "log_metrics", "stream_reasoning", "thinking", "inference_geo"),
+        *("custom_labels", "no_logs", "log_metrics", "stream_reasoning", "inference_geo"),
         *("cache_control", "diagnostics", "user_profile_id", "workspace_id"),
         *("return_token_ids", "return_prompt_token_ids", "spaces_between_special_tokens", "guided_decoding_backend"),
     }

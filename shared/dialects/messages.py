@@ -30,7 +30,7 @@ class MessagesMessage(BaseModel):
 
 
 class CountBody(BaseModel):
-    """`thinking` has no effect: the model's chat template decides."""
+    """`thinking` reaches chat templates that can turn it off; its budget has no effect."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -39,6 +39,7 @@ class CountBody(BaseModel):
     system: str | list[dict[str, Any]] | None = None
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="before")
@@ -49,7 +50,9 @@ class CountBody(BaseModel):
 
 
 class MessagesBody(CountBody, json_schema_extra={"examples": [_EXAMPLE]}):
-    """An assistant's message at the end is continued. `thinking` has no effect: the model's chat template decides."""
+    """An assistant's message at the end is continued. `thinking` reaches chat templates that can turn it off, without
+    its budget.
+    """
 
     max_tokens: int = Field(ge=1)
     temperature: float | None = Field(None, ge=0, le=1e3)
@@ -80,6 +83,7 @@ def read(body: CountBody) -> Asked:
         tool_name=name,
         parallel_calls=given.get("disable_parallel_tool_use") is not True,
         variables=body.chat_template_kwargs or {},
+        thinking=None if body.thinking is None else body.thinking.get("type") != "disabled",
         continues=body.messages[-1].role == "assistant",
     )
     return _sampled(asked, body) if isinstance(body, MessagesBody) else asked
@@ -87,7 +91,7 @@ def read(body: CountBody) -> Asked:
 
 def _sampled(asked: Asked, body: MessagesBody) -> Asked:
     config = body.output_config or {}
-    if unknown := [name for name in config if name != "format" and config[name] is not None]:
+    if unknown := [name for name in config if name not in ("format", "effort") and config[name] is not None]:
         raise InputError(f"output_config.{unknown[0][:80]} is not supported", "leave it out")
     sampling = Sampling(
         max_tokens=body.max_tokens,
@@ -98,7 +102,10 @@ def _sampled(asked: Asked, body: MessagesBody) -> Asked:
         seed=body.seed,
     )
     schema = read_format(config.get("format"), "output_config.format")
-    return replace(asked, sampling=sampling, schema=schema, stream=bool(body.stream))
+    effort = config.get("effort")
+    if not isinstance(effort, str | None):
+        raise InputError(f"output_config.effort={reprlib.repr(effort)} is not supported", "leave it out")
+    return replace(asked, sampling=sampling, effort=effort, schema=schema, stream=bool(body.stream))
 
 
 def _tool(tool: Mapping[str, Any], i: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shared.dialects.reading import THINK
 from shared.dialects.records import Asked
@@ -10,6 +11,7 @@ from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
 
 _TAIL = 16  # tokens
+_THINKING, _EFFORT = "enable_thinking", "reasoning_effort"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,8 @@ class Prompt:
 def render(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
     """Tokenize a conversation up to the header of the answer or the last word to continue. Raises InputError."""
     messages, tools = asked.messages, asked.tools
-    if asked.variables:
-        tokenizer.check_variables(asked.variables)
-        tokenizer = tokenizer.with_variables(asked.variables)
+    if variables := _variables(asked, tokenizer):
+        tokenizer = tokenizer.with_variables(variables)
     if tokenizer.leaves_out(messages, tools):
         raise InputError(
             "tools: the model's chat template does not write tools into the prompt",
@@ -37,3 +38,21 @@ def render(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
         return Prompt(*tokenizer.render_call(messages, tools, asked.tool_name))
     ids = tokenizer.render_prompt(messages, tools, header=asked.header)
     return Prompt(ids, THINK if tokenizer.decode(ids[-_TAIL:]).rstrip().endswith(THINK) else "")
+
+
+def _variables(asked: Asked, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    """Return the variables for the chat template. Raises InputError naming one that it does not read.
+
+    A template without `enable_thinking` is not asked to think, or not to.
+    """
+    tokenizer.check_variables(asked.variables)
+    variables = dict[str, Any]()
+    if asked.thinking is not None and tokenizer.reads_variable(_THINKING):
+        variables[_THINKING] = asked.thinking
+    if tokenizer.reads_variable(_EFFORT):
+        variables |= {_EFFORT: asked.effort} if asked.effort else {}
+    elif asked.effort not in (None, "none", "medium"):
+        raise InputError(
+            f"{_EFFORT}={asked.effort!r} is not supported", "leave it out: the model's chat template does not read it"
+        )
+    return {**variables, **asked.variables}

@@ -45,6 +45,8 @@ class Asked:
         tools: in OpenAI's shape, {"type": "function", "function": {"name", "parameters", …}}.
         tool_name: the function that must be called; only with `tool_choice` "required".
         variables: values for variables of the chat template.
+        thinking: False asks the model not to think, True to think; None leaves it to the chat template.
+        effort: of the reasoning, a variable of some chat templates.
         continues: the answer continues the last message.
         header: False leaves out the header of the answer.
         n: number of answers for each prompt.
@@ -63,6 +65,8 @@ class Asked:
     parallel_calls: bool = True
     sampling: Sampling = field(default_factory=Sampling)
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    thinking: bool | None = None
+    effort: str | None = None
     continues: bool = False
     header: bool = True
     n: int = 1

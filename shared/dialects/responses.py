@@ -54,6 +54,7 @@ class ResponsesBody(BaseModel, json_schema_extra={"examples": [_EXAMPLE]}):
 def read(body: ResponsesBody) -> Asked:
     """Translate a body. Raises InputError naming what cannot be honoured."""
     _refuse(body)
+    effort = (body.reasoning or {}).get("effort")
     tools = tuple(_tool(tool, i) for i, tool in enumerate(body.tools or ()))
     choice, name = read_tool_choice(body.tool_choice, tools)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -74,6 +75,8 @@ def read(body: ResponsesBody) -> Asked:
             seed=body.seed,
         ),
         variables=body.chat_template_kwargs or {},
+        thinking=False if effort == "none" else None,
+        effort=effort,
         logprobs=wants_logprobs,
         top_logprobs=body.top_logprobs or 0,
         schema=read_format((body.text or {}).get("format"), "text.format"),
@@ -87,8 +90,8 @@ def _refuse(body: ResponsesBody) -> None:
     if unknown:
         raise InputError(f"include={unknown[0][:80]!r} is not supported", "leave it out")
     effort = (body.reasoning or {}).get("effort")
-    if effort is not None:
-        raise InputError(f"reasoning.effort={effort!r} is not supported", "leave it out")
+    if not isinstance(effort, str | None):
+        raise InputError(f"reasoning.effort={reprlib.repr(effort)} is not supported", "leave it out")
     verbosity = (body.text or {}).get("verbosity")
     if verbosity not in (None, "medium"):
         raise InputError(f"text.verbosity={verbosity!r} is not supported", "leave it out")

@@ -185,6 +185,10 @@ class ChatTokenizer:
         before = [*takewhile(lambda message: message["role"] != "assistant", messages)] or messages
         return bool(tools) and self._template.render(before, tools) == self._template.render(before)
 
+    def reads_variable(self, name: str) -> bool:
+        """True if a chat template reads the variable."""
+        return name in self._template.names
+
     def check_variables(self, variables: Variables) -> None:
         """Raises InputError naming a variable that no chat template reads."""
         self._template.check_variables(variables)

@@ -188,6 +188,23 @@ async def test_messages_read_their_own_blocks(server: Server) -> None:
         await server.anthropic.messages.create(**MESSAGES, messages=[{"role": "user", "content": [image]}])
 
 
+async def test_thinking_is_turned_off_where_the_template_can(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "model", chat_template=published()["qwen3"])
+    async with running(tmp_path, "Two.", model=folder) as server:
+        ends = dict[str, str]()
+        for effort in ("none", "medium"):
+            await server.client.chat.completions.create(model="m", messages=QUESTION, reasoning_effort=effort)
+            ends[effort] = prompt(server)[-40:]
+        await server.client.responses.create(model="m", input="1 + 1?", reasoning={"effort": "none"})
+        assert prompt(server).endswith(ends["none"])
+        for type_, end in (("disabled", ends["none"]), ("enabled", ends["medium"])):
+            thinking: Any = {"type": type_, "budget_tokens": 1024}
+            await server.anthropic.messages.create(model="m", max_tokens=50, messages=QUESTION, thinking=thinking)
+            assert prompt(server).endswith(end)
+    assert ends["none"].endswith("<think>\n\n</think>\n\n")
+    assert not ends["medium"].endswith(ends["none"])
+
+
 async def test_models_are_listed_and_found(server: Server) -> None:
     (model,) = [one async for one in server.client.models.list()]
     assert (await server.client.models.retrieve(model.id)).id == model.id
