@@ -166,7 +166,7 @@ async def get_load(request: Request, state: Rollout) -> Response:
 async def _load(state: RolloutState) -> dict[str, Any]:
     status, info = await state.engine.status(), state.info
     waiting = max(status.queued, state.generation.n_requests - status.running)
-    used = max(0, info.max_total_tokens - status.free_kv_tokens)
+    used = max(0, info.max_total_tokens - status.free_kv_tokens - status.cached_kv_tokens)
     return {
         "dp_rank": 0,
         "num_running_reqs": status.running,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -11,6 +12,7 @@ from fastapi.responses import Response
 
 from services.rollout.api import schemas
 from services.rollout.api.generation import GenerationRunner
+from services.rollout.api.validation import boolean, check_names
 from services.rollout.engines.base import CommitMode, CommitResult, Engine, EngineInfo, EngineSpec
 from services.rollout.weights.serving import StagedUpdate
 from services.rollout.weights.updater import WeightUpdater
@@ -32,6 +34,18 @@ ROLES = {
     "POST /update_weights": Role.ADMIN,
     "POST /update_weights_from_disk": Role.ADMIN,
 }
+DISK_FIELDS = frozenset({"model_path", "mode", "abort_all_requests", "flush_cache", "keep_pause", "weight_version"})
+"""Fields of /update_weights_from_disk that are honoured."""
+DISK_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "load_format": ("auto", "safetensors", None),
+    "is_async": (False, None),
+    "torch_empty_cache": (True, False, None),
+    "recapture_cuda_graph": (True, False, None),
+    "token_step": (0, None),
+    "manifest": (None,),
+}
+"""Its other fields, with the values that ask for nothing; any other value is refused."""
+_MAX_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +129,34 @@ async def update_weights(request: Request, state: Rollout) -> Response:
     openapi_extra=declares(body=schemas.UPDATE_FROM_DISK, answer=schemas.UPDATED_FROM_DISK),
 )
 async def update_weights_from_disk(request: Request, state: Rollout) -> Response:
-    """Stage and commit `model_path`, a checkpoint or a Hugging Face folder below the run's weights root."""
+    """Stage and commit `model_path`, a checkpoint or a Hugging Face folder below the weights root, whose weights are
+    called `weight_version` (default: as the folder). `keep_pause` pauses decoding before.
+    """
     body = await read_body(request)
-    done = await _update(state, text_field(body, "model_path"), commit_mode(body))
+    check_names(body, DISK_FIELDS, DISK_NEUTRAL, "")
+    path, mode = text_field(body, "model_path"), _disk_mode(body)
+    name = None if body.get("weight_version") is None else text_field(body, "weight_version")
+    if name is not None and len(name) > _MAX_NAME:
+        raise InputError(f"weight_version has {len(name)} characters, at most {_MAX_NAME} are taken")
+    if boolean("keep_pause", body.get("keep_pause")):
+        await state.engine.pause()
+    done = await _update(state, path, mode, name)
     return respond(
         request, {"success": True, "message": f"serving {done['version']}", "num_paused_requests": 0, **done}
     )
 
 
-async def _update(state: RolloutState, wanted: str | WeightOffer, mode: CommitMode | None) -> dict[str, Any]:
-    staged, committed = await state.updates.update(wanted, mode)
+def _disk_mode(body: dict[str, Any]) -> CommitMode | None:
+    """Read what happens to running requests: `mode`, or SGLang's flags. Raises InputError."""
+    aborts = boolean("abort_all_requests", body.get("abort_all_requests"))
+    flushes = body.get("flush_cache") is None or boolean("flush_cache", body["flush_cache"])
+    return commit_mode(body) or ("abort" if aborts else None if flushes else "in_place")
+
+
+async def _update(
+    state: RolloutState, wanted: str | WeightOffer, mode: CommitMode | None, name: str | None = None
+) -> dict[str, Any]:
+    staged, committed = await state.updates.update(wanted, mode, name)
     done = _committed(committed) | {"engine": state.updates.declared.to_json()}
     return {**done, "timings": {**staged.timings, **done["timings"]}}
 

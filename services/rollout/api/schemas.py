@@ -160,7 +160,18 @@ UPDATED = _object({**_COMMITTED, "engine": _ENGINE})
 UPDATE = _with_example(
     {"anyOf": [_object({"manifest": _TEXT}, {"mode": _MODE}), _object(_OFFER, {"mode": _MODE})]}, manifest=_CHECKPOINT
 )
-UPDATE_FROM_DISK = _with_example(_object({"model_path": _TEXT}, {"mode": _MODE}), model_path=_CHECKPOINT)
+UPDATE_FROM_DISK = _with_example(
+    _object(
+        {"model_path": _TEXT},
+        {
+            "mode": _MODE,
+            "abort_all_requests": {**_FLAG, "description": "true is mode abort"},
+            "flush_cache": {**_FLAG, "description": "false is mode in_place"},
+            "weight_version": _or_null(_TEXT),
+        },
+    ),
+    model_path=_CHECKPOINT,
+)
 UPDATED_FROM_DISK = _object(
     {"success": {"const": True}, "message": {"type": "string"}, **_COMMITTED, "engine": _ENGINE}
 )

@@ -258,7 +258,10 @@ class CommitResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """A snapshot taken between two steps; `output_tokens` counts since the start."""
+    """A snapshot taken between two steps; `output_tokens` counts since the start.
+
+    `cached_kv_tokens` are those of cached prefixes that no running request uses; they are not free, and may be evicted.
+    """
 
     current: str | None = None
     staged: str | None = None
@@ -268,6 +271,7 @@ class EngineStatus:
     queued: int = 0
     output_tokens: int = 0
     free_kv_tokens: int = 0
+    cached_kv_tokens: int = 0
     compilations: int = 0
     steps: dict[str, int] = field(default_factory=dict[str, int])
 

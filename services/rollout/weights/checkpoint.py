@@ -23,9 +23,9 @@ from shared.types import WeightVersion
 _NUMBER_BYTES, _BESIDE_BYTES = 4, 2**26  # adapters of a small model may be larger than it is
 
 
-def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
+def examine(path: Path, model: ModelConfig, run: str, name: str | None = None) -> StagedWeights:
     """Read what to stage from a checkpoint of this run and model (`path` is its folder or manifest), or from a Hugging
-    Face folder.
+    Face folder, whose weights are called `name` (default: as the folder).
 
     `digest` covers names and digests of the manifest's files and the digest of an adapter's base; for a Hugging Face
     folder, names, sizes and times of its files.
@@ -35,10 +35,12 @@ def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
     folder = path.parent if path.name == checkpoint_files.MANIFEST else path
     try:
         if not (folder / checkpoint_files.MANIFEST).is_file():
-            return _hugging_face(folder)
+            return _hugging_face(folder, name or folder.name)
     except OSError as error:
         raise WeightsError(f"{str(folder)[:200]} cannot be read: {error.strerror}") from error
     manifest = checkpoint_files.read_manifest(folder)
+    if name not in (None, manifest.version):
+        raise WeightsError(f"{manifest.version} is a checkpoint of the trainer's, and cannot be called {name}")
     saved.check(folder)
     _belongs(manifest, folder, run)
     _same_model(manifest, model)
@@ -153,13 +155,13 @@ def _probe(manifest: Manifest | PublishedManifest, vocab_size: int) -> tuple[np.
     return ids, logprobs
 
 
-def _hugging_face(folder: Path) -> StagedWeights:
-    if WeightVersion.of_name(folder.name) is not None:
+def _hugging_face(folder: Path, name: str) -> StagedWeights:
+    if WeightVersion.of_name(name) is not None:
         raise WeightsError(
-            f"{folder} holds no {checkpoint_files.MANIFEST}, but its name is that of a version of the trainer's"
+            f"{folder} holds no {checkpoint_files.MANIFEST}, but {name} is the name of a version of the trainer's"
         )
-    for name in (WEIGHTS, INDEX):
-        confined(folder, name)
+    for file_name in (WEIGHTS, INDEX):
+        confined(folder, file_name)
     try:
         files = weight_files(folder)
     except ConfigError as error:
@@ -167,4 +169,4 @@ def _hugging_face(folder: Path) -> StagedWeights:
     for file in files:
         confined(folder, file.relative_to(folder))
     stamp = "".join(f"{f.name}{f.stat().st_size}{f.stat().st_mtime_ns}" for f in files)
-    return StagedWeights(str(folder), folder.name, hashlib.sha256(stamp.encode()).hexdigest(), kind="hf")
+    return StagedWeights(str(folder), name, hashlib.sha256(stamp.encode()).hexdigest(), kind="hf")

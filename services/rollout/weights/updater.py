@@ -145,12 +145,14 @@ class WeightUpdater:
         async with self._turns.turn():
             return await self._commit(version, base_version, mode)
 
-    async def update(self, wanted: str | WeightOffer, mode: CommitMode | None) -> tuple[StagedUpdate, CommitResult]:
-        """Stage and commit. Raises as both."""
+    async def update(
+        self, wanted: str | WeightOffer, mode: CommitMode | None, name: str | None = None
+    ) -> tuple[StagedUpdate, CommitResult]:
+        """Stage and commit; `name` is the version of a Hugging Face folder. Raises as both."""
         mode = mode or self.default_mode
         self.declared.check_mode(mode)
         async with self._turns.turn():
-            staged = await self._stage(wanted)
+            staged = await self._stage(wanted, name)
             return staged, await self._commit(staged.version, None, mode)
 
     def read_chunk(self, digest: str) -> bytes:
@@ -252,29 +254,29 @@ class WeightUpdater:
         self.state, self.staged = NothingServes(self.state.beginnings + 1), None
         self._fence, self._failed = VersionFence(), None
 
-    async def _stage(self, wanted: str | WeightOffer) -> StagedUpdate:
+    async def _stage(self, wanted: str | WeightOffer, name: str | None = None) -> StagedUpdate:
         start = time.perf_counter()
-        staged = await (self._stage_path(wanted) if isinstance(wanted, str) else self._stage_offer(wanted))
+        staged = await (self._stage_path(wanted, name) if isinstance(wanted, str) else self._stage_offer(wanted))
         if staged is not self._serving and staged is not self.staged:
             self.staged = staged
             metrics.STAGE_SECONDS.observe(time.perf_counter() - start)
             _log.info("weights staged", version=staged.version, **staged.timings)
         return staged
 
-    async def _stage_path(self, path: str) -> StagedUpdate:
+    async def _stage_path(self, path: str, name: str | None) -> StagedUpdate:
         if self.root is None:
-            raise Forbidden("this server takes no weights", "start it with a run's configuration")
+            raise Forbidden("this server takes no weights", "start it with rollout.weights_root=FOLDER")
         if is_address(path):
             return await self._stage_copy(path)
         where = confined(self.root, path)
-        found = await asyncio.to_thread(examine, where, self.model, self.run)
+        found = await asyncio.to_thread(examine, where, self.model, self.run, name)
         newest = await asyncio.to_thread(checkpoint_files.newest, self.root)
         self._fence.check(found, WeightVersion.parse(newest.name) if newest else None, self._serving)
         if (same := self._loaded_already(found)) is not None:
             return same
         self.staged = None
         loaded = await self.engine.stage(found)
-        again = await asyncio.to_thread(examine, where, self.model, self.run)
+        again = await asyncio.to_thread(examine, where, self.model, self.run, name)
         if (again.version, again.digest) != (found.version, found.digest):
             raise WeightsError(f"{found.version} changed while it was loaded")
         return StagedUpdate.of(found, where, loaded)

@@ -206,6 +206,7 @@ class EngineWorker:
             "queued": len(scheduler.waiting_queue),
             "output_tokens": scheduler.output_tokens,
             "free_kv_tokens": int(scheduler.token_to_kv_pool_allocator.available_size()),
+            "cached_kv_tokens": int(scheduler.tree_cache.evictable_size()),
             "compilations": scheduler.step.compilations,
             "steps": scheduler.counts,
         }
