@@ -204,6 +204,8 @@ def write_tokens(record: dict[str, Any], one: StoredTokens) -> None:
 
 def read_branch(record: Any) -> Branch:
     """Decode a branch. Raises TypeError, KeyError or ValueError."""
+    if not isinstance(record, dict):
+        raise TypeError(f"expected a branch, got {type(record).__name__}")
     return Branch(parent=read_int(record["parent"]), shared=read_int(record["shared"]), **read_tokens(record))
 
 

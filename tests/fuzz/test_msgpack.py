@@ -21,7 +21,7 @@ from shared.errors import DecodeError
 from shared.queue.records import StreamEntry
 from shared.routing import RoutingShape
 from shared.run.progress import TicketProgress
-from shared.types import Group, Trajectory, Turn, VersionSpan, WeightVersion
+from shared.types import Branch, Group, Trajectory, Turn, VersionSpan, WeightVersion
 from tests.fuzz.mutation import bombs, mutations
 
 BODIES = [30_000, pytest.param(100_000, marks=pytest.mark.long)]
@@ -56,7 +56,17 @@ SHOWN = dataclasses.replace(
     teacher_logprobs=trajectory(1).logprobs * 2,
     routed_experts=np.tile(np.array([3, 0, 5], np.uint8), (5, 2, 1)),
 )
-GROUP = Group(3, "frozen_lake", "train/7@63bfb0362518", (trajectory(0), SHOWN))
+BRANCH = Branch(
+    0,
+    6,
+    np.arange(3, dtype=np.int32),
+    np.array([0, 1, 1], np.uint8),
+    np.array([0, -0.5, -1], np.float32),
+    (VersionSpan("e000001-s000003", 7, 9),),
+    (Turn(7, 9, "assistant"),),
+)
+TREE = dataclasses.replace(trajectory(2), branches=(BRANCH, dataclasses.replace(BRANCH, parent=1)))
+GROUP = Group(3, "frozen_lake", "train/7@63bfb0362518", (trajectory(0), SHOWN, TREE))
 CORPUS = [
     GROUP.encode(),
     Group(3, "frozen_lake", "train/7", (), "EpisodeTimeout").encode(),

@@ -158,6 +158,25 @@ def test_a_long_prefix_of_eight_branches_is_computed_once():
     assert arranged(rows, BatchLayout((512,), 1, 0, tokens=512), 0)[0].n_tokens == prefix + 8 * (1 + own)
 
 
+def test_tokens_share_a_place_only_with_the_same_experts():
+    rng, made = np.random.default_rng(2), list[Row]()
+    for episode in some_trees(8):
+        tables = [
+            np.array([rng.permutation(6)[:2] for _ in range(n)], np.uint8)[:, None] for n in episode.own_lengths()
+        ]
+        routed = [replace(one, routed_experts=x[:-1]) for one, x in zip(episode.branches, tables[1:], strict=True)]
+        tree_ = replace(episode, routed_experts=tables[0][:-2], branches=tuple(routed))
+        tree_.validate()
+        made += policy_rows(tree_, START)
+    parts = arranged(made, LAYOUTS[1], 0)
+    for part, batch in zip(parts, assembled(made, np.ones(len(made)), parts, 0), strict=True):
+        assert batch.routed is not None
+        for place in part.places:
+            known = made[place.sequence].routed
+            assert known is not None
+            assert np.array_equal(batch.routed[place.row, place.columns[: len(known)]], known)
+
+
 def test_episodes_of_one_sequence_are_placed_as_before():
     rows, _ = step_rows([tree(np.random.default_rng(i), i % 2, 0) for i in range(6)])
     assert all((row.parent, row.shared) == (0, 0) for row in rows)

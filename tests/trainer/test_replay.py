@@ -122,6 +122,9 @@ def test_the_run_is_proven(recorded: Path):
     result = result_of(volley("verify", recorded, "--json"))
     assert result["ok"], result
     assert result["by_disposition"] == {"trained": STEPS * BATCH}
+    payloads = [p for v in archive.versions(recorded / "archive") for p in archive.read(recorded / "archive", "r", v)]
+    trees = [len(t.branches) for payload in payloads for t in Group.decode(payload).trajectories]
+    assert {0, 1} == set(trees), "episodes of one sequence and of two were trained"
 
 
 def test_it_replays_bit_identically_from_its_first_checkpoint(recorded: Path):

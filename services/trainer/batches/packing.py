@@ -1,7 +1,8 @@
 """Packing of sequences into rows, with shared prefixes stored once.
 
 The sequences of a row are a trie, laid out depth first (see models.attention). Sequences share only tokens that predict
-no token of the loss: a prompt without its last token, which predicts the first sampled one.
+no token of the loss: a prompt without its last token, which predicts the first sampled one. Sequences of one episode
+also share sampled tokens: see `branching`.
 
 Rows are filled greedily: prompt by prompt, the largest first, each sequence into the row that already holds most of its
 prompt, and of those into the fullest with room (best fit decreasing, if nothing is shared). Each row length is tried as
@@ -145,10 +146,10 @@ def _filled(prompts: _Prompts, length: int, shapes: RowShapes) -> list[_Filled]:
     """Fill rows of at most `length` tokens, or longer for a longer sequence, with all sequences."""
     room = np.zeros(len(prompts.of), np.int64)
     rows = list[list[int]]()
-    seen_rows, seen_prompts = list[int](), list[int]()
+    seen_rows, seen_prompts, n_seen = np.zeros_like(room), np.zeros_like(room), 0
     for prompt, sequences in prompts.by_size:
         shared = np.zeros(len(room), np.int64)  # of this prompt, in each row
-        np.maximum.at(shared, seen_rows, prompts.in_common(prompt)[seen_prompts])
+        np.maximum.at(shared, seen_rows[:n_seen], prompts.in_common(prompt)[seen_prompts[:n_seen]])
         for i in sequences:
             added = prompts.n_tokens[i] - shared[: len(rows)]
             left = room[: len(rows)] - added
@@ -159,8 +160,8 @@ def _filled(prompts: _Prompts, length: int, shapes: RowShapes) -> list[_Filled]:
                 room[row] = max(length, shapes.fitting(prompts.n_tokens[i]))
                 added = np.full(row + 1, prompts.n_tokens[i])
             if shared[row] < prompts.lengths[prompt] or not rows[row]:
-                seen_rows.append(row)
-                seen_prompts.append(prompt)
+                seen_rows[n_seen], seen_prompts[n_seen] = row, prompt
+                n_seen += 1
             rows[row].append(i)
             room[row] -= added[row]
             shared[row] = prompts.lengths[prompt]
