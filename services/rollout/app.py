@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -162,7 +161,7 @@ def build_app(
         roles={**routes.ROLES, **generate.ROLES, **control.ROLES, **openai.ROLES},
         max_objects=_OBJECTS + settings.engine.context_length,  # a JSON prompt is a list of numbers
     )
-    tokenizer = _tokenizer(Path(settings.engine.model_path), settings.date)
+    tokenizer = _tokenizer(settings)
     name = settings.model_name or Path(settings.engine.model_path).name
     app.state.rollout = routes.RolloutState(
         engine, generation, updates, settings.engine, tokenizer, Uplink(updates.read_chunk), name
@@ -207,8 +206,11 @@ def _epoch(version: str) -> int:
         return 0
 
 
-def _tokenizer(folder: Path, date: datetime.date | None) -> ChatTokenizer | None:
+def _tokenizer(settings: RolloutSettings) -> ChatTokenizer | None:
     """Return the model's tokenizer; None, which turns the text routes off, if the folder has none."""
+    folder = Path(settings.engine.model_path)
     if not (folder / "tokenizer.json").is_file():
         return None
-    return tokenizer_of_run(folder, date)
+    if settings.follows:
+        return tokenizer_of_run(folder, settings.date)
+    return ChatTokenizer(folder, settings.date, needs_template=False)

@@ -32,7 +32,7 @@ class RolloutSettings:
     kind: which engine, a key of `engines.kinds.ENGINES`.
     model_name: name of the model in answers; empty for the name of its folder.
     first: checkpoint to serve from the start.
-    follows: load the run's newest version by itself.
+    follows: the server belongs to a run: it loads the newest version by itself, and needs a chat template.
     """
 
     engine: EngineSpec

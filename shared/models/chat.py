@@ -54,17 +54,20 @@ class ChatTokenizer:
         note: a sentence if transformers 5 reads the folder's tokenizer differently.
     """
 
-    def __init__(self, folder: Path, date: datetime.date | None = None) -> None:
+    def __init__(self, folder: Path, date: datetime.date | None = None, *, needs_template: bool = True) -> None:
         """Read the folder. Raises ConfigError naming the missing file or key.
 
         Args:
             date: of the run, for templates that write one; None: today's, in UTC.
+            needs_template: False accepts a folder without a chat template; rendering raises InputError then.
         """
         files = read_tokenizer(folder)
         self._tokenizer, self.note = files.tokenizer, files.note
         if "eos_token" not in files.special:
             raise ConfigError(f"{folder}/tokenizer_config.json names no eos_token")
-        self._template = ChatTemplates(read_templates(folder, files.settings), files.special, date)
+        self._template = ChatTemplates(
+            read_templates(folder, files.settings, optional=not needs_template), files.special, date
+        )
         if unnamed := sorted(self._template.names & files.unnamed):
             raise ConfigError(
                 f"{folder}: the chat template reads {unnamed[0]}, which tokenizer_config.json does not name",

@@ -231,8 +231,12 @@ class _Blocks:
 _blocks: ContextVar[_Blocks | None] = ContextVar("_blocks", default=None)
 
 
-def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Read a folder's templates by name. Files win over tokenizer_config.json. Raises ConfigError."""
+def read_templates(folder: Path, settings: Mapping[str, Any], *, optional: bool = False) -> dict[str, str]:
+    """Read a folder's templates by name. Files win over tokenizer_config.json. Raises ConfigError.
+
+    Args:
+        optional: of a folder without any, return one that refuses every conversation.
+    """
     files = {"default": folder / "chat_template.jinja"}
     files |= {
         path.name.removesuffix(".jinja"): path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))
@@ -247,6 +251,8 @@ def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
             names = ", ".join(map(repr, found))
             raise ConfigError(f"{folder} has the chat templates {names}, and no 'default'", "name one of them default")
         return found
+    if optional and found is None:
+        return {"default": "{{ raise_exception('the model has no chat template: send a text or ids') }}"}
     raise ConfigError(f"{folder} has no chat template", _NO_TEMPLATE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -15,13 +16,19 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.rollout.api.generation import GenerationRunner
+from services.rollout.app import build_app
 from services.rollout.settings import standalone
+from services.rollout.weights.serving import Serving
+from services.rollout.weights.updater import WeightUpdater
 from shared import config
 from shared.errors import ConfigError
+from shared.models.config import ModelConfig
 from shared.run import trust
 from shared.run.folder import RunFolder
 from shared.web.access import Role, read_tokens
 from tests.support import models
+from tests.support.engine import FakeEngine
 from tests.support.tokenizer import FOLDER
 from volley.__main__ import parse_arguments
 from volley.commands import serve
@@ -161,6 +168,24 @@ def test_without_the_environment_of_the_engine_nothing_starts(model: Path, monke
     monkeypatch.setenv("VOLLEY_VENVS", str(model))
     with pytest.raises(ConfigError, match="make install"):
         serve.main(str(model), ServeOptions())
+
+
+async def test_a_model_without_a_chat_template_continues_texts(model: Path, temporary: Path) -> None:
+    names = json.loads((FOLDER / "tokenizer_config.json").read_text(encoding="utf-8"))
+    del names["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+    served = serve.prepare(str(model), ServeOptions(api_key=""), temporary)
+    assert "/generate" in "\n".join(serve.ready_lines(served, 1.0))
+    engine = FakeEngine(version="base")
+    updates = WeightUpdater(engine, None, ModelConfig.read(model), "serve", state=Serving("base"))
+    settings = standalone(served.loaded.config)
+    app = build_app(settings, engine, updates, GenerationRunner(engine, 0.2, updates), None)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+        answer = await http.post("/generate", json={"text": "F", "sampling_params": {"max_new_tokens": 2}})
+        assert answer.json()["text"] == "GH"
+        chat = await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
+        assert chat.status_code == 422
+        assert "no chat template" in chat.json()["detail"]
 
 
 @pytest.mark.long
