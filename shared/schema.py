@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from shared.algorithm_schema import AlgorithmSection, GrpoConfig, GrpoSection, OptimizerConfig, contradiction
+from shared.engine_schema import EngineSection
 from shared.files import buckets
 from shared.generation_schema import GenerationSection
 from shared.reward_schema import EnvironmentRewards, missing_servers
@@ -275,24 +276,6 @@ class TrainerSection(Section):
         return self
 
 
-class EngineSection(Section):
-    """Engine of the rollout servers, of one `kind` in services/rollout/engines/kinds.py.
-
-    Sizes are in tokens, except `max_running_requests`. Paddings list the shapes to compile at start; null compiles on
-    demand.
-    """
-
-    kind: Literal["sglang_jax"] = "sglang_jax"
-    device: Literal["cpu", "tpu", "gpu"] = "cpu"
-    tp_size: PositiveInt = 1
-    context_length: PositiveInt = 512
-    max_running_requests: PositiveInt = 64
-    max_total_tokens: PositiveInt | None = None
-    max_prefill_tokens: PositiveInt = 2048
-    precompile_token_paddings: tuple[PositiveInt, ...] | None = None
-    precompile_bs_paddings: tuple[PositiveInt, ...] | None = None
-
-
 class SamplingSection(Section):
     """Sampling parameters, within the server's limits; below the lowest temperature it would sample greedily."""
 
@@ -392,6 +375,9 @@ class RunConfig(Section):
             )
         if self.rollout.engine.context_length > max(self.trainer.length_buckets):
             raise ValueError("trainer.length_buckets must reach rollout.engine.context_length")
+        urls, n_servers = self.rollout.engine.urls, self.services.rollout_replicas
+        if len(urls) > 1 and len(urls) != n_servers:
+            raise ValueError(f"rollout.engine.url names {len(urls)} servers for {n_servers} services.rollout_replicas")
         if problem := contradiction(self.algorithm, self.grpo_config, self.orchestrator.max_turns):
             raise ValueError(problem)
         if self.algorithm.teacher_kl_coef and self.services.orchestrator.teacher is None:

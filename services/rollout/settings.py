@@ -8,8 +8,9 @@ import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.rollout.engines.base import CommitMode, EngineSpec
+from services.rollout.engines.base import CommitMode, EngineServer, EngineSpec
 from services.rollout.engines.kinds import declared
+from shared.errors import ConfigError
 from shared.models import origin
 from shared.models.config import ModelConfig
 from shared.models.content import with_content
@@ -77,6 +78,7 @@ def from_config(config: RunConfig) -> RolloutSettings:
         max_prefill_tokens=engine.max_prefill_tokens,
         token_paddings=engine.precompile_token_paddings,
         bs_paddings=engine.precompile_bs_paddings,
+        server=_engine_server(config),
     )
     return RolloutSettings(
         engine=spec,
@@ -118,4 +120,25 @@ def standalone(config: RunConfig) -> RolloutSettings:
         model_name=f"{found.run}@{found.version}" if found else config.model.path if hub_id else "",
         first=Path(found.checkpoint) if found else None,
         follows=False,
+    )
+
+
+def _engine_server(config: RunConfig) -> EngineServer | None:
+    """Server of another project that this process stands in front of, if any. Raises ConfigError."""
+    engine, services = config.rollout.engine, config.services
+    if not engine.is_external:
+        return None
+    if len(engine.urls) != 1:
+        raise ConfigError(
+            f"rollout.engine.url names {len(engine.urls)} servers, and a rollout server stands in front of one",
+            "give this process its own: rollout.engine.url=…",
+        )
+    name = f"{socket.gethostname()}-{services.rollout.port}"
+    pulled = RunFolder(config.run.folder).pulled(name)
+    folder = pulled.with_name(f"{pulled.name}.engine") if engine.weights_dir is None else engine.weights_dir / name
+    return EngineServer(
+        engine.urls[0].rstrip("/"),
+        str(folder.absolute()),
+        str(engine.api_key_file) if engine.api_key_file else None,
+        str(services.tls.ca_file) if services.tls.ca_file else None,
     )

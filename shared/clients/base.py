@@ -67,8 +67,8 @@ class _Wire(Protocol):
         media_type: str | None = None,
     ) -> HttpReply: ...
 
-    async def receive(self, path: str, headers: Mapping[str, str], take: Take) -> HttpReply:
-        """Answer a GET; on success, `take` gets the content as it arrives, and the reply has none."""
+    async def receive(self, path: str, headers: Mapping[str, str], take: Take, body: bytes | None = None) -> HttpReply:
+        """Answer a GET, or a POST of `body`; `take` gets a success's content as it arrives, and the reply has none."""
         ...
 
     async def close(self) -> None: ...
@@ -153,12 +153,18 @@ class HttpClient:
     async def delete(self, path: str, *, attempts: int = 1) -> Any:
         return await retry(lambda: self._send("DELETE", path, None, None, None), attempts=attempts)
 
-    async def exchange(self, method: str, path: str, body: Any = None) -> HttpReply:
+    async def exchange(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> HttpReply:
         """Send one request and return its answer, error answers included; for servers of other projects.
 
         Raises ServiceUnreachable.
         """
-        return await self._exchanged(method, path, self._pack(body) if body is not None else None, None, None)
+        return await self._exchanged(method, path, self._pack(body) if body is not None else None, None, timeout_s)
+
+    async def exchange_stream(self, path: str, body: Any, take: Take) -> HttpReply:
+        """POST as `exchange`, without a time limit; `take` gets a success's content as it arrives, and may raise."""
+        assert self._wire is not None, "enter the client first"
+        received = self._wire.receive(path, {}, take, self._pack(body))
+        return await self._translated(f"POST {self.base_url}{path}", received)
 
     async def download(self, path: str, take: Take, *, start: int = 0) -> None:
         """Receive the bytes of a file from `start` on, as they arrive; the caller limits their number and the time.
@@ -259,10 +265,11 @@ class _Network:
             content = await _bounded(answer, path)
             return HttpReply(answer.status, received.get("Content-Type", ""), content, received.get("Retry-After", ""))
 
-    async def receive(self, path: str, headers: Mapping[str, str], take: Take) -> HttpReply:
+    async def receive(self, path: str, headers: Mapping[str, str], take: Take, body: bytes | None = None) -> HttpReply:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
-        async with self._session.get(
-            self._base_url + path, headers=headers, timeout=timeout, allow_redirects=False
+        method, sent = ("GET", headers) if body is None else ("POST", {**headers, **self._content_type})
+        async with self._session.request(
+            method, self._base_url + path, data=body, headers=sent, timeout=timeout, allow_redirects=False
         ) as answer:
             received, content = answer.headers, b""
             if answer.status in _FILE and answer.status == _FILE["Range" in headers]:
@@ -319,8 +326,9 @@ class _Direct:
         content_type, retry_after = received.get("Content-Type", ""), received.get("Retry-After", "")
         return HttpReply(answer.status_code, content_type, answer.content, retry_after)
 
-    async def receive(self, path: str, headers: Mapping[str, str], take: Take) -> HttpReply:
-        answer = await self._direct.send("GET", path, None, None, headers, _CONNECT_TIMEOUT_S)
+    async def receive(self, path: str, headers: Mapping[str, str], take: Take, body: bytes | None = None) -> HttpReply:
+        method, sent = ("GET", headers) if body is None else ("POST", {**headers, **self._content_type})
+        answer = await self._direct.send(method, path, body, None, sent, _CONNECT_TIMEOUT_S)
         received, content = answer.headers, answer.content
         if answer.status_code == _FILE["Range" in headers]:
             take(content)

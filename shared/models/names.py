@@ -90,6 +90,12 @@ def in_files(name: str, n_experts: int) -> list[str]:
     return [name.replace(".mlp.experts.", f".mlp.experts.{i}.") for i in range(n_experts)]
 
 
+def to_files(leaf: str, value: np.ndarray) -> dict[str, np.ndarray]:
+    """Tensors of Hugging Face's files that hold a leaf's array: one, or one for each expert. Raises KeyError."""
+    name, array = hf_name(leaf), np.ascontiguousarray(to_hf(leaf, value))
+    return dict(zip(in_files(name, len(array)), array, strict=True)) if is_experts(leaf) else {name: array}
+
+
 def of_expert(name: str) -> tuple[str, int] | None:
     """Inverse of `in_files`: name of the array and number of the expert; None for any other tensor."""
     match = re.fullmatch(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj\.weight)", name)

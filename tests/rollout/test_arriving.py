@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from services.rollout.engines.arrays.arrival import Arrival
+from services.rollout.engines.arrays.opening import BaseCache
 from services.rollout.engines.base import Engine, EngineSpec, StagedWeights
 from services.rollout.engines.sglang_jax.client import open_engine
-from services.rollout.engines.sglang_jax.loading.arrival import Arrival
-from services.rollout.engines.sglang_jax.loading.staging import BaseCache, load_leaves
+from services.rollout.engines.sglang_jax.loading.staging import load_leaves
 from services.rollout.weights.checkpoint import examine_published
 from shared.errors import Conflict, Unavailable, WeightsError
 from shared.models.config import ModelConfig

@@ -12,7 +12,7 @@ import pytest
 
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
-from services.rollout.engines.sglang_jax.loading.restore import open_checkpoint, open_hugging_face
+from services.rollout.engines.arrays.restore import open_checkpoint, open_hugging_face
 from services.rollout.weights.checkpoint import examine
 from services.rollout.weights.updater import WeightUpdater
 from shared import codec

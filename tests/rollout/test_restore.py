@@ -20,10 +20,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from services.rollout.engines.arrays.arrival import Arrival
+from services.rollout.engines.arrays.opening import BaseCache
+from services.rollout.engines.arrays.restore import CheckpointLeaf, open_checkpoint, open_hugging_face
 from services.rollout.engines.base import StagedWeights
-from services.rollout.engines.sglang_jax.loading.arrival import Arrival
-from services.rollout.engines.sglang_jax.loading.restore import CheckpointLeaf, open_checkpoint, open_hugging_face
-from services.rollout.engines.sglang_jax.loading.staging import BaseCache, load_leaves
+from services.rollout.engines.sglang_jax.loading.staging import load_leaves
 from shared import codec
 from shared.errors import Conflict, WeightsError, problem
 from shared.run.checkpoint_files import ManifestFile, ManifestLeaf, digest, digest_files, read_manifest
@@ -191,7 +192,7 @@ def test_a_copy_that_does_not_fit_is_no_copy(tmp_path: Path) -> None:
     program = f"""
 import resource, signal
 from pathlib import Path
-from services.rollout.engines.sglang_jax.loading.restore import open_checkpoint
+from services.rollout.engines.arrays.restore import open_checkpoint
 from shared.run.checkpoint_files import digest_files
 folder = Path({str(tmp_path)!r})
 files = digest_files(folder, "params")

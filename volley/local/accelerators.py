@@ -73,12 +73,13 @@ def shares(config: RunConfig, n_rollout: int, root: Path = Path("/")) -> dict[st
     if device == "cpu":
         return {}
     here = find_accelerators(device, os.environ, root)
-    servers = [SERVICES["rollout"].process(i) for i in range(n_rollout)]
+    n_engines = 0 if config.rollout.engine.is_external else n_rollout
+    servers = [SERVICES["rollout"].process(i) for i in range(n_engines)]
     needed = {"trainer": math.prod(config.trainer.mesh.shape)} | dict.fromkeys(servers, tp_size)
     if sum(needed.values()) > len(here.names):
         raise ConfigError(
             f"this machine has {len(here.names)} {device.upper()}s for the run, and it needs {sum(needed.values())}:"
-            f" {needed['trainer']} for trainer.mesh, {n_rollout} times {tp_size} for services.rollout_replicas with"
+            f" {needed['trainer']} for trainer.mesh, {n_engines} times {tp_size} for services.rollout_replicas with"
             " rollout.engine.tp_size",
             "lower one of them, or name rollout servers of other hosts in services.rollout_urls; if this machine has"
             f" more than were found, list them in {here.variable}=0,1,…",

@@ -141,6 +141,7 @@ class _Builder:
         self.external = external.find(services)
         counts = _counts(loaded.config, folder)
         self._accelerators = accelerators.shares(loaded.config, counts["rollout"])
+        self._engines = _engines(loaded.config, counts["rollout"])
         given: Mapping[str, Any] = loaded.tree.get("services") or {}
         self._ports = ports.choose(services, given, counts, addresses.ports_before(folder), say)
         self._has_queue = not loaded.config.is_supervised
@@ -213,6 +214,7 @@ class _Builder:
         command += ["--config", str(self._folder.config), "--config", str(self._folder.services)]
         command += [f"services.{kind}.port={self._ports[kind][i]}"]
         command += [f"services.{kind}.process_id={i}"] if i and not info.replicated else []
+        command += [f"rollout.engine.url={self._engines[i]}"] if kind == "rollout" and self._engines else []
         reached = self._seams.reach(name, url)
         command += [f"services.{kind}.url={reached}"] if reached != url else []
         variables = variables_of(self._environment_of(kind), cpu=self._cpu) | self._accelerators.get(name, {})
@@ -246,6 +248,17 @@ class _Builder:
                 **{role: secret(self._folder, f"token_{role}") for role in TokenFiles.model_fields}
             )
         return services.model_copy(update=update)
+
+
+def _engines(config: RunConfig, n_rollout: int) -> tuple[str, ...]:
+    """Addresses of the servers that the rollout servers stand in front of, if they do. Raises ConfigError."""
+    urls = config.rollout.engine.urls
+    if urls and len(urls) < n_rollout:
+        raise ConfigError(
+            f"rollout.engine.url names {len(urls)} server for {n_rollout} services.rollout_replicas",
+            "list an address for each",
+        )
+    return urls
 
 
 def _counts(config: RunConfig, folder: RunFolder) -> dict[str, int]:

@@ -28,6 +28,22 @@ MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
+class EngineServer:
+    """Inference server of another project that an engine stands in front of.
+
+    Args:
+        folder: for weights; the server reads it under the same path.
+        api_key_file: file with the server's API key.
+        ca_file: certificate authorities for https:// (default: the system's).
+    """
+
+    url: str
+    folder: str
+    api_key_file: str | None = None
+    ca_file: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """Settings that an engine is started with.
 
@@ -39,6 +55,7 @@ class EngineSpec:
         max_total_tokens: size of the key/value pool in tokens; None lets the engine choose.
         token_paddings, bs_paddings: shapes of prefill (tokens) and decode (requests) to compile at start; None compiles
             default shapes on first use.
+        server: of the kinds that reach a server over HTTP; None for all others.
     """
 
     model_path: str
@@ -52,6 +69,7 @@ class EngineSpec:
     max_prefill_tokens: int = 2048
     token_paddings: tuple[int, ...] | None = None
     bs_paddings: tuple[int, ...] | None = None
+    server: EngineServer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +303,12 @@ class Engine(Protocol):
     - exact_ids: it serves no run.
     - spans: `GenerateResult.versions` is one span, of the version that served when the request began.
     - in_flight_update: `commit` is called with mode "abort" alone, and ends running requests before weights change.
-    - audit: `audit` is not called; `LoadedWeights.checksum` and `Live.checksum` are empty.
+    - audit: `audit` returns the version that the server names; `LoadedWeights.checksum` and `Live.checksum` are empty.
     - routing: `GenerateResult.routed_experts` is None.
     - probe: `stage` ignores the probe, and `Live.logprobs` is None.
+
+    An engine in front of a server loads weights in `commit`, which may then raise WeightsError or Unavailable; `audit`
+    says what serves afterwards. It outlives its server: calls fail with EngineDied or Unavailable until it is back.
     """
 
     @property

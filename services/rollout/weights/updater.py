@@ -59,7 +59,7 @@ from shared.types import WeightVersion
 
 POLL_S, POLL_SERVING_S = 1.0, 3.0
 RETRY_BAD_S = 30.0
-AUDIT_S = 30.0
+AUDIT_S, REPORT_S = 30.0, 3.0
 _log = telemetry.Log("weights")
 
 
@@ -178,24 +178,28 @@ class WeightUpdater:
             await asyncio.sleep(POLL_S if self.current is None else POLL_SERVING_S)
 
     async def guard(self) -> None:
-        """Worker that audits the serving weights every `AUDIT_S`."""
+        """Worker that audits the serving weights every `AUDIT_S`, or asks for their version every `REPORT_S`."""
+        period_s = REPORT_S if "audit" in self.declared.lacks else AUDIT_S
         while True:
-            await asyncio.sleep(AUDIT_S)
+            await asyncio.sleep(period_s)
             try:
                 await self.audit()
             except Unavailable as error:
                 _log.warning("audit postponed", detail=str(error))
 
     async def audit(self) -> None:
-        """Stop serving if the engine's arrays are not those that were loaded. Raises Unavailable.
+        """Stop serving if the engine's arrays, or their version, are not those that were loaded. Raises Unavailable.
 
         The watcher then loads the weights again.
         """
         async with self._turns.between():
-            if self._serving is not None and "audit" not in self.declared.lacks:
-                found = self._serving.judge(await self.engine.audit(), self.dtype)
-                if found is not None:
-                    self._distrust(self._serving.version, found)
+            await self._judge_live()
+
+    async def _judge_live(self) -> None:
+        if self._serving is not None:
+            found = self._serving.judge(await self.engine.audit(), self.dtype)
+            if found is not None:
+                self._distrust(self._serving.version, found)
 
     async def catch_up(self) -> None:
         """Load the newest version if it is newer; retry a failed one after `RETRY_BAD_S`. Raises as `update`."""
@@ -374,6 +378,9 @@ class WeightUpdater:
             result = await self.engine.commit(version, mode)
         except asyncio.CancelledError:
             self._distrust(version, "its commit was not answered")
+            raise
+        except (WeightsError, Unavailable):
+            await self._judge_live()
             raise
         wrong = staged.judge(result.live, self.dtype)  # no await before: not one answer passes in between
         if wrong is not None:

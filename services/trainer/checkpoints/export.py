@@ -31,7 +31,7 @@ from shared.errors import ConfigError, VolleyError, WeightsError, problem
 from shared.files.storage import storage
 from shared.models import adapter, hub, origin
 from shared.models.config import CONFIG, GENERATION_CONFIG, ModelConfig
-from shared.models.names import hf_name, in_files, is_experts, to_hf
+from shared.models.names import to_files
 from shared.models.weight_files import WEIGHTS, weight_files
 from shared.run import state as states
 from shared.run import trust
@@ -103,12 +103,7 @@ def _dtypes(tensors: Mapping[str, np.ndarray]) -> list[str]:
 
 def _hugging_face(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Convert parameters to the tensors of Hugging Face's files, with experts one by one."""
-    tensors: dict[str, np.ndarray] = {}
-    for leaf, value in params.items():
-        name, array = hf_name(leaf), np.ascontiguousarray(to_hf(leaf, value))
-        one_by_one = zip(in_files(name, len(array)), array, strict=True) if is_experts(leaf) else [(name, array)]
-        tensors |= dict(one_by_one)
-    return tensors
+    return {name: tensor for leaf, value in params.items() for name, tensor in to_files(leaf, value).items()}
 
 
 def _write_adapter(

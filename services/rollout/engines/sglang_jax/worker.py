@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
+from services.rollout.engines.arrays.arrival import Arrival
 from services.rollout.engines.base import BASE_VERSION, EngineSpec, StagedBase, StagedWeights
 from services.rollout.engines.probe import check_probe
 from services.rollout.engines.sglang_jax.link import BEAT_S, EngineLink, Message, ServiceGone
-from services.rollout.engines.sglang_jax.loading.arrival import Arrival
 from shared.errors import Conflict, InputError, OutOfMemory, VolleyError, WeightsError, problem
 from shared.process.imports import uncollected
 from shared.process.telemetry import Log, configure
@@ -97,8 +97,9 @@ class EngineWorker:
 
         Nothing is read if the serving arrays have the same digest and still the same checksum: memory can lose a bit.
         """
+        from services.rollout.engines.arrays.opening import BaseCache
         from services.rollout.engines.sglang_jax.loading.checksum import checksum
-        from services.rollout.engines.sglang_jax.loading.staging import BaseCache, load_leaves
+        from services.rollout.engines.sglang_jax.loading.staging import load_leaves
 
         self._bases = self._bases or BaseCache()
         try:
