@@ -33,8 +33,9 @@ from services.rollout import settings
 from services.rollout.engines.base import EngineSpec
 from services.rollout.engines.sglang_jax.boot import build_scheduler
 from services.rollout.engines.sglang_jax.link import EngineLink
+from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
-from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows, compiled_step
+from services.rollout.engines.sglang_jax.scheduling.step import compiled_step
 from shared import config
 from shared.models.config import CONFIG, ModelConfig
 
@@ -92,14 +93,13 @@ def lowered(scheduler: RolloutScheduler, batch: Any, devices: Sequence[Any]) -> 
         shapes = nnx.eval_shape(
             lambda: model_class(runner.model_config.hf_config, dtype=runner.model_config.dtype, mesh=there)
         )
-    _, state_def, leaves, pools, forward_batch, *rest, n_top = scheduler.step.arguments(
-        batch, SamplingRows(len(batch.seq_lens))
-    )
-    forward_batch.attn_backend = copy.copy(forward_batch.attn_backend)
-    forward_batch.attn_backend.mesh = there
-    arguments = jax.tree.map(lambda x: _as_shape(x, there), (leaves, pools, forward_batch, *rest))
+    leaves, pools, attention, *rest, layout = scheduler.step.arguments(batch, SamplingRows(len(batch.seq_lens)))
+    attention = copy.copy(attention)
+    attention.mesh = there
+    arguments = jax.tree.map(lambda x: _as_shape(x, there), (leaves, pools, attention, *rest))
+    step = compiled_step(there, nnx.split(shapes)[0], runner._model_state_def)
     with jax.set_mesh(there), _asked_for(devices):
-        return compiled_step(there).lower(nnx.split(shapes)[0], state_def, *arguments, n_top)
+        return step.lower(*arguments, layout)
 
 
 def _as_shape(x: Any, mesh: Mesh) -> Any:

@@ -19,13 +19,13 @@ from sgl_jax.srt.server_args import ServerArgs
 from services.rollout.engines.base import EngineSpec
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
 from services.rollout.engines.sglang_jax.scheduling.attention import BlockAttention, store_as_words
+from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.products import (
     expert_products,
     float32_logits,
     linear_through_float32,
 )
 from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
-from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows
 from shared.models.config import ModelConfig
 
 PAGE_SIZE = 16

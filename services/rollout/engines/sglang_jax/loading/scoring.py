@@ -15,8 +15,9 @@ import numpy as np
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 
 from services.rollout.engines.sglang_jax.link import Message
+from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
-from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows, StepOutput
+from services.rollout.engines.sglang_jax.scheduling.step import StepOutput
 
 _PASSES = 8
 _PROBE_ROWS = 64

@@ -10,8 +10,9 @@ from sgl_jax.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sgl_jax.srt.sampling.sampling_params import SamplingParams as EngineSampling
 
 from services.rollout.engines.sglang_jax.link import Message
+from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.routing import RoutingPool
-from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows, StepOutput
+from services.rollout.engines.sglang_jax.scheduling.step import StepOutput
 from shared.routing import to_wire
 
 _ALL = np.iinfo(np.int32).max

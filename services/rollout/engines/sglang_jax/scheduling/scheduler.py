@@ -22,9 +22,10 @@ from sgl_jax.srt.managers.scheduler import GenerationBatchResult, Scheduler
 from sgl_jax.srt.mem_cache.base_prefix_cache import EvictParams
 
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
+from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.requests import RolloutReq, dropped
 from services.rollout.engines.sglang_jax.scheduling.routing import RoutingPool, routing_of
-from services.rollout.engines.sglang_jax.scheduling.step import FusedStep, SamplingRows
+from services.rollout.engines.sglang_jax.scheduling.step import FusedStep
 
 
 class RolloutScheduler(Scheduler):

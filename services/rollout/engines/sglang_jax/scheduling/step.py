@@ -16,31 +16,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sgl_jax.srt.layers.logits_processor import LogitsMetadata
+from sgl_jax.srt.eplb.expert_location import get_global_expert_location_metadata
 from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
-from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
 
 from services.rollout.engines.base import MAX_TOP_LOGPROBS
+from services.rollout.engines.sglang_jax.scheduling.inputs import Layout, SamplingRows, batch_of, pack, unpack
 from services.rollout.engines.sglang_jax.scheduling.sampling import most_likely, sample
-
-
-class SamplingRows:
-    """Sampling parameters of the requests of one batch, one row each, padded with greedy rows.
-
-    `with_top`: whether a row wants the most likely tokens.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.with_top = False
-        self.temperature_B = np.zeros(size, np.float32)
-        self.top_p_B = np.ones(size, np.float32)
-        self.top_k_B = np.full(size, np.iinfo(np.int32).max, np.int32)
-        self.seed_B2 = np.zeros((size, 2), np.uint32)
-        self.index_B = np.zeros(size, np.int32)
-        self.forced_B = np.full(size, -1, np.int32)
-
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        return self.temperature_B, self.top_p_B, self.top_k_B, self.seed_B2, self.index_B, self.forced_B
 
 
 class StepOutput(NamedTuple):
@@ -62,8 +43,8 @@ class FusedStep:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._model_def, _ = nnx.split(runner.model)
-        self._compiled = compiled_step(runner.mesh)
+        model_def, _ = nnx.split(runner.model)
+        self._compiled = compiled_step(runner.mesh, model_def, runner._model_state_def)
 
     @property
     def compilations(self) -> int:
@@ -77,8 +58,6 @@ class FusedStep:
         runner = self._runner
         with jax.set_mesh(runner.mesh):
             output, pool = self._compiled(*self.arguments(batch, rows, leaves))
-        if runner.tp_size == 1 and isinstance(pool, list):
-            pool = [jax.device_put(layer, runner.token_to_kv_pool.kv_sharding) for layer in pool]
         runner.memory_pools.replace_all(pool)
         return jax.device_get(output)
 
@@ -87,42 +66,39 @@ class FusedStep:
     ) -> tuple[Any, ...]:
         """Build the arguments of the compiled function."""
         runner = self._runner
-        forward_batch = ForwardBatch.init_new(batch, runner)
-        runner.attn_backend.forward_metadata = runner.attn_backend.get_forward_metadata(batch)
+        metadata = runner.attn_backend.get_forward_metadata(batch)
+        if metadata is not None:  # setting an attribute of a module walks what it holds
+            runner.attn_backend.forward_metadata = metadata
+        n_top = min(MAX_TOP_LOGPROBS, runner.model_config.vocab_size) if rows.with_top else 0
         return (
-            self._model_def,
-            runner._model_state_def,
             runner.model_state_leaves if leaves is None else leaves,
             runner.memory_pools,
-            forward_batch,
-            LogitsMetadata.from_model_worker_batch(batch, runner.mesh),
-            rows.arrays(),
-            min(MAX_TOP_LOGPROBS, runner.model_config.vocab_size) if rows.with_top else 0,
+            runner.attn_backend,
+            get_global_expert_location_metadata(),
+            *pack(batch, rows, n_top),
         )
 
 
-def compiled_step(mesh: jax.sharding.Mesh) -> Any:
+def compiled_step(mesh: jax.sharding.Mesh, model_def: Any, state_def: Any) -> Any:
     """Return the step as a function to compile; it takes `FusedStep.arguments`."""
 
-    @partial(jax.jit, donate_argnames=["memory_pools"], static_argnames=["state_def", "n_top"])
+    @partial(jax.jit, donate_argnames=["memory_pools"], static_argnames=["layout"])
     def step(
-        model_def: Any,
-        state_def: Any,
-        leaves: list[jax.Array],
-        memory_pools: Any,
-        forward_batch: Any,
-        metadata: Any,
-        rows: tuple[Any, ...],
-        n_top: int,
+        leaves: list[jax.Array], memory_pools: Any, attention: Any, places: Any, packed: jax.Array, layout: Layout
     ) -> tuple[StepOutput, Any]:
         model = nnx.merge(model_def, jax.tree_util.tree_unflatten(state_def, leaves))
+        arrays = unpack(packed, layout)
+        rows = [arrays.pop(name) for name in ("temperature", "top_p", "top_k", "seed", "index", "forced")]
+        by_token = NamedSharding(mesh, P("data"))
+        arrays = {name: jax.sharding.reshard(array, by_token) for name, array in arrays.items()}
+        forward_batch, metadata = batch_of(arrays, layout, attention, places)
         output, pool, _, experts = model(forward_batch, memory_pools, metadata)
         logits = jax.sharding.reshard(output.next_token_logits, NamedSharding(mesh, P()))
         tokens, logprobs = sample(logits, *rows)
         if experts is not None:
             everywhere = NamedSharding(mesh, P())
             experts = jnp.stack([jax.sharding.reshard(one, everywhere) for one in experts], axis=1).astype(jnp.uint16)
-        top = most_likely(logits, rows[0], n_top) if n_top else (None, None)
+        top = most_likely(logits, rows[0], layout.n_top) if layout.n_top else (None, None)
         return StepOutput(tokens, logprobs, experts, *top), pool
 
     return step
