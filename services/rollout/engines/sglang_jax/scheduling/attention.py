@@ -140,8 +140,8 @@ def attend_blocks(
 
     Args:
         q: [T, H, D], the queries of all requests one after another; T is padded.
-        rows: [slots * 2 K, at least D], for each slot the key and the value of each head in turn; floats, or uint16
-            with the bits of bfloat16.
+        rows: [slots * 2 K, at least D], for each slot the key and the value of each head in turn, with 0 beyond D;
+            floats, or uint16 with the bits of bfloat16.
         cache_loc: int32[C], the slots of all tokens of all requests one after another.
         seq_lens, query_lens: int32[B]; 0 for padding, which comes last.
         scale: factor on the scores.
@@ -151,7 +151,9 @@ def attend_blocks(
     Returns: [T, H, D] in q's dtype; rows of padding are arbitrary but finite.
     """
     tokens, n_heads, dim = q.shape
-    grouped = jnp.pad(q, ((0, block_q), (0, 0), (0, 0))).reshape(tokens + block_q, kv_heads, n_heads // kv_heads, dim)
+    width = rows.shape[-1]  # whole rows are read, because cutting them makes the gather twice as slow
+    grouped = jnp.pad(q, ((0, block_q), (0, 0), (0, width - dim)))
+    grouped = grouped.reshape(tokens + block_q, kv_heads, n_heads // kv_heads, width)
     slots = jnp.pad(cache_loc, (0, BLOCK_K))
     query_starts = jnp.cumsum(query_lens) - query_lens
     key_starts = jnp.cumsum(seq_lens) - seq_lens
@@ -172,7 +174,7 @@ def attend_blocks(
         return jax.lax.fori_loop(0, (query_lens[b] + block_q - 1) // block_q, queries, out)
 
     out = jax.lax.fori_loop(0, jnp.sum(query_lens > 0), request, jnp.zeros_like(grouped))
-    return out[:tokens].reshape(q.shape)
+    return out[:tokens, ..., :dim].reshape(q.shape)
 
 
 def _one_block(
@@ -199,8 +201,8 @@ def _one_block(
         top, total, mixed = state
         slot = jax.lax.dynamic_slice_in_dim(slots, key_start + i * BLOCK_K, BLOCK_K)
         index = slot[None, :] * (2 * kv_heads) + head_rows
-        k = _loaded(rows.at[index].get(mode="promise_in_bounds")[..., :dim])
-        v = _loaded(rows.at[index + 1].get(mode="promise_in_bounds")[..., :dim])
+        k = _loaded(rows.at[index].get(mode="promise_in_bounds"))
+        v = _loaded(rows.at[index + 1].get(mode="promise_in_bounds"))
         scores = jnp.matmul(k, q_KDN).transpose(0, 2, 1) * scale
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
