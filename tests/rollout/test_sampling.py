@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from services.rollout.api.validation import GREEDY_BELOW, MAX_TEMPERATURE, MAX_TOP_K, MIN_TOP_P
-from services.rollout.engines.sglang_jax.scheduling.sampling import sample
+from services.rollout.engines.sglang_jax.scheduling.sampling import guided, sample
 from tests.support.decoder_reference import log_softmax
 
 ALL = np.iinfo(np.int32).max
@@ -19,6 +19,7 @@ def draw(
     *,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     top_k: int = ALL,
     seeds: np.ndarray | None = None,
     index: int = 0,
@@ -26,7 +27,7 @@ def draw(
 ) -> tuple[np.ndarray, np.ndarray]:
     """n draws from the same scores, each with its own seed."""
     words = np.stack([np.zeros(n), np.arange(n)], 1).astype(np.uint32) if seeds is None else seeds
-    parameters = ((temperature, np.float32), (top_p, np.float32), (top_k, np.int32))
+    parameters = ((temperature, np.float32), (top_p, np.float32), (min_p, np.float32), (top_k, np.int32))
     rows = [np.full(n, value, dtype) for value, dtype in parameters]
     tokens, logprobs = compiled(
         np.tile(scores, (n, 1)), *rows, words, np.full(n, index, np.int32), np.full(n, -1, np.int32)
@@ -107,3 +108,41 @@ def test_every_parameter_that_a_request_may_have_gives_finite_logprobs(
     assert np.isfinite(logprobs).all()
     assert (logprobs <= 0).all()
     assert temperature > 1 or set(tokens.tolist()) == {int(SCORES.argmax())}
+
+
+def test_min_p_drops_tokens_below_its_share_of_the_likeliest() -> None:
+    for temperature in (0.5, 1.0, 2.0):
+        p = np.exp(log_softmax(SCORES.astype(float), temperature))
+        tokens, logprobs = draw(5000, temperature=temperature, min_p=0.15)
+        assert set(tokens.tolist()) == set(np.flatnonzero(p >= 0.15 * p.max()).tolist())
+        np.testing.assert_allclose(logprobs, np.log(p)[tokens], atol=1e-5)
+
+
+def test_biases_and_masks_change_the_draw_and_not_its_logprob() -> None:
+    """A row without constraints between rows with some draws as before."""
+    n = 4000
+    rows = [np.full(n, value, dtype) for value, dtype in ((0.7, np.float32), (1.0, np.float32), (0.0, np.float32))]
+    rest = np.full(n, ALL, np.int32), np.stack([np.zeros(n), np.arange(n)], 1).astype(np.uint32), np.zeros(n, np.int32)
+    scores, forced = np.tile(SCORES, (n, 1)), np.full(n, -1, np.int32)
+    best, allowed = int(SCORES.argmax()), np.array([1, 2, 40, 47])
+    mask = np.full((n, 3), 0xFFFFFFFF, np.uint32)
+    mask[0::2] = 0
+    for token in allowed:
+        mask[0::2, token // 32] |= np.uint32(1 << token % 32)
+    ids, bias = np.zeros((n, 4), np.int32), np.zeros((n, 4), np.float32)
+    ids[0::2, :2], bias[0::2, :2] = (40, 47), (1.5, -np.inf)
+    guided_BV = jax.jit(guided)(scores, ids, bias, mask)
+    tokens, logprobs = map(np.asarray, compiled(scores, *rows, *rest, forced, guided_BV))
+    logits = np.full(50, -np.inf)
+    logits[allowed] = SCORES[allowed]
+    logits[40] += 1.5
+    logits[47] = -np.inf
+    assert set(tokens[0::2].tolist()) == {1, 2, 40}
+    drawn = np.searchsorted(allowed, tokens[0::2])
+    assert chi2_per_degree(drawn, np.exp(log_softmax(logits[[1, 2, 40]], 0.7))) < 4
+    np.testing.assert_allclose(logprobs, log_softmax(SCORES.astype(float), 0.7)[tokens], atol=1e-5)
+    free, _ = draw(n, temperature=0.7)
+    assert tokens[1::2].tolist() == free[1::2].tolist()
+    greedy = compiled(scores, np.zeros(n, np.float32), *rows[1:], *rest, forced, guided_BV)[0]
+    assert set(np.asarray(greedy)[0::2].tolist()) == {int(allowed[logits[allowed].argmax()])}
+    assert set(np.asarray(greedy)[1::2].tolist()) == {best}

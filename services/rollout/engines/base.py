@@ -56,6 +56,7 @@ class EngineSpec:
         token_paddings, bs_paddings: shapes of prefill (tokens) and decode (requests) to compile at start; None compiles
             default shapes on first use.
         server: of the kinds that reach a server over HTTP; None for all others.
+        tokenizer: the model's tokenizer.json, for grammars; None refuses them.
     """
 
     model_path: str
@@ -70,6 +71,7 @@ class EngineSpec:
     token_paddings: tuple[int, ...] | None = None
     bs_paddings: tuple[int, ...] | None = None
     server: EngineServer | None = None
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +88,39 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """JSON schema or regular expression that a whole answer must match."""
+
+    kind: Literal["json_schema", "regex"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """temperature 0 is greedy; top_k -1 keeps all tokens; without a seed every draw is different."""
+    """temperature 0 is greedy; top_k -1 keeps all tokens; without a seed every draw is different.
+
+    Log-probabilities are those of the model's own distribution at the temperature, whatever else constrains the draw.
+
+    Args:
+        min_p: drops tokens less likely than this fraction of the likeliest one's probability.
+        min_new_tokens: an answer does not end before so many tokens.
+        frequency_penalty, presence_penalty: subtracted from the logits of tokens that the answer holds, for each
+            occurrence or once.
+        logit_bias: pairs of a token and what to add to its logit.
+        grammar: what the answer matches. The model's end tokens are allowed only where the grammar may end; there they
+            end the answer also with `ignore_eos`.
+    """
 
     max_new_tokens: int = 128
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     sampling_seed: int | None = None
@@ -325,7 +353,7 @@ class Engine(Protocol):
         `on_tokens` receives every token of the result, step by step, before the result. If it raises, the request is
         aborted and this call raises the same.
 
-        Raises Unavailable while no weights are committed.
+        Raises Unavailable while no weights are committed, and InputError for a grammar that cannot be compiled.
         """
         ...
 

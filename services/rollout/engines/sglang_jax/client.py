@@ -241,7 +241,7 @@ class SglangEngine(asyncio.Protocol):
                 for result in message["results"]:
                     future = self._running.get(result["rid"])
                     if future is not None and not future.done():
-                        future.set_result(_result(result))
+                        _finish(future, result)
             case "reply":
                 future = self._calls.pop(message["call"], None)
                 if future is not None and not future.done():
@@ -314,7 +314,7 @@ async def open_engine(spec: EngineSpec, module: str = WORKER) -> AsyncIterator[S
     """
     check_split(ModelConfig.read(Path(spec.model_path)), spec.tp_size)
     with normalised(Path(spec.model_path), weights=spec.load_weights) as folder:
-        spec = dataclasses.replace(spec, model_path=str(folder))
+        spec = dataclasses.replace(spec, model_path=str(folder), tokenizer=spec.tokenizer or _tokenizer(spec))
         ours, theirs = socket.socketpair()
         with theirs:
             process = _spawn(spec, theirs, module)
@@ -334,6 +334,10 @@ def _spawn(spec: EngineSpec, sock: socket.socket, module: str) -> subprocess.Pop
             env.setdefault("NPROC", "1")
     command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module, str(sock.fileno())]
     return subprocess.Popen(command, env=env, pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL)
+
+
+def _tokenizer(spec: EngineSpec) -> str:
+    return str(Path(spec.model_path, "tokenizer.json").absolute())
 
 
 def _is_small(model_path: str) -> bool:
@@ -359,6 +363,13 @@ def _resolve(future: asyncio.Future[Any], message: Message) -> None:
         future.set_exception(from_problem(message["error"]["status"], message["error"]))
     else:
         future.set_result(message["value"])
+
+
+def _finish(future: asyncio.Future[GenerateResult], message: Message) -> None:
+    if "error" in message:
+        future.set_exception(from_problem(message["error"]["status"], message["error"]))
+    else:
+        future.set_result(_result(message))
 
 
 def _result(message: Message) -> GenerateResult:

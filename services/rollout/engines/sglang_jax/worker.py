@@ -46,7 +46,7 @@ class _Staged:
 class EngineWorker:
     """Answers messages; the scheduler runs between them. Staging threads only read disk and fill new device arrays."""
 
-    def __init__(self, link: EngineLink, scheduler: Any, dtype: str) -> None:
+    def __init__(self, link: EngineLink, scheduler: Any, dtype: str, grammars: Any) -> None:
         from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
 
         self._link, self._dtype = link, dtype
@@ -58,6 +58,7 @@ class EngineWorker:
         self._probe_ids: Any = None
         self._known: tuple[list[Any], str] = ([], "")  # the arrays that were committed, and their checksum
         self._bases: Any = None
+        self._grammars, self._compiling = grammars, set[str]()
         self._loaded: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def run(self) -> NoReturn:
@@ -74,11 +75,36 @@ class EngineWorker:
     def _answer(self, message: Message) -> None:
         op = message["op"]
         if op == "generate":
-            self._scheduler.add(message)
+            self._generate(message)
         elif op == "stage":
             self._stage(message["call"], _weights(message), arriving=message["arriving"])
         else:
             self._reply(message["call"], lambda: getattr(self, f"_on_{op}")(message))
+
+    def _generate(self, message: Message) -> None:
+        """Queue a request; one with a grammar is queued once a thread has compiled it."""
+        grammar, rid = message["grammar"], message["rid"]
+        if grammar is None:
+            self._scheduler.add(message)
+            return
+        self._compiling.add(rid)
+
+        def compile_and_add() -> None:
+            try:
+                matcher = self._grammars.matcher(grammar["kind"], grammar["text"])
+            except Exception as error:  # noqa: BLE001 - whatever fails here concerns this request, not the engine
+                cause = error if isinstance(error, VolleyError) else InputError(f"the grammar cannot be used: {error}")
+                self._link.send({"op": "done", "results": [{"rid": rid, "error": problem(cause)}]})
+            else:
+                self._loaded.put(lambda: self._add_compiled(message, matcher))
+                self._link.wake()
+
+        self._grammars.threads.submit(compile_and_add)
+
+    def _add_compiled(self, message: Message, matcher: Any) -> None:
+        if message["rid"] in self._compiling:
+            self._compiling.remove(message["rid"])
+            self._scheduler.add(message, matcher)
 
     def _reply(self, call: int, work: Callable[[], Any]) -> None:
         try:
@@ -213,7 +239,11 @@ class EngineWorker:
         }
 
     def _on_abort(self, message: Message) -> int:
-        return self._scheduler.abort(message["rid"])
+        doomed = {rid for rid in self._compiling if message["rid"] in (None, rid)}
+        self._compiling -= doomed
+        for rid in doomed:
+            self._scheduler.drop(rid)
+        return len(doomed) + self._scheduler.abort(message["rid"])
 
     def _on_pause(self, _: Message) -> None:
         self._scheduler.paused = True
@@ -304,10 +334,13 @@ def main(fd: int) -> int:
 def _boot(spec: EngineSpec, link: EngineLink) -> tuple[EngineWorker, Message]:
     with uncollected():
         from services.rollout.engines.sglang_jax.boot import build_scheduler, describe, precompile
+        from services.rollout.engines.sglang_jax.scheduling.guides import Grammars
 
     scheduler = build_scheduler(spec, link, BASE_VERSION if spec.load_weights else None)
     precompile(scheduler, spec)
-    return EngineWorker(link, scheduler, spec.dtype), describe(scheduler, spec)
+    info = describe(scheduler, spec)
+    grammars = Grammars(spec.tokenizer, info["vocab_size"], next(iter(info["eos_token_ids"]), None))
+    return EngineWorker(link, scheduler, spec.dtype, grammars), info
 
 
 if __name__ == "__main__":

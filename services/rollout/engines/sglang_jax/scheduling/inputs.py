@@ -30,17 +30,28 @@ _OF_BATCH = (
 class SamplingRows:
     """Sampling parameters of the requests of one batch, one row each, padded with greedy rows.
 
-    `with_top`: whether a row wants the most likely tokens.
+    `with_top`: whether a row wants the most likely tokens. `biases` and `masks` hold the constraints of rows that have
+    some (`guides.Guide`).
     """
 
     def __init__(self, size: int) -> None:
         self.with_top = False
+        self.biases: dict[int, dict[int, float]] = {}
+        self.masks: dict[int, np.ndarray] = {}
         self.temperature_B = np.zeros(size, np.float32)
         self.top_p_B = np.ones(size, np.float32)
+        self.min_p_B = np.zeros(size, np.float32)
         self.top_k_B = np.full(size, np.iinfo(np.int32).max, np.int32)
         self.seed_B2 = np.zeros((size, 2), np.uint32)
         self.index_B = np.zeros(size, np.int32)
         self.forced_B = np.full(size, -1, np.int32)
+
+    def guide(self, row: int, biases: dict[int, float], mask: np.ndarray | None) -> None:
+        """Constrain the token of a row: `mask` is uint32[words], one bit for each token that is allowed."""
+        if biases:
+            self.biases[row] = biases
+        if mask is not None:
+            self.masks[row] = mask
 
 
 class Layout(NamedTuple):
@@ -62,10 +73,12 @@ def pack(batch: ModelWorkerBatch, rows: SamplingRows, n_top: int) -> tuple[np.nd
     arrays = {name: getattr(batch, name) for name in _OF_BATCH} | {
         "temperature": rows.temperature_B.view(np.int32),
         "top_p": rows.top_p_B.view(np.int32),
+        "min_p": rows.min_p_B.view(np.int32),
         "top_k": rows.top_k_B,
         "seed": rows.seed_B2.view(np.int32).ravel(),
         "index": rows.index_B,
         "forced": rows.forced_B,
+        **_guides(rows),
     }
     arrays = {name: array for name, array in arrays.items() if array is not None}
     layout = Layout(
@@ -79,15 +92,36 @@ def pack(batch: ModelWorkerBatch, rows: SamplingRows, n_top: int) -> tuple[np.nd
     return np.concatenate(list(arrays.values()), dtype=np.int32, casting="same_kind"), layout
 
 
+def _guides(rows: SamplingRows) -> dict[str, np.ndarray]:
+    """Return the rows' constraints as padded arrays, each only if a row needs it."""
+    n, arrays = len(rows.forced_B), dict[str, np.ndarray]()
+    if rows.biases:
+        most = max(map(len, rows.biases.values()))
+        width = next(size for size in (16 * 4**i for i in range(16)) if size >= most)
+        ids, values = np.zeros((n, width), np.int32), np.zeros((n, width), np.float32)
+        for row, biases in rows.biases.items():
+            ids[row, : len(biases)], values[row, : len(biases)] = list(biases), list(biases.values())
+        arrays |= {"bias_ids": ids.ravel(), "bias": values.view(np.int32).ravel()}
+    if rows.masks:
+        masks = np.full((n, max(map(len, rows.masks.values()))), 0xFFFFFFFF, np.uint32)
+        for row, mask in rows.masks.items():
+            masks[row] = mask
+        arrays["mask"] = masks.view(np.int32).ravel()
+    return arrays
+
+
 def unpack(packed: jax.Array, layout: Layout) -> dict[str, jax.Array]:
     """Cut the arrays of `pack` apart, with their own dtypes and shapes."""
     arrays, at = dict[str, jax.Array](), 0
     for name, n in layout.parts:
         arrays[name] = jax.lax.slice_in_dim(packed, at, at + n)
         at += n
-    for name in ("temperature", "top_p"):
+    for name in arrays.keys() & {"temperature", "top_p", "min_p", "bias"}:
         arrays[name] = jax.lax.bitcast_convert_type(arrays[name], jnp.float32)
-    arrays["seed"] = jax.lax.bitcast_convert_type(arrays["seed"], jnp.uint32).reshape(-1, 2)
+    for name in arrays.keys() & {"seed", "mask"}:
+        arrays[name] = jax.lax.bitcast_convert_type(arrays[name], jnp.uint32)
+    for name in arrays.keys() & {"seed", "bias_ids", "bias", "mask"}:
+        arrays[name] = arrays[name].reshape(len(arrays["forced"]), -1)
     return arrays
 
 

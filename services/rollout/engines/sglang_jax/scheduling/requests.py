@@ -10,6 +10,7 @@ from sgl_jax.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sgl_jax.srt.sampling.sampling_params import SamplingParams as EngineSampling
 
 from services.rollout.engines.sglang_jax.link import Message
+from services.rollout.engines.sglang_jax.scheduling.guides import guide_of
 from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.routing import RoutingPool
 from services.rollout.engines.sglang_jax.scheduling.step import StepOutput
@@ -26,8 +27,8 @@ class RolloutReq(Req):
     prefix is cached names the weight version, so no request ever reads keys and values of other weights.
     """
 
-    def __init__(self, message: Message, model_config: Any, version: str) -> None:
-        ignore_eos, stops = message["ignore_eos"], message["stop_token_ids"]
+    def __init__(self, message: Message, model_config: Any, version: str, matcher: Any = None) -> None:
+        ignore_eos, stops = message["ignore_eos"] and matcher is None, message["stop_token_ids"]
         sampling = EngineSampling(
             max_new_tokens=message["max_new_tokens"],
             stop_token_ids=stops,
@@ -48,6 +49,8 @@ class RolloutReq(Req):
         seed = message["sampling_seed"]
         seed = secrets.randbits(64) if seed is None else seed
         self.seed = (seed >> 32 & _WORD, seed & _WORD)
+        self.guide = guide_of(message, {*stops, *(() if ignore_eos else model_config.hf_eos_token_id or ())}, matcher)
+        self.min_p: float = message["min_p"]
         self.temperature: float = message["temperature"]
         self.top_p: float = message["top_p"]
         self.top_k: int = message["top_k"] if message["top_k"] > 0 else _ALL
@@ -64,7 +67,10 @@ class RolloutReq(Req):
     def fill_row(self, rows: SamplingRows, i: int) -> None:
         rows.temperature_B[i], rows.top_p_B[i], rows.top_k_B[i] = self.temperature, self.top_p, self.top_k
         rows.seed_B2[i], rows.index_B[i] = self.seed, len(self.output_ids)
+        rows.min_p_B[i] = self.min_p
         rows.with_top |= self.n_top > 0
+        if self.guide is not None:
+            rows.guide(i, self.guide.biases(), self.guide.mask())
 
     def keep_top(self, output: StepOutput, i: int) -> None:
         """Remember the most likely tokens of the step that samples the next token, row i, if they are wanted."""
@@ -77,6 +83,8 @@ class RolloutReq(Req):
         if not new:
             return 0
         self._labelled += new
+        if self.guide is not None and (error := self.guide.accept(self.output_ids[-new:])) and not self.finished():
+            self.to_finish = FINISH_ABORT(f"the grammar cannot be followed: {error}")
         if self._sampled_top is not None:
             self._top.append(self._sampled_top)
             self._sampled_top = None

@@ -18,28 +18,36 @@ def sample(
     logits_BV: jax.Array,
     temperature_B: jax.Array,
     top_p_B: jax.Array,
+    min_p_B: jax.Array,
     top_k_B: jax.Array,
     seed_B2: jax.Array,
     index_B: jax.Array,
     forced_B: jax.Array,
+    guided_BV: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws one token a row.
 
     Args:
         logits_BV: any float dtype; computed on as float32.
         temperature_B: float32; 0 means greedy.
-        top_p_B: float32 in (0, 1]; top_k_B: int32, the vocabulary size or more means all. Both act on softmax(logits /
-        T). seed_B2: uint32, the two words of each row's seed. index_B: int32, how many tokens the request has produced
-        before this one. forced_B: int32; a token to take instead of drawing, or -1.
+        top_p_B, min_p_B, top_k_B: float32 in (0, 1]; float32 in [0, 1], of the likeliest token's probability; int32,
+            the vocabulary size or more means all. Each acts on softmax(logits / T) by itself.
+        seed_B2: uint32, the two words of each row's seed.
+        index_B: int32, how many tokens the request has produced before this one.
+        forced_B: int32; a token to take instead of drawing, or -1.
+        guided_BV: float32; logits to draw from (`guided`), by default `logits_BV`.
     Returns: int32[B] tokens and float32[B] log softmax(logits / T) of them (T = 1 for greedy rows), not renormalised
         for top-k or top-p.
     """
     greedy_B = temperature_B <= GREEDY
     scaled_BV = logits_BV.astype(jnp.float32) / jnp.where(greedy_B, 1.0, temperature_B)[:, None]
-    filtered = jnp.any((top_p_B < 1.0) | (top_k_B < logits_BV.shape[-1]))
-    kept_BV = jax.lax.cond(filtered, _filter, lambda z, *_: z, scaled_BV, top_p_B, top_k_B)
+    free_BV = scaled_BV
+    if guided_BV is not None:
+        free_BV = guided_BV / jnp.where(greedy_B, 1.0, temperature_B)[:, None]
+    filtered = jnp.any((top_p_B < 1.0) | (min_p_B > 0.0) | (top_k_B < logits_BV.shape[-1]))
+    kept_BV = jax.lax.cond(filtered, _filter, lambda z, *_: z, free_BV, top_p_B, min_p_B, top_k_B)
     noisy_BV = jax.lax.cond(jnp.all(greedy_B), lambda z, *_: z, _add_noise, kept_BV, seed_B2, index_B)
-    drawn_B = jnp.argmax(jnp.where(greedy_B[:, None], scaled_BV, noisy_BV), axis=-1).astype(jnp.int32)
+    drawn_B = jnp.argmax(jnp.where(greedy_B[:, None], free_BV, noisy_BV), axis=-1).astype(jnp.int32)
     token_B = jnp.where(forced_B >= 0, forced_B, drawn_B)
     logprob_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(scaled_BV, axis=-1)
     return token_B, logprob_B
@@ -63,13 +71,38 @@ def _add_noise(scaled_BV: jax.Array, seed_B2: jax.Array, index_B: jax.Array) -> 
     return scaled_BV + jax.vmap(gumbel)(seed_B2, index_B)
 
 
-def _filter(scaled_BV: jax.Array, top_p_B: jax.Array, top_k_B: jax.Array) -> jax.Array:
-    """-inf outside the top k and outside the smallest set whose probability reaches p; ties with the last one stay."""
+def guided(
+    logits_BV: jax.Array,
+    bias_ids: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+) -> jax.Array:
+    """Return float32 logits with biases added and without the tokens that are not allowed (-inf).
+
+    Args:
+        bias_ids, bias: int32 and float32 [B, n], tokens of each row and what to add to their logits.
+        mask: uint32 [B, words], one bit for each token that is allowed, the lowest first.
+    """
+    found_BV = logits_BV.astype(jnp.float32)
+    if bias_ids is not None:
+        found_BV = found_BV.at[jnp.arange(len(bias_ids))[:, None], bias_ids].add(bias)
+    if mask is not None:
+        tokens_V = jnp.arange(logits_BV.shape[-1])
+        allowed_BV = (mask[:, tokens_V // 32] >> (tokens_V % 32).astype(jnp.uint32)) & 1
+        found_BV = jnp.where(allowed_BV > 0, found_BV, -jnp.inf)
+    return found_BV
+
+
+def _filter(scaled_BV: jax.Array, top_p_B: jax.Array, min_p_B: jax.Array, top_k_B: jax.Array) -> jax.Array:
+    """-inf outside the top k, outside the smallest set whose probability reaches p, and below the least probability;
+    ties with the last one stay.
+    """
     sorted_BV = -jnp.sort(-scaled_BV, axis=-1)
     probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
     before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
     rank_V = jnp.arange(scaled_BV.shape[-1])[None, :]
     keep_BV = (rank_V < top_k_B[:, None]) & ((before_BV < top_p_B[:, None]) | (rank_V == 0))
+    keep_BV &= probs_BV >= min_p_B[:, None] * probs_BV[:, :1]
     last_B = jnp.maximum(keep_BV.sum(-1), 1) - 1
     threshold_B1 = jnp.take_along_axis(sorted_BV, last_B[:, None], axis=-1)
     return jnp.where(scaled_BV >= threshold_B1, scaled_BV, -jnp.inf)

@@ -52,7 +52,11 @@ class RolloutScheduler(Scheduler):
     def send_pyobj(self, message: Any) -> None:
         """Called by the engine's own code when it drops a request without a result of its own."""
         if isinstance(message, AbortReq):
-            self._done.append(dropped(message.rid))
+            self.drop(message.rid)
+
+    def drop(self, rid: str) -> None:
+        """End a request that is nowhere, without tokens."""
+        self._done.append(dropped(rid))
 
     # --- the loop ---------------------------------------------------------------------------------------------------
 
@@ -129,9 +133,9 @@ class RolloutScheduler(Scheduler):
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def add(self, message: Message) -> None:
-        """Queues a request whose ids and lengths the service has checked."""
-        req = RolloutReq(message, self.model_config, self.version or "")
+    def add(self, message: Message, matcher: Any = None) -> None:
+        """Queues a request whose ids and lengths the service has checked; `matcher` is of its grammar."""
+        req = RolloutReq(message, self.model_config, self.version or "", matcher)
         req.logprob_start_len = len(req.origin_input_ids) - 1
         self._add_request_to_queue(req)
 

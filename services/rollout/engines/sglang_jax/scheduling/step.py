@@ -21,7 +21,7 @@ from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
 
 from services.rollout.engines.base import MAX_TOP_LOGPROBS
 from services.rollout.engines.sglang_jax.scheduling.inputs import Layout, SamplingRows, batch_of, pack, unpack
-from services.rollout.engines.sglang_jax.scheduling.sampling import most_likely, sample
+from services.rollout.engines.sglang_jax.scheduling.sampling import guided, most_likely, sample
 
 
 class StepOutput(NamedTuple):
@@ -88,13 +88,15 @@ def compiled_step(mesh: jax.sharding.Mesh, model_def: Any, state_def: Any) -> An
     ) -> tuple[StepOutput, Any]:
         model = nnx.merge(model_def, jax.tree_util.tree_unflatten(state_def, leaves))
         arrays = unpack(packed, layout)
-        rows = [arrays.pop(name) for name in ("temperature", "top_p", "top_k", "seed", "index", "forced")]
+        names = ("temperature", "top_p", "min_p", "top_k", "seed", "index", "forced")
+        rows = [arrays.pop(name) for name in names]
+        guides = {name: arrays.pop(name) for name in ("bias_ids", "bias", "mask") if name in arrays}
         by_token = NamedSharding(mesh, P("data"))
         arrays = {name: jax.sharding.reshard(array, by_token) for name, array in arrays.items()}
         forward_batch, metadata = batch_of(arrays, layout, attention, places)
         output, pool, _, experts = model(forward_batch, memory_pools, metadata)
         logits = jax.sharding.reshard(output.next_token_logits, NamedSharding(mesh, P()))
-        tokens, logprobs = sample(logits, *rows)
+        tokens, logprobs = sample(logits, *rows, guided_BV=guided(logits, **guides) if guides else None)
         if experts is not None:
             everywhere = NamedSharding(mesh, P())
             experts = jnp.stack([jax.sharding.reshard(one, everywhere) for one in experts], axis=1).astype(jnp.uint16)

@@ -1,0 +1,117 @@
+"""Constraints on which tokens a request may sample: grammars, forbidden stops, biases and penalties.
+
+They change the draw alone. The recorded log-probability is that of the model's own distribution, as with top-p and
+top-k, because a trainer computes that one again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from services.rollout.engines.sglang_jax.link import Message
+from shared.errors import InputError
+
+_CACHED = 64
+_MAX_GRAMMAR = 100_000
+
+
+class Guide:
+    """Constraints of one request. `stops` end it; `matcher` holds the state of its grammar, if it has one."""
+
+    def __init__(self, message: Message, stops: set[int], matcher: Any) -> None:
+        self._stops = stops
+        self._least: int = message["min_new_tokens"]
+        self._frequency: float = message["frequency_penalty"]
+        self._presence: float = message["presence_penalty"]
+        self._bias = {int(token): float(bias) for token, bias in message["logit_bias"]}
+        self._counts: Counter[int] = Counter()
+        self._matcher = matcher
+        self._n = 0
+
+    def biases(self) -> dict[int, float]:
+        """Return what to add to the logits of the next token, by token."""
+        found = dict(self._bias)
+        if self._frequency or self._presence:
+            for token, count in self._counts.items():
+                found[token] = found.get(token, 0.0) - self._frequency * count - self._presence
+        if self._n < self._least and not (self._matcher is not None and self._matcher.is_stopped()):
+            found |= dict.fromkeys(self._stops, -np.inf)
+        return found
+
+    def mask(self) -> np.ndarray | None:
+        """Return which tokens the grammar allows next, one bit each: uint32[words]; None without a grammar."""
+        if self._matcher is None:
+            return None
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        if self._matcher.is_accepting():
+            mask = mask.copy()
+            for stop in self._stops:
+                mask[stop // 32] |= np.uint32(1 << stop % 32)
+        return mask
+
+    def accept(self, tokens: Sequence[int]) -> str:
+        """Advance by sampled tokens. Returns an error of the grammar, or an empty string."""
+        self._n += len(tokens)
+        if self._frequency or self._presence:
+            self._counts.update(tokens)
+        if self._matcher is None:
+            return ""
+        self._matcher.consume_tokens([token for token in tokens if token not in self._stops])
+        return self._matcher.get_error()
+
+
+def guide_of(message: Message, stops: set[int], matcher: Any) -> Guide | None:
+    """Return the constraints that a request asks for; None for none."""
+    asked = ("min_new_tokens", "frequency_penalty", "presence_penalty", "logit_bias")
+    return Guide(message, stops, matcher) if matcher is not None or any(message[name] for name in asked) else None
+
+
+class Grammars:
+    """Compiles grammars in threads of its own, so that steps go on meanwhile.
+
+    Args:
+        tokenizer: the model's tokenizer.json; None refuses every grammar.
+        eos_token: a token that ends an answer.
+    """
+
+    def __init__(self, tokenizer: str | None, vocab_size: int, eos_token: int | None) -> None:
+        self._file, self._vocab_size, self._eos = tokenizer, vocab_size, eos_token
+        self._tokenizer: Any = None
+        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self.threads = ThreadPoolExecutor(2, "grammar")
+
+    def matcher(self, kind: str, text: str) -> Any:
+        """Return a matcher at its start. Raises InputError for a grammar that cannot be compiled."""
+        if self._file is None or not Path(self._file).is_file():
+            raise InputError("this model's folder has no tokenizer.json, which grammars need", "leave the grammar out")
+        if len(text) > _MAX_GRAMMAR:
+            raise InputError(f"the {kind} has {len(text)} characters; at most {_MAX_GRAMMAR} are compiled")
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = LLTokenizer(self._file, n_vocab=self._vocab_size, eos_token=self._eos)
+            found = self._compiled.pop((kind, text), None)
+        found = found or self._compile(kind, text)
+        with self._lock:
+            self._compiled[kind, text] = found
+            while len(self._compiled) > _CACHED:
+                self._compiled.popitem(last=False)
+            return found.deep_copy()
+
+    def _compile(self, kind: str, text: str) -> Any:
+        try:
+            make = LLMatcher.grammar_from_regex if kind == "regex" else LLMatcher.grammar_from_json_schema
+            matcher = LLMatcher(self._tokenizer, make(text), log_level=0)
+        except ValueError as error:
+            raise InputError(f"the {kind} cannot be compiled: {error}") from error
+        if matcher.is_error():
+            raise InputError(f"the {kind} cannot be compiled: {matcher.get_error()[:500]}")
+        return matcher
