@@ -1,6 +1,7 @@
 """Requests are refused with the name and value of what is wrong, before they reach the engine."""
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout.api.generate_body import read_prompt, wants_logprobs
-from services.rollout.engines.base import EngineInfo
+from services.rollout.engines.base import OPTIONS, EngineInfo, Grammar
 from shared.errors import InputError
 from tests.support.engine import generate_request
 
@@ -84,6 +85,7 @@ def test_a_wrong_body_is_named(body: dict[str, Any], named: str) -> None:
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": 0}, "top_k"),
         ({"min_p": 0.1}, "min_p=0.1 is not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"frequency_penalty": 1}, "frequency_penalty"),
         ({"regex": "a*"}, "regex"),
         ({"stop_token_ids": [600]}, "stop_token_ids"),
@@ -226,3 +228,40 @@ def test_any_body_is_a_question_that_fits_or_one_error(changed: dict[str, Any]) 
         wanted = read_prompt({**SCORING, **changed}, INFO)
         assert wanted.scored_from is not None
         assert 0 <= wanted.scored_from < len(wanted.ids) <= 255
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({"min_p": 0.1, "min_new_tokens": 3}, {"min_p": 0.1, "min_new_tokens": 3}),
+        ({"frequency_penalty": 0.5, "presence_penalty": -2}, {"frequency_penalty": 0.5, "presence_penalty": -2.0}),
+        ({"logit_bias": {"5": 1, 7: -100.0}}, {"logit_bias": ((5, 1.0), (7, -100.0))}),
+        ({"regex": "a*", "json_schema": None}, {"grammar": Grammar("regex", "a*")}),
+        ({"json_schema": "{}"}, {"grammar": Grammar("json_schema", "{}")}),
+    ],
+)
+def test_options_of_the_engine_are_honoured(sampling: dict[str, Any], expected: dict[str, Any]) -> None:
+    made = generate_request({"input_ids": [1], "sampling_params": sampling}, replace(INFO, options=OPTIONS)).sampling
+    assert {name: getattr(made, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"min_p": 1.1},
+        {"min_new_tokens": -1},
+        {"frequency_penalty": 3},
+        {"logit_bias": {"512": 1}},
+        {"logit_bias": {"-1": 1}},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": {"1": 101}},
+        {"logit_bias": [1]},
+        {"regex": "a", "json_schema": "{}"},
+        {"json_schema": {"type": "object"}},
+        {"ebnf": "root ::= a"},
+        {"repetition_penalty": 1.2},
+    ],
+)
+def test_a_wrong_option_is_named(sampling: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(sampling))):
+        generate_request({"input_ids": [1], "sampling_params": sampling}, replace(INFO, options=OPTIONS))

@@ -19,7 +19,7 @@ from sgl_jax.srt.entrypoints.openai.protocol import ChatCompletionRequest, Compl
 
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
-from services.rollout.engines.base import GenerateRequest, OnTokens, SamplingParams
+from services.rollout.engines.base import OPTIONS, GenerateRequest, Grammar, OnTokens, SamplingParams
 from services.rollout.weights.serving import Serving
 from services.rollout.weights.updater import WeightUpdater
 from shared.dialects.chat import ChatBody
@@ -140,6 +140,19 @@ async def test_tools_are_refused_where_the_template_does_not_write_them(http: ht
     status, message = await told(http, CHAT, tools=[tool])
     assert (status, message.partition(":")[0]) == (422, "tools")
     assert (await told(http, CHAT, tools=[]))[0] == 200
+
+
+async def test_a_format_becomes_a_grammar_if_the_engine_has_them(engine: Recorded, http: httpx.AsyncClient) -> None:
+    engine.info = replace(engine.info, options=OPTIONS)
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    assert (await told(http, CHAT, response_format=wanted))[0] == 200
+    assert engine.sampling.grammar is not None
+    assert (engine.sampling.grammar.kind, json.loads(engine.sampling.grammar.text)) == ("json_schema", schema)
+    assert (await told(http, CHAT, response_format={"type": "json_object"}))[0] == 200
+    assert engine.sampling.grammar == Grammar("json_schema", '{"type":"object"}')
+    assert (await told(http, CHAT, response_format={"type": "text"}))[0] == 200
+    assert engine.sampling.grammar is None
 
 
 async def test_all_refused_fields_are_named_at_once(http: httpx.AsyncClient) -> None:

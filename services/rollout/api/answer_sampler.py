@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+import orjson
 
 from services.rollout.api import validation
 from services.rollout.api.event_stream import Put
@@ -15,6 +16,7 @@ from services.rollout.engines.base import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    Grammar,
     NewTokens,
     SamplingParams,
     TopTokens,
@@ -113,6 +115,13 @@ class AnswerSampler:
         request = validation.build(ids, self._sampling(limit, i), None, info)
         return replace(request, top_logprobs=self._asked.top_logprobs)
 
+    def _grammar(self) -> Grammar | None:
+        """Return the grammar of the wanted format; {} stands for any JSON object."""
+        schema = self._asked.schema
+        if schema is None:
+            return None
+        return Grammar("json_schema", orjson.dumps(schema or {"type": "object"}).decode())
+
     def _sampling(self, limit: int, i: int) -> SamplingParams:
         wanted = self._asked.sampling
         ends = () if wanted.ignore_eos else tuple(sorted(self._tokenizer.end_ids))
@@ -124,6 +133,7 @@ class AnswerSampler:
             top_k=wanted.top_k,
             stop_token_ids=(*ends, *stops),
             ignore_eos=wanted.ignore_eos,
+            grammar=self._grammar(),
             sampling_seed=None if wanted.seed is None else (wanted.seed + i) % (1 << 64),
         )
 

@@ -96,9 +96,14 @@ async def _respond(
     request: Request, state: RolloutState, dialect: Dialect[Any], asked: Asked, prompts: Sequence[Prompt]
 ) -> Response:
     """Answer with JSON, or with events if the request asks for a stream. Raises InputError."""
-    if asked.schema is not None:
-        hint = "leave it out: the engine cannot force an answer into a format"
+    if asked.schema is not None and "grammar" not in state.info.options:
+        hint = "leave it out: this server's engine cannot force an answer into a format"
         raise InputError(f"{dialect.format_key}={reprlib.repr(asked.schema)} is not supported", hint)
+    if asked.schema is not None and asked.reads_calls:
+        raise InputError(
+            f"{dialect.format_key} and tools are both given",
+            "send tool_choice none: a call would not follow the schema",
+        )
     sampler, tokenizer = AnswerSampler(state, asked, prompts, dialect.default_tokens), _tokenizer(state)
     head = Head(_model_name(state), state.updates.current)
     if asked.stream:

@@ -54,7 +54,18 @@ _SAMPLING = _object(
         "skip_special_tokens": _FLAG,
         "no_stop_trim": _FLAG,
         "stream_interval": _number(1, generate_body.MAX_INTERVAL, "integer"),
-        **{name: {"enum": list(values)} for name, values in validation.NEUTRAL.items()},
+        "min_p": _number(0, 1),
+        "min_new_tokens": _number(0, validation.MAX_NEW_TOKENS, "integer"),
+        "frequency_penalty": _number(-validation.MAX_PENALTY, validation.MAX_PENALTY),
+        "presence_penalty": _number(-validation.MAX_PENALTY, validation.MAX_PENALTY),
+        "logit_bias": _or_null({"type": "object", "maxProperties": validation.MAX_BIASES}),
+        "json_schema": _or_null({"type": "string"}),
+        "regex": _or_null({"type": "string"}),
+        **{
+            name: {"enum": list(values)}
+            for name, values in validation.NEUTRAL.items()
+            if name not in validation.OPTIONAL
+        },
     },
     closed=True,
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engines.base import EngineInfo, GenerateRequest, SamplingParams
+from services.rollout.engines.base import EngineInfo, GenerateRequest, Grammar, SamplingParams
 from shared.dialects.fields import is_one_of
 from shared.errors import InputError
 
@@ -63,6 +63,12 @@ SAMPLING = frozenset(
     }
 )
 """Sampling parameters that are honoured."""
+OPTIONAL: Mapping[str, str] = {
+    **dict.fromkeys(("json_schema", "regex"), "grammar"),
+    **{name: name for name in ("min_p", "min_new_tokens", "frequency_penalty", "presence_penalty", "logit_bias")},
+}
+"""Sampling parameters that are honoured if the engine has the option (`EngineInfo.options`)."""
+MAX_PENALTY, MAX_BIAS, MAX_BIASES = 2.0, 100.0, 1024
 
 
 def build(ids: np.ndarray, sampling: SamplingParams, rid: str | None, info: EngineInfo) -> GenerateRequest:
@@ -97,7 +103,8 @@ def sampling_params(raw: Any, info: EngineInfo, n_prompt: int) -> SamplingParams
     """Read SGLang's `sampling_params`; refuse those that the engine would ignore. Raises InputError."""
     if not isinstance(raw, Mapping):
         raise InputError(f"sampling_params must be an object, not {type(raw).__name__}")
-    check_names(raw, SAMPLING, NEUTRAL, "sampling parameter ")
+    known = SAMPLING | {name for name, option in OPTIONAL.items() if option in info.options}
+    check_names(raw, known, NEUTRAL, "sampling parameter ")
     seed = raw.get("sampling_seed")
     temperature = _number("temperature", raw.get("temperature"), 1.0, 0.0, MAX_TEMPERATURE)
     fitting = max(1, room(info) - n_prompt)
@@ -110,7 +117,39 @@ def sampling_params(raw: Any, info: EngineInfo, n_prompt: int) -> SamplingParams
         stop_token_ids=check_stops(raw.get("stop_token_ids"), info.vocab_size),
         ignore_eos=boolean("ignore_eos", raw.get("ignore_eos")),
         sampling_seed=None if seed is None else integer("sampling_seed", seed, 0, 0, MAX_SEED),
+        min_p=_number("min_p", raw.get("min_p"), 0.0, 0.0, 1.0),
+        min_new_tokens=integer("min_new_tokens", raw.get("min_new_tokens"), 0, 0, MAX_NEW_TOKENS),
+        frequency_penalty=_number("frequency_penalty", raw.get("frequency_penalty"), 0.0, -MAX_PENALTY, MAX_PENALTY),
+        presence_penalty=_number("presence_penalty", raw.get("presence_penalty"), 0.0, -MAX_PENALTY, MAX_PENALTY),
+        logit_bias=_biases(raw.get("logit_bias"), info.vocab_size),
+        grammar=_grammar(raw),
     )
+
+
+def _biases(value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Read `logit_bias`, an object from token ids to numbers."""
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping) or len(value) > MAX_BIASES:
+        raise InputError(f"logit_bias must be an object of at most {MAX_BIASES} token ids, not {short(value)}")
+    for token in value:
+        if not (str(token).isascii() and str(token).isdigit() and int(token) < vocab_size):
+            raise InputError(f"logit_bias names {short(token)}, which is no token id below {vocab_size}")
+    return tuple(
+        (int(token), _number(f"logit_bias[{token}]", bias, 0.0, -MAX_BIAS, MAX_BIAS)) for token, bias in value.items()
+    )
+
+
+def _grammar(raw: Mapping[str, Any]) -> Grammar | None:
+    """Read `json_schema` or `regex`, of which a request may have one; both are texts."""
+    given = {name: raw[name] for name in ("json_schema", "regex") if not is_one_of(raw.get(name), (None, ""))}
+    if len(given) > 1:
+        raise InputError("json_schema and regex are both given", "send one of them")
+    for name, text in given.items():
+        if not isinstance(text, str):
+            raise InputError(f"{name} must be a text, not {short(text)}", "send a JSON schema as text, too")
+        return Grammar("regex" if name == "regex" else "json_schema", text)
+    return None
 
 
 def check_names(raw: Mapping[str, Any], known: Set[str], neutral: Mapping[str, tuple[Any, ...]], what: str) -> None:

@@ -23,6 +23,8 @@ FinishType = Literal["stop", "length", "abort"]
 BASE_VERSION = "base"
 type Arriving = asyncio.Future[Any]
 """Future that is done when all chunks have been pulled."""
+OPTIONS = ("min_p", "min_new_tokens", "frequency_penalty", "presence_penalty", "logit_bias", "grammar")
+"""Fields of SamplingParams that not every engine honours."""
 MAX_TOP_LOGPROBS = 20
 """Most likely tokens that a request may ask for at each position."""
 
@@ -76,7 +78,10 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Report of a started engine: sizes in tokens, times in seconds."""
+    """Report of a started engine: sizes in tokens, times in seconds.
+
+    `options`: fields of SamplingParams that it honours among `OPTIONS`; requests that ask for others are refused.
+    """
 
     vocab_size: int
     context_length: int
@@ -85,6 +90,7 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
     boot_s: float
     pid: int
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from sgl_jax.srt.layers.logits_processor import LogitsProcessor
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.server_args import ServerArgs
 
-from services.rollout.engines.base import EngineSpec
+from services.rollout.engines.base import OPTIONS, EngineSpec
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
 from services.rollout.engines.sglang_jax.scheduling.attention import BlockAttention, store_as_words
 from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
@@ -81,6 +81,7 @@ def describe(scheduler: RolloutScheduler, spec: EngineSpec) -> Message:
         "context_length": config.context_len,
         "max_total_tokens": scheduler.max_total_num_tokens,
         "max_running_requests": scheduler.max_running_requests,
+        "options": [name for name in OPTIONS if name != "grammar" or Path(spec.tokenizer or "/").is_file()],
         "eos_token_ids": sorted(int(i) for i in config.hf_eos_token_id or ()),
     }
 
