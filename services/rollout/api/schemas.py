@@ -61,11 +61,7 @@ _SAMPLING = _object(
         "logit_bias": _or_null({"type": "object", "maxProperties": validation.MAX_BIASES}),
         "json_schema": _or_null({"type": "string"}),
         "regex": _or_null({"type": "string"}),
-        **{
-            name: {"enum": list(values)}
-            for name, values in validation.NEUTRAL.items()
-            if name not in validation.OPTIONAL
-        },
+        **{name: {"enum": list(values)} for name, values in validation.NEUTRAL.items()},
     },
     closed=True,
 )

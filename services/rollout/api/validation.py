@@ -29,14 +29,7 @@ GREEDY_BELOW = 1e-4
 MAX_STOPS = 1024
 _MAX_NAME = 80
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "min_p": (0, None),
-    "frequency_penalty": (0, None),
-    "presence_penalty": (0, None),
     "repetition_penalty": (1, None),
-    "min_new_tokens": (0, None),
-    "logit_bias": (None, {}),
-    "json_schema": (None, ""),
-    "regex": (None, ""),
     "ebnf": (None, ""),
     "structural_tag": (None, ""),
     "stop_regex": (None, [], ""),
@@ -63,11 +56,18 @@ SAMPLING = frozenset(
     }
 )
 """Sampling parameters that are honoured."""
-OPTIONAL: Mapping[str, str] = {
-    **dict.fromkeys(("json_schema", "regex"), "grammar"),
-    **{name: name for name in ("min_p", "min_new_tokens", "frequency_penalty", "presence_penalty", "logit_bias")},
+OPTIONAL: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "min_p": ("min_p", (0, None)),
+    "min_new_tokens": ("min_new_tokens", (0, None)),
+    "frequency_penalty": ("frequency_penalty", (0, None)),
+    "presence_penalty": ("presence_penalty", (0, None)),
+    "logit_bias": ("logit_bias", (None, {})),
+    "json_schema": ("grammar", (None, "")),
+    "regex": ("grammar", (None, "")),
 }
-"""Sampling parameters that are honoured if the engine has the option (`EngineInfo.options`)."""
+"""Sampling parameters that are honoured if the engine has an option (`EngineInfo.options`): the option, and the values
+that ask for nothing.
+"""
 MAX_PENALTY, MAX_BIAS, MAX_BIASES = 2.0, 100.0, 1024
 
 
@@ -103,8 +103,8 @@ def sampling_params(raw: Any, info: EngineInfo, n_prompt: int) -> SamplingParams
     """Read SGLang's `sampling_params`; refuse those that the engine would ignore. Raises InputError."""
     if not isinstance(raw, Mapping):
         raise InputError(f"sampling_params must be an object, not {type(raw).__name__}")
-    known = SAMPLING | {name for name, option in OPTIONAL.items() if option in info.options}
-    check_names(raw, known, NEUTRAL, "sampling parameter ")
+    missing = {name: neutral for name, (option, neutral) in OPTIONAL.items() if option not in info.options}
+    check_names(raw, SAMPLING | (OPTIONAL.keys() - missing), {**NEUTRAL, **missing}, "sampling parameter ")
     seed = raw.get("sampling_seed")
     temperature = _number("temperature", raw.get("temperature"), 1.0, 0.0, MAX_TEMPERATURE)
     fitting = max(1, room(info) - n_prompt)
