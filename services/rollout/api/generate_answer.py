@@ -6,6 +6,7 @@ arrays and there is no text.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -301,6 +302,6 @@ def _top_rows(top: TopTokens | None, text_of: TextOf | None) -> list[Rows]:
     return [_rows(p, t, text_of) for p, t in zip(top.logprobs.tolist(), top.ids.tolist(), strict=True)]
 
 
-def _routed(experts: np.ndarray, arrays: bool) -> dict[str, Any]:
-    told = to_wire(experts)
-    return told if arrays else {**told, "ids": told["ids"].tolist()}
+def _routed(experts: np.ndarray, arrays: bool) -> dict[str, Any] | str:
+    """Write experts [n, L, k], in JSON as SGLang does: little-endian int32 as base64, without the shape."""
+    return to_wire(experts) if arrays else base64.b64encode(experts.astype("<i4").tobytes()).decode()

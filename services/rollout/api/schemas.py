@@ -130,10 +130,11 @@ _GENERATED = _object(
             },
             {
                 "id": {"type": "string"},
-                "routed_experts": _object(
-                    {"shape": {"type": "array", "items": _COUNT}, "ids": {"type": "array", "items": _COUNT}}
-                )
-                | {"description": "flat, of shape [positions, layers, experts a token]; the last token has none"},
+                "routed_experts": {
+                    "type": ["string", "object"],
+                    "description": "experts of shape [positions, layers, experts a token], without the last token's: "
+                    "int32 as base64; with msgpack {shape, ids}",
+                },
                 "output_token_logprobs": {"type": "array", "items": {"anyOf": [_ROW, {"type": "number"}]}},
                 "output_top_logprobs": _LIST,
                 "input_token_logprobs": {
