@@ -20,6 +20,9 @@ from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.servers.concurrency import AdaptiveConcurrency
 from services.orchestrator.servers.fleet import Discover, DiscoveredServer, Fleet
 from services.orchestrator.servers.slots import Slots
+from services.orchestrator.sessions import routes as agent_routes
+from services.orchestrator.sessions.settlement import Settlement
+from services.orchestrator.sessions.wiring import agent_door
 from services.orchestrator.settings import OrchestratorSettings, from_config
 from services.orchestrator.status import RunStatus
 from shared.boot import RunningService
@@ -83,8 +86,9 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             )
         )
         status = RunStatus()
+        door = agent_door(settings, tokenizer, environments, balancer, status)
         dispatcher = Dispatcher(
-            EpisodeRunner(tokenizer, environments, balancer, status, settings.bounds),
+            EpisodeRunner(tokenizer, environments, balancer, status, settings.bounds, door.agents),
             balancer,
             status,
             slots=slots,
@@ -106,11 +110,17 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             handover,
             policy=GenerationPolicy(settings.generation, settings.terms.batch, settings.group_size),
             sinks=sinks,
+            sessions=door.sessions,
         )
-        app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=ROLES)
-        app.state.orchestrator = orchestrator
+        settlement = Settlement(door.sessions, trainer, door.calls, orchestrator.last_evaluated)
+        roles = ROLES | agent_routes.ROLES
+        app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=roles)
+        app.state.orchestrator, app.state.sessions = orchestrator, door.state
         app.include_router(router)
-        yield RunningService(app, [fleet.watch, orchestrator.work, handover.watch])
+        app.include_router(agent_routes.router)
+        yield RunningService(
+            app, [fleet.watch, orchestrator.work, handover.watch, door.sessions.work, settlement.watch]
+        )
 
 
 @asynccontextmanager

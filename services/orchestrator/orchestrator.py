@@ -19,6 +19,8 @@ from services.orchestrator.schedule.policy import GenerationPolicy
 from services.orchestrator.schedule.run_schedule import RunSchedule, wait_for_offers, wait_for_tasks
 from services.orchestrator.schedule.ticket_loop import RunGroup, TicketLoop
 from services.orchestrator.servers.balancer import Balancer, VersionBounds
+from services.orchestrator.sessions.sessions import Sessions
+from services.orchestrator.sessions.settlement import give_back
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
@@ -40,7 +42,10 @@ _log = telemetry.Log("run")
 
 @dataclass
 class Orchestrator:
-    """One run. `schedule` and `mixture` are None until the environment service has answered."""
+    """One run. `schedule` and `mixture` are None until the environment service has answered.
+
+    `sessions` are those of agents, if it records any.
+    """
 
     settings: OrchestratorSettings
     queue: TicketQueue
@@ -53,6 +58,7 @@ class Orchestrator:
     handover: RecordHandover
     policy: GenerationPolicy = field(default_factory=GenerationPolicy)
     sinks: MetricsFanout = field(default_factory=MetricsFanout)
+    sessions: Sessions | None = None
     schedule: RunSchedule | None = None
     evaluator: Evaluator | None = None
     mixture: RunMixture | None = None
@@ -83,6 +89,10 @@ class Orchestrator:
         self.status.paused = False
         self.gate.release(_PAUSED)
 
+    def last_evaluated(self) -> int | None:
+        """Return the last step that was evaluated."""
+        return max((record.step for record in self.evaluator.records), default=None) if self.evaluator else None
+
     def describe(self) -> dict[str, Any]:
         """Return the answer of GET /runs/{name}.
 
@@ -109,6 +119,7 @@ class Orchestrator:
             "queue": dataclasses.asdict(queue) if queue else None,
             "held": self.schedule.n_held if self.schedule else 0,
             "episodes_running": status.running,
+            "sessions": self.sessions.describe() if self.sessions else {},
             "episodes_limit": self.dispatcher.limit,
             "evaluating_step": status.evaluating_step,
             "evaluated": status.evaluated,
@@ -137,6 +148,8 @@ class Orchestrator:
         settings = self.settings
         sizes = {env: await wait_for_tasks(self.environments, env, self.status) for env in settings.members}
         folder = RunFolder(settings.folder)
+        if self.sessions is not None:
+            await give_back(self.sessions, self.queue)
         await self.handover.restore()
         self.mixture = mixture = RunMixture(
             ConfiguredMixture(settings.env, settings.members, settings.seed, settings.curriculum),

@@ -57,6 +57,12 @@ class OrchestratorSettings:
     routing_replay: bool = False
     generation: GenerationSection = field(default_factory=GenerationSection)
     model_content: Mapping[str, str] = field(default_factory=dict[str, str])
+    agents_url: str = ""
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model for agents, as a rollout server says it."""
+        return self.model_path.rstrip("/").rpartition("/")[2]
 
     @property
     def n_groups(self) -> int:
@@ -84,6 +90,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         seed=config.run.seed,
         model_path=config.model.path,
         model_content=config.model.content or {},
+        agents_url=services.base_url("orchestrator") + "/v1",
         date=config.run.date,
         env=config.data.env,
         members=configured(config.data),

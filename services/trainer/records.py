@@ -1,6 +1,6 @@
 """HTTP routes for records in the run's folder, which only the trainer writes.
 
-The orchestrator sends its records here, and reads them back if it lost its own copy.
+The orchestrator sends its records here, and reads them back if it lost its own copy. It also reads the ledger.
 
 Invariant: a line is in the folder once, however often it is sent, and durable before the response. So the sender
 retries until it gets a response, and a folder that both services share also holds each line once.
@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Annotated
+from typing import Annotated, Literal
 
 import orjson
 from fastapi import APIRouter, Depends, Path, Query, Request
@@ -69,6 +69,7 @@ async def _state(request: Request) -> RecordsState:
 
 Here = Annotated[RecordsState, Depends(_state)]
 Named = Annotated[Record, Path(openapi_examples={"evaluations": {"value": "evals"}})]
+Readable = Annotated[Record | Literal["ledger"], Path(openapi_examples={"evaluations": {"value": "evals"}})]
 Offset = Annotated[int, Query(ge=0, le=MAX_RECORD_BYTES, openapi_examples={"from the start": {"value": 0}})]
 
 
@@ -131,13 +132,14 @@ def _named(line: bytes) -> set[str]:
 
 
 @router.get("/records/{record}", openapi_extra=declares(answer=_KEPT))
-async def read(request: Request, record: Named, state: Here, offset: Offset = 0) -> Response:
+async def read(request: Request, record: Readable, state: Here, offset: Offset = 0) -> Response:
     """Read complete lines from byte `offset` on, without line endings.
 
     `next` is the offset of the next read; it equals `offset` at the end of the record.
     """
     state.check_open()
-    lines, after = await asyncio.to_thread(_lines, state.folder.handed_over[record], offset)
+    path = state.folder.ledger if record == "ledger" else state.folder.handed_over[record]
+    lines, after = await asyncio.to_thread(_lines, path, offset)
     return respond(request, {"lines": lines, "next": after})
 
 

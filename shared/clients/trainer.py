@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from shared.clients.base import MALFORMED, HttpClient
 from shared.errors import MalformedAnswer
@@ -16,7 +17,7 @@ class TrainerClient(HttpClient):
         """Append lines to a record; they are durable on return, and existing lines are not added again."""
         await self.post(f"/records/{record}", {"lines": list(lines)})
 
-    async def record(self, record: Record, offset: int) -> tuple[list[str], int]:
+    async def record(self, record: Record | Literal["ledger"], offset: int) -> tuple[list[str], int]:
         """Return whole lines of a record from a byte offset on, and the next offset.
 
         The next offset is `offset` at the end of the record.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ class Prompt:
 def render(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
     """Tokenize a conversation up to the header of the answer or the last word to continue. Raises InputError."""
     messages, tools = asked.messages, asked.tools
-    if variables := _variables(asked, tokenizer):
+    if variables := variables_of(asked, tokenizer):
         tokenizer = tokenizer.with_variables(variables)
     if tokenizer.leaves_out(messages, tools):
         raise InputError(
@@ -37,10 +38,15 @@ def render(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
     if asked.tool_choice == "required":
         return Prompt(*tokenizer.render_call(messages, tools, asked.tool_name))
     ids = tokenizer.render_prompt(messages, tools, header=asked.header)
-    return Prompt(ids, THINK if tokenizer.decode(ids[-_TAIL:]).rstrip().endswith(THINK) else "")
+    return Prompt(ids, ends_open(tokenizer, ids))
 
 
-def _variables(asked: Asked, tokenizer: ChatTokenizer) -> dict[str, Any]:
+def ends_open(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
+    """Return the <think> that a prompt has opened for the answer; empty if it has not."""
+    return THINK if tokenizer.decode(ids[-_TAIL:]).rstrip().endswith(THINK) else ""
+
+
+def variables_of(asked: Asked, tokenizer: ChatTokenizer) -> dict[str, Any]:
     """Return the variables for the chat template. Raises InputError naming one that it does not read.
 
     A template without `enable_thinking` is not asked to think, or not to.

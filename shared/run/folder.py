@@ -19,8 +19,9 @@ class RunFolder:
     The trainer writes `metrics` and `handovers` (a line per step), `ledger` (per ticket), `saved` (per checkpoint),
     `refused` (per refused step, whose groups are below `refused_groups`), `sft` (per supervised step) and
     `demonstrations` (per conversation that a supervised run got from an environment). The orchestrator writes `evals`
-    (a line per evaluation), `samples` (some of its episodes), `mixture` (per change of the mixture) and `teacher` (what
-    the teacher has cost). The environment service keeps submissions in `environments`. The supervisor writes the rest.
+    (a line per evaluation), `samples` (some of its episodes), `mixture` (per change of the mixture), `teacher` (what
+    the teacher has cost) and `sessions` (agents' calls). The environment service keeps submissions in `environments`.
+    The supervisor writes the rest.
     """
 
     path: Path
@@ -64,6 +65,10 @@ class RunFolder:
     @property
     def teacher(self) -> Path:
         return self.path / "teacher.sqlite3"
+
+    @property
+    def sessions(self) -> Path:
+        return self.path / "sessions.sqlite3"
 
     @property
     def environments(self) -> Path:

@@ -50,9 +50,14 @@ class TaskOrder:
         return (left << half_bits) | right
 
 
-def sampling_seed(run_seed: int, ticket: int, sample_index: int, position: int) -> int:
-    """Return 31 bits for the engine; `position` is where in the trajectory sampling starts."""
-    return _hash(run_seed, "sampling", ticket, sample_index, position) & 0x7FFF_FFFF
+def sampling_seed(run_seed: int, ticket: int, sample_index: int, position: int, draw: int = 0) -> int:
+    """Return 31 bits for the engine.
+
+    Args:
+        position: where in the trajectory sampling starts.
+        draw: number of the sample, if an agent's episode has several from there.
+    """
+    return _hash(run_seed, "sampling", ticket, sample_index, position, *([draw] if draw else [])) & 0x7FFF_FFFF
 
 
 def env_seed(run_seed: int, ticket: int, sample_index: int) -> int:

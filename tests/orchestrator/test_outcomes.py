@@ -15,6 +15,7 @@ import pytest
 from services.orchestrator.episodes import failures
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.turn import TokenBounds, TokenBudget
+from services.orchestrator.sessions import failures as sessions
 from shared import codec, errors
 from shared.clients import teacher
 from shared.clients.env import StepReply
@@ -54,6 +55,7 @@ def test_what_is_done_about_each_class():
     assert {name for name, e in named.items() if e.action == "fail"} == {
         *fails.split(),
         "Conflict",
+        *("SessionOver", "ContextExceeded", "CallsUsedUp"),
         "MalformedAnswer",
         "PrefixBroken",
         "RewardRefused",
@@ -110,7 +112,7 @@ def test_an_unknown_class_becomes_the_nearest_known_one(status, name):
 
 
 def error(name):
-    modules = (errors, failures, teacher)
+    modules = (errors, failures, teacher, sessions)
     return next(getattr(module, name) for module in modules if hasattr(module, name))("planted")
 
 

@@ -4,7 +4,9 @@
     ├── TooLarge ── PromptTooLong      the task's first prompt leaves no room to answer: no attempt can succeed
     ├── Unavailable
     │   ├── EpisodeLost                the environment service no longer knows the episode (it was restarted)
-    │   └── EpisodeTimeout             the episode's deadline passed
+    │   ├── EpisodeTimeout             the episode's deadline passed
+    │   ├── AgentDied                  the agent failed, or ended without a reward
+    │   └── AgentSilent                the agent ended without having called the model
     ├── PrefixBroken                   a turn would not continue exactly what was sampled before: a defect, never data
     └── WrongVersion                   an evaluation got tokens of another version than the one it measures
 
@@ -26,6 +28,14 @@ class EpisodeLost(Unavailable):
 
 class EpisodeTimeout(Unavailable):
     title = "Episode timed out"
+
+
+class AgentDied(Unavailable):
+    title = "Agent died"
+
+
+class AgentSilent(Unavailable):
+    title = "Agent never called"
 
 
 class PrefixBroken(VolleyError):

@@ -26,9 +26,14 @@ PROMPT = "prompt"
 
 
 class Recorder:
-    """Tokens of one episode so far. Args: prompt_ids: ids up to and including the first assistant header."""
+    """Tokens of one episode so far.
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
+    Args:
+        prompt_ids: ids up to and including the first assistant header.
+        n_routed: number of positions whose experts are recorded elsewhere.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int] | np.ndarray, n_routed: int = 0) -> None:
         self._ids = np.asarray(prompt_ids, np.int32)
         self._mask = np.zeros(len(prompt_ids), np.uint8)
         self._logprobs = np.zeros(len(prompt_ids), np.float32)
@@ -36,6 +41,7 @@ class Recorder:
         self._sent = self._ids
         self._spans: list[VersionSpan] = []
         self._routed: list[np.ndarray] = []
+        self._n_routed = n_routed
         self._turns = [Turn(0, len(prompt_ids), PROMPT)]
         self._components: dict[str, float] = {}
         self._faults: Counter[str] = Counter()
@@ -54,7 +60,7 @@ class Recorder:
     @property
     def n_routed(self) -> int:
         """Number of positions, from the first on, with known experts."""
-        return sum(map(len, self._routed))
+        return self._n_routed + sum(map(len, self._routed))
 
     def add_sampled(self, generation: Generation) -> None:
         """Append the model's ids of this turn, or a further part of it; experts are those from `n_routed` on."""
@@ -84,6 +90,12 @@ class Recorder:
         start = len(self)
         self._append(np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), sampled=False)
         self._turns.append(Turn(start, len(self), role))
+
+    def sampled_since(self, start: int) -> Generation:
+        """Return what was sampled from position `start` on, as one generation; versions are positions in it."""
+        spans = tuple(VersionSpan(s.version, s.start - start, s.end - start) for s in self._spans if s.start >= start)
+        routed = np.concatenate(self._routed) if self._routed else None
+        return Generation(self._ids[start:], self._logprobs[start:], spans, "stop", routed_experts=routed)
 
     def ids_since(self, start: int) -> list[int]:
         return self._ids[start:].tolist()

@@ -11,40 +11,33 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from services.orchestrator.episodes.failures import EpisodeLost, EpisodeTimeout, PromptTooLong
+from services.orchestrator.episodes.environments import EnvironmentCalls, Environments
+from services.orchestrator.episodes.failures import EpisodeTimeout, PromptTooLong
 from services.orchestrator.episodes.recorder import Recorder
 from services.orchestrator.episodes.turn import EpisodeState, SamplingSpec, TokenBounds, TokenBudget, TurnSampler
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening, StepReply
-from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
+from shared.errors import Unavailable, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.outcomes import End, end_of_turn
-from shared.run import seeding
 from shared.types import MAX_MESSAGE, Message, Status, Trajectory
 
-_DELETE_S = 2.0
-_POLL_S, _AGAIN_S = 0.5, 0.1
 _LONG_TEXT = 20_000  # characters; tokenizing more would block the event loop
 
 
-class Environments(Protocol):
-    """The part of `EnvClient` that the runner uses."""
+class Agents(Protocol):
+    """Runs the episodes whose turns are calls of an agent (see `sessions`)."""
 
-    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening: ...
+    async def resume(self, spec: SamplingSpec, budget: TokenBudget) -> Trajectory | str | None:
+        """Return what an earlier process left of a sample: its trajectory, or the request id of its episode."""
+        ...
 
-    async def step(self, episode_id: str, request_id: str, content: str) -> StepReply: ...
-
-    async def finish(self, episode_id: str, request_id: str) -> StepReply: ...
-
-    async def delete_episode(self, episode_id: str) -> None: ...
-
-    async def ready(self) -> None: ...
+    async def run(self, spec: SamplingSpec, budget: TokenBudget, opening: Opening, request_id: str) -> Trajectory: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +57,10 @@ class EpisodeRunner:
         balancer: Balancer,
         status: RunStatus,
         bounds: TokenBounds,
+        agents: Agents | None = None,
     ) -> None:
-        self._tokenizer, self._environments, self._balancer, self._bounds = tokenizer, environments, balancer, bounds
+        self._tokenizer, self._balancer, self._bounds, self._agents = tokenizer, balancer, bounds, agents
+        self._calls = EnvironmentCalls(environments, status)
         self._status, self._sampler = status, TurnSampler(balancer, status, tokenizer.end_ids, bounds)
 
     async def run(self, spec: SamplingSpec, budget: TokenBudget) -> Trajectory:
@@ -84,14 +79,20 @@ class EpisodeRunner:
             ) from None
 
     async def _run(self, spec: SamplingSpec, budget: TokenBudget) -> Trajectory:
-        started, request_id = time.monotonic(), uuid.uuid4().hex
-        opening = await self._open(spec, request_id, budget)
+        started = time.monotonic()
+        left = None if self._agents is None else await self._agents.resume(spec, budget)
+        if isinstance(left, Trajectory):
+            return left
+        request_id = left or uuid.uuid4().hex
+        opening = await self._calls.open(spec, request_id, budget)
+        if opening.agent:
+            return await self._run_agent(spec, budget, opening, request_id)
         env_s = time.monotonic() - started
         try:
             episode = EpisodeState(spec, budget, Recorder(await self._prompt(opening)))
             ended, step_s = await self._play(episode, opening, request_id)
         finally:
-            await self._delete(opening.episode_id)
+            await self._calls.delete(opening.episode_id)
         timings = {"env_s": env_s + step_s, "generate_s": episode.generate_s, "total_s": time.monotonic() - started}
         trajectory = episode.recorder.trajectory(
             ticket=spec.ticket,
@@ -108,30 +109,28 @@ class EpisodeRunner:
         trajectory.validate()
         return trajectory
 
+    async def _run_agent(
+        self, spec: SamplingSpec, budget: TokenBudget, opening: Opening, request_id: str
+    ) -> Trajectory:
+        """Let an agent play. Its episode survives only a stop of this process, so that it continues afterwards."""
+        try:
+            if self._agents is None:
+                raise Unavailable(f"{spec.env} is played by an agent, and this orchestrator records none")
+            trajectory = await self._agents.run(spec, budget, opening, request_id)
+        except asyncio.CancelledError:
+            if budget.timer is not None and budget.timer.expired():
+                await self._calls.delete(opening.episode_id)
+            raise
+        except VolleyError:
+            await self._calls.delete(opening.episode_id)
+            raise
+        await self._calls.delete(opening.episode_id)
+        trajectory.validate()
+        return trajectory
+
     async def environment_ready(self) -> None:
         """Wait until the environment service accepts requests; only that or cancellation ends it."""
-        with self._status.waits_on("env"):
-            while True:
-                with suppress(Unavailable):
-                    return await self._environments.ready()
-                await asyncio.sleep(_POLL_S)
-
-    async def _open(self, spec: SamplingSpec, request_id: str, budget: TokenBudget) -> Opening:
-        try:
-            opening = await self._repeat(lambda: self._create(spec, request_id), spec, budget)
-            self._status.turn_answered(spec.env, 0, 0.0)
-            return opening
-        except asyncio.CancelledError:
-            # The service may have created the episode; the same request id returns its episode id.
-            with suppress(VolleyError, TimeoutError):
-                async with asyncio.timeout(_DELETE_S):
-                    opening = await self._create(spec, request_id)
-                    await self._environments.delete_episode(opening.episode_id)
-            raise
-
-    async def _create(self, spec: SamplingSpec, request_id: str) -> Opening:
-        seed = seeding.env_seed(spec.seed, spec.ticket, spec.sample_index)
-        return await self._environments.create(request_id, spec.env, spec.split, spec.index, seed=seed)
+        await self._calls.ready()
 
     async def _play(self, episode: EpisodeState, opening: Opening, request_id: str) -> tuple[_Ended, float]:
         """Play turns until the end; return how it ended, and the seconds spent in the environment."""
@@ -186,8 +185,9 @@ class EpisodeRunner:
 
     async def _step(self, episode: EpisodeState, episode_id: str, request_id: str, text: str) -> StepReply:
         """Send the model's text; text beyond the service's limit was cut, as it is no failure. Raises EpisodeLost."""
-        return await self._call_episode(
-            episode, episode_id, lambda: self._environments.step(episode_id, request_id, text)
+        calls = self._calls
+        return await calls.call(
+            episode.spec, episode.budget, episode_id, lambda: calls.environments.step(episode_id, request_id, text)
         )
 
     async def _finish(self, episode: EpisodeState, opening: Opening, request_id: str) -> tuple[bool, float]:
@@ -197,45 +197,13 @@ class EpisodeRunner:
         """
         if not opening.scored_at_end:
             return False, 0.0
-        began, episode_id = time.monotonic(), opening.episode_id
+        began, episode_id, calls = time.monotonic(), opening.episode_id, self._calls
         finish_id = f"{request_id}-finish"
-        found = await self._call_episode(episode, episode_id, lambda: self._environments.finish(episode_id, finish_id))
+        found = await calls.call(
+            episode.spec, episode.budget, episode_id, lambda: calls.environments.finish(episode_id, finish_id)
+        )
         episode.recorder.add_reward(found.reward, found.reward_components)
         return found.success, time.monotonic() - began
-
-    async def _call_episode[T](self, episode: EpisodeState, episode_id: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Make a call about an existing episode. Raises EpisodeLost if the service does not know it."""
-        budget, used = episode.budget, episode.budget.used
-        try:
-            return await self._repeat(call, episode.spec, budget)
-        except (NotFound, Conflict) as error:
-            if budget.used > used:
-                budget.prepaid = True
-            raise EpisodeLost(f"the environment lost episode {episode_id}: {error.detail}") from error
-
-    async def _repeat[T](self, call: Callable[[], Awaitable[T]], spec: SamplingSpec, budget: TokenBudget) -> T:
-        """Repeat a call that is idempotent by its request id, until the episode's deadline, which outages extend.
-
-        Each failure costs an attempt, and the service has to be ready again before the next one; a RateLimited answer
-        costs none.
-        """
-        while True:
-            try:
-                with self._status.waits_on("env", spec.env):
-                    return await call()
-            except RateLimited as error:
-                await asyncio.sleep(error.retry_after_s)
-            except Unavailable as error:
-                budget.spend(error)
-                await asyncio.sleep(_AGAIN_S)
-                with budget.outage():
-                    await self.environment_ready()
-
-    async def _delete(self, episode_id: str) -> None:
-        """Delete the episode, best effort within a deadline; otherwise it expires by itself."""
-        with suppress(VolleyError, TimeoutError):
-            async with asyncio.timeout(_DELETE_S):
-                await self._environments.delete_episode(episode_id)
 
 
 async def _tokenized(messages: Sequence[Message], render: Callable[[], list[int]]) -> list[int]:

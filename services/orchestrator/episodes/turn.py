@@ -82,7 +82,8 @@ class TokenBudget:
     `failures` counts attempts by error class, `used` in total. `prepaid`: the next failure belongs to one already
     counted, because one outage is one attempt. For the present attempt, `n_sampled` is its number of sampled tokens,
     `turn` its turn (0 is the reset), `reward` its reward before that turn, and `timer` its deadline. `failed_at` are
-    the turns at which earlier attempts failed, `sampled` the turns sampled so far.
+    the turns at which earlier attempts failed, `sampled` the turns sampled so far, `drawn` those of agents by their
+    ids and draw.
     """
 
     max_attempts: int
@@ -93,6 +94,7 @@ class TokenBudget:
     reward: float = 0.0
     failed_at: set[int] = field(default_factory=set[int])
     sampled: list[SampledTurn] = field(default_factory=list[SampledTurn])
+    drawn: dict[bytes, SampledTurn] = field(default_factory=dict[bytes, SampledTurn])
     prepaid: bool = False
     timer: asyncio.Timeout | None = None
 
@@ -132,13 +134,18 @@ class TokenBudget:
 
 @dataclass(slots=True)
 class EpisodeState:
-    """State of a running episode: its record, its server, its budget, seconds spent generating."""
+    """State of a running episode: its record, its server, its budget, seconds spent generating.
+
+    `max_new_tokens` limits a turn further than the run's bounds; `draw` numbers the samples of one prompt.
+    """
 
     spec: SamplingSpec
     budget: TokenBudget
     recorder: Recorder
     server_url: str | None = None
     generate_s: float = 0.0
+    max_new_tokens: int | None = None
+    draw: int = 0
 
 
 class TurnSampler:
@@ -157,9 +164,10 @@ class TurnSampler:
             with episode.budget.outage():
                 await episode.spec.barrier.turn()
         recorder, start = episode.recorder, len(episode.recorder)
-        sampled = self._sampled(episode)
+        sampled, limit = self._sampled(episode), self._bounds.max_response_length
+        limit = min(limit, episode.max_new_tokens or limit)
         for n in range(_MAX_PARTS):
-            left = min(self._bounds.max_response_length - (len(recorder) - start), self._bounds.room(len(recorder)))
+            left = min(limit - (len(recorder) - start), self._bounds.room(len(recorder)))
             if left <= 0:
                 return recorder.ids_since(start)
             if n == len(sampled.parts):
@@ -182,12 +190,12 @@ class TurnSampler:
         ids = episode.recorder.prompt()
         if number < len(turns) and np.array_equal(turns[number].before, ids):
             versions = [WeightVersion.parse(span.version) for part in turns[number].parts for span in part.versions]
-            if all(self._is_usable(version, episode.spec.need) for version in versions):
+            if all(self.is_usable(version, episode.spec.need) for version in versions):
                 return turns[number]
         turns[number:] = [SampledTurn(ids)]
         return turns[number]
 
-    def _is_usable(self, version: WeightVersion, need: VersionBounds) -> bool:
+    def is_usable(self, version: WeightVersion, need: VersionBounds) -> bool:
         """True if tokens of these weights may still be trained on."""
         return version.step >= (need.min_step or 0) and not self._balancer.is_undone(version)
 
@@ -212,7 +220,7 @@ class TurnSampler:
 
     async def _ask(self, server: ServerLoad, episode: EpisodeState, max_new_tokens: int) -> Generation:
         ids, rid = episode.recorder.prompt(), uuid.uuid4().hex
-        params = self._params(episode.spec, len(ids), max_new_tokens)
+        params = self._params(episode, len(ids), max_new_tokens)
         try:
             generation = await server.engine.generate(
                 ids,
@@ -243,12 +251,13 @@ class TurnSampler:
             if late or version.step < (need.min_step or 0) or self._balancer.is_undone(version):
                 raise WrongVersion(f"tokens of {span.version} but step {need.min_step} was requested")
 
-    def _params(self, spec: SamplingSpec, position: int, max_new_tokens: int) -> dict[str, Any]:
+    def _params(self, episode: EpisodeState, position: int, max_new_tokens: int) -> dict[str, Any]:
+        spec = episode.spec
         return {
             **spec.sampling,
             "max_new_tokens": max_new_tokens,
             "stop_token_ids": self._end_ids,
-            "sampling_seed": seeding.sampling_seed(spec.seed, spec.ticket, spec.sample_index, position),
+            "sampling_seed": seeding.sampling_seed(spec.seed, spec.ticket, spec.sample_index, position, episode.draw),
         }
 
 

@@ -1,0 +1,104 @@
+"""Calls to the environment service about one episode, repeated until they are answered.
+
+All calls are idempotent by their request ids. Each failure costs an attempt of the sample; an outage costs time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Protocol
+
+from services.orchestrator.episodes.failures import EpisodeLost
+from services.orchestrator.episodes.turn import SamplingSpec, TokenBudget
+from services.orchestrator.status import RunStatus
+from shared.clients.env import Opening, StepReply
+from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
+from shared.run import seeding
+
+_DELETE_S = 2.0
+_POLL_S, _AGAIN_S = 0.5, 0.1
+
+
+class Environments(Protocol):
+    """The part of `EnvClient` that episodes use."""
+
+    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening: ...
+
+    async def step(self, episode_id: str, request_id: str, content: str) -> StepReply: ...
+
+    async def finish(self, episode_id: str, request_id: str) -> StepReply: ...
+
+    async def delete_episode(self, episode_id: str) -> None: ...
+
+    async def ready(self) -> None: ...
+
+
+class EnvironmentCalls:
+    """Calls of all episodes."""
+
+    def __init__(self, environments: Environments, status: RunStatus) -> None:
+        self.environments, self._status = environments, status
+
+    async def ready(self) -> None:
+        """Wait until the environment service accepts requests; only that or cancellation ends it."""
+        with self._status.waits_on("env"):
+            while True:
+                with suppress(Unavailable):
+                    return await self.environments.ready()
+                await asyncio.sleep(_POLL_S)
+
+    async def open(self, spec: SamplingSpec, request_id: str, budget: TokenBudget) -> Opening:
+        """Create an episode, or find the one that this request id has created."""
+        try:
+            opening = await self._repeat(lambda: self._create(spec, request_id), spec, budget)
+            self._status.turn_answered(spec.env, 0, 0.0)
+            return opening
+        except asyncio.CancelledError:
+            # The service may have created the episode; the same request id returns its episode id.
+            with suppress(VolleyError, TimeoutError):
+                async with asyncio.timeout(_DELETE_S):
+                    opening = await self._create(spec, request_id)
+                    await self.environments.delete_episode(opening.episode_id)
+            raise
+
+    async def _create(self, spec: SamplingSpec, request_id: str) -> Opening:
+        seed = seeding.env_seed(spec.seed, spec.ticket, spec.sample_index)
+        return await self.environments.create(request_id, spec.env, spec.split, spec.index, seed=seed)
+
+    async def call[T](
+        self, spec: SamplingSpec, budget: TokenBudget, episode_id: str, call: Callable[[], Awaitable[T]]
+    ) -> T:
+        """Make a call about an existing episode. Raises EpisodeLost if the service does not know it."""
+        used = budget.used
+        try:
+            return await self._repeat(call, spec, budget)
+        except (NotFound, Conflict) as error:
+            if budget.used > used:
+                budget.prepaid = True
+            raise EpisodeLost(f"the environment lost episode {episode_id}: {error.detail}") from error
+
+    async def _repeat[T](self, call: Callable[[], Awaitable[T]], spec: SamplingSpec, budget: TokenBudget) -> T:
+        """Repeat a call until the episode's deadline, which outages extend.
+
+        Each failure costs an attempt, and the service has to be ready again before the next one; a RateLimited answer
+        costs none.
+        """
+        while True:
+            try:
+                with self._status.waits_on("env", spec.env):
+                    return await call()
+            except RateLimited as error:
+                await asyncio.sleep(error.retry_after_s)
+            except Unavailable as error:
+                budget.spend(error)
+                await asyncio.sleep(_AGAIN_S)
+                with budget.outage():
+                    await self.ready()
+
+    async def delete(self, episode_id: str) -> None:
+        """Delete an episode, best effort within a deadline; otherwise it expires by itself."""
+        with suppress(VolleyError, TimeoutError):
+            async with asyncio.timeout(_DELETE_S):
+                await self.environments.delete_episode(episode_id)

@@ -1,0 +1,199 @@
+"""Sample the answers of one call: the tokens of its prompt, n samples, and their nodes in the session's tree.
+
+A prompt that continues a node is that node's tokens and the new messages, tokenized after them. Any other prompt is
+rendered whole: what the assistant says in it is context, not sampled. Training corrects for the run's sampling, so the
+temperature, top_p, top_k and seed that an agent asks for have no effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+from services.orchestrator.episodes.recorder import Recorder
+from services.orchestrator.episodes.turn import EpisodeState, TokenBounds, TokenBudget, TurnSampler
+from services.orchestrator.sessions.answers import RecordedCall
+from services.orchestrator.sessions.failures import CallsUsedUp, ContextExceeded
+from services.orchestrator.sessions.messages import digest_of, following
+from services.orchestrator.sessions.session import Player, Session
+from services.orchestrator.sessions.tree import ROOT, Beginning, Node
+from services.orchestrator.status import RunStatus
+from shared.clients.rollout import Generation
+from shared.dialects.chat import message_of
+from shared.dialects.decoding import answered
+from shared.dialects.prompts import Prompt, ends_open, render, variables_of
+from shared.dialects.records import Answered, Asked, Head, Sampled, usage_of
+from shared.errors import InputError, Unavailable, VolleyError, first_error
+from shared.models.chat import ChatTokenizer
+from shared.types import ASSISTANT, MAX_BRANCHES, MAX_TREE_TOKENS
+
+_LONG_TEXT = 20_000  # characters; tokenizing more would block the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """Ids before the samples, int32 [T], of which the last `n_context` follow the node; `opened` as in `Prompt`."""
+
+    place: Beginning
+    ids: np.ndarray
+    n_context: int
+    opened: str
+
+
+class CallSampler:
+    """Samples the calls of all sessions. Args: model: name of the model in answers."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, sampler: TurnSampler, bounds: TokenBounds, status: RunStatus, model: str
+    ) -> None:
+        self._tokenizer, self._sampler, self._bounds, self._status = tokenizer, sampler, bounds, status
+        self.model = model
+
+    async def sample(self, session: Session, asked: Asked, number: int) -> RecordedCall:
+        """Sample the answers of a call.
+
+        Raises InputError for fields that cannot be honoured, ContextExceeded, CallsUsedUp, Unavailable.
+        """
+        _check(asked)
+        player = await session.player()
+        variables = variables_of(asked, self._tokenizer)
+        place = session.tree.find(asked.messages, asked.tools, variables)
+        tokenizer = self._tokenizer.with_variables(variables) if variables else self._tokenizer
+        prompt = await self._prompt(session, asked, place, tokenizer)
+        self._check_room(session, prompt, asked.n)
+        numbers = session.number_nodes(asked.n)
+        draws = session.number_draws(place.digest, _last_draw(session, prompt), asked.n)
+        player.budget.turn = number + 1
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(self._draw(session, player, asked, prompt, draw)) for draw in draws]
+        except* VolleyError as errors:
+            raise first_error(errors) from None
+        generations = [task.result() for task in running]
+        self._status.turn_answered(player.spec.env, number + 1, 0.0)
+        answers = [answered(self._tokenizer, asked, self._sampled(one), prompt.opened) for one in generations]
+        nodes = [
+            self._node(session, prompt, asked, *one) for one in zip(numbers, draws, answers, generations, strict=True)
+        ]
+        version = generations[0].versions[-1].version if generations[0].versions else None
+        usage = usage_of([len(prompt.ids)], answers, generations[0].cached_tokens)
+        return RecordedCall(number, Head(self.model, version), answers, usage, nodes)
+
+    async def _prompt(self, session: Session, asked: Asked, place: Beginning, tokenizer: ChatTokenizer) -> _Prompt:
+        """Tokenize what the request adds. Raises InputError."""
+        node, new = place.node, asked.messages[place.n_known :]
+
+        def tokenize() -> Prompt:
+            if node is None:
+                return render(asked, self._tokenizer)
+            ids = tokenizer.continue_after(node.ids.tolist(), new)
+            if asked.tool_choice == "required":
+                opened = tokenizer.render_call(asked.messages, asked.tools, asked.tool_name)[1]
+                return Prompt([*ids, *tokenizer.encode(opened)], opened)
+            return Prompt(ids, ends_open(tokenizer, ids))
+
+        long = sum(len(message.get("content") or "") for message in new) > _LONG_TEXT
+        prompt = await asyncio.to_thread(tokenize) if long else tokenize()
+        ids = np.concatenate([session.tree.ids(node), np.array(prompt.ids, np.int32)])
+        return _Prompt(place, ids, len(prompt.ids), prompt.opened)
+
+    def _check_room(self, session: Session, prompt: _Prompt, n: int) -> None:
+        """Raise ContextExceeded or CallsUsedUp."""
+        tree, n_tokens = session.tree, len(prompt.ids)
+        if self._bounds.room(n_tokens) <= 0:
+            session.reached("context")
+            raise ContextExceeded(
+                f"the conversation has {n_tokens} tokens, and the context length is {self._bounds.context_length}",
+                "compact it; rollout.engine.context_length is the length",
+            )
+        added = n * (n_tokens + self._bounds.max_response_length)
+        if len(tree.nodes) + n > MAX_BRANCHES or added + sum(map(tree.length, tree.leaves())) > MAX_TREE_TOKENS:
+            session.reached("turns")
+            raise CallsUsedUp(
+                f"session {session.record.id} has as many turns as an episode may have",
+                f"{MAX_BRANCHES} turns, and {MAX_TREE_TOKENS} tokens in all sequences",
+            )
+
+    async def _draw(self, session: Session, player: Player, asked: Asked, prompt: _Prompt, draw: int) -> Generation:
+        """Sample once. An attempt that repeats an earlier one gets that one's sample."""
+        drawn, limit = player.budget.drawn, asked.sampling.max_tokens
+        key = digest_of(prompt.ids.tobytes(), draw, limit)
+        budget = TokenBudget(
+            self._bounds.max_attempts, turn=1, timer=player.budget.timer, sampled=[drawn[key]] if key in drawn else []
+        )
+        recorder = Recorder(prompt.ids, session.tree.n_routed(prompt.place.node))
+        episode = EpisodeState(player.spec, budget, recorder, session.server_url, max_new_tokens=limit, draw=draw)
+        try:
+            await self._sampler.turn(episode)
+        finally:
+            player.budget.failures.update(budget.failures)
+            session.generate_s += episode.generate_s
+        drawn[key] = budget.sampled[0]
+        player.budget.n_sampled += budget.n_sampled
+        session.server_url = episode.server_url
+        generation = recorder.sampled_since(len(prompt.ids))
+        if not len(generation.output_ids):
+            raise Unavailable("the rollout server sampled no token", "send the call again")
+        return generation
+
+    def _sampled(self, generation: Generation) -> Sampled:
+        ids = generation.output_ids.tolist()
+        finish = "stop" if self._tokenizer.is_ended(ids) else "length"
+        return Sampled(generation.output_ids, generation.logprobs, finish, versions=generation.versions)
+
+    def _node(
+        self, session: Session, prompt: _Prompt, asked: Asked, number: int, draw: int, answer: Answered, one: Generation
+    ) -> Node:
+        place, sampled, message = prompt.place, answer.sampled, message_of(answer)
+        routed, start = one.routed_experts, session.tree.n_routed(place.node)
+        if routed is not None:
+            routed = routed[: len(prompt.ids) + len(sampled.ids) - start]
+        return Node(
+            number,
+            ROOT if place.node is None else place.node.number,
+            draw,
+            _role(asked, place),
+            prompt.ids[len(prompt.ids) - prompt.n_context :],
+            sampled.ids,
+            sampled.logprobs,
+            sampled.versions,
+            sampled.finish,
+            following(place.digest, message),
+            following(place.digest, message, reasoning=False),
+            place.first,
+            place.reason,
+            routed,
+        )
+
+
+def _check(asked: Asked) -> None:
+    """Raise InputError naming a field that a session cannot honour."""
+    wanted = asked.sampling
+    refused = {
+        "continue_final_message": asked.continues,
+        "add_generation_prompt=false": not asked.header,
+        "top_logprobs": asked.top_logprobs > 0,
+        "response_format": asked.schema is not None,
+        "stop_token_ids": bool(wanted.stop_token_ids),
+        "ignore_eos": wanted.ignore_eos,
+        "prompt": bool(asked.prompts),
+    }
+    if names := [name for name, is_asked in refused.items() if is_asked]:
+        raise InputError(f"{', '.join(names)} is not supported in a session", "leave it out")
+
+
+def _role(asked: Asked, place: Beginning) -> str:
+    """Role of the text before the sample; that of the sample is kept for what is sampled."""
+    role = str(asked.messages[place.n_known]["role"]) if place.n_known < len(asked.messages) else ASSISTANT
+    return "user" if role == ASSISTANT else role
+
+
+def _last_draw(session: Session, prompt: _Prompt) -> int:
+    """Return the number of the last recorded sample of this prompt; -1 if there is none."""
+    place, n = prompt.place, prompt.n_context
+    parent = ROOT if place.node is None else place.node.number
+    context = prompt.ids[len(prompt.ids) - n :]
+    twins = (node for node in session.tree.nodes.values() if node.parent == parent)
+    return max((node.draw for node in twins if np.array_equal(node.context, context)), default=-1)

@@ -1,0 +1,115 @@
+"""Settle sessions when their tickets have ended, as the trainer's ledger says.
+
+A ticket that ends untrained, or whose effect is undone, voids its sessions; their environments' episodes are deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from services.orchestrator import metrics
+from services.orchestrator.episodes.environments import EnvironmentCalls
+from services.orchestrator.sessions.session import Session
+from services.orchestrator.sessions.sessions import Sessions
+from shared.clients.trainer import TrainerClient
+from shared.errors import QueueUnavailable, VolleyError
+from shared.process import telemetry
+from shared.run import ledger
+
+_POLL_S = 2.0
+_log = telemetry.Log("sessions")
+
+
+class Tickets(Protocol):
+    """The part of the queue that is used here."""
+
+    async def renew(self, ticket: int, ttl_s: float) -> bool: ...
+
+
+class Dispositions:
+    """Dispositions of tickets so far, from the lines of the ledger in their order."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, ledger.Line] = {}
+
+    def add(self, text: str) -> None:
+        """Read one line; others than those of a ledger are skipped."""
+        one = ledger.parse(text.encode())
+        if one is None:
+            return
+        if "rollback" in one:
+            self._lines = {ticket: line for ticket, line in self._lines.items() if not _is_undone(line, one)}
+        elif one["epoch"] >= self._lines.get(one["ticket"], one)["epoch"]:
+            self._lines[one["ticket"]] = one
+
+    def of(self, ticket: int) -> str | None:
+        line = self._lines.get(ticket)
+        return None if line is None else ledger.end_named(line)
+
+
+def _is_undone(line: ledger.Line, rollback: ledger.Line) -> bool:
+    is_later = line["step"] > rollback["rollback"] and line["epoch"] < rollback["epoch"]
+    return line["disposition"] == ledger.TRAINED and is_later
+
+
+class Settlement:
+    """Settles the sessions of a run.
+
+    Args:
+        evaluated: returns the last step whose evaluation has ended; None if there is none.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        trainer: TrainerClient,
+        environments: EnvironmentCalls,
+        evaluated: Callable[[], int | None],
+    ) -> None:
+        self._sessions, self._trainer, self._environments = sessions, trainer, environments
+        self._evaluated, self._known, self._offset = evaluated, Dispositions(), 0
+
+    async def watch(self) -> None:
+        """Worker: settle sessions until cancelled."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            if self._sessions.tickets():
+                try:
+                    await self.settle()
+                except VolleyError as error:
+                    _log.debug("sessions are not settled", reason=str(error))
+
+    async def settle(self) -> None:
+        """Settle the sessions of all tickets that have ended."""
+        await self._read()
+        for ticket in self._sessions.tickets() - {0}:
+            if (disposition := self._known.of(ticket)) is not None:
+                await self._end(await self._sessions.settle(ticket, disposition))
+                metrics.SESSIONS.labels("trained" if disposition == ledger.TRAINED else "void").inc()
+        if (step := self._evaluated()) is not None:
+            await self._end(await self._sessions.settle_evaluation(step))
+        await self._sessions.prune()
+
+    async def _read(self) -> None:
+        while True:
+            lines, after = await self._trainer.record("ledger", self._offset)
+            for line in lines:
+                self._known.add(line)
+            if after == self._offset:
+                return
+            self._offset = after
+
+    async def _end(self, running: list[Session]) -> None:
+        """Delete the episodes of sessions that are given up, and so end their agents."""
+        for session in running:
+            await self._environments.delete(session.record.episode_id)
+
+
+async def give_back(sessions: Sessions, queue: Tickets) -> None:
+    """Give back the tickets of open sessions, which the process before this one held: their agents are waiting."""
+    for ticket in sorted(await sessions.left() - {0}):
+        with suppress(QueueUnavailable):
+            await queue.renew(ticket, 0)

@@ -1,0 +1,226 @@
+"""Episodes that agents play: from the start of a program, or a claim, to a trajectory."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from services.orchestrator.episodes.failures import AgentDied, AgentSilent, EpisodeLost, EpisodeTimeout
+from services.orchestrator.episodes.turn import TokenBudget
+from services.orchestrator.sessions import agents
+from services.orchestrator.sessions.records import SessionResult
+from tests.orchestrator.fakes import ScriptedEngine, spec
+from tests.orchestrator.sessions.programs import ASK, ProgramEnv, client_of, orchestrating, talk
+from tests.orchestrator.sessions.recorder import MODEL, WIDE
+
+
+async def test_a_program_plays_an_episode(tmp_path):
+    async with orchestrating(tmp_path, env := ProgramEnv()) as (recorder, runner):
+        trajectory = await runner.run(spec(), TokenBudget(3))
+        assert (trajectory.reward, trajectory.success, trajectory.status) == (1.0, True, "completed")
+        assert (trajectory.end, trajectory.task, trajectory.ticket) == ("answered", "train/3", 1)
+        assert sum(turn.role == "assistant" for turn in trajectory.turns) == 2
+        assert [turn.reward for turn in trajectory.turns if turn.role == "assistant"] == [0.0, 1.0]
+        assert trajectory.reward_components == {"right": 1.0}
+        assert not env.open
+        assert recorder.sessions.describe() == {"ended": 1}
+
+
+async def dies(client):
+    await talk(client, 1)
+    raise RuntimeError("no more")
+
+
+async def idles(client):
+    await asyncio.sleep(60)
+
+
+async def is_silent(client):
+    return "done"
+
+
+@pytest.mark.parametrize(
+    ("program", "failure", "timeout_s"),
+    [(dies, AgentDied, 60.0), (is_silent, AgentSilent, 60.0), (idles, EpisodeTimeout, 0.3)],
+)
+async def test_a_failure_of_the_agent_is_no_reward(tmp_path, program, failure, timeout_s):
+    env, bounds = ProgramEnv(play=program), replace(WIDE, timeout_s=timeout_s)
+    async with orchestrating(tmp_path, env, bounds) as (recorder, runner):
+        with pytest.raises(failure) as found:
+            await runner.run(spec(), TokenBudget(3))
+        assert found.value.transient
+        assert not env.open
+        assert not env.outputs
+        assert recorder.sessions.describe() == {"void": 1}
+
+
+async def calls_for_ever(client):
+    while True:
+        await client.chat.completions.create(model=MODEL, messages=ASK)
+
+
+async def test_an_agent_that_calls_for_ever_is_judged_as_it_stands(tmp_path, monkeypatch):
+    monkeypatch.setattr(agents, "_GRACE_S", 0.1)
+    monkeypatch.setattr(agents, "_POLL_S", 0.05)
+    bounds = replace(WIDE, max_turns=3)
+    async with orchestrating(tmp_path, ProgramEnv(play=calls_for_ever), bounds) as (_, runner):
+        trajectory = await runner.run(spec(), TokenBudget(3))
+        assert (trajectory.end, trajectory.status, trajectory.reward) == ("turns", "truncated", 1.0)
+        assert len(trajectory.branches) == 2
+
+
+async def test_another_attempt_repeats_the_answers(tmp_path):
+    texts = []
+
+    async def once_more(client):
+        texts.append(await talk(client, 2))
+        if len(texts) == 1:
+            raise RuntimeError("the first attempt dies")
+        return ""
+
+    async with orchestrating(tmp_path, ProgramEnv(play=once_more)) as (recorder, runner):
+        budget = TokenBudget(3)
+        with pytest.raises(AgentDied):
+            await runner.run(spec(), budget)
+        n_asked = len(recorder.engine.prompts)
+        await runner.run(spec(), budget)
+        assert texts[0] == texts[1]
+        assert len(recorder.engine.prompts) == n_asked
+        assert recorder.sessions.describe() == {"void": 1, "ended": 1}
+
+
+async def stop(running):
+    """End a task as the end of its process does."""
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def test_an_agent_goes_on_after_a_restart_of_the_orchestrator(tmp_path):
+    go_on, asked = asyncio.Event(), asyncio.Event()
+    clients = []
+
+    async def waits(client):
+        first = await client.chat.completions.create(model=MODEL, messages=ASK)
+        asked.set()
+        await go_on.wait()
+        messages = [*ASK, first.choices[0].message.model_dump(), {"role": "user", "content": "next"}]
+        return (await clients[0].chat.completions.create(model=MODEL, messages=messages)).choices[0].message.content
+
+    env = ProgramEnv(play=waits)
+    async with orchestrating(tmp_path, env) as (recorder, runner):
+        running = asyncio.create_task(runner.run(spec(), TokenBudget(3)))
+        await asked.wait()
+        session = await recorder.sessions.at(spec())
+        key, first = recorder.sessions.key_of(session), recorder.engine.outputs[0]
+        await stop(running)
+        assert len(env.open) == 1
+    async with orchestrating(tmp_path, env) as (recorder, runner):
+        clients.append(client_of(recorder, key))
+        go_on.set()
+        await asyncio.sleep(0.05)  # the agent calls before its ticket is taken up again
+        assert recorder.sessions.tickets() == {1}
+        trajectory = await runner.run(spec(), TokenBudget(3))
+        sampled = trajectory.token_ids[trajectory.loss_mask == 1].tolist()
+        assert sampled[: len(first)] == first
+        assert len(sampled) > len(first)
+        assert (len(env.created), len(env.programs), len(trajectory.branches)) == (1, 1, 0)
+    async with orchestrating(tmp_path, env) as (_, runner):
+        again = await runner.run(spec(), TokenBudget(3))  # its group was not published before the process ended
+        assert again.token_ids.tolist() == trajectory.token_ids.tolist()
+        assert again.reward == 1.0
+        assert len(env.created) == 1
+
+
+async def test_a_restart_of_the_environment_service_loses_its_agents(tmp_path):
+    env = ProgramEnv(play=idles)
+    async with orchestrating(tmp_path, env) as (recorder, runner):
+        running = asyncio.create_task(runner.run(spec(), TokenBudget(3)))
+        while not env.programs:
+            await asyncio.sleep(0.01)
+        await stop(running)
+        env.open.clear()
+        env.by_request.clear()
+        with pytest.raises(EpisodeLost):
+            await runner.run(spec(), TokenBudget(3))
+        assert recorder.sessions.describe() == {"void": 1}
+
+
+async def test_an_external_agent_claims_plays_and_rewards(tmp_path):
+    env = ProgramEnv(kind="external", judged=False)
+    async with orchestrating(tmp_path, env) as (recorder, runner), recorder.http() as http:
+        running = asyncio.create_task(runner.run(spec(), TokenBudget(3)))
+        claim = {"request_id": "worker/1", "wait_s": 5}
+        made = await http.post("/sessions", json=claim)
+        assert made.status_code == 201
+        task = made.json()
+        assert (task["env"], task["task"], task["messages"]) == ("demo", "train/3", ASK)
+        assert (await http.post("/sessions", json=claim)).json() == task
+        assert (await http.post("/sessions", json={"request_id": "worker/2"})).status_code == 204
+        path = f"/sessions/{task['id']}"
+        await talk(client_of(recorder, task["key"]))
+        reward = {"reward": 0.5, "success": True, "components": {"mine": 0.5}}
+        early = await http.post(f"{path}/reward", json=reward)
+        assert (early.status_code, "after its end" in early.json()["detail"]) == (409, True)
+        assert (await http.post(f"{path}/end", json={})).json()["state"] == "ended"
+        assert (await http.post(f"{path}/end", json={})).status_code == 200
+        for _ in range(2):
+            assert (await http.post(f"{path}/reward", json=reward)).status_code == 200
+        assert (await http.post(f"{path}/reward", json={"reward": 1.0})).status_code == 409
+        trajectory = await running
+        assert (trajectory.reward, trajectory.success) == (0.5, True)
+        shown = (await http.get(path)).json()
+        assert (shown["state"], shown["calls"], shown["sequences"]) == ("ended", 2, 1)
+        assert shown["reasons"] == {"first": 1}
+
+
+async def test_an_external_agent_is_judged_by_what_it_sends_or_fails(tmp_path):
+    env = ProgramEnv(kind="external")
+    async with orchestrating(tmp_path, env) as (recorder, runner), recorder.http() as http:
+        for end, outcome in (({"output": "42"}, 1.0), ({"failed": "out of memory"}, AgentDied)):
+            running = asyncio.create_task(runner.run(spec(), TokenBudget(3)))
+            task = (await http.post("/sessions", json={"request_id": str(outcome), "wait_s": 5})).json()
+            await talk(client_of(recorder, task["key"]), 1)
+            assert (await http.post(f"/sessions/{task['id']}/end", json=end)).status_code == 200
+            if outcome is AgentDied:
+                with pytest.raises(AgentDied, match="out of memory"):
+                    await running
+            else:
+                assert (await running).reward == outcome
+                await (await recorder.sessions.at(spec())).trained()
+        assert env.outputs == ["42"]
+
+
+async def test_settled_tickets_leave_counts(tmp_path):
+    async with orchestrating(tmp_path, ProgramEnv()) as (recorder, runner):
+        for ticket in (1, 2):
+            await runner.run(spec(ticket), TokenBudget(3))
+        unjudged = await recorder.begin(3)
+        assert recorder.sessions.tickets() == {1, 2, 3}
+        await recorder.sessions.settle(1, "trained")
+        await recorder.sessions.settle(2, "filtered(zero_variance)")
+        assert await recorder.sessions.settle(3, "failed") == [unjudged]
+        first = (await recorder.sessions.find(recorder_id(recorder, 1))).record.id
+        await recorder.sessions.prune()
+        assert recorder.sessions.describe() == {"trained": 1, "void": 2}
+        kept = await recorder.sessions.find(first)
+        await kept.load()
+        assert (kept.state, kept.result, kept.n_calls) == ("trained", SessionResult(1.0, True, {"right": 1.0}), 0)
+    async with orchestrating(tmp_path, ProgramEnv()) as (recorder, _):
+        await recorder.sessions.left()
+        assert recorder.sessions.describe() == {"trained": 1, "void": 2}
+
+
+def recorder_id(recorder, ticket):
+    return next(s.record.id for s in recorder.sessions._sessions.values() if s.record.ticket == ticket)
+
+
+async def test_tokens_of_undone_weights_begin_again(tmp_path):
+    async with orchestrating(tmp_path, env := ProgramEnv(), engine=ScriptedEngine()) as (recorder, runner):
+        first = await runner.run(spec(), TokenBudget(3))
+        need = spec().need
+        need.min_step = 1
+        recorder.engine.version = replace(first.oldest(), step=1)
+        for server in recorder.balancer.servers:
+            server.version = recorder.engine.version
+        again = await runner.run(replace(spec(), need=need), TokenBudget(3))
+        assert (first.oldest().step, again.oldest().step, len(env.created)) == (0, 1, 2)

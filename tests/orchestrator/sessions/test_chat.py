@@ -1,0 +1,169 @@
+"""The recorder as an agent sees it, through the real OpenAI SDK."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import openai
+import pytest
+
+from services.orchestrator.sessions.trajectories import tokens_of
+from shared.models.chat import ChatTokenizer
+from tests.orchestrator.fakes import Say
+from tests.orchestrator.sessions.recorder import MODEL, TOKENIZER, WIDE, recording, said
+from tests.support.templates import tiny_folder
+
+ASK = [{"role": "user", "content": "play"}]
+
+
+async def test_a_conversation_becomes_one_exact_sequence(tmp_path):
+    async with recording(tmp_path, said("one"), said("two")) as recorder, recorder.playing() as session:
+        client = recorder.client(session)
+        first = await client.chat.completions.create(model=MODEL, messages=ASK)
+        message = first.choices[0].message
+        assert (message.content, first.choices[0].finish_reason, first.model) == ("one", "stop", MODEL)
+        more = [*ASK, message.model_dump(), {"role": "user", "content": "next"}]
+        second = await client.chat.completions.create(model=MODEL, messages=more)
+        assert second.choices[0].message.content == "two"
+        first_ids, second_ids = (np.array(recorder.engine.outputs[n]) for n in (0, 1))
+        prompt = recorder.engine.prompts[1]
+        assert prompt[: len(recorder.engine.prompts[0]) + len(first_ids)].tolist() == [
+            *recorder.engine.prompts[0],
+            *first_ids,
+        ]
+        tokens = tokens_of(session.tree, 1.0)
+        assert tokens.token_ids.tolist() == [*prompt, *second_ids]
+        assert not tokens.branches
+        assert tokens.token_ids[tokens.loss_mask == 1].tolist() == [*first_ids, *second_ids]
+        assert [turn.role for turn in tokens.turns] == ["prompt", "assistant", "user", "assistant"]
+        assert TOKENIZER.decode(tokens.token_ids.tolist()).count("play") == 1
+
+
+async def test_a_stream_and_n_samples(tmp_path):
+    async with recording(tmp_path, said("ab"), said("cd"), said("ef")) as recorder, recorder.playing() as session:
+        client = recorder.client(session)
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=ASK, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "ab"
+        assert chunks[-1].usage.completion_tokens == len(session.tree.nodes[0].ids)
+        both = await client.chat.completions.create(model=MODEL, messages=ASK, n=2)
+        assert [choice.message.content for choice in both.choices] == ["cd", "ef"]
+        seeds = [params["sampling_seed"] for params in recorder.engine.params]
+        assert len(set(seeds)) == 3
+        tokens = tokens_of(session.tree, 0.0)
+        n_prompt = len(recorder.engine.prompts[0])
+        assert [(branch.parent, branch.shared) for branch in tokens.branches] == [(0, n_prompt), (0, n_prompt)]
+
+
+async def test_errors_have_the_classes_of_the_sdk(tmp_path):
+    bounds = replace(WIDE, context_length=64, max_response_length=16, max_turns=2)
+    async with recording(tmp_path, said("a"), said("b"), bounds=bounds) as recorder, recorder.playing() as session:
+        client = recorder.client(session)
+
+        async def ask(**fields):
+            return await client.chat.completions.create(**{"model": MODEL, "messages": ASK, **fields})
+
+        with pytest.raises(openai.NotFoundError):
+            await ask(model="gpt-4o")
+        with pytest.raises(openai.BadRequestError) as found:
+            await ask(messages=[{"role": "user", "content": "long " * 200}])
+        assert found.value.code == "context_length_exceeded"
+        assert session.limit == "context"
+        with pytest.raises(openai.UnprocessableEntityError, match="top_logprobs"):
+            await ask(logprobs=True, top_logprobs=2)
+        await ask()
+        await ask()
+        with pytest.raises(openai.BadRequestError) as found:
+            await ask()
+        assert (found.value.code, session.limit) == ("calls_used_up", "turns")
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key="vs_x_y").chat.completions.create(model=MODEL, messages=ASK)
+        await session.end()
+        with pytest.raises(openai.APIStatusError) as found:
+            await ask()
+        assert found.value.status_code == 410
+
+
+async def test_an_agent_that_leaves_ends_its_call(tmp_path):
+    async with recording(tmp_path) as recorder, recorder.playing() as session:
+        recorder.engine.delay_s = 60.0
+        calling = asyncio.create_task(recorder.client(session).chat.completions.create(model=MODEL, messages=ASK))
+        while not recorder.engine.running:
+            await asyncio.sleep(0.01)
+        calling.cancel()
+        async with asyncio.timeout(1.0):
+            while not recorder.engine.aborted:
+                await asyncio.sleep(0.01)
+        assert not session.tree.nodes
+
+
+async def test_the_three_dialects_continue_one_another(tmp_path):
+    """A conversation begun by chat completions goes on by responses and messages: the turns are one sequence."""
+    texts = ["one", "two", "three", "four"]
+    async with recording(tmp_path, *map(said, texts)) as recorder, recorder.playing() as session:
+        client, http = recorder.client(session), recorder.http(recorder.sessions.key_of(session))
+        chat = await client.chat.completions.create(model=MODEL, messages=ASK)
+        items = [*ASK, {"role": "assistant", "content": chat.choices[0].message.content}, ASK[0]]
+        second = await client.responses.create(model=MODEL, input=items)
+        assert second.output_text == "two"
+        items += [item.model_dump() for item in second.output]
+        third = await client.responses.create(model=MODEL, input=[*items, ASK[0]])
+        assert third.output_text == "three"
+        said_so_far = [ASK[0]]
+        for text in texts[:3]:
+            said_so_far += [{"role": "assistant", "content": [{"type": "text", "text": text}]}, ASK[0]]
+        body = {"model": MODEL, "max_tokens": 32, "messages": said_so_far}
+        fourth = await http.post("/messages", json=body, headers={"x-api-key": recorder.sessions.key_of(session)})
+        assert [block["text"] for block in fourth.json()["content"]] == ["four"]
+        assert fourth.headers["x-volley-sampling"] == "temperature=1.0; top_p=1.0; top_k=-1"
+        assert len(session.tree.leaves()) == 1
+        assert len(session.tree.nodes) == 4
+        failed = await http.post("/messages", json={**body, "model": "claude"})
+        assert (failed.status_code, failed.json()["type"], failed.json()["error"]["type"]) == (
+            404,
+            "error",
+            "not_found_error",
+        )
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}},
+}
+TEMPLATE = """{%- if tools %}<|im_start|>tools
+{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{%- for call in message.tool_calls %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{%- endfor %}<|im_end|>
+{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
+
+
+async def test_calls_of_tools_go_in_and_out(tmp_path):
+    tokenizer = ChatTokenizer(tiny_folder(tmp_path / "model", chat_template=TEMPLATE))
+    script = [Say([*tokenizer.encode(text), tokenizer.eos_id]) for text in (CALL, "seen")]
+    bounds = replace(WIDE, max_response_length=128)
+    async with (
+        recording(tmp_path, *script, bounds=bounds, tokenizer=tokenizer) as recorder,
+        recorder.playing() as session,
+    ):
+        client = recorder.client(session)
+        first = await client.chat.completions.create(model=MODEL, messages=ASK, tools=[TOOL])
+        call = first.choices[0].message.tool_calls[0]
+        assert (call.function.name, first.choices[0].finish_reason) == ("look", "tool_calls")
+        spaced = call.model_dump() | {"function": {"name": "look", "arguments": '{ "at" : "\\u00e9" }'}}
+        message = {"role": "assistant", "content": None, "tool_calls": [spaced]}
+        more = [*ASK, message, {"role": "tool", "tool_call_id": call.id, "content": "a lake"}]
+        second = await client.chat.completions.create(model=MODEL, messages=more, tools=[TOOL])
+        assert second.choices[0].message.content == "seen"
+        tokens = tokens_of(session.tree, 0.0)
+        assert [turn.role for turn in tokens.turns] == ["prompt", "assistant", "tool", "assistant"]
+        assert not tokens.branches
+        text = tokenizer.decode(tokens.token_ids.tolist())
+        assert text.count(CALL) == 1
+        assert "a lake" in text

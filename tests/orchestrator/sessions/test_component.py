@@ -1,0 +1,99 @@
+"""The whole way: programs in sandboxes of the real environment service call the recorder of a real run over HTTP."""
+
+import asyncio
+import textwrap
+from contextlib import AsyncExitStack
+
+import httpx
+import pytest
+
+from services.env import app as env_app
+from services.env import settings as env_settings
+from services.env.sandbox.sandboxes import Sandboxes
+from services.orchestrator.app import open_orchestrator
+from services.orchestrator.settings import from_config
+from shared.errors import Forbidden
+from shared.process.ports import free_port
+from tests.env.submitted import decided, submit
+from tests.orchestrator.test_component import TrainerClient, run_config, until
+from tests.support.asgi import served
+from tests.support.engine import RolloutDouble
+from tests.support.records import records_app
+from tests.support.redis import configured, redis, redis_server, redis_url  # noqa: F401
+
+AGENT = textwrap.dedent("""
+    import json, os, urllib.request
+
+    class Agent:
+        splits = {"train": 100, "eval": 10}
+        timeout_s = 30
+
+        def reset(self, split, index, seed):
+            self.index = index
+            return f"say {split} {index}"
+
+        def run(self, base_url, api_key, model):
+            def ask(*messages, **more):
+                body = json.dumps({"model": model, "messages": messages, **more}).encode()
+                headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+                request = urllib.request.Request(base_url + "/chat/completions", body, headers)
+                return json.loads(urllib.request.urlopen(request, timeout=25).read())["choices"][0]["message"]
+
+            said = {"role": "user", "content": os.environ["VOLLEY_TASK"]}
+            first = ask(said)
+            ask(said, first, {"role": "user", "content": "go on"})
+            ask({"role": "system", "content": "you are a sub-agent"}, said, max_tokens=4)
+            return first["content"]
+
+        def judge(self, output):
+            return float(self.index % 2), {"success": bool(self.index % 2)}
+""")
+
+
+async def why_no_programs():
+    async with Sandboxes() as sandboxes:
+        try:
+            await sandboxes.probe_shell("agent")
+        except Forbidden as error:
+            return error.detail
+    return ""
+
+
+async def test_a_run_of_programs_from_start_to_finish(tmp_path, redis, redis_url):  # noqa: F811
+    if reason := await why_no_programs():
+        pytest.skip(reason)
+    rollouts, port = [RolloutDouble()], free_port()
+    trainer = TrainerClient(redis, rollouts)
+    sections = {"data": {"env": "agent", "n_eval_tasks": 2}, "trainer": {"max_steps": 2, "groups_per_step": 2}}
+    async with AsyncExitStack() as stack:
+        env = await stack.enter_async_context(env_app.open_env(env_settings.from_config(run_config(tmp_path))))
+        env_url = await stack.enter_async_context(served(env.app))
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        workers = [tasks.create_task(worker()) for worker in env.workers]
+        async with httpx.AsyncClient(base_url=env_url) as http:
+            assert (await submit(http, AGENT, name="agent")).status_code == 202
+            row = await decided(http, "agent")
+            assert row["state"] == "active", row["report"]
+        services = {**configured(redis_url, tmp_path), "env": {"port": 1, "url": env_url}}
+        services |= {"rollout_urls": [await stack.enter_async_context(served(one.app())) for one in rollouts]}
+        services |= {"trainer": {"url": await stack.enter_async_context(served(records_app(tmp_path / "demo")))}}
+        services |= {"orchestrator": {"port": port}}
+        settings = from_config(run_config(tmp_path, services=services, **sections))
+        service = await stack.enter_async_context(open_orchestrator(settings))
+        url = await stack.enter_async_context(served(service.app, port=port))
+        workers += [tasks.create_task(worker()) for worker in service.workers]
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
+        await trainer.train(2)
+        run = await until(client, "finished", 120.0)
+        assert len(env.app.state.env.episodes) == 0
+        for worker in workers:
+            worker.cancel()
+    trajectories = [t for _, group in trainer.groups for t in group.trajectories]
+    assert len(trajectories) == 12
+    for trajectory in trajectories:
+        assert len(trajectory.branches) == 1
+        assert trajectory.branches[0].parent == -1
+        assert sum(turn.role == "assistant" for turn in trajectory.turns) == 2
+        assert trajectory.failures == {}
+    assert {e["failed"] for e in run["evaluations"]} == {0}
+    assert run["sessions"]["ended"] + run["sessions"].get("void", 0) == 12 + 2 * len(run["evaluations"])
