@@ -11,11 +11,12 @@ PROJECT = Path(__file__).resolve().parents[1]
 CACHE = PROJECT / ".cache"
 _ENV = PROJECT / "services" / "env"
 TEMPLATES = {
+    "agent": _ENV / "submissions" / "templates" / "agent.py",
     "sums": _ENV / "submissions" / "templates" / "sums.py",
     "textarena": _ENV / "submissions" / "templates" / "textarena.py",
     "verifiers": _ENV / "bridges" / "verifiers_server.py",
 }
-"""Files that `volley env init` copies: environments, and a server for environments of the package `verifiers`."""
+"""Files that `volley env init` copies: environments, an agent, and a server for environments of `verifiers`."""
 
 
 def python_of(environment: str) -> Path:

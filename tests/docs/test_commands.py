@@ -33,8 +33,9 @@ from volley.runs import addresses
 BLOCKS = blocks()
 SCRIPTS = [block for block in BLOCKS if block.script]
 LINES = [pytest.param(line, id=line[:60]) for block in BLOCKS if not block.script for line in block.lines]
-RUNS = ("gsm8k", "quickstart", "NAME")
+RUNS = ("gsm8k", "quickstart", "openai_sdk", "NAME")
 FILES = {"run.yaml": "configs/gsm8k_qwen3_4b_tpu.yaml", "mine.yaml": "configs/gsm8k.yaml"}
+AGENT = ("my_agent.py", "examples/agents/openai_sdk.py")
 """Which file the pages mean by a name that the reader chooses."""
 SHORT = ("verify", "report", "status", "access", "env test compass.py")
 """Commands that are really run; the others train, or last for minutes."""
@@ -112,6 +113,7 @@ def test_a_line_runs(place, line):
         given = getattr(arguments, "config", None) or ()
         if given:
             overrides = getattr(arguments, "rest", None) or getattr(arguments, "overrides", ())
+            overrides = [one.replace(*AGENT) for one in overrides]
             config.load([ROOT / FILES.get(path, path) for path in given], overrides)
         return
     elif command[0] == "source":

@@ -9,10 +9,13 @@ import pytest
 
 from services.env.agents.trial import TRIAL_S
 from services.env.sandbox.sandboxes import Sandboxes
+from services.env.submissions.templates import source_of
 from shared.errors import Forbidden
+from tests.docs.commands import example_of
 from volley.layout import PROJECT
 
-EXAMPLES = sorted((PROJECT / "examples" / "agents").glob("*.py"))
+TEMPLATE = PROJECT / "services" / "env" / "submissions" / "templates" / "agent.py"
+EXAMPLES = [TEMPLATE, *sorted((PROJECT / "examples" / "agents").glob("*.py"))]
 
 
 @pytest.fixture
@@ -34,3 +37,7 @@ def test_an_example_solves_its_tasks(file: Path, can_start_programs: None) -> No
     assert ended.returncode == 0, ended.stdout + ended.stderr
     agent = next(line for line in ended.stdout.splitlines() if line.split()[:2] == ["ok", "agent:"])
     assert agent.count("reward 1") == 3
+
+
+def test_the_template_is_the_page_s_example() -> None:
+    assert source_of("agent").decode() == example_of("docs/agents.md")

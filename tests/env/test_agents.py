@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 import pytest_asyncio
 
+from services.env.agents.backend import AgentBackend
+from services.env.backend import ModelAddress, ProgramState
+from services.env.episode_types import StepResult
+from services.env.sandbox.answers import AgentSpec
+from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
 from services.env.sandbox.sandboxes import Sandboxes
 from shared.errors import Forbidden
 from shared.process.ports import free_port
@@ -37,6 +44,40 @@ async def client(open_client: OpenClient, why_not: str) -> AsyncIterator[httpx.A
         pytest.skip(why_not)
     async with open_client(limits=Limits()) as opened:
         yield opened
+
+
+@pytest_asyncio.fixture
+async def sandboxes(why_not: str) -> AsyncIterator[Sandboxes]:
+    if why_not:
+        pytest.skip(why_not)
+    async with Sandboxes() as opened:
+        yield opened
+
+
+type Play = Callable[[str, str, str], Awaitable[tuple[ProgramState, StepResult | None]]]
+
+
+@pytest.fixture
+def play(sandboxes: Sandboxes) -> Play:
+    """Play an episode without a service: its source, the address of the model, and a key. Not judged if it fails."""
+
+    async def played(source: str, base_url: str, key: str) -> tuple[ProgramState, StepResult | None]:
+        async def program() -> EnvironmentProgram:
+            return EnvironmentProgram(source)
+
+        limits = replace(SandboxLimits(), memory_mb=256)
+        spec = AgentSpec(kind="program", timeout_s=2.0, exit_codes=(0,), judged=True)
+        backend = AgentBackend("adder", program, {"train": 100}, True, sandboxes, limits, 20.0, deque(), agent=spec)
+        episode = await backend.reset("train", 3, 0)
+        try:
+            episode.begin("run", ModelAddress(base_url, key, "policy"))
+            await episode.play()
+            state = await episode.state(0.0)
+            return state, None if state.state == "failed" else await episode.finish()
+        finally:
+            await episode.close()
+
+    return played
 
 
 async def taken(client: httpx.AsyncClient, source: str) -> None:
@@ -76,22 +117,16 @@ async def test_a_program_reaches_the_model_and_is_judged(client: httpx.AsyncClie
         ("raise KeyError('lost')", "failed", 1, "KeyError: 'lost'"),
         ("sys.exit(3)", "failed", 3, "exit code 3"),
         ("os.kill(os.getpid(), 9)", "failed", 137, "exit code 137"),
-        ("x = 'x' * (8 * 10**8); time.sleep(5)", "failed", None, "sandbox_memory_mb"),
+        ("x = 'x' * (5 * 10**8); time.sleep(5)", "failed", None, "sandbox_memory_mb"),
         ("time.sleep(60)", "exited", None, "timeout_s = 2"),
         ("subprocess.Popen(['sleep', '60']); return '13'", "exited", 0, ""),
     ],
 )
-async def test_ends_of_programs(client: httpx.AsyncClient, run: str, state: str, code: int | None, told: str) -> None:
-    await taken(client, (RUNS % run).replace("timeout_s = 20", "timeout_s = 2"))
-    one = (await begin(client))["episode_id"]
-    await start(client, one, "http://127.0.0.1:9/v1")
-    row = await ended(client, one)
-    assert row["state"] == state, row
-    assert told in row["detail"] + row["output"]
-    if code is not None:
-        assert row["exit_code"] == code
-    if state == "exited":
-        assert (await finish(client, one)).json()["reward"] == float("13" in run)
+async def test_ends_of_programs(play: Play, run: str, state: str, code: int | None, told: str) -> None:
+    found, judged = await play(RUNS % run, "http://127.0.0.1:9/v1", "sess-1")
+    assert (found.state, found.exit_code) == (state, code), found
+    assert told in found.detail
+    assert judged is None or judged.reward == float("13" in run)
 
 
 async def test_a_declared_exit_code_is_data(client: httpx.AsyncClient) -> None:
@@ -130,29 +165,29 @@ async def test_a_request_outlives_a_restart_of_the_recorder(client: httpx.AsyncC
     assert len(recorder.requests) == 1
 
 
-@pytest.mark.parametrize("path", ["/v1/sessions", "/v1/sessions/x/reward", "/status", "/v1/../status", "/v1/%2e%2e/a"])
-async def test_only_routes_of_the_model_leave(client: httpx.AsyncClient, path: str) -> None:
-    ask = f"""
+async def test_only_routes_of_the_model_leave(play: Play) -> None:
+    ask = """
             import http.client
-            door = http.client.HTTPConnection("127.0.0.1", 4010)
-            door.request("POST", "{path}", b"{{}}")
-            return door.getresponse().status"""
-    await taken(client, RUNS % ask.strip())
+            found = []
+            for path in ("sessions", "sessions/x/reward", "../status", "%2e%2e/a", "./sessions"):
+                door = http.client.HTTPConnection("127.0.0.1", 4010)
+                door.request("POST", "/v1/" + path, b"{}")
+                found.append(door.getresponse().status)
+            return found"""
     recorder = Recorder(adds)
     async with recorder.serve() as base_url:
-        one = (await begin(client))["episode_id"]
-        await start(client, one, base_url)
-        assert (await ended(client, one))["state"] == "exited"
+        state, _ = await play(RUNS % ask.strip(), base_url, "sess-1")
+    assert state.state == "exited", state
     assert not recorder.requests
 
 
-async def test_nothing_else_can_be_reached(client: httpx.AsyncClient) -> None:
+async def test_nothing_else_can_be_reached(play: Play) -> None:
     reach = """
             import socket
             found = []
             for host, port in (("127.0.0.1", PORT), ("127.0.0.2", PORT), ("1.1.1.1", 53), ("::1", PORT)):
                 try:
-                    socket.create_connection((host, port), timeout=2)
+                    socket.create_connection((host, port), timeout=1)
                     found.append(host)
                 except OSError:
                     pass
@@ -162,16 +197,31 @@ async def test_nothing_else_can_be_reached(client: httpx.AsyncClient) -> None:
                     found.append(family)
                 except OSError:
                     pass
-            print(found, [name for name in os.listdir("/proc") if name.isdigit()])
-            return found"""
-    recorder = Recorder(adds)
-    async with recorder.serve() as base_url:
+            print(found)"""
+    async with Recorder(adds).serve() as base_url:
         port = base_url.rpartition(":")[2].partition("/")[0]
-        await taken(client, RUNS % reach.strip().replace("PORT", port))
-        one = (await begin(client))["episode_id"]
-        await start(client, one, base_url)
-        state = await ended(client, one)
-    assert state["output"].startswith("[] "), state
+        state, _ = await play(RUNS % reach.strip().replace("PORT", port), base_url, "sess-1")
+    assert state.output == "[]", state
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "kept = [socket.create_connection(('127.0.0.1', 4010)) for _ in range(200)]",
+        "[subprocess.Popen(['sleep', '60']) for _ in range(1000)]",
+        "[print('x' * 10**6) for _ in range(50)]",
+        "os.write(3, b'{}' * 100)",
+        "open('/tmp/large', 'wb').write(bytes(2 * 10**8))",
+        "[os.kill(pid, 9) for pid in (1, -1)]",
+        "ask(base_url, api_key, 'x' * 9 * 2**20)",
+    ],
+)
+async def test_attacks_leave_other_episodes_alone(play: Play, attack: str) -> None:
+    source = RUNS % f"import socket\n            {attack}"
+    async with Recorder(adds).serve() as base_url:
+        assert (await play(source, base_url, "sess-1"))[0].state in ("exited", "failed")
+        state, judged = await play(source, base_url, "sess-2")
+    assert (state.state, judged and judged.reward) == ("exited", 1.0)
 
 
 async def test_finish_ends_a_program(client: httpx.AsyncClient) -> None:

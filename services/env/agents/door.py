@@ -26,10 +26,10 @@ from services.env.backend import ModelAddress
 from shared.process import telemetry
 from shared.web.tls import client_context
 
-MAX_REQUEST, MAX_ANSWER = 32 * 2**20, 64 * 2**20
+MAX_REQUEST, MAX_ANSWER = 8 * 2**20, 16 * 2**20
 """Bytes of one body."""
-MAX_REQUESTS = 64
-"""Requests of one program that are carried at once; the rest wait."""
+MAX_REQUESTS, MAX_CONNECTIONS = 32, 128
+"""Requests of one program that are carried at once, of which the rest wait, and its open connections."""
 AGAIN_S = 0.5
 _CONNECT_S = 5.0
 _PATH = re.compile(r"/v1(?P<rest>(?:/[A-Za-z0-9_.:~-]{1,200}){1,8})(?P<query>\?[\x21-\x7e]{0,4000})?")
@@ -63,6 +63,14 @@ class Door:
         return bool(self.waiting)
 
 
+class _Refused(asyncio.Protocol):
+    """A connection too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
+
+
 @asynccontextmanager
 async def serve(listening: socket.socket, handler: Handler) -> AsyncIterator[None]:
     """Answer the requests of a program that arrive on `listening`, which is closed at the end."""
@@ -77,7 +85,11 @@ async def serve(listening: socket.socket, handler: Handler) -> AsyncIterator[Non
         return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=MAX_REQUEST)
 
     server = web.Server(bounded, request_factory=make, handler_cancellation=True, access_log=None)
-    accepting = await loop.create_server(server, sock=listening)
+
+    def connection() -> asyncio.BaseProtocol:
+        return server() if len(server.connections) < MAX_CONNECTIONS else _Refused()
+
+    accepting = await loop.create_server(connection, sock=listening)
     try:
         yield
     finally:
