@@ -26,6 +26,8 @@ IN_FLIGHT: tuple[Capability, ...] = ("in_flight_update", "spans")
 """Capabilities that every update mode but `abort` needs."""
 _PROOFS: tuple[Capability, ...] = ("audit", "probe")
 _MOST_NAME = 64
+AS_REPORTED = "weights as reported by the server"
+"""Level between proven and violated: nothing contradicts the server, and nothing but its word says what it served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class DeclaredEngine:
     def unproven(self) -> str | None:
         """Sentence if the engine's weights cannot be checked against the trainer's; else None."""
         missing = [one for one in _PROOFS if one in self.lacks]
-        return f"weights as reported by the server: engine {self.kind} has no {', '.join(missing)}" if missing else None
+        return f"{AS_REPORTED}: engine {self.kind} has no {', '.join(missing)}" if missing else None
 
     def __str__(self) -> str:
         return f"{self.kind} (without {', '.join(self.lacks)})" if self.lacks else self.kind

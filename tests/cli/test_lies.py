@@ -48,6 +48,7 @@ def test_the_run_itself_is_proven(valid: Path):
     result = command.verify(RunFolder(valid))
     assert result["violations"] == []
     assert [one for one in result["not_checked"] if "checkpoints.jsonl" in one] == []
+    assert result["reported"] == []
 
 
 def test_an_engine_that_cannot_prove_its_weights_is_named(valid: Path, tmp_path: Path):
@@ -58,8 +59,8 @@ def test_an_engine_that_cannot_prove_its_weights_is_named(valid: Path, tmp_path:
         append(run.handovers, line | {"servers": servers})
     result = command.verify(run)
     assert result["violations"] == []
-    reported = [one for one in result["not_checked"] if "as reported by the server" in one]
-    assert reported == ["weights as reported by the server: engine plain has no audit"]
+    assert "proven" not in command.format_result(result).splitlines()
+    assert result["reported"] == ["weights as reported by the server: engine plain has no audit"]
 
 
 def test_remaking_an_honest_run_changes_nothing_that_is_named(valid: Path, tmp_path: Path):

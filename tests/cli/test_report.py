@@ -131,7 +131,10 @@ def test_an_engine_without_all_capabilities_is_named(folder: RunFolder) -> None:
     write(folder.handovers, [{"step": 2, "servers": [{"url": "c", "engine": plain.to_json()}]}] * 2)
     summary = report.make(folder)
     lacks = ["audit", "routing", "probe"]
-    assert summary["engines"] == [{"kind": "sglang_jax", "lacks": []}, {"kind": "plain", "lacks": lacks}]
+    assert summary["engines"] == [
+        {"kind": "sglang_jax", "lacks": [], "proves_weights": True},
+        {"kind": "plain", "lacks": lacks, "proves_weights": False},
+    ]
     assert "plain, without audit, routing, probe" in report.format_report(summary, folder)
 
 

@@ -8,9 +8,12 @@ Requests are checked by models of the published schemas (SGLang 0.5.23: `manager
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Literal
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -319,3 +322,13 @@ def _vllm_prompt(engine: NumpyEngine, ids: list[int], k: int) -> list[Any]:
         known = {token, *table[at].argsort()[::-1][:k].tolist()}
         rows.append({str(one): {"logprob": float(table[at, one]), "rank": 1, "decoded_token": None} for one in known})
     return [None, *rows]
+
+
+def main(kind: str, port: str, folder: str) -> None:
+    """Serve on loopback until killed: python -m tests.support.foreign_servers KIND PORT FOLDER."""
+    app = {"sglang": sglang_app, "vllm": vllm_app}[kind](NumpyEngine(Path(folder)), Faults(), 512)
+    uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

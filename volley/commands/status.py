@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.clients.base import HttpClient
-from shared.engines import DeclaredEngine
+from shared.engines import AS_REPORTED, DeclaredEngine
 from shared.errors import ConfigError, ServiceUnreachable, VolleyError
 from shared.run import wedge
 from shared.run.folder import RunFolder
@@ -259,7 +259,8 @@ def _details_of(seen: ServiceReport) -> str:
         return f"no status: {untold}"
     engine = DeclaredEngine.from_json(seen.facts.get("engine"))
     details = [f"{key} {seen.facts[key]}" for key in _KEYS if seen.facts.get(key) not in (None, "")]
-    return ", ".join([*details, *([f"engine {engine}"] if engine and engine.lacks else [])])
+    named = [f"engine {engine}"] if engine and engine.lacks else []
+    return ", ".join([*details, *named, *([AS_REPORTED] if engine and engine.unproven else [])])
 
 
 def _json(seen: Sequence[ServiceReport], verdict: Verdict) -> str:

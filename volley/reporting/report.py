@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from shared.engines import AS_REPORTED, DeclaredEngine
 from shared.errors import ConfigError, DecodeError
 from shared.failure_rates import CERTAIN, TOLERATED, tail
 from shared.run import commits, counted, ledger
@@ -94,7 +95,7 @@ def make(folder: RunFolder) -> dict[str, Any]:
     curves = environments.curves(steps, evals, _main_environment(record))
     summary |= {"tickets": dispositions(lines, head), "episodes": outcomes(steps, lines, head)}
     summary |= {"environments": [one.summary() for one in curves], "best": _best(folder, head)}
-    summary |= {"engines": [{"kind": one.kind, "lacks": [*one.lacks]} for one in engines.read(folder)]}
+    summary |= {"engines": [_engine(one) for one in engines.read(folder)]}
     write_json(folder.summary, summary)
     from volley.reporting import plot
 
@@ -270,9 +271,20 @@ def _provenance_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _engine(engine: DeclaredEngine) -> dict[str, Any]:
+    return {"kind": engine.kind, "lacks": [*engine.lacks], "proves_weights": engine.unproven is None}
+
+
 def _engine_rows(engines: Rows) -> list[tuple[str, str]]:
     """Engines that lack a capability."""
-    return [("engine", f"{one['kind']}, without {', '.join(one['lacks'])}") for one in engines if one["lacks"]]
+    return [
+        (
+            "engine",
+            f"{one['kind']}, without {', '.join(one['lacks'])}" + f"; {AS_REPORTED}" * (not one["proves_weights"]),
+        )
+        for one in engines
+        if one["lacks"]
+    ]
 
 
 def _outcome_rows(episodes: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from shared import config
+from shared.engines import AS_REPORTED
 from shared.errors import ConfigError
 from shared.files.reading import whole_lines
 from shared.run import archive, checkpoint_files, trust
@@ -74,7 +75,7 @@ def main(run_dir: Path, as_json: bool) -> int:
 
 
 def verify(folder: RunFolder) -> Result:
-    """Run all checks; `violations` lists what they find. Raises ConfigError.
+    """Run all checks; `violations` lists what they find, `reported` what only a server says. Raises ConfigError.
 
     Unless the folder is trusted, files that no run writes are reported before anything is read, and the work is bounded
     by the folder's bytes.
@@ -174,8 +175,8 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
             *held.replaced(folder, ancestors),
             *commits.absent(logged, found, folder),
             *missing,
-            *engines.unproven(folder),
         ],
+        "reported": engines.unproven(folder),
         "changed_data": data.changed(folder, run.data),
         "superseded_archives": [str(version) for version in groups.superseded(folder.archive, head)][:_MOST_TOLD],
         "redis": seen if isinstance(seen, str) else "differs" if differing else "agrees",
@@ -236,6 +237,7 @@ def format_result(result: Result) -> str:
         *(f"set aside: {version}: {reason}" for version, reason in result["set_aside"].items()),
         *(f"data changed since: {one}" for one in result.get("changed_data", ())),
         *(f"not checked: {one}" for one in result.get("not_checked", ())),
+        *(f"reported: {one}" for one in result.get("reported", ())),
         *(f"undone: ticket {x['ticket']}, step {x['step']} of epoch {x['epoch']}" for x in result.get("undone", ())),
         *(f"VIOLATION {_read(x)}" for x in result["violations"]),
     ]
@@ -247,7 +249,9 @@ def format_result(result: Result) -> str:
 def _verdict(result: Mapping[str, Any]) -> str:
     if (why := result.get("not_finished")) is not None:
         return f"NOT FINISHED: {why}"
-    return "proven" if result["ok"] else f"NOT PROVEN: {len(result['violations'])} violations"
+    if not result["ok"]:
+        return f"NOT PROVEN: {len(result['violations'])} violations"
+    return f"proven, with {AS_REPORTED}" if result.get("reported") else "proven"
 
 
 def _result(findings: Findings, fates: tickets.TicketFates | None, about: Result) -> Result:
