@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
@@ -61,6 +62,9 @@ class GenerationSection(Section):
     In `mode` turn_synchronous, the episodes of a step's groups start together and advance turn by turn: each turn is
     sampled for all episodes that still run before the next one starts.
 
+    With `partial_rollouts`, running episodes are stored after each turn, and continue from their tokens when the
+    orchestrator starts again.
+
     With `concurrency` adaptive, the number of running episodes follows the rollout servers' queues and pools, up to
     `max_concurrent_episodes`; otherwise it is that number. With `eval_share`, groups are generated during an
     evaluation, which has this share of the running episodes; without, generation pauses.
@@ -69,6 +73,7 @@ class GenerationSection(Section):
     mode: Literal["asynchronous", "turn_synchronous"] = "asynchronous"
     over_sampling_factor: Annotated[float, Field(ge=1)] | None = None
     concurrency: Literal["fixed", "adaptive"] = "fixed"
+    partial_rollouts: bool = False
     eval_share: Annotated[float, Field(gt=0, le=1)] | None = None
     straggler: StragglerConfig | None = None
     filters: GenerationFilters = GenerationFilters()
@@ -78,3 +83,47 @@ class GenerationSection(Section):
         if self.mode == "turn_synchronous" and self.concurrency == "adaptive":
             raise ValueError("mode=turn_synchronous needs concurrency=fixed: all episodes of a round run at once")
         return self
+
+
+_KEY = "orchestrator.generation"
+
+
+def round_size(config: GenerationSection, groups_per_step: int) -> int:
+    """Return the number of groups that are made for a step at once: those that `rollout_filter_ratio` compares."""
+    ratio = config.filters.rollout_filter_ratio
+    return groups_per_step if ratio is None else math.ceil(groups_per_step / ratio - 1e-9)
+
+
+def started_ahead(factor: float, groups_per_step: int) -> int:
+    """Return the largest number of groups beyond the durable steps."""
+    return math.ceil(factor * groups_per_step - 1e-9)
+
+
+def defeated(config: GenerationSection, groups_per_step: int, max_staleness: int, n_groups: int) -> str | None:
+    """Return why these limits defeat the policy, and the key to change; None if they do not.
+
+    Args:
+        n_groups: groups that can run at once.
+    """
+    factor, ratio = config.over_sampling_factor, config.filters.rollout_filter_ratio
+    if factor is not None and math.ceil(factor) - 1 > max_staleness:
+        return (
+            f"{_KEY}.over_sampling_factor={factor:g} would leave finished groups that are stale when they are trained:"
+            f" set grpo_config.off_policy_steps to {math.ceil(factor) - 1} or more, or lower the factor"
+        )
+    size = round_size(config, groups_per_step)
+    if (config.mode == "turn_synchronous" or ratio is not None) and size > n_groups:
+        key = f"filters.rollout_filter_ratio={ratio:g}" if ratio is not None else f"mode={config.mode}"
+        return (
+            f"{_KEY}.{key} needs {size} groups at once, but only {n_groups} run at once: raise"
+            " orchestrator.max_concurrent_episodes"
+        )
+    ahead = (max_staleness + 1) * groups_per_step
+    ahead = ahead if factor is None else min(ahead, started_ahead(factor, groups_per_step))
+    if ratio is not None and size > ahead:
+        return (
+            f"{_KEY}.filters.rollout_filter_ratio={ratio:g} compares {size} groups, but only {ahead} may be on their"
+            f" way at once: set grpo_config.off_policy_steps to {math.ceil(size / groups_per_step) - 1} or more, and"
+            " over_sampling_factor, if set, to that plus 1"
+        )
+    return None

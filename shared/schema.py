@@ -23,7 +23,7 @@ from pydantic import (
 from shared.algorithm_schema import AlgorithmSection, GrpoConfig, GrpoSection, OptimizerConfig, contradiction
 from shared.engine_schema import EngineSection
 from shared.files import buckets
-from shared.generation_schema import GenerationSection
+from shared.generation_schema import GenerationSection, defeated
 from shared.reward_schema import EnvironmentRewards, missing_servers
 from shared.section import Section
 from shared.services_schema import ServicesSection
@@ -385,6 +385,10 @@ class RunConfig(Section):
                 f"algorithm.teacher_kl_coef={self.algorithm.teacher_kl_coef:g} needs a teacher: set "
                 "services.orchestrator.teacher.url"
             )
+        n_groups = max(1, self.orchestrator.max_concurrent_episodes // self.grpo_config.num_generations)
+        limits = self.trainer.groups_per_step, self.grpo_config.off_policy_steps, n_groups
+        if problem := defeated(self.orchestrator.generation, *limits):
+            raise ValueError(problem)
         if missing := missing_servers(self.data.rewards, self.services.env.reward_servers):
             raise ValueError(missing[0])
         return self

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from services.orchestrator import metrics
 from services.orchestrator.episodes.dispatch import Dispatcher
+from services.orchestrator.episodes.partials import NO_PARTIALS, TABLE, PartialRollouts
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.teacher import EpisodeTeaching, TeachingBudget
 from services.orchestrator.orchestrator import Orchestrator
@@ -22,6 +23,7 @@ from services.orchestrator.servers.fleet import Discover, DiscoveredServer, Flee
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.sessions import routes as agent_routes
 from services.orchestrator.sessions.settlement import Settlement
+from services.orchestrator.sessions.store import SessionStore
 from services.orchestrator.sessions.wiring import agent_door
 from services.orchestrator.settings import OrchestratorSettings, from_config
 from services.orchestrator.status import RunStatus
@@ -87,8 +89,9 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         )
         status = RunStatus()
         door = agent_door(settings, tokenizer, environments, balancer, status)
+        partials = await stack.enter_async_context(_partials(settings))
         dispatcher = Dispatcher(
-            EpisodeRunner(tokenizer, environments, balancer, status, settings.bounds, door.agents),
+            EpisodeRunner(tokenizer, environments, balancer, status, settings.bounds, door.agents, partials),
             balancer,
             status,
             slots=slots,
@@ -111,6 +114,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             policy=GenerationPolicy(settings.generation, settings.terms.batch, settings.group_size),
             sinks=sinks,
             sessions=door.sessions,
+            partials=partials,
         )
         settlement = Settlement(door.sessions, trainer, door.calls, orchestrator.last_evaluated)
         roles = ROLES | agent_routes.ROLES
@@ -121,6 +125,19 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         yield RunningService(
             app, [fleet.watch, orchestrator.work, handover.watch, door.sessions.work, settlement.watch]
         )
+
+
+@asynccontextmanager
+async def _partials(settings: OrchestratorSettings) -> AsyncIterator[PartialRollouts]:
+    """Open the store of running episodes, if the run keeps them. Raises Unavailable and ConfigError."""
+    if not settings.generation.partial_rollouts:
+        yield NO_PARTIALS
+        return
+    store = await asyncio.to_thread(SessionStore, RunFolder(settings.folder).partials, TABLE)
+    try:
+        yield PartialRollouts(store)
+    finally:
+        await asyncio.to_thread(store.close)
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import GroupPlan, run_group
+from services.orchestrator.episodes.partials import NO_PARTIALS, PartialRollouts
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, HeldOutTasks
 from services.orchestrator.evaluation.records import as_rows
 from services.orchestrator.mixture.log import MixtureLog
@@ -57,6 +58,7 @@ class Orchestrator:
     dispatcher: Dispatcher
     handover: RecordHandover
     policy: GenerationPolicy = field(default_factory=GenerationPolicy)
+    partials: PartialRollouts = NO_PARTIALS
     sinks: MetricsFanout = field(default_factory=MetricsFanout)
     sessions: Sessions | None = None
     schedule: RunSchedule | None = None
@@ -170,7 +172,7 @@ class Orchestrator:
             self._ticket_loop(mixture),
             self.evaluator,
             max_steps=settings.max_steps,
-            begun=self.handover.follow,
+            begun=self._begun,
             generates_during_evaluation=settings.generation.eval_share is not None,
         )
         async with asyncio.TaskGroup() as group:
@@ -178,6 +180,12 @@ class Orchestrator:
             await self.schedule.follow()
             watching.cancel()
         await self.handover.finish()
+
+    async def _begun(self, beginning: str) -> None:
+        """Follow a new epoch. At the start of this process, tickets of stored episodes are issued again at once."""
+        await self.handover.follow(beginning)
+        for ticket in await self.partials.begin(beginning, (await self.queue.state()).low):
+            await self.queue.renew(ticket, 0)
 
     async def _n_issued(self) -> int:
         return (await self.queue.state()).issued
@@ -196,6 +204,7 @@ class Orchestrator:
             run_group=self._group_maker(plan),
             mixture=mixture,
             policy=self.policy,
+            partials=self.partials,
         )
 
     def _group_maker(self, plan: GroupPlan) -> RunGroup:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.episodes.turn import TokenBounds
-from services.orchestrator.schedule import policy
 from services.orchestrator.schedule.ticket_loop import Admission
 from shared.errors import ConfigError
-from shared.generation_schema import GenerationSection
+from shared.generation_schema import GenerationSection, round_size, started_ahead
 from shared.run.shares import Member, configured
 from shared.schema import CurriculumConfig, RunConfig
 from shared.server_schema import TeacherServer
@@ -66,10 +65,14 @@ class OrchestratorSettings:
 
     @property
     def n_groups(self) -> int:
-        """Number of groups worked on at once: as many as fill the concurrency, at least one; or those of a round."""
+        """Number of groups worked on at once: as many as fill the concurrency, at least one; or those of a round.
+
+        With adaptive concurrency twice as many, so that groups with few running episodes leave no slot empty.
+        """
         if self.generation.mode == "turn_synchronous":
-            return policy.round_size(self.generation, self.terms.batch)
-        return max(1, self.max_concurrent // self.group_size)
+            return round_size(self.generation, self.terms.batch)
+        n_groups = max(1, self.max_concurrent // self.group_size)
+        return 2 * n_groups if self.generation.concurrency == "adaptive" else n_groups
 
 
 def from_config(config: RunConfig) -> OrchestratorSettings:
@@ -82,8 +85,6 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         )
     generation, batch = orchestrator.generation, trainer.groups_per_step
     factor, max_staleness = generation.over_sampling_factor, config.grpo_config.off_policy_steps
-    n_groups = max(1, orchestrator.max_concurrent_episodes // config.grpo_config.num_generations)
-    policy.check(generation, batch, max_staleness, n_groups)
     return OrchestratorSettings(
         run=config.run.name,
         folder=config.run.folder,
@@ -110,7 +111,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
             total=trainer.max_steps * trainer.groups_per_step,
             lease_s=orchestrator.lease_s,
             patience_s=orchestrator.episode_timeout_s,
-            ahead=None if factor is None else policy.started_ahead(factor, batch),
+            ahead=None if factor is None else started_ahead(factor, batch),
         ),
         generation=generation,
         sampling=config.rollout.sampling.model_dump(),

@@ -17,13 +17,13 @@ from services.orchestrator.episodes.groups import GroupPlan, run_group
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.schedule.gate import ReservationGate
-from services.orchestrator.schedule.policy import GenerationPolicy, round_size, started_ahead
+from services.orchestrator.schedule.policy import GenerationPolicy
 from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.servers.concurrency import AdaptiveConcurrency
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
-from shared.generation_schema import GenerationSection
+from shared.generation_schema import GenerationSection, round_size, started_ahead
 from shared.models.chat import ChatTokenizer
 from shared.run.seeding import TaskOrder, TicketTask
 from shared.types import Group
@@ -46,7 +46,7 @@ class Study:
     """One simulated run. `discards`: the end of a step stops its other groups and throws them away, as in slime."""
 
     n_servers: int = 4
-    slots: int = 16
+    slots: int = 32
     group_size: int = 8
     groups_per_step: int = 16
     n_steps: int = 6
@@ -170,11 +170,11 @@ async def _noticing(loop: TicketLoop, trainer: SimulatedTrainer) -> None:
 def main() -> None:
     """Print the results; figures of the whole table are in docs/measurements.md."""
     synchronous = Study(max_staleness=0, generation=GenerationSection(mode="turn_synchronous"))
-    asynchronous = Study(max_staleness=4, max_concurrent=128)
+    asynchronous = Study(max_staleness=4, max_concurrent=256)
     slow, fast = run(synchronous), run(asynchronous)
     kept = replace(asynchronous, generation=GenerationSection(over_sampling_factor=1.5))
     thrown_away = replace(kept, max_staleness=1, discards=True)
-    agents = Study(2, groups_per_step=8, max_staleness=4, max_concurrent=256, env_s=1.2)
+    agents = Study(2, 16, groups_per_step=8, max_staleness=4, max_concurrent=256, env_s=1.2)
     agents = replace(agents, cache_tokens=1_200_000, context_scale=100)
     fixed, adaptive = run(agents), run(replace(agents, generation=GenerationSection(concurrency="adaptive")))
     emit(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from services.orchestrator.servers.balancer import Balancer, ServerLoad
-from shared.clients.env import Opening, StepReply
+from shared.clients.env import Opening, ProgramReply, StepReply
 from shared.clients.rollout import EngineLoad, Generation, ServerWeights
 from shared.errors import NotFound, ServiceUnreachable
 from shared.queue.records import Published, PublishRefusal, QueueState, Reservation
@@ -172,8 +172,16 @@ class SimulatedEnv:
         over = int(request_id.rpartition("-")[2]) >= self.n_turns
         return StepReply([] if over else [{"role": "user", "content": "next"}], float(len(content) % 2), over, False)
 
-    async def finish(self, episode_id: str, request_id: str) -> StepReply:
+    async def finish(self, episode_id: str, request_id: str, output: str | None = None) -> StepReply:
         raise NotFound("nothing is scored at the end")
+
+    async def run_program(
+        self, episode_id: str, request_id: str, base_url: str, api_key: str, model: str
+    ) -> ProgramReply:
+        raise NotFound("no program plays here")
+
+    async def program(self, episode_id: str, wait_s: float = 0.0) -> ProgramReply:
+        raise NotFound("no program plays here")
 
     async def delete_episode(self, episode_id: str) -> None:
         self.open.discard(episode_id)

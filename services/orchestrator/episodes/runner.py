@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 from services.orchestrator.episodes.environments import EnvironmentCalls, Environments
 from services.orchestrator.episodes.failures import EpisodeTimeout, PromptTooLong
+from services.orchestrator.episodes.partials import NO_PARTIALS, PartialRollouts
 from services.orchestrator.episodes.recorder import Recorder
 from services.orchestrator.episodes.turn import EpisodeState, SamplingSpec, TokenBounds, TokenBudget, TurnSampler
 from services.orchestrator.servers.balancer import Balancer
@@ -58,13 +59,14 @@ class EpisodeRunner:
         status: RunStatus,
         bounds: TokenBounds,
         agents: Agents | None = None,
+        partials: PartialRollouts = NO_PARTIALS,
     ) -> None:
         self._tokenizer, self._balancer, self._bounds, self._agents = tokenizer, balancer, bounds, agents
-        self._calls = EnvironmentCalls(environments, status)
-        self._status, self._sampler = status, TurnSampler(balancer, status, tokenizer.end_ids, bounds)
+        self._calls, self._partials, self._status = EnvironmentCalls(environments, status), partials, status
+        self._sampler = TurnSampler(balancer, status, tokenizer.end_ids, bounds, lambda: partials.is_stopping)
 
     async def run(self, spec: SamplingSpec, budget: TokenBudget) -> Trajectory:
-        """Run one episode; its environment's episode is always deleted.
+        """Run one episode; its environment's episode is deleted, unless this process stops and resumes it later.
 
         Raises:
             PromptTooLong: the first prompt leaves no room to answer.
@@ -81,6 +83,7 @@ class EpisodeRunner:
     async def _run(self, spec: SamplingSpec, budget: TokenBudget) -> Trajectory:
         started = time.monotonic()
         left = None if self._agents is None else await self._agents.resume(spec, budget)
+        left = left or await self._partials.resume(spec, budget, self._sampler.is_usable)
         if isinstance(left, Trajectory):
             return left
         request_id = left or uuid.uuid4().hex
@@ -91,8 +94,12 @@ class EpisodeRunner:
         try:
             episode = EpisodeState(spec, budget, Recorder(await self._prompt(opening)))
             ended, step_s = await self._play(episode, opening, request_id)
+        except asyncio.CancelledError:
+            await self._partials.save_turn(spec, budget, request_id)
+            raise
         finally:
-            await self._calls.delete(opening.episode_id)
+            if not self._partials.keeps(spec):
+                await self._calls.delete(opening.episode_id)
         timings = {"env_s": env_s + step_s, "generate_s": episode.generate_s, "total_s": time.monotonic() - started}
         trajectory = episode.recorder.trajectory(
             ticket=spec.ticket,
@@ -107,6 +114,7 @@ class EpisodeRunner:
             timings=timings,
         )
         trajectory.validate()
+        await self._partials.save_finished(spec, trajectory)
         return trajectory
 
     async def _run_agent(
@@ -139,6 +147,7 @@ class EpisodeRunner:
             start, n_turns = len(recorder), n_turns + 1
             episode.budget.turn = n_turns
             sampled = await self._sampler.turn(episode)
+            await self._partials.save_turn(episode.spec, episode.budget, request_id)
             stepped = time.monotonic()
             text = self._tokenizer.message_text(sampled)[:MAX_MESSAGE]
             result = await self._step(episode, opening.episode_id, f"{request_id}-{n_turns}", text)

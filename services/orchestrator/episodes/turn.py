@@ -10,12 +10,12 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import blake3
 
 from services.orchestrator import metrics
 from services.orchestrator.episodes.failures import WrongVersion
@@ -67,12 +67,13 @@ class SamplingSpec:
     barrier: TurnBarrier | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledTurn:
-    """Ids before a turn, and the parts that were sampled in it."""
+    """Parts that were sampled in a turn, and a digest of the ids before it; `stored_parts` of them are on disk."""
 
-    before: np.ndarray
+    before: bytes
     parts: list[Generation] = field(default_factory=list[Generation])
+    stored_parts: int = 0
 
 
 @dataclass(slots=True)
@@ -149,9 +150,21 @@ class EpisodeState:
 
 
 class TurnSampler:
-    """Asks rollout servers for turns; one object serves all episodes."""
+    """Asks rollout servers for turns; one object serves all episodes.
 
-    def __init__(self, balancer: Balancer, status: RunStatus, end_ids: Collection[int], bounds: TokenBounds) -> None:
+    Args:
+        is_kept: returns True if tokens of a cancelled request are kept for the next start of this process.
+    """
+
+    def __init__(
+        self,
+        balancer: Balancer,
+        status: RunStatus,
+        end_ids: Collection[int],
+        bounds: TokenBounds,
+        is_kept: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._is_kept = is_kept
         self._balancer, self._status, self._end_ids, self._bounds = balancer, status, sorted(end_ids), bounds
 
     async def turn(self, episode: EpisodeState) -> list[int]:
@@ -187,12 +200,12 @@ class TurnSampler:
         If failures depend on the answer, sampling another answer instead would bias the sample.
         """
         turns, number = episode.budget.sampled, max(0, episode.budget.turn - 1)
-        ids = episode.recorder.prompt()
-        if number < len(turns) and np.array_equal(turns[number].before, ids):
+        before = blake3.blake3(episode.recorder.prompt().tobytes()).digest()
+        if number < len(turns) and turns[number].before == before:
             versions = [WeightVersion.parse(span.version) for part in turns[number].parts for span in part.versions]
             if all(self.is_usable(version, episode.spec.need) for version in versions):
                 return turns[number]
-        turns[number:] = [SampledTurn(ids)]
+        turns[number:] = [SampledTurn(before)]
         return turns[number]
 
     def is_usable(self, version: WeightVersion, need: VersionBounds) -> bool:
@@ -221,16 +234,14 @@ class TurnSampler:
     async def _ask(self, server: ServerLoad, episode: EpisodeState, max_new_tokens: int) -> Generation:
         ids, rid = episode.recorder.prompt(), uuid.uuid4().hex
         params = self._params(episode, len(ids), max_new_tokens)
+        routed_from = episode.recorder.n_routed if episode.spec.routing else None
+        asking = asyncio.ensure_future(
+            server.engine.generate(ids, params, rid, timeout_s=self._bounds.timeout_s, routed_from=routed_from)
+        )
         try:
-            generation = await server.engine.generate(
-                ids,
-                params,
-                rid,
-                timeout_s=self._bounds.timeout_s,
-                routed_from=episode.recorder.n_routed if episode.spec.routing else None,
-            )
+            generation = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            await _abort(server, rid)
+            await self._cancelled(asking, server, rid, episode)
             raise
         except RateLimited:
             raise
@@ -242,6 +253,21 @@ class TurnSampler:
         if episode.spec.need.strict:
             self._check_versions(generation, episode.spec.need)
         return generation
+
+    async def _cancelled(
+        self, asking: asyncio.Future[Generation], server: ServerLoad, rid: str, episode: EpisodeState
+    ) -> None:
+        """Abort a request; keep the tokens of its answer if this process is stopping."""
+        if not self._is_kept():
+            asking.cancel()
+        await _abort(server, rid)
+        await asyncio.wait([asking], timeout=_ABORT_S)
+        asking.cancel()
+        await asyncio.wait([asking])
+        if not self._is_kept() or asking.cancelled() or asking.exception() is not None:
+            return
+        if len(asking.result().output_ids):
+            episode.budget.sampled[-1].parts.append(asking.result())
 
     def _check_versions(self, generation: Generation, need: VersionBounds) -> None:
         """Raise WrongVersion if a token is outside the bounds, or was sampled by undone weights."""

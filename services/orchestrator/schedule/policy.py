@@ -7,7 +7,6 @@ group is sent without trajectories and with its rule, and the trainer ends its t
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,13 +17,10 @@ from services.orchestrator.schedule.cohorts import Cohort
 from services.orchestrator.schedule.filters import GroupFilter, group_filters
 from services.orchestrator.schedule.rounds import Rounds
 from services.orchestrator.schedule.stragglers import Stragglers
-from shared.errors import ConfigError
-from shared.generation_schema import GenerationSection
+from shared.generation_schema import GenerationSection, round_size
 from shared.group_rules import rewards
 from shared.outcomes import FilterRule
 from shared.types import Group
-
-_KEY = "orchestrator.generation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,53 +48,7 @@ def selection(config: GenerationSection, groups_per_step: int) -> Selection | No
     filters = config.filters
     if filters.rollout_filter_ratio is None:
         return None
-    n = math.ceil(groups_per_step / filters.rollout_filter_ratio - 1e-9)
-    return Selection(n, filters.rollout_filter_ratio, filters.rollout_filter_type)
-
-
-def check(config: GenerationSection, groups_per_step: int, max_staleness: int, n_groups: int) -> None:
-    """Raise ConfigError for a policy that these limits defeat. Args: n_groups: groups that can run at once."""
-    factor = config.over_sampling_factor
-    if factor is not None and math.ceil(factor) - 1 > max_staleness:
-        raise ConfigError(
-            f"{_KEY}.over_sampling_factor={factor:g} would leave finished groups that are stale when they are trained",
-            f"set grpo_config.off_policy_steps to {math.ceil(factor) - 1} or more, or lower the factor",
-        )
-    if config.mode == "turn_synchronous" and (n := round_size(config, groups_per_step)) > n_groups:
-        raise ConfigError(
-            f"{_KEY}.mode=turn_synchronous runs the episodes of {n} groups together, but only {n_groups} run at once",
-            "raise orchestrator.max_concurrent_episodes",
-        )
-    chosen = selection(config, groups_per_step)
-    if chosen is None:
-        return
-    ahead = (max_staleness + 1) * groups_per_step
-    if factor is not None:
-        ahead = min(ahead, started_ahead(factor, groups_per_step))
-    if chosen.n > ahead:
-        raise ConfigError(
-            f"{_KEY}.filters.rollout_filter_ratio={chosen.ratio:g} compares {chosen.n} groups, but only {ahead} may be"
-            " on their way at once",
-            f"set grpo_config.off_policy_steps to {math.ceil(chosen.n / groups_per_step) - 1} or more (and"
-            " over_sampling_factor, if set, to that plus 1)",
-        )
-    if chosen.n > n_groups:
-        raise ConfigError(
-            f"{_KEY}.filters.rollout_filter_ratio={chosen.ratio:g} compares {chosen.n} groups, but"
-            f" only {n_groups} run at once",
-            "raise orchestrator.max_concurrent_episodes",
-        )
-
-
-def round_size(config: GenerationSection, groups_per_step: int) -> int:
-    """Return the number of groups in a round of the turn-synchronous mode."""
-    chosen = selection(config, groups_per_step)
-    return groups_per_step if chosen is None else chosen.n
-
-
-def started_ahead(factor: float, groups_per_step: int) -> int:
-    """Return the largest number of groups beyond the durable steps."""
-    return math.ceil(factor * groups_per_step - 1e-9)
+    return Selection(round_size(config, groups_per_step), filters.rollout_filter_ratio, filters.rollout_filter_type)
 
 
 type MakeGroup = Callable[[TurnBarrier | None], Awaitable[Group]]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.orchestrator import metrics
+from services.orchestrator.episodes.partials import NO_PARTIALS, PartialRollouts
 from services.orchestrator.schedule.failure_judge import FailureJudge, OnlyEnvironment, SetsAside
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.policy import GenerationPolicy
@@ -99,6 +100,7 @@ class TicketLoop:
         run_group: makes the group of a ticket (also a failed one).
         mixture: reacts to environments that only fail.
         policy: decides which complete groups are sent to be trained.
+        partials: keeps the episodes of tickets that are given back when this process stops.
 
     `last_step` limits the step that groups are made for; None for no limit.
     """
@@ -114,7 +116,9 @@ class TicketLoop:
         run_group: RunGroup,
         mixture: SetsAside | None = None,
         policy: GenerationPolicy | None = None,
+        partials: PartialRollouts = NO_PARTIALS,
     ) -> None:
+        self._partials = partials
         self._queue, self._gate, self._status = queue, gate, status
         self._judge = FailureJudge(status, mixture or OnlyEnvironment())
         self._terms, self._run_group, self._policy = terms, run_group, policy or GenerationPolicy()
@@ -133,11 +137,14 @@ class TicketLoop:
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._renew_leases())
-            while True:
-                await self._slots.acquire()
-                reservation = await self._reserve()
-                self._held[reservation.ticket] = need = self._terms.need(reservation, self._void)
-                group.create_task(self._work(reservation, need))
+            try:
+                while True:
+                    await self._slots.acquire()
+                    reservation = await self._reserve()
+                    self._held[reservation.ticket] = need = self._terms.need(reservation, self._void)
+                    group.create_task(self._work(reservation, need))
+            finally:
+                self._partials.stop()
 
     @contextmanager
     def publications_held(self) -> Iterator[None]:
@@ -237,6 +244,7 @@ class TicketLoop:
             else:
                 if outcome is not Published.NOT_READY:
                     self._published(sent, group, outcome, reservation.version)
+                    await self._partials.forget(group.ticket)
                     return
             failures += 1
             await _pause(failures)

@@ -52,18 +52,19 @@ class _Job:
 class SessionStore:
     """The file and its thread. Only one process at a time can have it open.
 
+    Args:
+        tables: SQL statements that create the tables, if they are not there.
+
     Raises Unavailable if another process has it open, StorageUnavailable, and ConfigError if it is no SQLite database.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tables: str = _TABLES) -> None:
         self._path, self._jobs = path, queue.SimpleQueue[_Job | None]()
         self._lock = locks.lock_file(path.with_suffix(".lock"))
         try:
             if not locks.try_lock(self._lock):
-                raise Unavailable(
-                    f"another orchestrator records the sessions in {path}", "give each orchestrator its own run.dir"
-                )
-            self._db = _opened(path)
+                raise Unavailable(f"another orchestrator has {path} open", "give each orchestrator its own run.dir")
+            self._db = _opened(path, tables)
         except BaseException:
             os.close(self._lock)
             raise
@@ -149,13 +150,13 @@ class SessionStore:
         return StorageUnavailable(f"{self._path}: {error}", "is the disk full, or the file damaged?")
 
 
-def _opened(path: Path) -> sqlite3.Connection:
+def _opened(path: Path, tables: str) -> sqlite3.Connection:
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # it holds the secret of the sessions' keys
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=FULL")
-        db.executescript(_TABLES)
+        db.executescript(tables)
     except (sqlite3.OperationalError, OSError) as error:
         raise StorageUnavailable(f"{path}: {error}", "is the disk full, or the folder read-only?") from error
     except sqlite3.DatabaseError as error:

@@ -1,0 +1,188 @@
+"""Running episodes that survive a stop or the death of this process.
+
+After each turn, the turn's sampled parts are stored with the request id of the environment's episode. When the ticket
+comes back, the episode is opened with the same request id: an environment service that still has it answers each
+stored turn as before, one that lost it plays them again with the same seed. Stored turns are not sampled again as long
+as the conversation is the same, token by token; spans and log-probabilities are those that were stored.
+
+Invariants
+- A record belongs to a beginning of the run, a ticket and a sample; others never see it.
+- Tokens of weights that were undone or are too old are never used (see `TurnSampler`).
+- The store only saves work: without it, the same tickets are generated anew.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from services.orchestrator.episodes.turn import SampledTurn, SamplingSpec, TokenBudget
+from services.orchestrator.servers.balancer import VersionBounds
+from shared import codec, routing
+from shared.clients.rollout import Generation
+from shared.errors import DecodeError, VolleyError
+from shared.process import telemetry
+from shared.types import Group, Trajectory, VersionSpan, WeightVersion
+
+TABLE = """
+CREATE TABLE IF NOT EXISTS partials (
+    ticket INTEGER NOT NULL, sample INTEGER NOT NULL, turn INTEGER NOT NULL, place TEXT NOT NULL, record BLOB NOT NULL,
+    PRIMARY KEY (ticket, sample, turn)
+) WITHOUT ROWID;
+"""
+_FINISHED = 0
+"""Number of the row that has the finished episode; turns are numbered from 1."""
+_MOST_OBJECTS = 2**20
+_log = telemetry.Log("partials")
+
+
+type IsUsable = Callable[[WeightVersion, VersionBounds], bool]
+"""Returns True if tokens of these weights may still be trained on."""
+
+
+class Store(Protocol):
+    """The part of the orchestrator's database that is used here."""
+
+    async def write(self, *statements: tuple[str, Sequence[Any]]) -> None: ...
+
+    async def run[T](self, work: Callable[[sqlite3.Connection], T]) -> T: ...
+
+
+@dataclass(eq=False)
+class PartialRollouts:
+    """Stored episodes of one run. Args: store: a database with `TABLE`; None stores nothing."""
+
+    store: Store | None
+    is_stopping: bool = False
+    _beginning: str | None = None
+
+    def keeps(self, spec: SamplingSpec) -> bool:
+        """True if the environment's episode of a cancelled sample is kept for the next start."""
+        return self.is_stopping and spec.ticket > 0
+
+    def stop(self) -> None:
+        """Keep what is running: environments' episodes are not deleted from now on."""
+        self.is_stopping = self.store is not None
+
+    async def begin(self, beginning: str, low: int) -> list[int]:
+        """Follow a beginning of the run; forget the records of others, and of tickets up to `low`, which are finished.
+
+        Returns:
+            at the first call, the tickets with records: an earlier process has left them.
+
+        Raises:
+            StorageUnavailable
+        """
+        if self.store is None:
+            return []
+        is_first = self._beginning is None
+        await self.store.write(
+            ("DELETE FROM partials WHERE ticket <= ? OR substr(place, 1, ?) != ?", (low, len(beginning), beginning))
+        )
+        rows = await self.store.run(lambda db: db.execute("SELECT DISTINCT ticket FROM partials").fetchall())
+        self._beginning = beginning
+        return [int(ticket) for (ticket,) in rows] if is_first else []
+
+    async def resume(self, spec: SamplingSpec, budget: TokenBudget, is_usable: IsUsable) -> Trajectory | str | None:
+        """Return what is left of a sample: its finished episode, or its request id, with its turns in the budget."""
+        if self.store is None or not spec.ticket or budget.used or budget.sampled:
+            return None
+        rows = await self.store.run(
+            lambda db: db.execute(
+                "SELECT turn, record FROM partials WHERE ticket = ? AND sample = ? AND place = ? ORDER BY turn",
+                (spec.ticket, spec.sample_index, self._place(spec)),
+            ).fetchall()
+        )
+        try:
+            return _restored(rows, spec, budget, is_usable)
+        except (DecodeError, KeyError, TypeError, ValueError) as error:
+            budget.sampled.clear()
+            _log.warning("a stored episode cannot be read", ticket=spec.ticket, error=repr(error))
+            return None
+
+    async def save_turn(self, spec: SamplingSpec, budget: TokenBudget, request_id: str) -> None:
+        """Store the present turn, unless it is stored already."""
+        number = budget.turn
+        turn = budget.sampled[number - 1] if 0 < number <= len(budget.sampled) else None
+        if self.store is None or not spec.ticket or turn is None or turn.stored_parts == len(turn.parts):
+            return
+        key = spec.ticket, spec.sample_index
+        record = codec.pack(_turn_record(turn, request_id))
+        await self._write(
+            ("DELETE FROM partials WHERE ticket = ? AND sample = ? AND turn > ?", (*key, number)),
+            ("INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?, ?)", (*key, number, self._place(spec), record)),
+        )
+        turn.stored_parts = len(turn.parts)
+
+    async def save_finished(self, spec: SamplingSpec, trajectory: Trajectory) -> None:
+        """Store a finished episode: its group may be unfinished."""
+        if self.store is not None and spec.ticket:
+            record = Group(spec.ticket, trajectory.env, trajectory.task, (trajectory,)).encode()
+            row = spec.ticket, spec.sample_index, _FINISHED, self._place(spec), record
+            await self._write(("INSERT OR REPLACE INTO partials VALUES (?, ?, ?, ?, ?)", row))
+
+    async def forget(self, ticket: int) -> None:
+        """Remove the records of a ticket that has ended."""
+        if self.store is not None:
+            await self._write(("DELETE FROM partials WHERE ticket = ?", (ticket,)))
+
+    async def _write(self, *statements: tuple[str, Sequence[Any]]) -> None:
+        """Write; a full disk only costs the record."""
+        assert self.store is not None
+        try:
+            await self.store.write(*statements)
+        except VolleyError as error:
+            _log.warning("an episode is not stored", error=str(error))
+
+    def _place(self, spec: SamplingSpec) -> str:
+        return f"{self._beginning}/{spec.env}/{spec.split}/{spec.index}/{spec.seed}"
+
+
+NO_PARTIALS = PartialRollouts(None)
+
+
+def _restored(
+    rows: Sequence[tuple[int, bytes]], spec: SamplingSpec, budget: TokenBudget, is_usable: IsUsable
+) -> Trajectory | str | None:
+    request_id: str | None = None
+    for number, data in rows:
+        if number == _FINISHED:
+            (trajectory,) = Group.decode(data).trajectories
+            versions = {WeightVersion.parse(span.version) for span in trajectory.all_spans()}
+            if all(is_usable(version, spec.need) for version in versions):
+                return trajectory
+        elif number == len(budget.sampled) + 1:
+            record = codec.unpack(data, "turn", _MOST_OBJECTS)
+            request_id = str(record["request_id"])
+            budget.sampled.append(_turn(record))
+    return request_id
+
+
+def _turn_record(turn: SampledTurn, request_id: str) -> dict[str, Any]:
+    parts = [
+        {
+            "ids": part.output_ids,
+            "logprobs": part.logprobs,
+            "versions": [[span.version, span.start, span.end] for span in part.versions],
+            "finish": part.finish_reason,
+            "routed": None if part.routed_experts is None else routing.to_wire(part.routed_experts),
+        }
+        for part in turn.parts
+    ]
+    return {"request_id": request_id, "before": turn.before, "parts": parts}
+
+
+def _turn(record: Any) -> SampledTurn:
+    parts = [
+        Generation(
+            part["ids"],
+            part["logprobs"],
+            tuple(VersionSpan(str(version), int(start), int(end)) for version, start, end in part["versions"]),
+            str(part["finish"]),
+            routed_experts=None if part["routed"] is None else routing.from_wire(part["routed"]),
+        )
+        for part in record["parts"]
+    ]
+    return SampledTurn(bytes(record["before"]), parts, len(parts))
