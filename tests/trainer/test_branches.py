@@ -404,8 +404,11 @@ def test_a_step_on_trees_is_numpys_and_takes_more_micro_batches_of_one_shape():
 
 
 @pytest.mark.long
-def test_a_packed_step_on_trees_is_the_same_and_again_bit_for_bit():
-    alone, together, again = (test_policy.policy(one) for one in (OPTIONS, PACKED, PACKED))
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_a_packed_step_on_trees_is_the_same_and_again_bit_for_bit(name: str):
+    given_ = test_policy.ppo_options(beta=0.1) if name == "ppo" else test_policy.OPTIONS
+    layouts = OPTIONS.layout, PACKED.layout, PACKED.layout
+    alone, together, again = (test_policy.policy(replace(given_, layout=one, rows_per_step=4)) for one in layouts)
     a, b, c = (one.step(held(1, 2), START) for one in (alone, together, again))
     assert (b.loss, b.grad_norm, b.kl) == pytest.approx((a.loss, a.grad_norm, a.kl), rel=1e-5, abs=1e-6)
     assert b.more["computed_tokens"] < a.more["computed_tokens"]
