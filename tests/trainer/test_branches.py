@@ -309,8 +309,8 @@ def test_all_sampled_tokens_of_an_episode_share_its_advantage_against_other_epis
 def test_rewards_are_the_episodes_once_and_end_each_sequence():
     one = of_tokens(conversation(2.0, (0.25, 0.5, 1.0)).trajectory, "turn")
     assert one.tokens.tolist() == [0, 0, 0, 0.25, 0, 0, 0.5 + 0.25, 0, 0, 0, 1.0]
-    assert (one.total, one.outcome, one.ends) == (2.0, 0.25, (6, 10))
-    assert one.along_sequences().tolist() == [0, 0, 0, 0.25, 0, 0, 0.75, 0, 0, 0, 1.25]
+    assert (one.total, one.outcome, one.ends) == (2.0, 0.75, (6, 10)), "the last turn's reward is the whole episode's"
+    assert one.along_sequences().tolist() == [0, 0, 0, 0.25, 0, 0, 0.75, 0, 0, 0, 1.75]
     moved = one.with_total(1.0)
     assert (moved.total, moved.outcome) == (1.0, 0.75)
     assert of_tokens(conversation(2.0).trajectory, "episode", -0.5).along_sequences()[[6, 10]].tolist() == [1.5, 1.5]

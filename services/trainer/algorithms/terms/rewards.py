@@ -89,16 +89,18 @@ def of_tokens(trajectory: Trajectory, credit: Credit, penalty: float = 0.0) -> T
     """Compute the rewards of tokens: the episode's reward, plus `penalty`, is the outcome.
 
     With credit by turn, each turn's reward is at the last token of its sequence sampled before the turn's end, and the
-    rest of the episode's reward is the outcome.
+    rest of the episode's reward is the outcome. If there are branches, the reward of sequence 0's last turn is part of
+    the outcome: it came at the end of the whole episode.
     """
     made, outcome, ends, first = np.zeros(trajectory.n_stored), float(trajectory.reward), list[int](), 0
     shared = [0, *(branch.shared for branch in trajectory.branches)]
     for one, n_shared in zip((trajectory, *trajectory.branches), shared, strict=True):
         sampled = first + np.flatnonzero(one.loss_mask)
+        last = len(sampled) - 1 if trajectory.branches and one is trajectory else None
         if credit == "turn":
             for turn in one.turns:
                 place = int(np.searchsorted(sampled, first + turn.end - n_shared)) - 1
-                if turn.reward and place >= 0:
+                if turn.reward and place >= 0 and place != last:
                     made[sampled[place]] += turn.reward
                     outcome -= turn.reward
         ends.append(int(sampled[-1]))
