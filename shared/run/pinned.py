@@ -133,6 +133,9 @@ RULES = (
     Rule("rollout.engine.max_running_requests", True, "it only affects the engine's speed"),
     Rule("rollout.engine.max_prefill_tokens", True, "it only affects the engine's speed"),
     Rule("rollout.engine.precompile_", True, "it only affects the engine's speed"),
+    Rule("rollout.engine.url", True, "it only says where the engine's server is"),
+    Rule("rollout.engine.api_key_file", True, "it only says where the engine's server is"),
+    Rule("rollout.engine.weights_dir", True, "it only says where the engine's server reads weights"),
     Rule(
         "rollout.sampling.",
         False,

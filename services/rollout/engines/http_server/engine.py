@@ -85,6 +85,7 @@ class HttpEngine:
         self._steady, self._closed = asyncio.Event(), asyncio.Event()
         self._steady.set()
         self._seen, self._paused, self._n_tokens = time.monotonic(), False, 0
+        self._is_asked = False
         self._bases: Any = None
 
     @property
@@ -93,7 +94,7 @@ class HttpEngine:
 
     @property
     def silent_s(self) -> float:
-        if not self._steady.is_set():  # while weights are loaded the server answers nothing; the load has its limit
+        if self._is_asked or not self._steady.is_set():  # a busy server answers late; both waits have their limits
             return 0.0
         silent = time.monotonic() - self._seen
         return silent if silent > 2 * PERIOD_S else 0.0
@@ -118,6 +119,7 @@ class HttpEngine:
         if receiver is not None:
             receiver.finish()
         self._n_tokens += len(result.output_ids)
+        self._seen = time.monotonic()
         return result
 
     async def score(self, ids: np.ndarray, top_logprobs: int = 0) -> ScoredTokens:
@@ -242,12 +244,15 @@ class HttpEngine:
         await self._steady.wait()
         begun = self._n_commits
         try:
-            if not self._paused:
-                await self._server.check_health()
             named = await self._server.version()
+            self._is_asked = not self._paused  # a paused server may answer that it is not healthy
+            if self._is_asked:
+                await self._server.check_health()
         except VolleyError as error:
             _log.warning("the engine's server does not answer", url=self._url, detail=str(error))
             return
+        finally:
+            self._is_asked = False
         self._seen = time.monotonic()
         if begun == self._n_commits and self._serving is not None and named != self._serving.version:
             self._lose(f"the server names {named}")

@@ -94,4 +94,7 @@ def _key(file: Path) -> str:
 
 def _empty(folder: Path) -> None:
     remove(folder)
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"rollout.engine.weights_dir: {folder} cannot be written: {error.strerror}") from error
