@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from shared.algorithm_schema import PpoSection
+from shared.engine_schema import EngineSection
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.run.group_size import check_group
@@ -15,6 +16,14 @@ from shared.schema import RunConfig
 
 _MOST_SEQUENCE_EPSILON = 0.01
 """GSPO's ratio is a geometric mean over a sequence; the paper clips at 3e-4 and 4e-4 (arXiv:2507.18071, 5.1)."""
+_OWN_ENGINE = (
+    "tp_size",
+    "max_total_tokens",
+    "max_prefill_tokens",
+    "precompile_token_paddings",
+    "precompile_bs_paddings",
+)
+"""Settings of the engine that Volley starts itself."""
 _MOST_LOGPROB = 10.0
 """Nats per token by which even random weights with a vocabulary of 22,000 differ less."""
 
@@ -177,6 +186,21 @@ def _periods(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _engine(config: RunConfig) -> Iterator[str]:
+    engine, sampling = config.rollout.engine, config.rollout.sampling
+    if not engine.is_external:
+        return
+    plain = EngineSection()
+    for key in _OWN_ENGINE:
+        if (value := getattr(engine, key)) != getattr(plain, key):
+            yield f"rollout.engine.{key}={_shown(value)} has no effect: the server of kind {engine.kind} has its own"
+    if engine.kind == "vllm" and sampling.temperature != 1:
+        yield (
+            f"rollout.sampling.temperature={sampling.temperature:g} needs a vLLM server that was started with"
+            " --logprobs-mode processed_logprobs"
+        )
+
+
 _EXAMINERS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _clipping,
     _unused,
@@ -184,4 +208,5 @@ _EXAMINERS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _filters,
     _teacher,
     _periods,
+    _engine,
 )

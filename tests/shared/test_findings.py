@@ -138,6 +138,16 @@ def test_groups_that_nobody_would_take_in_are_refused_before_anything_starts(len
     assert of(**large, mode="sft", sft__train=["f.jsonl"], data__env="e") == []
 
 
+def test_settings_of_the_engine_that_a_server_of_another_project_ignores():
+    server = {"rollout__engine__kind": "vllm", "rollout__engine__url": "http://s"}
+    assert of(**server) == []
+    (finding,) = of(**server, rollout__engine__tp_size=2)
+    assert finding.startswith("rollout.engine.tp_size=2 has no effect")
+    (finding,) = of(**server, rollout__sampling__temperature=0.7)
+    assert finding.startswith("rollout.sampling.temperature=0.7 needs a vLLM server")
+    assert of(**{**server, "rollout__engine__kind": "sglang"}, rollout__sampling__temperature=0.7) == []
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [

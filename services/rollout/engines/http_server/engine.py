@@ -105,7 +105,7 @@ class HttpEngine:
             raise Conflict(f"a request {request.rid!r} is running", "give every request its own rid")
         name = self._names[request.rid] = f"volley-{uuid.uuid4().hex}"
         begun = self._n_commits
-        receiver = None if on_tokens is None else _Receiver(on_tokens, self._is_answerable)
+        receiver = None if on_tokens is None else _Receiver(on_tokens, self._version_to_answer)
         try:
             sampled = await self._server.generate(name, request, receiver)
         except ServiceUnreachable as error:
@@ -173,7 +173,7 @@ class HttpEngine:
         staged, before = self._staged, self._serving
         if staged is None or staged.version != version:
             raise Conflict(f"{version} is not staged (staged: {staged.version if staged else 'nothing'})")
-        begun, running = time.perf_counter(), len(self._names)
+        begun, running, was_paused = time.perf_counter(), len(self._names), self._paused
         self._steady.clear()
         self._n_commits += 1
         try:
@@ -183,6 +183,8 @@ class HttpEngine:
             except BaseException as error:
                 await self._return_to(before, error)
                 raise
+            if was_paused:
+                await self.pause()
         finally:
             self._seen = time.monotonic()
             self._steady.set()
@@ -227,6 +229,8 @@ class HttpEngine:
 
     async def flush_cache(self) -> None:
         await self._server.flush_cache()
+        if self._paused:
+            await self.pause()
 
     async def wait_closed(self) -> None:
         """Ask the server for its health and version every `PERIOD_S`, until the engine is closed."""
@@ -318,8 +322,9 @@ class HttpEngine:
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    def _is_answerable(self) -> bool:
-        return self._steady.is_set() and self._lost is None
+    def _version_to_answer(self) -> str | None:
+        """Return the version of tokens that may leave now; None while weights change or are unknown."""
+        return self._serving.version if self._steady.is_set() and self._serving is not None else None
 
     async def _check_serving(self) -> None:
         await self._steady.wait()
@@ -363,15 +368,16 @@ class HttpEngine:
 
 
 class _Receiver:
-    """Passes new tokens on; while weights change they are kept back."""
+    """Passes new tokens on; while weights change they are kept back. The result says which version sampled each."""
 
-    def __init__(self, on_tokens: OnTokens, may_pass: Callable[[], bool]) -> None:
-        self._on_tokens, self._may_pass = on_tokens, may_pass
+    def __init__(self, on_tokens: OnTokens, version: Callable[[], str | None]) -> None:
+        self._on_tokens, self._version = on_tokens, version
         self._waiting = list[NewTokens]()
 
     def __call__(self, ids: np.ndarray, logprobs: np.ndarray, top: TopTokens | None) -> None:
-        self._waiting.append(NewTokens(ids, logprobs, top))
-        if self._may_pass():
+        version = self._version()
+        self._waiting.append(NewTokens(ids, logprobs, top, version or ""))
+        if version is not None:
             self.finish()
 
     def finish(self) -> None:
