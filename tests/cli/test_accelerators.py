@@ -64,6 +64,11 @@ def test_every_process_has_gpus_of_its_own(machine: Path, monkeypatch: pytest.Mo
     }
 
 
+def test_a_server_of_another_project_has_its_devices_itself(machine: Path) -> None:
+    given = shares(machine, "gpu", 1, "rollout.engine.kind=vllm", "rollout.engine.url=http://s")
+    assert {name: one["CUDA_VISIBLE_DEVICES"] for name, one in given.items()} == {"trainer": "0"}
+
+
 def test_every_process_has_chips_of_its_own_that_lie_together(machine: Path) -> None:
     given = shares(machine, "tpu", 2, "rollout.engine.tp_size=2", "trainer.mesh.shape=[4,1]")
     assert {name: one["TPU_VISIBLE_CHIPS"] for name, one in given.items()} == {

@@ -49,6 +49,21 @@ async def test_an_open_environment_service_is_taken():
         await check(f"services.env.url={url}/")
 
 
+async def test_servers_of_engines_must_answer():
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ServiceUnreachable, match=r"rollout\.engine\.url: GET "):
+        await check("rollout.engine.kind=vllm", f"rollout.engine.url={url}")
+    async with env() as answering:  # whatever answers is left to the rollout server
+        await check("rollout.engine.kind=vllm", f"rollout.engine.url={answering}")
+
+
+def test_each_rollout_server_needs_an_engine_of_its_own():
+    one = load([CONFIG], ["rollout.engine.kind=vllm", "rollout.engine.url=http://127.0.0.1:1"]).config
+    assert stack.engines_of(one, 1) == ("http://127.0.0.1:1",)
+    with pytest.raises(ConfigError, match=r"rollout\.engine\.url"):
+        stack.engines_of(one, 2)
+
+
 async def test_the_tokens_are_those_that_the_service_knows(tmp_path):
     files = write_tokens(tmp_path)
     async with env(*given(files)) as url:

@@ -58,9 +58,9 @@ def _started_here(info: ServiceInfo) -> ConfigError:
 
 
 async def check(config: RunConfig) -> None:
-    """Check the run's external services and its teacher.
+    """Check the run's external services, the servers of its engines and its teacher.
 
-    Services must answer, accept our tokens and offer the run's environments; a teacher must answer.
+    Services must answer, accept our tokens and offer the run's environments; engines' servers and teacher must answer.
 
     Raises ServiceUnreachable or Unavailable (it does not answer, it is not ready), ConfigError (tokens, environment,
     settings).
@@ -80,7 +80,21 @@ async def check(config: RunConfig) -> None:
                     await _takes_weights(client)
             except Forbidden as error:
                 raise _refused(f"{key}: {url}", error, role, given=token is not None) from error
+    await _engines_are_there(config)
     await _teacher_is_there(config)
+
+
+async def _engines_are_there(config: RunConfig) -> None:
+    """Raises ServiceUnreachable for a server of `rollout.engine.url` that does not answer."""
+    if config.services.rollout_urls or config.is_supervised:
+        return
+    for url in config.rollout.engine.urls:
+        async with HttpClient(url, timeout_s=_TIMEOUT_S, ca_file=config.services.tls.ca_file) as client:
+            try:
+                await client.exchange("GET", "/health")
+            except ServiceUnreachable as error:
+                hint = "start it first, as docs/engines.md says"
+                raise ServiceUnreachable(f"rollout.engine.url: {error.detail}", hint) from error
 
 
 async def _teacher_is_there(config: RunConfig) -> None:

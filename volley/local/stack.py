@@ -141,7 +141,7 @@ class _Builder:
         self.external = external.find(services)
         counts = _counts(loaded.config, folder)
         self._accelerators = accelerators.shares(loaded.config, counts["rollout"])
-        self._engines = _engines(loaded.config, counts["rollout"])
+        self._engines = engines_of(loaded.config, counts["rollout"])
         given: Mapping[str, Any] = loaded.tree.get("services") or {}
         self._ports = ports.choose(services, given, counts, addresses.ports_before(folder), say)
         self._has_queue = not loaded.config.is_supervised
@@ -250,7 +250,7 @@ class _Builder:
         return services.model_copy(update=update)
 
 
-def _engines(config: RunConfig, n_rollout: int) -> tuple[str, ...]:
+def engines_of(config: RunConfig, n_rollout: int) -> tuple[str, ...]:
     """Addresses of the servers that the rollout servers stand in front of, if they do. Raises ConfigError."""
     urls = config.rollout.engine.urls
     if urls and len(urls) < n_rollout:

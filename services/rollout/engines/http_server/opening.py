@@ -13,6 +13,7 @@ from services.rollout.engines.base import BASE_VERSION, EngineInfo, EngineSpec, 
 from services.rollout.engines.http_server.engine import PERIOD_S, HttpEngine, remove
 from services.rollout.engines.http_server.wire import ANSWER_S, ForeignServer, ServerFacts, ServerHttp
 from shared.clients.base import HttpClient
+from shared.clients.keys import read_key
 from shared.errors import ConfigError, EngineDied, InputError, Unavailable
 from shared.models.config import ModelConfig
 from shared.process.telemetry import Log
@@ -34,7 +35,7 @@ async def open_engine(
         raise ConfigError("rollout.engine.url is missing", "name the address of the inference server")
     model, folder = ModelConfig.read(Path(spec.model_path)), Path(where.folder)
     initial = os.path.abspath(spec.model_path)  # noqa: ASYNC240 - it reads no disk
-    key = _key(Path(where.api_key_file)) if where.api_key_file else None
+    key = read_key(Path(where.api_key_file) if where.api_key_file else None, "rollout.engine.api_key_file")
     ca_file = Path(where.ca_file) if where.ca_file else None
     async with HttpClient(where.url, token=key, as_json=True, timeout_s=ANSWER_S, ca_file=ca_file) as client:
         server = make(ServerHttp(client), model.eos_token_ids)
@@ -83,13 +84,6 @@ def _info(facts: ServerFacts, spec: EngineSpec, model: ModelConfig, boot_s: floa
     n_tokens = facts.max_total_tokens or n_running * spec.context_length
     eos = tuple(model.eos_token_ids)
     return EngineInfo(model.vocab_size, spec.context_length, n_tokens, n_running, eos, boot_s, 0)
-
-
-def _key(file: Path) -> str:
-    try:
-        return file.read_text("utf-8").strip()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"rollout.engine.api_key_file={file} cannot be read: {error}") from error
 
 
 def _empty(folder: Path) -> None:
