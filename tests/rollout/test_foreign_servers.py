@@ -312,6 +312,27 @@ async def test_a_server_with_a_shorter_context_is_refused(tmp_path: Path, kind: 
 
 
 @same_for_each
+async def test_a_sick_server_is_silent_and_a_busy_one_is_not(
+    tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(http_engine, "PERIOD_S", 0.05)
+    async with running(kind, tmp_path) as foreign, in_front(foreign) as engine, asyncio.TaskGroup() as group:
+        group.create_task(engine.wait_closed())
+        foreign.faults.health_s = 0.5
+        await asyncio.sleep(0.4)
+        assert engine.silent_s == 0
+        foreign.faults.health_s, foreign.faults.sick = 0.0, True
+        async with asyncio.timeout(10):
+            while engine.silent_s < 0.3:
+                await asyncio.sleep(0.02)
+        foreign.faults.sick = False
+        async with asyncio.timeout(10):
+            while engine.silent_s:
+                await asyncio.sleep(0.02)
+        await engine.close()
+
+
+@same_for_each
 async def test_the_service_tells_a_restarted_server_its_weights_again(
     tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ):

@@ -7,6 +7,7 @@ Requests are checked by models of the published schemas (SGLang 0.5.23: `manager
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
@@ -80,11 +81,14 @@ class GenerateRequest(Closed):
 
 
 class Faults(BaseModel):
-    """`short_logprobs` leaves one log-probability out; `no_spans` names no version of each token."""
+    """`short_logprobs` leaves one log-probability out; `no_spans` names no version of each token; `health_s` is how
+    long an answer on the server's health takes.
+    """
 
     short_logprobs: bool = False
     no_spans: bool = False
     sick: bool = False
+    health_s: float = 0.0
 
 
 def sglang_app(engine: NumpyEngine, faults: Faults, context_length: int = 256) -> FastAPI:
@@ -95,6 +99,7 @@ def sglang_app(engine: NumpyEngine, faults: Faults, context_length: int = 256) -
 
     @app.get("/health")
     async def health() -> Response:
+        await asyncio.sleep(faults.health_s)
         return Response(status_code=503 if faults.sick else 200)
 
     @app.get("/model_info")
@@ -210,6 +215,7 @@ def vllm_app(engine: NumpyEngine, faults: Faults, context_length: int = 256) -> 
 
     @app.get("/health")
     async def health() -> Response:
+        await asyncio.sleep(faults.health_s)
         return Response(status_code=503 if faults.sick else 200)
 
     @app.get("/version")
