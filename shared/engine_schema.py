@@ -51,6 +51,8 @@ class EngineSection(Section):
         for key in ("url", "api_key_file", "weights_dir"):
             if getattr(self, key) is not None and not self.is_external:
                 raise ValueError(f"{key} is of kind sglang or vllm, and kind is {self.kind}")
+        if wrong := [url for url in self.urls if not url.startswith(("http://", "https://"))]:
+            raise ValueError(f"url={wrong[0]} is not an address like http://HOST:PORT")
         if len({*self.urls}) < len(self.urls):
             raise ValueError("url names a server twice: each rollout server needs its own")
         return self

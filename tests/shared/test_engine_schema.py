@@ -45,6 +45,7 @@ def test_each_server_has_an_address(given: dict[str, Any], urls: tuple[str, ...]
         ({"kind": "vllm", "url": URLS}, "rollout.engine.url"),
         ({"kind": "vllm", "url": [URLS[0]] * 2, "replicas": 2}, "url"),
         ({"kind": "vllm", "url": "http://u:p@127.0.0.1:1"}, "password"),
+        ({"kind": "vllm", "url": "127.0.0.1:8000"}, "url=127.0.0.1:8000"),
         ({"kind": "other", "url": URLS[0]}, "kind"),
     ],
 )

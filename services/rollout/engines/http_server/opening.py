@@ -19,6 +19,7 @@ from shared.models.config import ModelConfig
 from shared.process.telemetry import Log
 
 START_S = 1800.0
+_KIND = "is it a server of rollout.engine.kind, started as docs/engines.md says?"
 _log = Log("engine")
 
 
@@ -69,7 +70,7 @@ async def _facts(server: ForeignServer, url: str, begun: float) -> ServerFacts:
                     f"rollout.engine.url: the server did not answer within {START_S:g} s: {error.detail}", error.hint
                 ) from error
         except InputError as error:
-            raise ConfigError(f"rollout.engine.url: {error.detail}", error.hint) from error
+            raise ConfigError(f"rollout.engine.url: {error.detail}", error.hint or _KIND) from error
         await asyncio.sleep(PERIOD_S)
 
 

@@ -32,7 +32,7 @@ class SglangServer:
     async def facts(self) -> ServerFacts:
         info = await self._info("/server_info", "/get_server_info")
         if (await self.version()) is None:
-            raise ConfigError(f"the server at {self._http.url} names no weight_version", "use SGLang 0.5.10 or later")
+            raise ConfigError(f"the server at {self._http.url} names no weight_version", "use SGLang 0.5.23 or later")
         internal = next(iter(info.get("internal_states") or [info.get("internal_state") or {}]), {})
         known = {**info, **internal}
 
