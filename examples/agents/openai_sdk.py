@@ -43,7 +43,7 @@ class Shop:
             for call in message.tool_calls or ():
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": self.price(call.function)})
             if not message.tool_calls:
-                return message.content
+                return message.content or ""
         return "no answer"
 
     def price(self, function):
@@ -53,7 +53,9 @@ class Shop:
             return f"the tool is price, with a good out of: {', '.join(GOODS)}"
 
     def judge(self, output):
-        return float(str(output).strip() == str(sum(self.prices[good] for good in self.goods)))
+        right = output.strip() == str(sum(self.prices[good] for good in self.goods))
+        digits = sum(letter.isdigit() for letter in output) / max(1, len(output))
+        return (1.0 if right else 0.1 * digits), {"success": right}
 
     def demonstration(self, split, index):
         self.reset(split, index, 0)
