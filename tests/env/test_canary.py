@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from services.env.episodes import EpisodeCall
+from services.env.episode_slots import EpisodeCall
 from services.env.submissions.canary import MAX_EPISODES, MIN_EPISODES, LiveRecord
 from shared.errors import SandboxFailed
 from shared.failure_rates import tail

@@ -6,8 +6,9 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
+from services.env.episode_slots import EpisodeRequest
 from services.env.episode_types import Message, StepResult, assistant
-from services.env.episodes import MAX_STEPS, EpisodeRequest, Episodes
+from services.env.episodes import MAX_STEPS, Episodes
 from services.env.threads import ThreadRunner
 from shared.errors import Busy, Conflict, GivenUp, NotFound, RateLimited, Unavailable, VolleyError
 from tests.env.scripted import ScriptedEnvironment, entry, until

@@ -177,7 +177,7 @@ async def test_our_client_plays_what_we_serve(service: str) -> None:
         {"action_field": "message", "observation": "text", "success": "success", "reset_with": "task"},
         {service: TOKENS["service"]},
     )
-    found = await validate(lambda splits, shown: backend)
+    found = await validate(lambda known: backend)
     assert found.report.passed, found.report
     assert found.report.reward_min == -0.1
 
@@ -189,7 +189,9 @@ async def test_another_env_service_is_played_by_its_own_requests(service: str) -
     access = RemoteAccess({service: TOKENS["service"]}, None, 30.0)
     wanted = checked(RemoteEnvironment("volley", service, {"environment": "few"}))
     log: deque[str] = deque(maxlen=100)
-    found = await validate(lambda splits, shown: open_remote("far", wanted, access, log, splits, shown))
+    found = await validate(
+        lambda known: open_remote("far", wanted, access, log, known.splits if known else {}, known is not None)
+    )
     assert found.report.passed, found.report
     assert found.description is not None
     assert (found.description.splits["eval"], found.description.has_demonstration) == (16, True)
@@ -268,7 +270,7 @@ async def test_openenvs_server_is_played_killed_and_played_again(openenv: Path) 
     backend = backend_of(url, {"action_field": "message", "observation": "text"})
     server = (openenv, ECHO_SERVER, port, 16)
     with running(*server, ready=f"{url}/health") as process:
-        found = await validate(lambda splits, shown: backend)
+        found = await validate(lambda known: backend)
         assert found.report.passed, found.report
         episode = await backend.reset("train", 0, 0)
         assert episode.opening[-1]["content"].startswith("seed ")
@@ -298,5 +300,5 @@ async def test_a_server_for_one_session_is_waited_for(openenv: Path) -> None:
     url = f"http://127.0.0.1:{port}"
     backend = backend_of(url, {"action_field": "message", "observation": "text", "max_sessions": 1})
     with running(openenv, ECHO_SERVER, port, 1, ready=f"{url}/health"):
-        found = await validate(lambda splits, shown: backend)
+        found = await validate(lambda known: backend)
         assert found.report.passed, found.report

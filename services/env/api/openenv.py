@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from services.env.api.routes import EnvName
 from services.env.api.schemas import Index, Name, stepped
 from services.env.api.state import EnvState, state_of
+from services.env.episode_slots import EpisodeRequest, EpisodeSlot
 from services.env.episode_types import TRAIN, Message, StepResult
-from services.env.episodes import EpisodeRequest, EpisodeSlot
 from shared import codec
 from shared.errors import InputError, NotFound, RateLimited, UnknownFrame, VolleyError
 from shared.process import offload

@@ -31,7 +31,7 @@ from services.env.api.schemas import (
 )
 from services.env.api.state import state_of
 from services.env.backend import Backend, ModelAddress
-from services.env.episodes import EpisodeRequest
+from services.env.episode_slots import EpisodeRequest
 from shared.web.access import Role
 from shared.web.http import DirectRoute, respond
 from shared.web.openapi import declares

@@ -11,8 +11,8 @@ from pydantic.config import JsonDict
 
 from services.env.backend import FinishedEpisode
 from services.env.backends.remote.address import MAX_URL
+from services.env.episode_slots import EpisodeSlot
 from services.env.episode_types import Fault, Message, StepResult
-from services.env.episodes import EpisodeSlot
 from services.env.sandbox.answers import AgentSpec
 from services.env.submissions.record import Report, SubmittedVersion
 from shared.bounds import check_json

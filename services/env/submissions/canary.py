@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import quantiles
 
-from services.env.episodes import EpisodeCall
+from services.env.episode_slots import EpisodeCall
 from shared.failure_rates import TOLERATED, FailureRates, TurnCount
 
 MIN_EPISODES = 8

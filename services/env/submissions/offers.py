@@ -19,7 +19,7 @@ from services.env.backends.remote.protocols import RemoteEnvironment, open_remot
 from services.env.backends.remote.site import RemoteAccess
 from services.env.backends.sandboxed import LOG_LINES, SandboxedBackend
 from services.env.catalogue import Catalogue, CatalogueEntry
-from services.env.episodes import EpisodeCall
+from services.env.episode_slots import EpisodeCall
 from services.env.sandbox.limits import SandboxLimits
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.submissions.canary import LiveRecord

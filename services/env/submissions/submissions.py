@@ -17,7 +17,7 @@ from typing import Any
 
 from services.env.backend import EnvironmentDescription, SubmittedBackend
 from services.env.catalogue import Catalogue
-from services.env.episodes import EpisodeCall
+from services.env.episode_slots import EpisodeCall
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.submissions.offers import Offers
 from services.env.submissions.programs import Programs
