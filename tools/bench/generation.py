@@ -19,14 +19,14 @@ from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.policy import GenerationPolicy
 from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
-from services.orchestrator.servers.balancer import VersionBounds
+from services.orchestrator.servers.balancer import Balancer, VersionBounds
 from services.orchestrator.servers.concurrency import AdaptiveConcurrency
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
 from shared.generation_schema import GenerationSection, round_size, started_ahead
 from shared.models.chat import ChatTokenizer
 from shared.run.seeding import TaskOrder, TicketTask
-from shared.types import Group
+from shared.types import Group, WeightVersion
 from tools.bench.result import BenchResult, emit
 from tools.bench.simulation import (
     SimulatedEnv,
@@ -57,7 +57,7 @@ class Study:
     env_s: float = 0.0
     cache_tokens: int = 10**9
     context_scale: int = 1
-    kill_every_s: float | None = None
+    n_kills: int = 0
     discards: bool = False
     generation: GenerationSection = field(default_factory=GenerationSection)
 
@@ -85,14 +85,14 @@ async def _run(study: Study) -> Outcome:
     ]
     balancer = balancer_of(servers, study.max_staleness)
     slots, status = Slots(study.max_concurrent), RunStatus(asyncio.get_running_loop().time)
-    bounds = TokenBounds(10**6, 10**5, study.n_turns + 1, _HOURS, 1000)
+    bounds = TokenBounds(10**6, 10**5, study.n_turns + 1, _HOURS, 20)
     env = SimulatedEnv(study.n_turns, study.env_s)
     runner = EpisodeRunner(ChatTokenizer(_MODEL), env, balancer, status, bounds)
-    dispatcher = Dispatcher(runner, balancer, status, slots=slots, max_attempts=1000)
+    dispatcher = Dispatcher(runner, balancer, status, slots=slots, max_attempts=20)
     trainer = SimulatedTrainer(study.groups_per_step, study.max_staleness, balancer, servers)
     limit = slots.limit
     async with asyncio.TaskGroup() as tasks:
-        others = [tasks.create_task(_killing(study.kill_every_s, balancer, servers))]
+        others = [tasks.create_task(_killing(study.n_kills, balancer, servers))]
         if study.generation.concurrency == "adaptive":
             others.append(tasks.create_task(_adapting(AdaptiveConcurrency(slots, study.group_size), servers)))
         for steps in range(1, study.n_steps + 1) if study.discards else [study.n_steps]:
@@ -143,16 +143,15 @@ def _ticket_loop(study: Study, queue: SimulatedTrainer, dispatcher: Dispatcher, 
     return TicketLoop(queue, gate, status, terms, n_groups=n_groups, run_group=generate, policy=policy)
 
 
-async def _killing(every_s: float | None, balancer: Any, servers: list[SimulatedServer]) -> None:
-    """Kill one server after the other; each is away for half the time until the next."""
-    number = 0
-    while every_s is not None:
-        await asyncio.sleep(every_s / 2)
-        number, server = number + 1, balancer.servers[number % len(servers)]
-        servers[(number - 1) % len(servers)].kill()
-        balancer.fail(server, "killed")
-        await asyncio.sleep(every_s / 2)
-        balancer.observe(server, balancer._target)
+async def _killing(n: int, balancer: Balancer, servers: list[SimulatedServer]) -> None:
+    """Kill a server every two seconds, one after the other; each is away for one second."""
+    for number in range(n):
+        await asyncio.sleep(1.0)
+        load, server = balancer.servers[number % len(servers)], servers[number % len(servers)]
+        server.kill()
+        balancer.fail(load, "killed")
+        await asyncio.sleep(1.0)
+        balancer.observe(load, WeightVersion.parse(server.versions[-1][1]))
 
 
 async def _adapting(concurrency: AdaptiveConcurrency, servers: list[SimulatedServer]) -> None:
@@ -170,7 +169,7 @@ async def _noticing(loop: TicketLoop, trainer: SimulatedTrainer) -> None:
 def main() -> None:
     """Print the results; figures of the whole table are in docs/measurements.md."""
     synchronous = Study(max_staleness=0, generation=GenerationSection(mode="turn_synchronous"))
-    asynchronous = Study(max_staleness=4, max_concurrent=256)
+    asynchronous = Study(max_staleness=4, max_concurrent=384)
     slow, fast = run(synchronous), run(asynchronous)
     kept = replace(asynchronous, generation=GenerationSection(over_sampling_factor=1.5))
     thrown_away = replace(kept, max_staleness=1, discards=True)
