@@ -17,6 +17,7 @@ from fastapi.responses import Response
 
 from services.rollout.api import schemas
 from services.rollout.api.routes import Rollout, RolloutState, commit_mode, text_field
+from services.rollout.api.validation import boolean, short
 from shared.errors import InputError
 from shared.web.access import Role
 from shared.web.http import read_body, respond
@@ -209,6 +210,7 @@ async def pause_generation(request: Request, state: Rollout) -> Response:
 )
 async def continue_generation(request: Request, state: Rollout) -> Response:
     """Decode again; a body is not needed."""
+    boolean("torch_empty_cache", (await _optional_body(request)).get("torch_empty_cache"))
     await state.engine.resume()
     return respond(request, {"status": "running"})
 
@@ -227,6 +229,9 @@ async def flush_cache(request: Request, state: Rollout) -> Response:
 )
 async def resume_memory_occupation(request: Request) -> Response:
     """Succeed: the memory is never released."""
+    tags = (await _optional_body(request)).get("tags")
+    if tags is not None and not (isinstance(tags, list) and all(isinstance(tag, str) and tag for tag in tags)):
+        raise InputError(f"tags must be a list of texts, not {short(tags)}")
     return respond(request, {"success": True, "message": "the memory of weights and cache was not released"})
 
 

@@ -188,8 +188,8 @@ ABORT = _with_example({"anyOf": [_object({"rid": _TEXT}), _object({"abort_all": 
 ABORTED = _object({"aborted": _COUNT})
 PAUSE = _with_example(_object({}, {"mode": _MODE}), mode="in_place")
 STATE = _object({"status": {"type": "string"}})
-CONTINUE = _with_example(_object({}, {"torch_empty_cache": {"type": ["boolean", "null"]}}))
-TAGS = _with_example(_object({}, {"tags": _or_null({"type": "array", "items": {"type": "string"}})}))
+CONTINUE = _with_example(_object({}, {"torch_empty_cache": _FLAG}), torch_empty_cache=True)
+TAGS = _with_example(_object({}, {"tags": _or_null({"type": "array", "items": _TEXT})}), tags=["weights"])
 DONE = _object({"success": {"const": True}, "message": {"type": "string"}})
 WEIGHT_VERSION = _object({"weight_version": _VERSION})
 MODEL = _object(
