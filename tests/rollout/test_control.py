@@ -15,6 +15,7 @@ from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
 from services.rollout.weights.serving import Serving
 from services.rollout.weights.updater import WeightUpdater
+from shared.clients.rollout import RolloutClient
 from shared.models.config import ModelConfig
 from shared.web.access import AccessTokens, Role
 from tests.support import models
@@ -179,3 +180,12 @@ async def test_a_wrong_update_is_refused_by_name(
     answer = await http.post("/update_weights_from_disk", json={"model_path": export, **fields})
     assert answer.status_code == 422
     assert named in answer.json()["detail"]
+
+
+async def test_the_orchestrator_reads_the_load_that_the_server_reports(http: httpx.AsyncClient) -> None:
+    info = (await http.get("/get_server_info")).json()
+    client = RolloutClient(str(http.base_url), transport=http._transport)
+    async with client:
+        load = await client.load()
+    assert (load.running, load.queued, load.max_running) == (0, 0, info["max_running_requests"])
+    assert load.free_kv == info["internal_state"]["free_kv_tokens"] / info["max_total_tokens"]
