@@ -122,10 +122,15 @@ def _sampling(config: RunConfig) -> Iterator[str]:
 
 def _filters(config: RunConfig) -> Iterator[str]:
     filters, size = config.trainer.filters, config.grpo_config.num_generations
-    if filters.zero_variance and size < 2:
+    early = config.orchestrator.generation.filters
+    dropping = {
+        "trainer.filters.zero_variance": filters.zero_variance,
+        "orchestrator.generation.filters.reward_nonzero_std": early.reward_nonzero_std,
+        "orchestrator.generation.filters.quality_and_diversity": early.quality_and_diversity,
+    }
+    if size < 2 and (keys := [key for key, is_set in dropping.items() if is_set]):
         raise ConfigError(
-            f"trainer.filters.zero_variance with grpo_config.num_generations={size} drops every group: one reward has"
-            " no variance",
+            f"{keys[0]} with grpo_config.num_generations={size} drops every group: one reward has no variance",
             "turn the filter off, or sample at least 2 episodes a task",
         )
     loss = config.algorithm

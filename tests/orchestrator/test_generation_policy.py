@@ -21,6 +21,7 @@ from shared.generation_schema import (
     GenerationSection,
     StragglerConfig,
     defeated,
+    round_size,
     started_ahead,
 )
 from shared.types import Group, Trajectory, Turn, VersionSpan
@@ -215,3 +216,15 @@ def test_a_policy_that_a_limit_defeats_is_refused_with_the_key(generation, max_s
 def test_the_number_started_is_exact_for_decimal_factors():
     assert [started_ahead(f, 10) for f in (1.0, 1.1, 1.2, 1.25, 2.0)] == [10, 11, 12, 13, 20]
     assert defeated(GenerationSection(over_sampling_factor=2.0), 4, 1, 64) is None
+
+
+@given(st.integers(1, 500), st.sampled_from([0.07, 0.25, 0.29, 0.3, 0.5, 0.58, 0.7, 0.9]))
+def test_a_whole_selection_keeps_at_least_the_groups_of_a_step(batch, ratio):
+    size = round_size(GenerationSection(filters=GenerationFilters(rollout_filter_ratio=ratio)), batch)
+    groups = [rewarded(ticket, [0.0, float(ticket)]) for ticket in range(1, size + 1)] if size < 40 else None
+    kept = int(ratio * size + 1e-9) if groups is None else _n_kept(Selection(size, ratio, "std"), groups)
+    assert batch <= kept <= batch + 1
+
+
+def _n_kept(chosen, groups):
+    return sum(chosen.why(one, groups) is None for one in groups)

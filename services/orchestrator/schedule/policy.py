@@ -22,6 +22,9 @@ from shared.group_rules import rewards
 from shared.outcomes import FilterRule
 from shared.types import Group
 
+_ROUNDING = 1e-9
+"""Rounding error of products such as 0.29 * 100, which is a little below 29."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -35,7 +38,7 @@ class Selection:
         """Return the reason to reject the group, None to keep it. Of equal groups the lower ticket is kept."""
         sign = -1.0 if self.kind == "std" else 1.0
         ranked = sorted(among, key=lambda one: (sign * float(rewards(one).std()), one.ticket))
-        n_kept = max(1, int(self.ratio * len(ranked)))
+        n_kept = max(1, int(self.ratio * len(ranked) + _ROUNDING))
         place = ranked.index(group)
         if place < n_kept:
             return None
