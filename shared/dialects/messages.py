@@ -29,7 +29,7 @@ class MessagesMessage(BaseModel):
     content: str | list[dict[str, Any]]
 
 
-class CountBody(BaseModel):
+class CountBody(BaseModel, json_schema_extra={"examples": [{"messages": _EXAMPLE["messages"]}]}):
     """`thinking` reaches chat templates that can turn it off; its budget has no effect."""
 
     model_config = ConfigDict(extra="ignore", strict=True)

@@ -56,6 +56,7 @@ KNOWN: dict[str, dict[str, list[Any]]] = {
         "episode_id": [],
     },
     "rollout": {
+        "name": ["tiny"],
         "input_ids": [[5], [5, 6, 7], list(range(3, 90)), [10**6], []],
         "sampling_params": [
             {},
