@@ -41,6 +41,8 @@ class MemoryStore:
             self.db.execute(sql, values)
 
     async def run(self, work):
+        if self.fails:
+            raise StorageUnavailable("the file is damaged")
         return work(self.db)
 
     def turns(self):
@@ -215,8 +217,8 @@ async def test_a_record_that_is_not_of_this_sample_is_not_used(change):
 
 async def test_a_full_disk_costs_only_the_record():
     store = MemoryStore()
-    process = await Process(store, RememberingEnv(n_turns=2), ScriptedEngine()).begin()
     store.fails = True
+    process = await Process(store, RememberingEnv(n_turns=2), ScriptedEngine()).begin()
     trajectory = await process.dispatcher.episode(spec(), "train")
     assert np.array_equal(trajectory.loss_mask.astype(bool), trajectory.logprobs != 0)
 

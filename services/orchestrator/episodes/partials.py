@@ -71,29 +71,25 @@ class PartialRollouts:
 
         Returns:
             at the first call, the tickets with records: an earlier process has left them.
-
-        Raises:
-            StorageUnavailable
         """
         if self.store is None:
             return []
-        is_first = self._beginning is None
-        await self.store.write(
+        is_first, self._beginning = self._beginning is None, beginning
+        await self._write(
             ("DELETE FROM partials WHERE ticket <= ? OR substr(place, 1, ?) != ?", (low, len(beginning), beginning))
         )
-        rows = await self.store.run(lambda db: db.execute("SELECT DISTINCT ticket FROM partials").fetchall())
-        self._beginning = beginning
-        return [int(ticket) for (ticket,) in rows] if is_first else []
+        rows = await self._read("SELECT DISTINCT ticket FROM partials") if is_first else []
+        return [int(ticket) for (ticket,) in rows]
 
     async def resume(self, spec: SamplingSpec, budget: TokenBudget, is_usable: IsUsable) -> Trajectory | str | None:
         """Return what is left of a sample: its finished episode, or its request id, with its turns in the budget."""
         if self.store is None or not spec.ticket or budget.used or budget.sampled:
             return None
-        rows = await self.store.run(
-            lambda db: db.execute(
-                "SELECT turn, record FROM partials WHERE ticket = ? AND sample = ? AND place = ? ORDER BY turn",
-                (spec.ticket, spec.sample_index, self._place(spec)),
-            ).fetchall()
+        rows = await self._read(
+            "SELECT turn, record FROM partials WHERE ticket = ? AND sample = ? AND place = ? ORDER BY turn",
+            spec.ticket,
+            spec.sample_index,
+            self._place(spec),
         )
         try:
             return _restored(rows, spec, budget, is_usable)
@@ -128,8 +124,17 @@ class PartialRollouts:
         if self.store is not None:
             await self._write(("DELETE FROM partials WHERE ticket = ?", (ticket,)))
 
+    async def _read(self, sql: str, *values: Any) -> list[Any]:
+        """Return rows; none if they cannot be read."""
+        assert self.store is not None
+        try:
+            return await self.store.run(lambda db: db.execute(sql, values).fetchall())
+        except VolleyError as error:
+            _log.warning("stored episodes cannot be read", error=str(error))
+            return []
+
     async def _write(self, *statements: tuple[str, Sequence[Any]]) -> None:
-        """Write; a full disk only costs the record."""
+        """Write; an error only costs the record."""
         assert self.store is not None
         try:
             await self.store.write(*statements)
