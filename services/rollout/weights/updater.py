@@ -179,13 +179,13 @@ class WeightUpdater:
 
     async def guard(self) -> None:
         """Worker that audits the serving weights every `AUDIT_S`, or asks for their version every `REPORT_S`."""
-        period_s = REPORT_S if "audit" in self.declared.lacks else AUDIT_S
+        is_reported = "audit" in self.declared.lacks
         while True:
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(REPORT_S if is_reported else AUDIT_S)
             try:
                 await self.audit()
             except Unavailable as error:
-                _log.warning("audit postponed", detail=str(error))
+                (_log.debug if is_reported else _log.warning)("audit postponed", detail=str(error))
 
     async def audit(self) -> None:
         """Stop serving if the engine's arrays, or their version, are not those that were loaded. Raises Unavailable.

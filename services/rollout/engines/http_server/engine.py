@@ -85,7 +85,7 @@ class HttpEngine:
         self._steady, self._closed = asyncio.Event(), asyncio.Event()
         self._steady.set()
         self._seen, self._paused, self._n_tokens = time.monotonic(), False, 0
-        self._is_asked = False
+        self._is_asked, self._answers = False, True
         self._bases: Any = None
 
     @property
@@ -253,11 +253,15 @@ class HttpEngine:
             if self._is_asked:
                 await self._server.check_health()
         except VolleyError as error:
-            _log.warning("the engine's server does not answer", url=self._url, detail=str(error))
+            if self._answers:
+                _log.warning("the engine's server does not answer", url=self._url, detail=str(error))
+            self._answers = False
             return
         finally:
             self._is_asked = False
-        self._seen = time.monotonic()
+        if not self._answers:
+            _log.info("the engine's server answers again", url=self._url, version=named)
+        self._seen, self._answers = time.monotonic(), True
         if begun == self._n_commits and self._serving is not None and named != self._serving.version:
             self._lose(f"the server names {named}")
 
