@@ -84,6 +84,7 @@ async def test_answers_match_their_grammars(engine: Engine, prompts: list[list[i
 @pytest.mark.parametrize(
     "grammar",
     [Grammar("regex", "["), Grammar("json_schema", '{"type": "objct"}'), Grammar("json_schema", "{"),
+     Grammar("json_schema", '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'),
      Grammar("regex", "a" * 200_000)],
 )  # fmt: skip
 async def test_a_grammar_that_cannot_be_compiled_is_refused(

@@ -65,7 +65,7 @@ class Guide:
         if self._matcher is None:
             return ""
         self._matcher.consume_tokens([token for token in tokens if token not in self._stops])
-        return self._matcher.get_error()
+        return _one_line(self._matcher.get_error())
 
 
 def guide_of(message: Message, stops: set[int], matcher: Any) -> Guide | None:
@@ -110,8 +110,16 @@ class Grammars:
         try:
             make = LLMatcher.grammar_from_regex if kind == "regex" else LLMatcher.grammar_from_json_schema
             matcher = LLMatcher(self._tokenizer, make(text), log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # finds that nothing can match
         except ValueError as error:
             raise InputError(f"the {kind} cannot be compiled: {error}") from error
         if matcher.is_error():
-            raise InputError(f"the {kind} cannot be compiled: {matcher.get_error()[:500]}")
+            raise InputError(f"the {kind} cannot be compiled: {_one_line(matcher.get_error())}")
         return matcher
+
+
+def _one_line(error: str) -> str:
+    """Shorten an error of llguidance, without the parser's state."""
+    said = " ".join(error.partition("<state>")[0].split())[:300]
+    return "no text matches it" if said.startswith("NoExtension") else said
