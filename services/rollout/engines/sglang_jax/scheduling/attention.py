@@ -151,7 +151,7 @@ def attend_blocks(
     Returns: [T, H, D] in q's dtype; rows of padding are arbitrary but finite.
     """
     tokens, n_heads, dim = q.shape
-    width = rows.shape[-1]  # whole rows are read, because cutting them makes the gather twice as slow
+    width = rows.shape[-1]  # whole rows are read, because the gather of cut ones is slower in large batches
     grouped = jnp.pad(q, ((0, block_q), (0, 0), (0, width - dim)))
     grouped = grouped.reshape(tokens + block_q, kv_heads, n_heads // kv_heads, width)
     slots = jnp.pad(cache_loc, (0, BLOCK_K))
