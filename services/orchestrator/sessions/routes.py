@@ -61,11 +61,11 @@ class ClaimBody(BaseModel):
     """`env` limits the claim to one environment. A repeated `request_id` gets the same session."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, json_schema_extra={"examples": [{"request_id": "worker-7/1", "wait_s": 30}]}
+        extra="forbid", frozen=True, json_schema_extra={"examples": [{"request_id": "worker-7/1", "wait_s": 20}]}
     )
     request_id: Annotated[str, Field(min_length=1, max_length=200)]
     env: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    wait_s: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)] = 0.0
+    wait_s: Annotated[float, Field(ge=0, le=20, allow_inf_nan=False)] = 0.0
 
 
 class EndBody(BaseModel):
@@ -147,7 +147,12 @@ async def list_models(request: Request, state: Here) -> Response:
     return respond(request, {"object": "list", "data": [model]})
 
 
-@router.post("/sessions", openapi_extra=declares(body=ClaimBody, answer=_ANSWER, statuses=(201,)))
+@router.post(
+    "/sessions",
+    status_code=201,
+    responses={204: {"description": "No task waits"}},
+    openapi_extra=declares(body=ClaimBody, answer=_ANSWER, statuses=(201,)),
+)
 async def claim_session(request: Request, state: Here) -> Response:
     """Claim the next task that waits for an external agent; 204 if there is none within `wait_s`."""
     body = await read_model(request, ClaimBody)

@@ -27,6 +27,7 @@ from shared.errors import InputError, NotFound, RateLimited, Unauthorized, Unava
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
 from shared.web.http import problem_response
+from shared.web.problems import MEDIA_TYPE
 
 _QUIET_S = 10.0
 """Time without a byte on a stream that waits, in seconds."""
@@ -148,7 +149,7 @@ def error_response(error: VolleyError, path: str) -> Response:
     else:
         body = {**problem(error), "error": {**inner, "param": None, "code": code}}
     headers = {name: plain.headers[name] for name in ("retry-after", "www-authenticate") if name in plain.headers}
-    return Response(orjson.dumps(body), error.status, headers, "application/json")
+    return Response(orjson.dumps(body), error.status, headers, MEDIA_TYPE)
 
 
 def _kind(error: VolleyError) -> str:

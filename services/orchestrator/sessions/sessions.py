@@ -29,6 +29,7 @@ from shared.process import telemetry
 
 _PREFIX = "vs"
 _KEPT = 1024  # settled sessions
+_READ_S = 10.0
 _ONE = "SELECT record, state, reason, result, claimed, output, expires FROM sessions WHERE id = ?"
 _ALL = "SELECT record, state, reason, result, claimed, output, expires FROM sessions WHERE settled = 0"
 _log = telemetry.Log("sessions")
@@ -114,9 +115,17 @@ class Sessions:
     def _code(self, id_: str) -> str:
         return hmac.new(self._secret, id_.encode(), hashlib.sha256).hexdigest()[:40]
 
+    async def _ready(self) -> None:
+        """Wait until an earlier process's sessions are read. Raises Unavailable."""
+        try:
+            async with asyncio.timeout(_READ_S):
+                await self._opened.wait()
+        except TimeoutError:
+            raise Unavailable("the sessions are not read yet", "try again") from None
+
     async def by_key(self, key: str) -> Session:
         """Find the session of a key, also one that is over. Raises Unauthorized."""
-        await self._opened.wait()
+        await self._ready()
         prefix, _, rest = key.partition("_")
         id_, _, code = rest.partition("_")
         is_right = hmac.compare_digest(code.encode(), self._code(id_).encode())
@@ -127,7 +136,7 @@ class Sessions:
 
     async def find(self, id_: str) -> Session:
         """Find a session, also a settled one that is kept. Raises NotFound."""
-        await self._opened.wait()
+        await self._ready()
         if (session := self._sessions.get(id_)) is not None:
             return session
         if self._store is not None:
@@ -153,7 +162,7 @@ class Sessions:
 
     async def claim(self, env: str | None, by: str, wait_s: float) -> Session | None:
         """Claim the oldest offered session; None if there is none within `wait_s`. Repeating it with `by` is safe."""
-        await self._opened.wait()
+        await self._ready()
         claimed = next((one for one in self._open_ones() if one.claimed == by), None)
         if claimed is not None:
             return claimed
