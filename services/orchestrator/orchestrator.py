@@ -92,8 +92,9 @@ class Orchestrator:
         self.gate.release(_PAUSED)
 
     def last_evaluated(self) -> int | None:
-        """Return the last step that was evaluated."""
-        return max((record.step for record in self.evaluator.records), default=None) if self.evaluator else None
+        """Return the last step whose evaluation is complete: the main environment is measured last."""
+        records = self.evaluator.records if self.evaluator else []
+        return max((record.step for record in records if record.env is None), default=None)
 
     def describe(self) -> dict[str, Any]:
         """Return the answer of GET /runs/{name}.

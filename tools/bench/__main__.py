@@ -61,6 +61,7 @@ BENCHMARKS = {
     "generation": Benchmark(
         "tools.bench.generation", "base", "asynchronous against turn-synchronous generation, simulated (aim ≤ 0.36)"
     ),
+    "sessions": Benchmark("tools.bench.sessions", "base", "2,048 agents' sessions on one recorder (aim: lag ≤ 50 ms)"),
     "publishing": Benchmark(
         "tools.bench.publishing",
         "base",

@@ -24,7 +24,7 @@ from services.orchestrator.sessions.records import OPEN, SessionRecord, SessionR
 from services.orchestrator.sessions.session import Session
 from services.orchestrator.sessions.store import SessionStore
 from shared.clients.env import Opening
-from shared.errors import NotFound, Unauthorized
+from shared.errors import NotFound, Unauthorized, Unavailable
 from shared.process import telemetry
 
 _PREFIX = "vs"
@@ -195,8 +195,8 @@ class Sessions:
         return await self._settle([one for one in self._open_ones() if one.record.ticket == ticket], disposition)
 
     async def settle_evaluation(self, step: int) -> list[Session]:
-        """Settle the sessions of evaluations of steps before `step`."""
-        measured = [one for one in self._open_ones() if not one.record.ticket and _step(one.record.place) < step]
+        """Settle the sessions of evaluations up to that of `step`."""
+        measured = [one for one in self._open_ones() if not one.record.ticket and _step(one.record.place) <= step]
         return await self._settle(measured, "evaluation")
 
     async def _settle(self, sessions: list[Session], disposition: str) -> list[Session]:
