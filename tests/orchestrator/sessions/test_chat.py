@@ -1,16 +1,19 @@
 """The recorder as an agent sees it, through the real OpenAI SDK."""
 
 import asyncio
+import json
 from dataclasses import replace
 
 import numpy as np
 import openai
 import pytest
 
+from services.orchestrator.sessions import serving
 from services.orchestrator.sessions.trajectories import tokens_of
 from shared.models.chat import ChatTokenizer
 from tests.orchestrator.fakes import Say
 from tests.orchestrator.sessions.recorder import MODEL, TOKENIZER, WIDE, recording, said
+from tests.support.asgi import served
 from tests.support.templates import tiny_folder
 
 ASK = [{"role": "user", "content": "play"}]
@@ -167,3 +170,43 @@ async def test_calls_of_tools_go_in_and_out(tmp_path):
         text = tokenizer.decode(tokens.token_ids.tolist())
         assert text.count(CALL) == 1
         assert "a lake" in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_broken_connection_ends_its_call_and_the_next_one_is_answered(tmp_path, monkeypatch, stream):
+    """Over real HTTP: the client closes its socket while the model samples."""
+    monkeypatch.setattr(serving, "_QUIET_S", 0.1)
+    async with recording(tmp_path) as recorder, recorder.playing() as session, served(recorder.app) as url:
+        recorder.engine.delay_s = 60.0
+        host, port = url.removeprefix("http://").split(":")
+        body = json.dumps({"model": MODEL, "messages": ASK, "stream": stream}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {recorder.sessions.key_of(session)}\r\n"
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        while not recorder.engine.running:
+            await asyncio.sleep(0.01)
+        if stream:
+            async with asyncio.timeout(5.0):
+                assert b": waiting" in await reader.readuntil(b": waiting")
+        writer.close()
+        async with asyncio.timeout(1.0):
+            while not recorder.engine.aborted:
+                await asyncio.sleep(0.01)
+        assert (session.n_calls, len(session.tree.nodes)) == (0, 0)
+        recorder.engine.delay_s = 0.0
+        again = await recorder.client(session, max_retries=0).chat.completions.create(model=MODEL, messages=ASK)
+        assert again.choices[0].message.content is not None
+        assert session.n_calls == 1
+
+
+async def test_a_stream_that_waits_ends_with_its_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "_QUIET_S", 0.05)
+    async with recording(tmp_path) as recorder, recorder.playing() as session, served(recorder.app) as url:
+        recorder.engine.delay_s = 60.0
+        key = recorder.sessions.key_of(session)
+        async with openai.AsyncOpenAI(api_key=key, base_url=f"{url}/v1", max_retries=0) as client:
+            streaming = await client.chat.completions.create(model=MODEL, messages=ASK, stream=True)
+            await session.end()
+            with pytest.raises(openai.APIError):
+                async for _ in streaming:
+                    pass
