@@ -33,11 +33,15 @@ _DIALECTS: Mapping[str, Dialect[Any]] = {
 
 
 class ScriptedModel:
-    """Gives the assistant messages of `script` in turn, and then its last text again."""
+    """Gives the assistant messages of `script` in turn, and then its last text again.
+
+    A repeated `Idempotency-Key` gets the same answer, as in a run.
+    """
 
     def __init__(self, script: Sequence[Message] = ()) -> None:
         self._script = [message for message in script if message["role"] == "assistant"]
         self.n_requests = 0
+        self._answered: dict[str, bytes] = {}
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request of the program."""
@@ -52,15 +56,13 @@ class ScriptedModel:
             return _refusal(422, str(error.errors(include_url=False, include_input=False)[0]))
         except VolleyError as error:
             return _refusal(error.status, error.detail)
-        self.n_requests += 1
-        answers = [self._next(asked)] * asked.n
-        head = Head(asked.model or "scripted")
-        if asked.stream:
-            body = encode_finished(known.stream(asked, head, _NO_TOKENS), answers, _USAGE)
-            return web.Response(body=body, content_type="text/event-stream")
-        return web.Response(
-            body=orjson.dumps(known.write(asked, head, answers, _USAGE, _NO_TOKENS)), content_type="application/json"
-        )
+        key = request.headers.get("Idempotency-Key", "")
+        if (body := self._answered.get(key)) is None:
+            self.n_requests += 1
+            body = _encoded(known, asked, [self._next(asked)] * asked.n)
+            if key:
+                self._answered[key] = body
+        return web.Response(body=body, content_type="text/event-stream" if asked.stream else "application/json")
 
     def _next(self, asked: Asked) -> Answered:
         if self._script:
@@ -72,6 +74,13 @@ class ScriptedModel:
             call = Call(new_id(), str(tool.get("name")), arguments)
             return Answered(_SAMPLED, "", calls=(call,), finish_reason="tool_calls")
         return Answered(_SAMPLED, _KNOWS_NOTHING)
+
+
+def _encoded(known: Dialect[Any], asked: Asked, answers: Sequence[Answered]) -> bytes:
+    head = Head(asked.model or "scripted")
+    if asked.stream:
+        return encode_finished(known.stream(asked, head, _NO_TOKENS), answers, _USAGE)
+    return orjson.dumps(known.write(asked, head, answers, _USAGE, _NO_TOKENS))
 
 
 def _answered(message: Message, *, with_calls: bool) -> Answered:
