@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from shared.services_schema import Limits
 from tests.env.agents import ASKS, HEADER, RUNS, Recorder, adds, begin, ended, finish, start
 from tests.env.conftest import OpenClient
 from tests.env.submitted import decided, submit
+from volley.layout import PROJECT
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -291,3 +293,36 @@ async def test_wrong_agents_are_refused_by_name(client: httpx.AsyncClient, old: 
     row = await decided(client, "adder")
     assert row["state"] == "rejected"
     assert told in str(row["report"]["checks"][-1])
+
+
+async def test_a_killed_service_leaves_no_program(sandboxes: Sandboxes) -> None:
+    source = RUNS % "os.execvp('sleep', ['sleep', '54322'])"
+    program = f"""
+import asyncio
+from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
+from services.env.sandbox.sandboxes import Sandboxes
+
+async def main():
+    async with Sandboxes() as sandboxes:
+        one = await sandboxes.start(EnvironmentProgram({source!r}, kind="agent"), SandboxLimits(open_files=256))
+        await one.call("reset", {{"split": "train", "index": 0, "seed": 0}}, 10)
+        asked = dict(base_url="", api_key="sess-1", model="m", timeout_s=60, memory_mb=256, max_output=99)
+        await one.call("program", asked, 60)
+
+asyncio.run(main())
+"""
+    service = await asyncio.create_subprocess_exec(sys.executable, "-c", program, cwd=PROJECT)
+    async with asyncio.timeout(30):
+        while not running("54322"):
+            await asyncio.sleep(0.05)
+        service.kill()
+        await service.wait()
+        while running("54322"):
+            await asyncio.sleep(0.05)
+
+
+async def test_a_machine_without_namespaces_refuses_programs() -> None:
+    async with Sandboxes(namespaces=False) as sandboxes:
+        with pytest.raises(Forbidden) as refused:
+            await sandboxes.start(EnvironmentProgram(ASKS, kind="agent"))
+    assert "root" in refused.value.hint
