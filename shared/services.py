@@ -52,7 +52,7 @@ class ServiceInfo:
 
 
 _TABLE = (
-    ServiceInfo("env", 8101, "base", 120.0, shared=True, supervised=True),
+    ServiceInfo("env", 8101, "base", 600.0, shared=True, supervised=True),
     ServiceInfo("rollout", 8102, "rollout", 900.0, ("env",), ("/weights", "/get_server_info"), replicated=True),
     ServiceInfo("orchestrator", 8103, "base", 120.0, ("env",), ("/runs",), "name"),
     ServiceInfo("trainer", 8104, "trainer", 900.0, ("env",), ("/status",), "run", supervised=True),

@@ -36,7 +36,7 @@ def test_an_example_solves_its_tasks(file: Path, can_start_programs: None) -> No
         pytest.skip("the package index cannot be reached")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     agent = next(line for line in ended.stdout.splitlines() if line.split()[:2] == ["ok", "agent:"])
-    assert agent.count("reward 1") == 3
+    assert agent.count("reward 1") == 2
 
 
 def test_the_template_is_the_page_s_example() -> None:

@@ -10,7 +10,7 @@ from services.env.episode_types import EVAL, TRAIN, Message
 from services.env.submissions.findings import SEED_HINT, Failed, Findings, gathered, raise_if_ours, spread
 from shared.errors import VolleyError
 
-_TRIED = {TRAIN: 2, EVAL: 1}
+_TRIED = {TRAIN: 1, EVAL: 1}
 
 
 async def check_agent(backend: AgentBackend, findings: Findings) -> None:
