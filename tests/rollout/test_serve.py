@@ -9,15 +9,16 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import httpx
 import pytest
 
 from services.rollout.api.generation import GenerationRunner
-from services.rollout.app import build_app
+from services.rollout.app import build_app, open_rollout
+from services.rollout.engines.base import EngineSpec
 from services.rollout.settings import standalone
 from services.rollout.weights.serving import Serving
 from services.rollout.weights.updater import WeightUpdater
@@ -101,6 +102,23 @@ def test_a_version_of_a_run_is_served(run: Path, temporary: Path, version: str) 
     assert not settings.engine.load_weights
     assert settings.first == run / "checkpoints" / VERSION
     assert (settings.run, settings.model_name) == ("old", f"old@{VERSION}")
+
+
+async def test_the_version_is_loaded_before_the_server_answers(run: Path, temporary: Path) -> None:
+    trust.accept(RunFolder(run))
+    settings = standalone(serve.prepare(f"{run}@{VERSION}", ServeOptions(api_key=""), temporary).loaded.config)
+    engine = FakeEngine()
+
+    @asynccontextmanager
+    async def open_engine(_: EngineSpec) -> AsyncIterator[FakeEngine]:
+        yield engine
+
+    async with open_rollout(settings, open_engine) as service:
+        transport = httpx.ASGITransport(service.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            info = (await http.get("/model_info")).json()
+    assert engine.loaded == [VERSION]
+    assert (info["weight_version"], info["served_model_name"]) == (VERSION, f"old@{VERSION}")
 
 
 def test_options_of_the_command_line_reach_the_service(model: Path, temporary: Path) -> None:
