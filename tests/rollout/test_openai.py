@@ -13,8 +13,11 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from anthropic.types import MessageCountTokensParams
+from anthropic.types import message_create_params as message_params
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 from sgl_jax.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
 
 from services.rollout.api.generation import GenerationRunner
@@ -25,6 +28,8 @@ from services.rollout.weights.updater import WeightUpdater
 from shared.dialects.chat import ChatBody
 from shared.dialects.completions import CompletionBody
 from shared.dialects.fields import IGNORED, NEUTRAL
+from shared.dialects.messages import CountBody, MessagesBody
+from shared.dialects.responses import ResponsesBody
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from tests.support import models
@@ -32,9 +37,13 @@ from tests.support.engine import SETTINGS, FakeEngine, counted
 
 VERSION = "e000001-s000000"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 ASKED: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
     TEXT: {"prompt": [34], "max_tokens": 4},
+    RESPONSES: {"input": "hi"},
+    MESSAGES: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4},
+    f"{MESSAGES}/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
 }
 MODEL = ModelConfig.parse(models.tiny_config())
 
@@ -202,9 +211,12 @@ async def test_sglangs_own_defaults_are_accepted(http: httpx.AsyncClient, path: 
     [
         (CHAT, chat_params.CompletionCreateParamsNonStreaming, ChatBody),
         (TEXT, completion_params.CompletionCreateParamsNonStreaming, CompletionBody),
+        (RESPONSES, response_params.ResponseCreateParamsNonStreaming, ResponsesBody),
+        (MESSAGES, message_params.MessageCreateParamsNonStreaming, MessagesBody),
+        (f"{MESSAGES}/count_tokens", MessageCountTokensParams, CountBody),
     ],
 )
-async def test_every_field_of_openais_own_client_is_judged(
+async def test_every_field_of_the_apis_own_client_is_judged(
     http: httpx.AsyncClient, path: str, params: type, model: Any
 ) -> None:
     """None of them is ignored because nobody knew it."""
