@@ -46,6 +46,14 @@ def read_format(given: Any, key: str) -> Mapping[str, Any] | None:
             raise InputError(f"{key}={reprlib.repr(given)} is not supported", "leave it out")
 
 
-def _names(tools: Sequence[Mapping[str, Any]]) -> list[Any]:
-    inner = [tool.get("function") or tool for tool in tools]
-    return [one.get("name") if isinstance(one, Mapping) else None for one in inner]
+def _names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the functions. Raises InputError naming a tool that has none, and so cannot be called."""
+    names = list[str]()
+    for i, tool in enumerate(tools):
+        match tool:
+            case {"function": {"name": str(name)}} if name:
+                names.append(name)
+            case _:
+                shape = '{"type": "function", "function": {"name": "…", "parameters": {…}}}'
+                raise InputError(f"tools[{i}] is not a function with a name", f"a tool is {shape}")
+    return names

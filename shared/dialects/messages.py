@@ -67,11 +67,14 @@ class MessagesBody(CountBody, json_schema_extra={"examples": [_EXAMPLE]}):
 def read(body: CountBody) -> Asked:
     """Translate a body. Raises InputError naming what cannot be honoured."""
     tools = tuple(_tool(tool, i) for i, tool in enumerate(body.tools or ()))
-    given = body.tool_choice or {}
-    named = {"type": "function", "function": {"name": given.get("name")}}
-    choice, name = read_tool_choice(
-        named if given.get("type") == "tool" else _CHOICES.get(given.get("type", "auto"), body.tool_choice), tools
-    )
+    given = body.tool_choice or {"type": "auto"}
+    wanted: Any = given
+    match given:
+        case {"type": "tool", "name": name}:
+            wanted = {"type": "function", "function": {"name": name}}
+        case {"type": str(type_)}:
+            wanted = _CHOICES.get(type_, given)
+    choice, name = read_tool_choice(wanted, tools)
     messages = [{"role": "system", "content": _texts(body.system, "system")}] if body.system else []
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{i}]")

@@ -6,21 +6,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.dialects.reading import THINK
+from shared.dialects import grammars
+from shared.dialects.grammars import AnswerGrammar
+from shared.dialects.reading import END_THINK, THINK
 from shared.dialects.records import Asked
 from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
+from shared.models.turns import CallForm
 
 _TAIL = 16  # tokens
+_NO_THOUGHTS = f"\n{END_THINK}\n\n"
 _THINKING, _EFFORT = "enable_thinking", "reasoning_effort"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens of a prompt. `opened`: text at its end that belongs to the answer (see `AnswerReader`)."""
+    """Tokens of a prompt.
+
+    Attributes:
+        opened: text at its end that belongs to the answer (see `AnswerReader`).
+        grammar: that the answer must match; None for any text.
+    """
 
     ids: list[int]
     opened: str = ""
+    grammar: AnswerGrammar | None = None
 
 
 def render(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
@@ -35,10 +45,37 @@ def render(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
         )
     if asked.continues:
         return Prompt(tokenizer.render_unfinished(messages, tools))
-    if asked.tool_choice == "required":
-        return Prompt(*tokenizer.render_call(messages, tools, asked.tool_name))
+    form = tokenizer.call_form(messages, tools) if asked.tool_choice == "required" else None
+    if form is not None:
+        return _begun_call(asked, tokenizer, form)
     ids = tokenizer.render_prompt(messages, tools, header=asked.header)
-    return Prompt(ids, ends_open(tokenizer, ids))
+    opened = ends_open(tokenizer, ids)
+    if asked.schema is None:
+        return Prompt(ids, opened)
+    lines = list[str]()
+    if asked.reads_calls:
+        form = tokenizer.call_form(messages, tools)
+        if form.end is None:
+            raise InputError(
+                "the chat template writes calls that no grammar can describe beside a format of the answer"
+            )
+        lines = grammars.calls(tools, form, "")
+    return Prompt(ids, opened, grammars.answer(asked.schema, lines, thinking=bool(opened)))
+
+
+def _begun_call(asked: Asked, tokenizer: ChatTokenizer, form: CallForm) -> Prompt:
+    """Begin the call in the prompt, with its name if there is only one function to call."""
+    name, tools = asked.tool_name, asked.tools
+    if name is not None:
+        tools = tuple(tool for tool in tools if tool["function"]["name"] == name)
+    opened = (form.start if name is None else form.start + name + form.between).rstrip(" ")
+    grammar = None
+    if form.end is not None:
+        grammar = grammars.answer(None, grammars.calls(tools, form, opened), thinking=False)
+    if form.opened.strip() == THINK:
+        ids = tokenizer.render_opened(asked.messages, asked.tools, _NO_THOUGHTS + opened)
+        return Prompt(ids, THINK + _NO_THOUGHTS + opened, grammar)
+    return Prompt(tokenizer.render_opened(asked.messages, asked.tools, opened), opened, grammar)
 
 
 def ends_open(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:

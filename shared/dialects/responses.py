@@ -119,7 +119,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             case "message":
                 messages.append({"role": item.get("role"), "content": item.get("content")})
             case "reasoning":
-                _answer(messages, new=True)["reasoning_content"] = _reasoning(item)
+                _answer(messages, new=True)["reasoning_content"] = _reasoning(item, at)
             case "function_call":
                 call = {"name": item.get("name"), "arguments": item.get("arguments")}
                 said = _answer(messages)
@@ -156,7 +156,9 @@ def _answer(messages: list[dict[str, Any]], *, new: bool = False) -> dict[str, A
     return messages[-1]
 
 
-def _reasoning(item: Mapping[str, Any]) -> str:
+def _reasoning(item: Mapping[str, Any], at: str) -> str:
     parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list):
+        raise InputError(f"{at}: its content is {kind(parts)}, not a list of parts")
     texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
     return "".join(text for text in texts if isinstance(text, str))

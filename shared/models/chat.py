@@ -20,7 +20,7 @@ from shared.errors import ConfigError, InputError
 from shared.models.masks import mark_spans, transfer_marks
 from shared.models.templates import ChatTemplates, Messages, Tools, Variables, read_templates
 from shared.models.tokenizer_files import read_tokenizer
-from shared.models.turns import Turn, TurnRenderer
+from shared.models.turns import CallForm, Turn, TurnRenderer
 
 _ANCHOR = 200  # characters
 
@@ -140,13 +140,13 @@ class ChatTokenizer:
         """
         return self.encode(self._template.render(messages, tools, prompt=header))
 
-    def render_call(self, messages: Messages, tools: Tools, name: str | None = None) -> tuple[list[int], str]:
-        """Tokenize a conversation and the beginning of a call, up to the name, or after it if `name` is given.
+    def call_form(self, messages: Messages, tools: Tools) -> CallForm:
+        """Return the text of a call in the next answer. Raises InputError if the template writes no calls."""
+        return self._turns.call_form(messages, tools)
 
-        Returns the ids and the text of the beginning. Raises InputError if the template writes no calls.
-        """
-        opened = self._turns.open_call(messages, tools, name)
-        return self.encode(self._template.render(messages, tools) + opened), opened
+    def render_opened(self, messages: Messages, tools: Tools, opened: str) -> list[int]:
+        """Tokenize a conversation with the beginning of the next answer. Raises InputError."""
+        return self.encode(self._template.render(messages, tools) + opened)
 
     def render_unfinished(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Tokenize a conversation without the end of its last message, for the model to continue. Raises InputError."""

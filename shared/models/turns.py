@@ -43,6 +43,20 @@ class Turn:
     spans: Spans | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """Text of a call as a chat template writes it: `start`, the name, `between`, the arguments as JSON, `end`.
+
+    `end` is None if the template writes arguments otherwise; `between` then ends before them. The template leaves out
+    `opened`, the end of the prompt, before a call.
+    """
+
+    opened: str
+    start: str
+    between: str
+    end: str | None
+
+
 class TurnRenderer:
     """Renderer of assistant's turns with one set of chat templates."""
 
@@ -95,20 +109,22 @@ class TurnRenderer:
         self.check_written(before, messages, after=MARKER)
         return text
 
-    def open_call(self, before: Messages, tools: Tools, name: str | None) -> str:
-        """Render the beginning of a call as the next turn: up to the name, or up to the arguments if `name` is given.
-
-        Raises InputError if the template leaves out calls.
-        """
-        calls = [
-            {"id": "call00000", "type": "function", "function": {"name": name or _probe(0), "arguments": arguments}}
-            for arguments in ({_probe("key"): "1"}, {})
-        ]
-        turns = [self.turn(before, {"role": "assistant", "content": "", "tool_calls": [call]}, tools) for call in calls]
-        said = turns[0].said
-        end = _common(said, turns[1].said) if name else said.find(_probe(0))
-        closing = f"\n{_THOUGHT}\n\n" if turns[0].opened.strip() == "<think>" else ""
-        return closing + (said[:end].rstrip("{<[ \n") if name else said[:end])
+    def call_form(self, before: Messages, tools: Tools) -> CallForm:
+        """Find the form of a call at the beginning of the next turn. Raises InputError if the template writes none."""
+        name, key = _probe(0), _probe("key")
+        function = {"name": name, "arguments": {key: "1"}}
+        call = {"id": "call00000", "type": "function", "function": function}
+        turn = self.turn(before, {"role": "assistant", "content": "", "tool_calls": [call]}, tools)
+        start, _, rest = turn.said.partition(name)
+        at = rest.rfind("{", 0, rest.find(key))
+        try:
+            arguments, end = json.JSONDecoder().raw_decode(rest, at) if at >= 0 else (None, 0)
+        except ValueError:
+            arguments, end = None, 0
+        if arguments == {key: "1"} and rest.endswith(self.closing):
+            return CallForm(turn.opened, start, rest[:at], rest[end:].removesuffix(self.closing))
+        between = rest[: rest.find(key)].rstrip("{<[=\n\"' ").removesuffix("<parameter").rstrip("\n")
+        return CallForm(turn.opened, start, between, None)
 
     def turn(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> Turn:
         """Render the turn of `message` after `before`. Raises InputError naming a part that is left out."""

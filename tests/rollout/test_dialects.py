@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
+from shared.dialects.grammars import AnswerGrammar
+from shared.dialects.prompts import render
+from shared.dialects.records import Asked
+from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
-from tests.rollout.speaking import Server, running
-from tests.support.templates import published, tiny_folder
+from tests.rollout.speaking import TOKENIZER, Server, running
+from tests.support.engine import SETTINGS
+from tests.support.templates import model_folder, published, tiny_folder
+
+TINY_TEMPLATE = json.loads((Path(SETTINGS.engine.model_path) / "tokenizer_config.json").read_text())["chat_template"]
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 ANSWER = f"<think>I add.</think>\n\nSure.\n{CALL}"
@@ -134,6 +143,7 @@ async def test_responses_read_their_own_items(server: Server) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"include": ["web_search_call.results"]}, "include"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input[0]"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
@@ -213,18 +223,66 @@ async def test_models_are_listed_and_found(server: Server) -> None:
         await server.client.models.retrieve("gpt-4")
 
 
-def test_a_call_is_begun_as_every_published_template_writes_it(tmp_path: Path) -> None:
-    """The beginning is the template's own: the whole call starts with it."""
+FORMS = ("qwen2_5", "qwen3", "qwen3_6", "llama3", "llama3_2", "deepseek_r1_distill", "qwen3_8")
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMS) & published().keys()))
+def test_the_form_of_a_call_is_the_templates(tmp_path: Path, name: str) -> None:
+    tokenizer = ChatTokenizer(model_folder(tmp_path / name, published()[name]))
     tools = CHAT["tools"]
-    for name in ("qwen2_5", "qwen3", "llama3_2", "qwen3_coder"):
-        if (template := published().get(name)) is None:
-            continue
-        tokenizer = ChatTokenizer(tiny_folder(tmp_path / name, chat_template=template))
-        for chosen in ("add", None):
-            ids, opened = tokenizer.render_call(QUESTION, tools, chosen)
-            call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
-            said: Any = {"role": "assistant", "content": "", "tool_calls": [call]}
-            whole = tokenizer.decode(tokenizer.render_prompt([*QUESTION, said], tools, header=False))
-            assert whole.startswith(tokenizer.decode(ids)), name
-            assert tokenizer.decode(ids).endswith(opened)
-            assert ("add" in opened) == (chosen is not None)
+    try:
+        form = tokenizer.call_form(QUESTION, tools)
+    except InputError:
+        assert "tool_calls" not in published()[name]
+        return
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
+    said: Any = {"role": "assistant", "content": "", "tool_calls": [call]}
+    whole = tokenizer.decode(tokenizer.render_prompt([*QUESTION, said], tools, header=False))
+    begun = f"{form.start}add{form.between}"
+    assert begun in whole
+    if form.end is not None:
+        assert json.loads(whole.partition(begun)[2].rpartition(form.end)[0] if form.end else "{}") == ARGUMENTS
+
+
+def accepts(grammar: AnswerGrammar | None, text: str) -> bool:
+    """True if the text matches a grammar as a whole."""
+    assert grammar is not None
+    assert grammar.kind == "lark"
+    file = str(Path(SETTINGS.engine.model_path) / "tokenizer.json")
+    tokenizer = LLTokenizer(file, n_vocab=TOKENIZER.vocab_size, eos_token=TOKENIZER.eos_id)
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar.text), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = TOKENIZER.encode(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+CLOSED: Any = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+
+
+def test_a_required_call_follows_the_schema_of_its_tool(tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(tiny_folder(tmp_path / "model", chat_template=published()["qwen2_5"]))
+    tools = [{"type": "function", "function": {"name": name, "parameters": CLOSED}} for name in ("add", 'sub"tract')]
+    asked = Asked(messages=tuple(QUESTION), tools=tuple(tools), tool_choice="required")
+    any_call = render(asked, tokenizer).grammar
+    assert accepts(any_call, 'add", "arguments": {"a": 1}}\n</tool_call>')
+    assert not accepts(any_call, 'add", "arguments": {"b": 1}}\n</tool_call>')
+    assert not accepts(any_call, 'multiply", "arguments": {"a": 1}}\n</tool_call>')
+    named = render(replace(asked, tool_name="add"), tokenizer).grammar
+    assert accepts(named, ' {"a": 1}}\n</tool_call>')
+    assert accepts(named, '{"a":1}}\n</tool_call>')
+    assert not accepts(named, ' {"a": 1}}\n</tool_call> and more')
+
+
+def test_a_format_beside_tools_allows_the_json_or_a_call(tmp_path: Path) -> None:
+    tokenizer = ChatTokenizer(tiny_folder(tmp_path / "model", chat_template=published()["qwen2_5"]))
+    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+    tools = ({"type": "function", "function": {"name": "add", "parameters": CLOSED}},)
+    grammar = render(Asked(messages=tuple(QUESTION), tools=tools, schema=schema), tokenizer).grammar
+    assert accepts(grammar, '{"sum": 2}')
+    assert accepts(grammar, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
+    assert not accepts(grammar, "two")
+    thinking = TINY_TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
+    tokenizer = ChatTokenizer(tiny_folder(tmp_path / "thinking", chat_template=thinking))
+    grammar = render(Asked(messages=tuple(QUESTION), schema=schema), tokenizer).grammar
+    assert accepts(grammar, 'One and {"one"}.</think>\n\n{"sum": 2}')
+    assert not accepts(grammar, '{"sum": 2}')

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import orjson
 
 from services.rollout.api import validation
 from services.rollout.api.event_stream import Put
@@ -23,6 +22,7 @@ from services.rollout.engines.base import (
 )
 from shared.dialects.decoding import AnswerDecoder
 from shared.dialects.events import AnswerStream
+from shared.dialects.grammars import AnswerGrammar
 from shared.dialects.prompts import Prompt
 from shared.dialects.records import Answered, Asked, Echo, Piece, Sampled, Top, Usage, usage_of
 
@@ -45,7 +45,11 @@ class AnswerSampler:
         assert state.tokenizer is not None
         self._state, self._asked, self._tokenizer = state, asked, state.tokenizer
         self._ids = [validation.check_ids(np.array(one.ids, np.int64), state.info.vocab_size) for one in prompts]
-        self._requests = [self._request(ids, i, default_tokens) for ids in self._ids for i in range(asked.n)]
+        self._requests = [
+            self._request(ids, prompt, i, default_tokens)
+            for ids, prompt in zip(self._ids, prompts, strict=True)
+            for i in range(asked.n)
+        ]
         self._decoders = [AnswerDecoder(state.tokenizer, asked, one.opened) for one in prompts for _ in range(asked.n)]
 
     async def sample(self, receive: Receive) -> tuple[list[Answered], Usage]:
@@ -107,23 +111,17 @@ class AnswerSampler:
         scored = await self._state.generation.score(ids, receive, self._asked.top_logprobs)
         return Echo(ids, scored.logprobs, _top(scored.top))
 
-    def _request(self, ids: np.ndarray, i: int, default_tokens: int | None) -> GenerateRequest:
+    def _request(self, ids: np.ndarray, prompt: Prompt, i: int, default_tokens: int | None) -> GenerateRequest:
         info = self._state.info
         room = max(1, validation.room(info) - len(ids))
         limit = self._asked.sampling.max_tokens
         limit = min(default_tokens or room, room) if limit is None else limit
-        request = validation.build(ids, self._sampling(limit, i), None, info)
+        request = validation.build(ids, self._sampling(limit, i, prompt.grammar), None, info)
         return replace(request, top_logprobs=self._asked.top_logprobs)
 
-    def _grammar(self) -> Grammar | None:
-        """Return the grammar of the wanted format; {} stands for any JSON object."""
-        schema = self._asked.schema
-        if schema is None:
-            return None
-        return Grammar("json_schema", orjson.dumps(schema or {"type": "object"}).decode())
-
-    def _sampling(self, limit: int, i: int) -> SamplingParams:
+    def _sampling(self, limit: int, i: int, grammar: AnswerGrammar | None) -> SamplingParams:
         wanted = self._asked.sampling
+        forced = grammar is not None and "grammar" in self._state.info.options
         ends = () if wanted.ignore_eos else tuple(sorted(self._tokenizer.end_ids))
         stops = validation.check_stops([*wanted.stop_token_ids], self._state.info.vocab_size)
         return SamplingParams(
@@ -133,7 +131,7 @@ class AnswerSampler:
             top_k=wanted.top_k,
             stop_token_ids=(*ends, *stops),
             ignore_eos=wanted.ignore_eos,
-            grammar=self._grammar(),
+            grammar=Grammar(grammar.kind, grammar.text) if grammar and forced else None,
             sampling_seed=None if wanted.seed is None else (wanted.seed + i) % (1 << 64),
         )
 

@@ -113,7 +113,7 @@ class GenerationRunner:
             raise type(error)(error.detail, "send the request to another server")
         limit = CROWD * self.engine.info.max_running_requests
         if n > limit:
-            raise InputError(f"{n} samples of one prompt are more than the {limit} requests this server takes at once")
+            raise InputError(f"{n} samples are more than the {limit} requests this server takes at once")
         if self.n_requests + n > limit:
             raise RateLimited(
                 f"{self.n_requests} requests run or wait here, at most {limit} may", retry_after_s=_FULL_RETRY_S

@@ -99,11 +99,6 @@ async def _respond(
     if asked.schema is not None and "grammar" not in state.info.options:
         hint = "leave it out: this server's engine cannot force an answer into a format"
         raise InputError(f"{dialect.format_key}={reprlib.repr(asked.schema)} is not supported", hint)
-    if asked.schema is not None and asked.reads_calls:
-        raise InputError(
-            f"{dialect.format_key} and tools are both given",
-            "send tool_choice none: a call would not follow the schema",
-        )
     sampler, tokenizer = AnswerSampler(state, asked, prompts, dialect.default_tokens), _tokenizer(state)
     head = Head(_model_name(state), state.updates.current)
     if asked.stream:

@@ -61,6 +61,7 @@ _SAMPLING = _object(
         "logit_bias": _or_null({"type": "object", "maxProperties": validation.MAX_BIASES}),
         "json_schema": _or_null({"type": "string"}),
         "regex": _or_null({"type": "string"}),
+        "lark": _or_null({"type": "string"}),
         **{name: {"enum": list(values)} for name, values in validation.NEUTRAL.items()},
     },
     closed=True,

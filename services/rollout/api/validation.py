@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engines.base import EngineInfo, GenerateRequest, Grammar, SamplingParams
+from services.rollout.engines.base import EngineInfo, GenerateRequest, Grammar, GrammarKind, SamplingParams
 from shared.dialects.fields import is_one_of
 from shared.errors import InputError
 
@@ -64,6 +64,7 @@ OPTIONAL: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "logit_bias": ("logit_bias", (None, {})),
     "json_schema": ("grammar", (None, "")),
     "regex": ("grammar", (None, "")),
+    "lark": ("grammar", (None, "")),
 }
 """Sampling parameters that are honoured if the engine has an option (`EngineInfo.options`): the option, and the values
 that ask for nothing.
@@ -141,14 +142,15 @@ def _biases(value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
 
 
 def _grammar(raw: Mapping[str, Any]) -> Grammar | None:
-    """Read `json_schema` or `regex`, of which a request may have one; both are texts."""
-    given = {name: raw[name] for name in ("json_schema", "regex") if not is_one_of(raw.get(name), (None, ""))}
+    """Read `json_schema`, `regex` or `lark`, of which a request may have one; all are texts."""
+    kinds: tuple[GrammarKind, ...] = ("json_schema", "regex", "lark")
+    given = [kind for kind in kinds if not is_one_of(raw.get(kind), (None, ""))]
     if len(given) > 1:
-        raise InputError("json_schema and regex are both given", "send one of them")
-    for name, text in given.items():
-        if not isinstance(text, str):
-            raise InputError(f"{name} must be a text, not {short(text)}", "send a JSON schema as text, too")
-        return Grammar("regex" if name == "regex" else "json_schema", text)
+        raise InputError(f"{given[0]} and {given[1]} are both given", "send one of them")
+    for kind in given:
+        if not isinstance(raw[kind], str):
+            raise InputError(f"{kind} must be a text, not {short(raw[kind])}", "send a JSON schema as text, too")
+        return Grammar(kind, raw[kind])
     return None
 
 

@@ -19,6 +19,7 @@ from shared.run.checkpoint_files import ManifestFile, ManifestLeaf
 from shared.types import VersionSpan
 
 CommitMode = Literal["retract", "abort", "in_place"]
+GrammarKind = Literal["json_schema", "regex", "lark"]
 FinishType = Literal["stop", "length", "abort"]
 BASE_VERSION = "base"
 type Arriving = asyncio.Future[Any]
@@ -95,9 +96,9 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """JSON schema or regular expression that a whole answer must match."""
+    """JSON schema, regular expression or grammar in llguidance's Lark syntax that a whole answer must match."""
 
-    kind: Literal["json_schema", "regex"]
+    kind: GrammarKind
     text: str
 
 

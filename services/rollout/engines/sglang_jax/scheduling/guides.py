@@ -19,6 +19,12 @@ from llguidance import LLMatcher, LLTokenizer
 from services.rollout.engines.sglang_jax.link import Message
 from shared.errors import InputError
 
+_MAKERS = {
+    "json_schema": LLMatcher.grammar_from_json_schema,
+    "regex": LLMatcher.grammar_from_regex,
+    "lark": LLMatcher.grammar_from_lark,
+}
+_NAMES = {"json_schema": "json_schema", "regex": "regex", "lark": "JSON schema of the format or of a tool"}
 _CACHED = 64
 _MAX_GRAMMAR = 100_000
 
@@ -108,14 +114,13 @@ class Grammars:
 
     def _compile(self, kind: str, text: str) -> Any:
         try:
-            make = LLMatcher.grammar_from_regex if kind == "regex" else LLMatcher.grammar_from_json_schema
-            matcher = LLMatcher(self._tokenizer, make(text), log_level=0)
+            matcher = LLMatcher(self._tokenizer, _MAKERS[kind](text), log_level=0)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # finds that nothing can match
         except ValueError as error:
-            raise InputError(f"the {kind} cannot be compiled: {error}") from error
+            raise InputError(f"the {_NAMES[kind]} cannot be compiled: {error}") from error
         if matcher.is_error():
-            raise InputError(f"the {kind} cannot be compiled: {_one_line(matcher.get_error())}")
+            raise InputError(f"the {_NAMES[kind]} cannot be compiled: {_one_line(matcher.get_error())}")
         return matcher
 
 
