@@ -12,7 +12,6 @@ from shared.dialects.reading import END_THINK, THINK
 from shared.dialects.records import Asked
 from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
-from shared.models.turns import CallForm
 
 _TAIL = 16  # tokens
 _NO_THOUGHTS = f"\n{END_THINK}\n\n"
@@ -45,10 +44,10 @@ def render(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
         )
     if asked.continues:
         return Prompt(tokenizer.render_unfinished(messages, tools))
-    form = tokenizer.call_form(messages, tools) if asked.tool_choice == "required" else None
-    if form is not None:
-        return _begun_call(asked, tokenizer, form)
     ids = tokenizer.render_prompt(messages, tools, header=asked.header)
+    if asked.tool_choice == "required":
+        call = begin_call(asked, tokenizer)
+        return Prompt([*ids, *call.ids], call.opened, call.grammar)
     opened = ends_open(tokenizer, ids)
     if asked.schema is None:
         return Prompt(ids, opened)
@@ -63,19 +62,21 @@ def render(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
     return Prompt(ids, opened, grammars.answer(asked.schema, lines, thinking=bool(opened)))
 
 
-def _begun_call(asked: Asked, tokenizer: ChatTokenizer, form: CallForm) -> Prompt:
-    """Begin the call in the prompt, with its name if there is only one function to call."""
-    name, tools = asked.tool_name, asked.tools
+def begin_call(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
+    """Tokenize the beginning of a required call, with its name if there is only one function to call.
+
+    It follows the header of the answer. Raises InputError if the chat template writes no calls.
+    """
+    name, tools, form = asked.tool_name, asked.tools, tokenizer.call_form(asked.messages, asked.tools)
     if name is not None:
         tools = tuple(tool for tool in tools if tool["function"]["name"] == name)
-    opened = (form.start if name is None else form.start + name + form.between).rstrip(" ")
+    text = (form.start if name is None else form.start + name + form.between).rstrip(" ")
     grammar = None
     if form.end is not None:
-        grammar = grammars.answer(None, grammars.calls(tools, form, opened), thinking=False)
+        grammar = grammars.answer(None, grammars.calls(tools, form, text), thinking=False)
     if form.opened.strip() == THINK:
-        ids = tokenizer.render_opened(asked.messages, asked.tools, _NO_THOUGHTS + opened)
-        return Prompt(ids, THINK + _NO_THOUGHTS + opened, grammar)
-    return Prompt(tokenizer.render_opened(asked.messages, asked.tools, opened), opened, grammar)
+        return Prompt(tokenizer.encode(_NO_THOUGHTS + text), THINK + _NO_THOUGHTS + text, grammar)
+    return Prompt(tokenizer.encode(text), text, grammar)
 
 
 def ends_open(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:

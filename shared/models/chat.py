@@ -144,10 +144,6 @@ class ChatTokenizer:
         """Return the text of a call in the next answer. Raises InputError if the template writes no calls."""
         return self._turns.call_form(messages, tools)
 
-    def render_opened(self, messages: Messages, tools: Tools, opened: str) -> list[int]:
-        """Tokenize a conversation with the beginning of the next answer. Raises InputError."""
-        return self.encode(self._template.render(messages, tools) + opened)
-
     def render_unfinished(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Tokenize a conversation without the end of its last message, for the model to continue. Raises InputError."""
         return self.encode(self._template.render_unfinished(messages, tools))

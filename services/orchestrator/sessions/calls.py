@@ -23,7 +23,7 @@ from services.orchestrator.status import RunStatus
 from shared.clients.rollout import Generation
 from shared.dialects.chat import message_of
 from shared.dialects.decoding import answered
-from shared.dialects.prompts import Prompt, ends_open, render, variables_of
+from shared.dialects.prompts import Prompt, begin_call, ends_open, render, variables_of
 from shared.dialects.records import Answered, Asked, Head, Sampled, usage_of
 from shared.errors import InputError, Unavailable, VolleyError, first_error
 from shared.models.chat import ChatTokenizer
@@ -90,8 +90,8 @@ class CallSampler:
                 return render(asked, self._tokenizer)
             ids = tokenizer.continue_after(node.ids.tolist(), new)
             if asked.tool_choice == "required":
-                opened = tokenizer.render_call(asked.messages, asked.tools, asked.tool_name)[1]
-                return Prompt([*ids, *tokenizer.encode(opened)], opened)
+                call = begin_call(asked, tokenizer)
+                return Prompt([*ids, *call.ids], call.opened)
             return Prompt(ids, ends_open(tokenizer, ids))
 
         long = sum(len(message.get("content") or "") for message in new) > _LONG_TEXT
