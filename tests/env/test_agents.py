@@ -269,6 +269,7 @@ async def test_an_agent_outside_sends_its_output(client: httpx.AsyncClient) -> N
     assert (made["info"]["agent"], made["info"]["judged"]) == ("external", True)
     one = made["episode_id"]
     assert (await start(client, one, "http://127.0.0.1:9/v1")).status_code == 409
+    assert (await client.get(f"/episodes/{one}/run")).json()["state"] == "running"
     last = await finish(client, one, output="13")
     assert last.json()["reward"] == 1.0, last.text
     assert (await finish(client, one, output="14")).status_code == 409

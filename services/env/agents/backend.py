@@ -168,7 +168,12 @@ class AgentEpisode:
         return state_of(answers.read_program_end(found), spec, self._sandbox.limits.memory_mb, outage=outage)
 
     async def state(self, wait_s: float) -> ProgramState:
-        """State of the program, after its end or `wait_s`. Raises Conflict if it was not started."""
+        """State of the program, after its end or `wait_s`. Raises Conflict if it was not started.
+
+        An agent outside is always running; asking keeps its episode from expiring.
+        """
+        if self.agent.kind == "external":
+            return ProgramState("running")
         if self._begun is None:
             raise Conflict("the program of this episode was not started", "POST …/run starts it")
         try:
