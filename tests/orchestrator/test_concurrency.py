@@ -147,6 +147,21 @@ async def test_the_number_stays_within_its_bounds_and_waits_while_no_server_is_k
     assert slots.limit == 8
 
 
+async def test_requests_that_wait_for_the_next_step_and_a_pool_full_of_prefixes_are_no_overload():
+    slots = Slots(256)
+    concurrency = AdaptiveConcurrency(slots, 8)
+    for _ in range(20):
+        slots._waiting = {"train": deque((0, asyncio.Future()) for _ in range(512)), "eval": deque()}
+        slots._running["train"] = slots.limit
+        concurrency.observe([EngineLoad(slots.limit // 2, slots.limit // 2, 256, 0.0)])
+    assert slots.limit == 256
+    slots._running["train"] = 256
+    concurrency.observe([EngineLoad(20, 100, 256, 0.0)])
+    assert slots.limit == 256
+    concurrency.observe([EngineLoad(20, 100, 256, 0.0)])
+    assert slots.limit == 218
+
+
 async def test_the_fleet_asks_servers_that_are_in_for_their_load():
     class Reporting(ScriptedEngine):
         async def load(self):

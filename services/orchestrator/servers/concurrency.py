@@ -1,9 +1,12 @@
 """Number of running episodes that the rollout servers keep up with.
 
-Additive increase, multiplicative decrease. Requests that wait in the engines' queues mean that more episodes run than
-slots of the engines, or tokens of their key/value pools, allow: their prefixes push each other out of the cache. An
-empty queue while episodes wait for a slot means that servers could do more. Episodes that wait for their environments
-need no engine, so no fixed number fits.
+Additive increase, multiplicative decrease. More requests than an engine decodes at once mean that too many episodes
+run: their prefixes push each other out of the cache. Free places while episodes wait for a slot mean that servers could
+do more. Episodes that wait for their environments need no engine, so no fixed number fits.
+
+A request also waits in an engine's queue until its next step, so a queue alone means nothing; nor does a full pool of
+keys and values, because it keeps prefixes that may be dropped. Both together do, if more requests wait than run, twice
+in a row.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ from collections.abc import Sequence
 from services.orchestrator.servers.slots import Slots
 from shared.clients.rollout import EngineLoad
 
-_QUEUED_SHARE = 0.1
-"""Share of the running requests that may wait in the engines' queues: it hides the time between two requests."""
+_EXCESS = 0.1
+"""Share of the places that may be exceeded: waiting requests hide the time between two requests."""
 _LESS, _MORE, _START = 0.85, 0.05, 2.0
 """Factor of a decrease; share of an increase; factor of an increase before the first decrease."""
 _SCARCE_KV = 0.02
@@ -25,7 +28,7 @@ class AdaptiveConcurrency:
 
     def __init__(self, slots: Slots, least: int) -> None:
         self._slots, self._most, self._least = slots, slots.limit, min(least, slots.limit)
-        self._n_servers, self._is_probing = 0, True
+        self._n_servers, self._is_probing, self._was_scarce = 0, True, False
         slots.limit = self._least
 
     def observe(self, loads: Sequence[EngineLoad]) -> None:
@@ -38,10 +41,11 @@ class AdaptiveConcurrency:
         elif n_servers > self._n_servers:
             limit, self._is_probing = max(limit, sum(load.max_running for load in loads)), True
         self._n_servers = n_servers
-        running, queued = sum(load.running for load in loads), sum(load.queued for load in loads)
-        scarce = any(load.queued and load.free_kv < _SCARCE_KV for load in loads)
-        if queued > _QUEUED_SHARE * running + n_servers or scarce:
+        excess = sum(max(0, load.running + load.queued - load.max_running) for load in loads)
+        is_scarce = any(load.free_kv < _SCARCE_KV and load.queued > load.running for load in loads)
+        if excess > _EXCESS * sum(load.max_running for load in loads) or (is_scarce and self._was_scarce):
             limit, self._is_probing = min(limit, int(min(limit, self._slots.n_running) * _LESS) + 1), False
-        elif self._slots.n_waiting and not queued:
+        elif self._slots.n_waiting and not excess and not is_scarce:
             limit += max(1, int(limit * (_START - 1 if self._is_probing else _MORE)))
+        self._was_scarce = is_scarce
         self._slots.limit = max(self._least, min(self._most, limit))
