@@ -31,7 +31,7 @@ PROBLEM: Mapping[str, Any] = {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": {"type": "null"},
-                "code": {"type": "null"},
+                "code": {"type": ["string", "null"]},
             },
         },
     },

@@ -120,14 +120,20 @@ class CallSampler:
         """Sample once. An attempt that repeats an earlier one gets that one's sample."""
         drawn, limit = player.budget.drawn, asked.sampling.max_tokens
         key = digest_of(prompt.ids.tobytes(), draw, limit)
+        used = player.budget.used
         budget = TokenBudget(
-            self._bounds.max_attempts, turn=1, timer=player.budget.timer, sampled=[drawn[key]] if key in drawn else []
+            self._bounds.max_attempts,
+            used,
+            turn=1,
+            timer=player.budget.timer,
+            sampled=[drawn[key]] if key in drawn else [],
         )
         recorder = Recorder(prompt.ids, session.tree.n_routed(prompt.place.node))
         episode = EpisodeState(player.spec, budget, recorder, session.server_url, max_new_tokens=limit, draw=draw)
         try:
             await self._sampler.turn(episode)
         finally:
+            player.budget.used += budget.used - used
             player.budget.failures.update(budget.failures)
             session.generate_s += episode.generate_s
         drawn[key] = budget.sampled[0]

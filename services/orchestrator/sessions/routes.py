@@ -20,7 +20,9 @@ from services.orchestrator.sessions.session import Session
 from services.orchestrator.sessions.sessions import Sessions
 from services.orchestrator.sessions.views import claimed_view, session_view
 from shared.dialects import dialect as dialects
+from shared.dialects import messages
 from shared.dialects.dialect import Dialect
+from shared.dialects.prompts import render
 from shared.errors import Conflict, InputError, NotFound, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.types import MAX_MESSAGE
@@ -33,6 +35,7 @@ ROLES = {
     "POST /v1/chat/completions": Role.ANYONE,
     "POST /v1/responses": Role.ANYONE,
     "POST /v1/messages": Role.ANYONE,
+    "POST /v1/messages/count_tokens": Role.ANYONE,
     "GET /v1/models": Role.ANYONE,
     "POST /v1/sessions": Role.SERVICE,
     "GET /v1/sessions/{id}": Role.VIEWER,
@@ -104,6 +107,17 @@ async def respond_to(request: Request, state: Here) -> Response:
 async def create_message(request: Request, state: Here) -> Response:
     """The same in the dialect of Anthropic's Messages API."""
     return await _call(request, state, dialects.MESSAGES)
+
+
+@router.post("/messages/count_tokens", openapi_extra=declares(body=messages.CountBody, answer=_ANSWER))
+async def count_tokens(request: Request, state: Here) -> Response:
+    """Count the tokens of a prompt that begins a sequence; nothing is recorded."""
+    try:
+        await state.sessions.by_key(_key(request))
+        asked = messages.read(await read_model(request, messages.CountBody))
+        return respond(request, {"input_tokens": len(render(asked, state.tokenizer).ids)})
+    except VolleyError as error:
+        return error_response(error, request.url.path)
 
 
 async def _call(request: Request, state: SessionsState, dialect: Dialect[Any]) -> Response:

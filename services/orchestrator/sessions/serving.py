@@ -144,7 +144,7 @@ def error_response(error: VolleyError, path: str) -> Response:
     code = next((code for kind, code in _CODES if isinstance(error, kind)), None)
     kind = _kind(error)
     inner: dict[str, Any] = {"type": kind, "message": message}
-    if path.endswith("/messages"):
+    if "/messages" in path:
         body = {**problem(error), "type": "error", "error": inner}
     else:
         body = {**problem(error), "error": {**inner, "param": None, "code": code}}

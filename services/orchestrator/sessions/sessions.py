@@ -24,7 +24,7 @@ from services.orchestrator.sessions.records import OPEN, SessionRecord, SessionR
 from services.orchestrator.sessions.session import Session
 from services.orchestrator.sessions.store import SessionStore
 from shared.clients.env import Opening
-from shared.errors import NotFound, Unauthorized, Unavailable
+from shared.errors import NotFound, Unauthorized, Unavailable, VolleyError
 from shared.process import telemetry
 
 _PREFIX = "vs"
@@ -171,7 +171,11 @@ class Sessions:
             session = next((one for one in self._offers if env in (None, one.record.env)), None)
             if session is not None:
                 self._offers.remove(session)
-                await session.claim(by, time.time() + self._ttl_s)
+                try:
+                    await session.claim(by, time.time() + self._ttl_s)
+                except VolleyError:
+                    self._offers.append(session)
+                    raise
                 return session
             left_s = deadline - time.monotonic()
             if left_s <= 0:

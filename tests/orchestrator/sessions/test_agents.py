@@ -3,13 +3,15 @@
 import asyncio
 from dataclasses import replace
 
+import openai
 import pytest
 
 from services.orchestrator.episodes.failures import AgentDied, AgentSilent, EpisodeLost, EpisodeTimeout
 from services.orchestrator.episodes.turn import TokenBudget
+from services.orchestrator.servers.balancer import ServerLoad
 from services.orchestrator.sessions import agents
 from services.orchestrator.sessions.records import SessionResult
-from tests.orchestrator.fakes import ScriptedEngine, spec
+from tests.orchestrator.fakes import ScriptedEngine, spec, unreachable
 from tests.orchestrator.sessions.programs import ASK, ProgramEnv, client_of, orchestrating, talk
 from tests.orchestrator.sessions.recorder import MODEL, WIDE
 
@@ -87,6 +89,42 @@ async def test_another_attempt_repeats_the_answers(tmp_path):
         assert texts[0] == texts[1]
         assert len(recorder.engine.prompts) == n_asked
         assert recorder.sessions.describe() == {"void": 1, "ended": 1}
+
+
+async def test_a_server_that_dies_costs_an_attempt_and_no_call(tmp_path):
+    engine = ScriptedEngine(failures=unreachable(1))
+    async with orchestrating(tmp_path, ProgramEnv(), engine=engine) as (recorder, runner):
+        recorder.balancer.add(ServerLoad("http://other", ScriptedEngine(), version=engine.version))
+        trajectory = await runner.run(spec(), TokenBudget(3))
+        assert (trajectory.attempt, trajectory.failures) == (1, {"ServiceUnreachable": 1})
+        assert sum(turn.role == "assistant" for turn in trajectory.turns) == 2
+
+
+async def test_servers_that_stay_dead_end_the_call_and_the_attempts(tmp_path):
+    seen = []
+
+    async def reports(client):
+        try:
+            await talk(client, 1)
+        except openai.InternalServerError as error:
+            seen.append(error.code)
+            raise
+
+    engine = ScriptedEngine(failures=unreachable(99))
+    async with orchestrating(tmp_path, ProgramEnv(play=reports), engine=engine) as (recorder, runner):
+        budget = TokenBudget(3)
+        probing = asyncio.create_task(keep_well(recorder.balancer))
+        with pytest.raises(AgentDied):
+            await runner.run(spec(), budget)
+        await stop(probing)
+        assert (seen, budget.used) == (["unavailable"], 3)
+
+
+async def keep_well(balancer):
+    while True:
+        for server in balancer.servers:
+            balancer.observe(server, server.version)
+        await asyncio.sleep(0.005)
 
 
 async def stop(running):

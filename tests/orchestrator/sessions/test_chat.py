@@ -123,6 +123,8 @@ async def test_the_three_dialects_continue_one_another(tmp_path):
         assert fourth.headers["x-volley-sampling"] == "temperature=1.0; top_p=1.0; top_k=-1"
         assert len(session.tree.leaves()) == 1
         assert len(session.tree.nodes) == 4
+        counted = await http.post("/messages/count_tokens", json={"messages": ASK})
+        assert counted.json() == {"input_tokens": len(recorder.engine.prompts[0])}
         failed = await http.post("/messages", json={**body, "model": "claude"})
         assert (failed.status_code, failed.json()["type"], failed.json()["error"]["type"]) == (
             404,

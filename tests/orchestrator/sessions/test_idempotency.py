@@ -168,7 +168,7 @@ class Calls(RuleBasedStateMachine):
         assert self.process.session.n_calls == len(recorded) == len(self.process.session.tree.nodes)
 
 
-Calls.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+Calls.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 TestCalls = Calls.TestCase
 
 

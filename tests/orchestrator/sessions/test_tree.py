@@ -150,7 +150,7 @@ def conversations(draw):
 
 
 @given(conversations())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_sampled_token_is_stored_once(grown):
     tree, tokens = grown.tree, tokens_of(grown.tree, 1.0)
     trajectory = Trajectory(
