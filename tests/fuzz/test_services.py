@@ -100,7 +100,7 @@ KNOWN: dict[str, dict[str, list[Any]]] = {
         "n": [1, 2],
         "stream": [False],
     },
-    "orchestrator": {"name": [RUN]},
+    "orchestrator": {"name": [RUN], "mixture": [{"frozen_lake": 1}, {"frozen_lake": 0}, {}], "request_id": ["1", "2"]},
     "trainer": {
         "digest": ["0" * 64, "..", "0" * 63 + "g"],
         "record": ["evals", "samples", "mixture", "ledger"],
@@ -150,6 +150,10 @@ def test_no_request_is_a_server_error(urls: dict[str, str], name: str, capsys: p
         assert (answer.status_code, answer.headers["content-type"]) == (200, "application/octet-stream")
         # Once a server has loaded a checkpoint out of its folder, it has no chunks to pass on.
         gone = {"GET /weights/chunks/{digest}", "GET /weights/holdings/{digest}"} if name == "rollout" else gone
+    if name == "orchestrator":
+        gone = {f"POST /v1/{path}" for path in ("chat/completions", "responses", "messages", "messages/count_tokens")}
+        gone |= {"GET /v1/models", "GET /v1/sessions/{id}"}  # all of these need a session
+        gone |= {"POST /v1/sessions/{id}/end", "POST /v1/sessions/{id}/reward"}
     findings = Fuzzer(urls[name], known, TOKEN).run(CASES, SEED)
     with capsys.disabled():
         print(json.dumps({"service": name, "cases": findings.cases, "seed": SEED, "statuses": findings.statuses()}))
