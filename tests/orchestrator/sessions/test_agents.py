@@ -156,7 +156,7 @@ async def test_an_agent_goes_on_after_a_restart_of_the_orchestrator(tmp_path):
         clients.append(client_of(recorder, key))
         go_on.set()
         await asyncio.sleep(0.05)  # the agent calls before its ticket is taken up again
-        assert recorder.sessions.tickets() == {1}
+        assert await recorder.sessions.left() == {1}
         trajectory = await runner.run(spec(), TokenBudget(3))
         sampled = trajectory.token_ids[trajectory.loss_mask == 1].tolist()
         assert sampled[: len(first)] == first
