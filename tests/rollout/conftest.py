@@ -1,11 +1,18 @@
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
+from services.rollout.engines.base import Engine, EngineSpec
+from services.rollout.engines.sglang_jax.client import open_engine
 from tests.rollout.server import RolloutProcess, running_server
 from tests.support import models
+from tests.support.tokenizer import FOLDER
+
+CONFIG = models.tiny_config()
+WEIGHTS = models.random_weights(CONFIG, 3)
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +28,13 @@ def prompts() -> list[list[int]]:
     """Twelve prompts of 5 to 40 tokens."""
     rng = np.random.default_rng(7)
     return [rng.integers(3, 500, int(n)).tolist() for n in rng.integers(5, 40, 12)]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
+    """One engine without a service, with `WEIGHTS` and a tokenizer."""
+    folder = models.write_hf(tmp_path_factory.mktemp("engine") / "model", CONFIG, WEIGHTS)
+    (folder / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
+    sizes = {"context_length": 256, "max_running_requests": 8, "max_prefill_tokens": 64, "max_total_tokens": 1024}
+    async with open_engine(EngineSpec(str(folder), token_paddings=(64,), bs_paddings=(8,), **sizes)) as engine:
+        yield engine

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
-import pytest_asyncio
 from tokenizers import Tokenizer
 
-from services.rollout.engines.base import Engine, EngineSpec, GenerateRequest, GenerateResult, Grammar
+from services.rollout.engines.base import Engine, GenerateRequest, GenerateResult, Grammar
 from services.rollout.engines.base import SamplingParams as Sampling
-from services.rollout.engines.sglang_jax.client import open_engine
 from shared.errors import InputError
-from tests.support import decoder_reference, models
+from tests.rollout.conftest import CONFIG, WEIGHTS
+from tests.support import decoder_reference
 from tests.support.tokenizer import FOLDER
 
-CONFIG = models.tiny_config()
-WEIGHTS = models.random_weights(CONFIG, 3)
 EOS = 2
 SCHEMA = {
     "type": "object",
@@ -30,16 +26,7 @@ SCHEMA = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},  # a random model never stops writing spaces
 }
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
-    folder = models.write_hf(tmp_path_factory.mktemp("guides") / "model", CONFIG, WEIGHTS)
-    (folder / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
-    sizes = {"context_length": 256, "max_running_requests": 8, "max_prefill_tokens": 64, "max_total_tokens": 1024}
-    async with open_engine(EngineSpec(str(folder), token_paddings=(64,), bs_paddings=(8,), **sizes)) as engine:
-        yield engine
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def request(rid: str, prompt: list[int], n: int = 60, **sampling: Any) -> GenerateRequest:

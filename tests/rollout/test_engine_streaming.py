@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-import pytest_asyncio
 
-from services.rollout.engines.base import Engine, EngineSpec, GenerateRequest, NewTokens, TopTokens
+from services.rollout.engines.base import Engine, GenerateRequest, NewTokens, TopTokens
 from services.rollout.engines.base import SamplingParams as Sampling
-from services.rollout.engines.sglang_jax.client import open_engine
-from tests.support import decoder_reference, models
+from tests.rollout.conftest import CONFIG, WEIGHTS
+from tests.support import decoder_reference
 
-CONFIG = models.tiny_config()
-WEIGHTS = models.random_weights(CONFIG, 3)
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-SIZES = {"context_length": 256, "max_running_requests": 8, "max_prefill_tokens": 64, "max_total_tokens": 1024}
-SHAPES = {"token_paddings": (64,), "bs_paddings": (8,)}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
-    folder = models.write_hf(tmp_path_factory.mktemp("streaming") / "model", CONFIG, WEIGHTS)
-    async with open_engine(EngineSpec(str(folder), **SIZES, **SHAPES)) as engine:
-        yield engine
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def request(rid: str, prompt: list[int], n: int, *, top: int = 0, temperature: float = 0.0) -> GenerateRequest:
