@@ -20,10 +20,10 @@ def read_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[T
         case None | "auto" | "none":
             return choice or "auto", None
         case "required" | "any" if tools:
-            names = _names(tools)
+            names = function_names(tools)
             return "required", names[0] if len(names) == 1 else None
         case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)} if tools:
-            if name not in _names(tools):
+            if name not in function_names(tools):
                 raise InputError(f"tool_choice names {name[:80]!r}, which is not in tools")
             return "required", name
         case _:
@@ -46,7 +46,7 @@ def read_format(given: Any, key: str) -> Mapping[str, Any] | None:
             raise InputError(f"{key}={reprlib.repr(given)} is not supported", "leave it out")
 
 
-def _names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
+def function_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the functions. Raises InputError naming a tool that has none, and so cannot be called."""
     names = list[str]()
     for i, tool in enumerate(tools):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.dialects import grammars
+from shared.dialects.choices import function_names
 from shared.dialects.grammars import AnswerGrammar
 from shared.dialects.reading import END_THINK, THINK
 from shared.dialects.records import Asked
@@ -53,6 +54,7 @@ def render(asked: Asked, tokenizer: ChatTokenizer) -> Prompt:
         return Prompt(ids, opened)
     lines = list[str]()
     if asked.reads_calls:
+        function_names(tools)
         form = tokenizer.call_form(messages, tools)
         if form.end is None:
             raise InputError(

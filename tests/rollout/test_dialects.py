@@ -281,6 +281,8 @@ def test_a_format_beside_tools_allows_the_json_or_a_call(tmp_path: Path) -> None
     assert accepts(grammar, '{"sum": 2}')
     assert accepts(grammar, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
     assert not accepts(grammar, "two")
+    with pytest.raises(InputError, match=r"tools\[0\]"):
+        render(Asked(messages=tuple(QUESTION), tools=({"type": "function"},), schema=schema), tokenizer)
     thinking = TINY_TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
     tokenizer = ChatTokenizer(tiny_folder(tmp_path / "thinking", chat_template=thinking))
     grammar = render(Asked(messages=tuple(QUESTION), schema=schema), tokenizer).grammar
