@@ -183,6 +183,20 @@ async def test_only_routes_of_the_model_leave(play: Play) -> None:
     assert not recorder.requests
 
 
+async def test_the_program_s_own_idempotency_key_is_kept(play: Play) -> None:
+    ask = """
+            import http.client
+            door = http.client.HTTPConnection("127.0.0.1", 4010)
+            body, headers = b'{"messages": [{"content": "1"}]}', {"idempotency-key": "mine"}
+            door.request("POST", "/v1/chat/completions", body, headers)
+            return door.getresponse().status"""
+    recorder = Recorder(lambda text: text)
+    async with recorder.serve() as base_url:
+        await play(RUNS % ask.strip(), base_url, "sess-1")
+    ((_, headers, _),) = recorder.requests
+    assert headers["idempotency-key"] == "mine"
+
+
 async def test_nothing_else_can_be_reached(play: Play) -> None:
     reach = """
             import socket

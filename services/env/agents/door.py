@@ -117,7 +117,8 @@ async def relay(address: ModelAddress, door: Door, ca_file: Path | None = None) 
                 return _refusal(413, f"a request has at most {MAX_REQUEST} bytes")
             url = yarl.URL(address.base_url.rstrip("/") + found["rest"] + (found["query"] or ""), encoded=True)
             headers = {name: text for name, text in request.headers.items() if name.lower() not in _OF_CONNECTIONS}
-            headers.setdefault("Idempotency-Key", uuid.uuid4().hex)
+            if "Idempotency-Key" not in request.headers:
+                headers["Idempotency-Key"] = uuid.uuid4().hex
             return await _carry(session, request.method, url, headers, body, door)
 
         yield handler
