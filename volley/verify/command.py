@@ -6,10 +6,10 @@ import argparse
 import asyncio
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import orjson
 
@@ -21,7 +21,8 @@ from shared.run import archive, checkpoint_files, trust
 from shared.run import commits as commit_records
 from shared.run.archive import Spend
 from shared.run.folder import RunFolder
-from shared.run.state import in_lineage
+from shared.run.state import TrainerState, in_lineage
+from shared.schema import RunConfig
 from shared.types import WeightVersion
 from volley.printing import join_lines, print_block, print_json
 from volley.run_arguments import add_run_dir
@@ -106,7 +107,7 @@ def _refused(*violations: Violation) -> Result:
 def _proof(folder: RunFolder, spend: Spend) -> Result:
     """Args: spend: called with the bytes that archives unpack to."""
     run = config.recorded(folder.config).config
-    batch, name = run.trainer.groups_per_step, run.run.name
+    name = run.run.name
     seen = "there is no queue" if run.is_supervised else asyncio.run(queue.ask(folder, name))
     findings = Findings()
     with checkpoint_files.hashing_once():
@@ -118,70 +119,118 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
     if run.is_supervised:
         about = {"set_aside": aside, **supervised.verify(folder, run, found, findings)}
         return _result(findings, None, about)
-    logged, violations = commits.retained(folder, name)
-    findings.add(violations)
-    known = {one.version: one.state for one in (*logged, *found)}
-    head = known[max(known)]
-    older = [known[version] for version in sorted(known) if in_lineage(version, head.lineage)]
-    ancestors = older if head in older[-1:] else [*older, head]  # its lineage may be another's
+    history = _History.read(folder, name, found, findings)
     lines, unreadable = tickets.read(folder.ledger)
     findings.add(unreadable)
-    lines = tickets.with_pending(lines, head)
-    fates = tickets.fates(lines, head)
-    saved = max((one.version for one in found if in_lineage(one.version, head.lineage)), default=WeightVersion(0, 0))
+    lines = tickets.with_pending(lines, history.head)
+    fates = tickets.fates(lines, history.head)
+    missing = _check_states(folder, run, history, fates, findings)
+    findings.add(unfounded.check_ledger(lines, fates.undone, folder, name, history.head))
+    findings.add(tickets.check(lines, fates, history.head, run.trainer.groups_per_step))
+    reach = tickets.LedgerReach.of(
+        folder.archive, history.head, run.grpo_config.off_policy_steps, run.trainer.groups_per_step
+    )
+    findings.add(tickets.beyond(lines, fates, history.head, reach))
+    del lines
+    _check_groups(folder, run, history, fates, findings, spend)
+    settled = fates.n_trained.keys() | fates.voids.keys()
+    differing = [] if isinstance(seen, str) else queue.check(seen, history.head, settled)
+    findings.add(differing)
+    about = {
+        **_about(folder, run, history, fates, missing),
+        "set_aside": aside,
+        "redis": seen if isinstance(seen, str) else "differs" if differing else "agrees",
+    }
+    return _result(findings, fates, about)
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """States of a run: whole checkpoints, commit records, the newest state and those that it descends from.
+
+    `saved` is the newest whole checkpoint among its ancestors; its epoch is 0 if there is none.
+    """
+
+    found: Sequence[checkpoints.RetainedCheckpoint]
+    logged: Sequence[commit_records.CommitRecord]
+    head: TrainerState
+    ancestors: Sequence[TrainerState]
+    saved: WeightVersion
+
+    @classmethod
+    def read(
+        cls, folder: RunFolder, name: str, found: Sequence[checkpoints.RetainedCheckpoint], findings: Findings
+    ) -> Self:
+        logged, violations = commits.retained(folder, name)
+        findings.add(violations)
+        known = {one.version: one.state for one in (*logged, *found)}
+        head = known[max(known)]
+        older = [known[version] for version in sorted(known) if in_lineage(version, head.lineage)]
+        ancestors = older if head in older[-1:] else [*older, head]  # its lineage may be another's
+        whole = [one.version for one in found if in_lineage(one.version, head.lineage)]
+        return cls(found, logged, head, ancestors, max(whole, default=WeightVersion(0, 0)))
+
+
+def _check_states(
+    folder: RunFolder, run: RunConfig, history: _History, fates: tickets.TicketFates, findings: Findings
+) -> list[str]:
+    """Check configuration, checkpoints, commit records and parameters; return those that cannot be checked."""
+    found, logged, head, saved = history.found, history.logged, history.head, history.saved
     if not saved.epoch:
         detail = f"no whole checkpoint is an ancestor of {head.version}, the newest commit record"
         findings.add([Violation(ViolationKind.CHECKPOINT, detail, file=folder.checkpoints.name)])
     findings.add(configuration.check(folder, run, head, saved))
     findings.add(data.check(folder, run.data.env))
     findings.add(checkpoints.check(found, head, folder.checkpoints))
-    findings.add(checkpoints.check_states(ancestors, folder.checkpoints, batch))
+    findings.add(checkpoints.check_states(history.ancestors, folder.checkpoints, run.trainer.groups_per_step))
     findings.add(commits.check(logged, found, folder, head))
     gone = commits.gone(logged, fates.undone, folder)
     findings.add(commits.as_violations(gone))
-    findings.add(held.check(folder, ancestors, found))
+    findings.add(held.check(folder, history.ancestors, found))
     foreign, missing = parameters.check(folder, found, logged)
     findings.add(foreign)
     findings.add(unfounded.check(folder, head, gone))
-    findings.add(unfounded.check_ledger(lines, fates.undone, folder, name, head))
-    findings.add(tickets.check(lines, fates, head, batch))
-    max_staleness = run.grpo_config.off_policy_steps
-    findings.add(tickets.beyond(lines, fates, head, tickets.LedgerReach.of(folder.archive, head, max_staleness, batch)))
-    del lines
-    metrics, unfit = records.read(folder.metrics, head)
+    return missing
+
+
+def _check_groups(
+    folder: RunFolder, run: RunConfig, history: _History, fates: tickets.TicketFates, findings: Findings, spend: Spend
+) -> None:
+    """Check metrics, mixture, archived and refused groups."""
+    metrics, unfit = records.read(folder.metrics, history.head)
     findings.add(unfit)
-    findings.add(records.check(fates, metrics, ancestors))
-    last = len(fates.n_trained) + len(fates.voids) + max_staleness * batch + _BEYOND
+    findings.add(records.check(fates, metrics, history.ancestors))
+    max_staleness = run.grpo_config.off_policy_steps
+    last = len(fates.n_trained) + len(fates.voids) + max_staleness * run.trainer.groups_per_step + _BEYOND
     assignment, damaged = mixture.assigned(folder.mixture, run.data, last)
     findings.add(damaged)
-    bounds = GroupBounds(name, max_staleness, run.grpo_config.num_generations, assignment, last, spend, metrics)
-    findings.add(groups.check(folder.archive, fates.steps, head, bounds))
-    findings.add(refusals.check(folder, fates.voids.values(), name, spend))
-    differing = [] if isinstance(seen, str) else queue.check(seen, head, fates.n_trained.keys() | fates.voids.keys())
-    findings.add(differing)
-    about = {
+    n_generations = run.grpo_config.num_generations
+    bounds = GroupBounds(run.run.name, max_staleness, n_generations, assignment, last, spend, metrics)
+    findings.add(groups.check(folder.archive, fates.steps, history.head, bounds))
+    findings.add(refusals.check(folder, fates.voids.values(), run.run.name, spend))
+
+
+def _about(
+    folder: RunFolder, run: RunConfig, history: _History, fates: tickets.TicketFates, missing: Sequence[str]
+) -> Result:
+    head, chain = history.head, history.head.chain
+    superseded = groups.superseded(folder.archive, head)
+    return {
         "head": str(head.version),
-        "chain": f"absent before step {head.chain.since + 1}"
-        if head.chain and head.chain.since
-        else "whole"
-        if head.chain
-        else "absent",
-        "checkpoints": len(found),
-        "logged": head.step - saved.step,
+        "chain": "absent" if not chain else f"absent before step {chain.since + 1}" if chain.since else "whole",
+        "checkpoints": len(history.found),
+        "logged": head.step - history.saved.step,
         "undone": [{key: line[key] for key in ("ticket", "step", "epoch")} for line in fates.undone[:_MOST_TOLD]],
-        "set_aside": aside,
         "not_checked": [
-            *held.absent(found),
-            *held.replaced(folder, ancestors),
-            *commits.absent(logged, found, folder),
+            *held.absent(history.found),
+            *held.replaced(folder, history.ancestors),
+            *commits.absent(history.logged, history.found, folder),
             *missing,
         ],
         "reported": engines.unproven(folder),
         "changed_data": data.changed(folder, run.data),
-        "superseded_archives": [str(version) for version in groups.superseded(folder.archive, head)][:_MOST_TOLD],
-        "redis": seen if isinstance(seen, str) else "differs" if differing else "agrees",
+        "superseded_archives": [str(version) for version in superseded][:_MOST_TOLD],
     }
-    return _result(findings, fates, about)
 
 
 def _without_checkpoint(
