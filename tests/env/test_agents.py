@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import subprocess
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -341,3 +343,36 @@ async def test_a_machine_without_namespaces_refuses_programs() -> None:
         with pytest.raises(Forbidden) as refused:
             await sandboxes.start(EnvironmentProgram(ASKS, kind="agent"))
     assert "root" in refused.value.hint
+
+
+async def test_the_program_replaces_nothing_that_the_judge_imports(play: Play) -> None:
+    tries = (
+        "above = lambda path: [path] + (above(os.path.dirname(path)) if path != '/' else [])\n"
+        "            held = ['/usr', '/bin', '/lib', '/etc', '/dev', '/proc', *above(sys.base_prefix)[:-1]]\n"
+        "            moved = []\n"
+        "            for path in held:\n"
+        "                try: os.rename(path, '/tmp/moved'); moved.append(path)\n"
+        "                except OSError: pass\n"
+        "            return f'13 {moved}'"
+    )
+    source = (RUNS % tries).replace('"files": sorted', '"moved": output, "files": sorted')
+    source = source.replace("str(output).strip() ==", "str(output).strip() == '13 []' and '13' ==")
+    found, judged = await play(source, "http://127.0.0.1:9/v1", "sess-1")
+    assert found.state == "exited", found
+    assert judged is not None
+    assert judged.reward == 1.0, judged
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare(1)")
+def test_an_ordinary_user_runs_agents(why_not: str) -> None:
+    """Run these tests again as user 1000, who has no rights."""
+    user = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+    if why_not or subprocess.run([*user, "true"], capture_output=True, check=False).returncode:
+        pytest.skip(why_not or "users may not make namespaces here")
+    names = ("test_ends_of_programs", "test_the_program_replaces_nothing_that_the_judge_imports")
+    tests = [f"{__file__}::{name}" for name in names]
+    command = [*user, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", *tests]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stdout
+    assert "7 passed" in ran.stdout
+    assert "skipped" not in ran.stdout

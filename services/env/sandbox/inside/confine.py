@@ -142,7 +142,7 @@ def enter(
     if what.shell:
         namespaces.enter_private_root(uid, limits["disk_mb"], DEVICES, what.shown)
     elif what.namespaces:
-        namespaces.enter_own(what.proc, uid, uid, limits["disk_mb"])
+        namespaces.enter_own(uid, uid, limits["disk_mb"])
     elif what.privileged:
         os.chown(tmp, uid, uid)
     os.chdir("/" if what.shell else tmp)

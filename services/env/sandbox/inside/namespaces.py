@@ -5,7 +5,8 @@ that disappears with it. A sandbox that starts programs also has a pid namespace
 its own root.
 
 root makes namespaces directly and gives every sandbox its own user. An ordinary user makes a user namespace first, and
-another one for every sandbox, so that the limit of threads applies to each sandbox separately.
+another one for every sandbox, so that the limit of threads applies to each sandbox separately. Of the sandboxes that
+start programs, an ordinary user can make those of agents.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _HARMLESS = {"/dev/zero": "/dev/full"}
 _FLAGS = linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWPID | linux.CLONE_NEWNS
 
 
-def enter(root: str, privileged: bool, read: list[str], devices: list[str], hidden: list[str]) -> int | None:
+def enter(
+    root: str, privileged: bool, read: list[str], devices: list[str], hidden: list[str], door: bool = False
+) -> int | None:
     """Move this process into new namespaces; the next process that it forks is the first of the pid namespace.
 
     Args:
@@ -45,9 +48,10 @@ def enter(root: str, privileged: bool, read: list[str], devices: list[str], hidd
         read: folders and files that are visible, read-only, under the same paths.
         devices: device files that are visible.
         hidden: folders in `read` that appear empty.
+        door: its sandboxes start agents. An ordinary user may mount a new /proc only where an old one is visible.
 
-    Returns a descriptor of the old /proc for `enter_own`, None for root, which needs none. Raises OSError; this process
-    is then unusable.
+    Returns a descriptor of the old /proc for `enter_user`, None for root, which needs none. Raises OSError; this
+    process is then unusable.
     """
     uid, gid = os.getuid(), os.getgid()
     proc = None
@@ -62,18 +66,24 @@ def enter(root: str, privileged: bool, read: list[str], devices: list[str], hidd
     _populate(root, read, devices)
     for path in hidden:
         linux.mount("tmpfs", root + path, "tmpfs", linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV, "size=4k")
+    if door and not privileged:
+        os.mkdir(root + "/proc")
+        linux.mount("/proc", root + "/proc", "", linux.MS_BIND | linux.MS_REC)
     linux.change_root(root)
     linux.remount_read_only("/", linux.MS_NOSUID | linux.MS_NODEV)
     return proc
 
 
-def enter_own(proc: int | None, uid: int, gid: int, disk_mb: int) -> None:
-    """Give this child its own mount namespace with a fresh TMP for `uid`. Raises OSError."""
-    if proc is None:
-        linux.unshare(linux.CLONE_NEWNS)
-    else:
-        linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWUSER)
+def enter_user(proc: int | None) -> None:
+    """Give this child of an ordinary user's zygote its own user namespace; nothing for root's. Raises OSError."""
+    if proc is not None:
+        linux.unshare(linux.CLONE_NEWUSER)
         _map(proc, NOBODY, NOBODY)
+
+
+def enter_own(uid: int, gid: int, disk_mb: int) -> None:
+    """Give this child its own mount namespace with a fresh TMP for `uid`. Raises OSError."""
+    linux.unshare(linux.CLONE_NEWNS)
     flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
     linux.mount(
         "tmpfs",
@@ -124,7 +134,8 @@ def enter_private_root(uid: int, disk_mb: int, devices: list[str], shown: tuple[
     """Give a pid namespace's first process a private root that `uid` may write, and that shows the folders `shown`.
 
     The root is a tmpfs. The system's folders are mounted read-only, below sticky folders owned by root, so that no
-    process inside can replace them. Raises OSError.
+    process inside can replace them. An ordinary user owns those folders; they are mounted on themselves, because the
+    kernel renames and removes no mounted folder. Raises OSError.
     """
     linux.unshare(linux.CLONE_NEWNS)
     flags = linux.MS_NOSUID | linux.MS_NODEV
@@ -141,11 +152,21 @@ def enter_private_root(uid: int, disk_mb: int, devices: list[str], shown: tuple[
         while path != "/" and not path.startswith("/usr"):
             os.chmod(TMP + path, 0o1777)  # noqa: S103 - the mode of /tmp
             path = os.path.dirname(path)
+    if uid == NOBODY:
+        for path in sorted({above for one in (sys.base_prefix, *shown) for above in _above(one)}):
+            linux.mount(TMP + path, TMP + path, "", linux.MS_BIND | linux.MS_REC)
     _make_etc(TMP + "/etc", uid)
     _make_dev(TMP + "/dev", devices)
     os.mkdir(TMP + "/proc")
     linux.mount("proc", TMP + "/proc", "proc", flags | linux.MS_NOEXEC | linux.MS_RDONLY, "subset=pid")
     linux.change_root(TMP)
+
+
+def _above(path: str) -> list[str]:
+    """Folders above an absolute path, except the root and those below /usr."""
+    parts = os.path.dirname(path).split("/")[1:]
+    found = ["/" + "/".join(parts[:n]) for n in range(1, len(parts) + 1)] if parts != [""] else []
+    return [one for one in found if one != "/usr" and not one.startswith("/usr/")]
 
 
 def _make_etc(etc: str, uid: int) -> None:

@@ -72,13 +72,15 @@ def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confine
     privileged = confine.is_privileged(reads_all)
     if request["namespaces"] and os.getuid() == 0 and not privileged:
         raise OSError("root lacks some capabilities here")  # the kernel does not bound root's threads
-    if shell and not (request["namespaces"] and privileged):
-        raise OSError("programs need a service that runs as root and may make namespaces")
+    if shell and not request["namespaces"]:
+        raise OSError("programs need namespaces")
+    if shell and not door and not privileged:
+        raise OSError("commands in task folders need a service that runs as root")
     confine.prefer_for_oom_kill()
     os.umask(0o022)  # other users must be able to pass through the new root
     if request["namespaces"]:
         hidden = [path for path in confine.site_packages() if not any(one.startswith(path) for one in folders)]
-        proc = namespaces.enter(request["root"], privileged, folders, confine.DEVICES, hidden)
+        proc = namespaces.enter(request["root"], privileged, folders, confine.DEVICES, hidden, door)
         if proc is not None:
             proc = fcntl.fcntl(proc, fcntl.F_DUPFD_CLOEXEC, _ABOVE)
         _become_first(control)
@@ -205,6 +207,7 @@ class Zygote:
         os.dup2(log, 1)
         os.dup2(log, 2)
         try:
+            namespaces.enter_user(self._confinement.proc)
             alive = namespaces.enter_pid_namespace() if self._confinement.shell else None
             if self._confinement.door:
                 _hand_over_door(control, request["id"])

@@ -32,6 +32,11 @@ _SCRIPT = Path(__file__).parents[1] / "inside" / "zygote.py"
 _KEPT = ("LD_LIBRARY_PATH",)
 """Variables that some interpreters need to start. The hash seed is fixed, so that every zygote makes the same tasks."""
 _MAX_PACKET = 2**16
+_PROGRAMS_HINT: dict[SandboxKind, str] = {
+    "shell": "run the service as root, on Linux",
+    "agent": "run the service on Linux, as root or where users may make namespaces (docs/agents.md); or run the agent"
+    ' yourself: agent = "external"',
+}
 _LANDLOCK_SCOPES_SIGNALS = 6
 
 type ProcessSignal = Literal["kill", "pause", "resume"]
@@ -323,7 +328,7 @@ async def open_zygote(
             break
         await asyncio.to_thread(root.mkdir, parents=True, exist_ok=True)
     if shell:
-        raise Forbidden(f"a sandbox cannot start programs here: {why}", "run the service as root, on Linux")
+        raise Forbidden(f"a sandbox cannot start programs here: {why}", _PROGRAMS_HINT[kind])
     raise Unavailable(f"the sandbox's zygote could not start: {why}")
 
 
