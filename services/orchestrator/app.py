@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
+from fastapi import FastAPI
+
 from services.orchestrator import metrics
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.partials import NO_PARTIALS, TABLE, PartialRollouts
@@ -24,7 +26,7 @@ from services.orchestrator.servers.slots import Slots
 from services.orchestrator.sessions import routes as agent_routes
 from services.orchestrator.sessions.settlement import Settlement
 from services.orchestrator.sessions.store import SessionStore
-from services.orchestrator.sessions.wiring import agent_door
+from services.orchestrator.sessions.wiring import AgentDoor, agent_door
 from services.orchestrator.settings import OrchestratorSettings, from_config
 from services.orchestrator.status import RunStatus
 from shared.boot import RunningService
@@ -42,9 +44,10 @@ from shared.process.sinks import MetricsFanout, PrometheusSink
 from shared.queue.client import REFUSED_S, connect
 from shared.queue.queue import TicketQueue
 from shared.queue.registry import Registry
+from shared.routing import RoutingShape
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
-from shared.web.access import Role, read_tokens
+from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 
 
@@ -60,34 +63,20 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
     """Open the orchestrator from plain settings. Raises ConfigError."""
     tokens = read_tokens(settings.token_files)
     token = tokens.of(Role.SERVICE) if tokens else None
-    folder = await asyncio.to_thread(model_folder, settings.model_path, settings.folder)
-    content.check(settings.model_content, await asyncio.to_thread(content.digests, folder), folder)
-    tokenizer = await asyncio.to_thread(tokenizer_of_run, folder, settings.date)
-    routing = ModelConfig.read(folder).routing if settings.routing_replay else None
+    tokenizer, routing = await _model(settings)
     settings = replace(settings, routing_replay=routing is not None)
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(
             connect(settings.redis_url, settings.redis_password_file, settings.ca_file, refused_s=REFUSED_S)
         )
-        environments = await stack.enter_async_context(
-            EnvClient(settings.env_url, token=token, ca_file=settings.ca_file)
-        )
-        trainer = await stack.enter_async_context(
-            TrainerClient(settings.trainer_url, token=token, ca_file=settings.ca_file)
-        )
+        env_client = EnvClient(settings.env_url, token=token, ca_file=settings.ca_file)
+        environments = await stack.enter_async_context(env_client)
+        trainer_client = TrainerClient(settings.trainer_url, token=token, ca_file=settings.ca_file)
+        trainer = await stack.enter_async_context(trainer_client)
         balancer = Balancer(settings.terms.max_staleness)
         slots = Slots(settings.max_concurrent, settings.generation.eval_share)
-        is_adaptive = settings.generation.concurrency == "adaptive"
-        discover = _discover(Registry(redis, settings.run), settings.rollout_urls)
-        fleet = await stack.enter_async_context(
-            Fleet(
-                balancer,
-                discover,
-                lambda url: RolloutClient(url, token=token, ca_file=settings.ca_file, routing=routing),
-                AdaptiveConcurrency(slots, settings.group_size).observe if is_adaptive else None,
-            )
-        )
-        status = RunStatus()
+        registry, status = Registry(redis, settings.run), RunStatus()
+        fleet = await stack.enter_async_context(_fleet(settings, balancer, slots, registry, token, routing))
         door = agent_door(settings, tokenizer, environments, balancer, status)
         partials = await stack.enter_async_context(_partials(settings))
         dispatcher = Dispatcher(
@@ -98,12 +87,11 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             max_attempts=settings.bounds.max_attempts,
             teaching=await stack.enter_async_context(_teaching(settings, tokenizer, status)),
         )
-        queue = TicketQueue(redis, settings.run)
         handover = RecordHandover(trainer, RunFolder(settings.folder), status)
         sinks = stack.enter_context(MetricsFanout.opened([PrometheusSink(metrics.show)]))
         orchestrator = Orchestrator(
             settings,
-            queue,
+            TicketQueue(redis, settings.run),
             environments,
             tokenizer,
             balancer,
@@ -117,14 +105,47 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             partials=partials,
         )
         settlement = Settlement(door.sessions, trainer, door.calls, orchestrator.last_evaluated)
-        roles = ROLES | agent_routes.ROLES
-        app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=roles)
-        app.state.orchestrator, app.state.sessions = orchestrator, door.state
-        app.include_router(router)
-        app.include_router(agent_routes.router)
         yield RunningService(
-            app, [fleet.watch, orchestrator.work, handover.watch, door.sessions.work, settlement.watch]
+            _application(settings, tokens, orchestrator, door),
+            [fleet.watch, orchestrator.work, handover.watch, door.sessions.work, settlement.watch],
         )
+
+
+async def _model(settings: OrchestratorSettings) -> tuple[ChatTokenizer, RoutingShape | None]:
+    """Return the tokenizer of the run's model, and its routing if the trainer replays it. Raises ConfigError."""
+    folder = await asyncio.to_thread(model_folder, settings.model_path, settings.folder)
+    content.check(settings.model_content, await asyncio.to_thread(content.digests, folder), folder)
+    routing = ModelConfig.read(folder).routing if settings.routing_replay else None
+    return await asyncio.to_thread(tokenizer_of_run, folder, settings.date), routing
+
+
+def _fleet(
+    settings: OrchestratorSettings,
+    balancer: Balancer,
+    slots: Slots,
+    registry: Registry,
+    token: str | None,
+    routing: RoutingShape | None,
+) -> Fleet:
+    is_adaptive = settings.generation.concurrency == "adaptive"
+    return Fleet(
+        balancer,
+        _discover(registry, settings.rollout_urls),
+        lambda url: RolloutClient(url, token=token, ca_file=settings.ca_file, routing=routing),
+        AdaptiveConcurrency(slots, settings.group_size).observe if is_adaptive else None,
+    )
+
+
+def _application(
+    settings: OrchestratorSettings, tokens: AccessTokens | None, orchestrator: Orchestrator, door: AgentDoor
+) -> FastAPI:
+    """Return the service's application with all its routes."""
+    roles = ROLES | agent_routes.ROLES
+    app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=roles)
+    app.state.orchestrator, app.state.sessions = orchestrator, door.state
+    app.include_router(router)
+    app.include_router(agent_routes.router)
+    return app
 
 
 @asynccontextmanager

@@ -49,13 +49,19 @@ class EnvironmentCalls:
                     return await self.environments.ready()
                 await asyncio.sleep(_POLL_S)
 
-    async def open(self, spec: SamplingSpec, request_id: str, budget: TokenBudget) -> Opening:
-        """Create an episode, or find the one that this request id has created."""
+    async def open(self, spec: SamplingSpec, request_id: str, budget: TokenBudget, *, is_kept: bool = False) -> Opening:
+        """Create an episode, or find the one that this request id has created.
+
+        Args:
+            is_kept: an earlier process has left it: a cancelled call deletes nothing.
+        """
         try:
             opening = await self._repeat(lambda: self._create(spec, request_id), spec, budget)
             self._status.turn_answered(spec.env, 0, 0.0)
             return opening
         except asyncio.CancelledError:
+            if is_kept:
+                raise
             # The service may have created the episode; the same request id returns its episode id.
             with suppress(VolleyError, TimeoutError):
                 async with asyncio.timeout(_DELETE_S):

@@ -87,7 +87,7 @@ class EpisodeRunner:
         if isinstance(left, Trajectory):
             return left
         request_id = left or uuid.uuid4().hex
-        opening = await self._calls.open(spec, request_id, budget)
+        opening = await self._calls.open(spec, request_id, budget, is_kept=left is not None)
         if opening.agent:
             return await self._run_agent(spec, budget, opening, request_id)
         env_s = time.monotonic() - started

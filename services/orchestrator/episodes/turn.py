@@ -121,23 +121,32 @@ class TokenBudget:
     @contextmanager
     def outage(self) -> Iterator[None]:
         """Extend the attempt's deadline by the time spent inside, waiting for a service."""
-        due = self.timer and self.timer.when()
-        if self.timer is None or due is None:
+        timer, due = self.timer, self.timer and self.timer.when()
+        if timer is None or due is None or not _is_moved(timer, None):
             yield
             return
         began = asyncio.get_running_loop().time()
-        self.timer.reschedule(None)
         try:
             yield
         finally:
-            self.timer.reschedule(due + asyncio.get_running_loop().time() - began)
+            _is_moved(timer, due + asyncio.get_running_loop().time() - began)
+
+
+def _is_moved(timer: asyncio.Timeout, when: float | None) -> bool:
+    """Move a deadline; False if its attempt has ended, which an agent's call may outlive."""
+    try:
+        timer.reschedule(when)
+    except RuntimeError:
+        return False
+    return True
 
 
 @dataclass(slots=True)
 class EpisodeState:
     """State of a running episode: its record, its server, its budget, seconds spent generating.
 
-    `max_new_tokens` limits a turn further than the run's bounds; `draw` numbers the samples of one prompt.
+    `max_new_tokens` limits a turn further than the run's bounds; `draw` tells samples apart that begin at one
+    position.
     """
 
     spec: SamplingSpec

@@ -72,7 +72,7 @@ class SessionAgents:
             await session.void("weights that sampled its tokens are undone or too old")
             await self._calls.delete(session.record.episode_id)
             return None
-        if session.state == "ended" and session.result is not None:
+        if session.result is not None and session.n_calls:
             return _trajectory(session, spec, budget)
         return session.record.request_id
 
@@ -112,9 +112,9 @@ class SessionAgents:
                 await self._external(session)
             if session.state == "void":
                 raise AgentDied(f"the agent of {opening.task} gave up: {session.reason}")
-            if not session.n_calls:
-                raise AgentSilent(f"the agent of {opening.task} ended without a call", _said(reply))
-            await session.end()
+        if not session.n_calls:
+            raise AgentSilent(f"the agent of {opening.task} ended without a call", _said(reply))
+        await session.end()
         if session.result is not None:
             return
         if not opening.judged:

@@ -63,15 +63,21 @@ class CallSampler:
         tokenizer = self._tokenizer.with_variables(variables) if variables else self._tokenizer
         prompt = await self._prompt(session, asked, place, tokenizer)
         self._check_room(session, prompt, asked.n)
+        session.planned[number] = asked.n, self._added(prompt, asked.n)
         numbers = session.number_nodes(asked.n)
-        draws = session.number_draws(place.digest, _last_draw(session, prompt), asked.n)
+        draws = session.draws.reserve(place.digest, _last_draw(session, prompt), asked.n)
         player.budget.turn = number + 1
+        generations = list[Generation]()
         try:
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(self._draw(session, player, asked, prompt, draw)) for draw in draws]
         except* VolleyError as errors:
             raise first_error(errors) from None
-        generations = [task.result() for task in running]
+        else:
+            generations = [task.result() for task in running]
+        finally:
+            if not generations:  # an agent that does not wait for long answers gets no other ones
+                session.draws.free(place.digest, draws)
         self._status.turn_answered(player.spec.env, number + 1, 0.0)
         answers = [answered(self._tokenizer, asked, self._sampled(one), prompt.opened) for one in generations]
         nodes = [
@@ -108,18 +114,23 @@ class CallSampler:
                 f"the conversation has {n_tokens} tokens, and the context length is {self._bounds.context_length}",
                 "compact it; rollout.engine.context_length is the length",
             )
-        added = n * (n_tokens + self._bounds.max_response_length)
-        if len(tree.nodes) + n > MAX_BRANCHES or added + sum(map(tree.length, tree.leaves())) > MAX_TREE_TOKENS:
+        n_turns = len(tree.nodes) + sum(turns for turns, _ in session.planned.values())
+        n_stored = sum(map(tree.length, tree.leaves())) + sum(tokens for _, tokens in session.planned.values())
+        if n_turns + n > MAX_BRANCHES or n_stored + self._added(prompt, n) > MAX_TREE_TOKENS:
             session.reached("turns")
             raise CallsUsedUp(
                 f"session {session.record.id} has as many turns as an episode may have",
                 f"{MAX_BRANCHES} turns, and {MAX_TREE_TOKENS} tokens in all sequences",
             )
 
+    def _added(self, prompt: _Prompt, n: int) -> int:
+        """Most tokens that n samples add to the sequences."""
+        return n * (len(prompt.ids) + self._bounds.max_response_length)
+
     async def _draw(self, session: Session, player: Player, asked: Asked, prompt: _Prompt, draw: int) -> Generation:
         """Sample once. An attempt that repeats an earlier one gets that one's sample."""
         drawn, limit = player.budget.drawn, asked.sampling.max_tokens
-        key = digest_of(prompt.ids.tobytes(), draw, limit)
+        key, other = digest_of(prompt.ids.tobytes(), draw, limit), digest_of(prompt.ids.tobytes(), draw)
         used = player.budget.used
         budget = TokenBudget(
             self._bounds.max_attempts,
@@ -129,11 +140,12 @@ class CallSampler:
             sampled=[drawn[key]] if key in drawn else [],
         )
         recorder = Recorder(prompt.ids, session.tree.n_routed(prompt.place.node))
-        episode = EpisodeState(player.spec, budget, recorder, session.server_url, max_new_tokens=limit, draw=draw)
+        seed = int.from_bytes(other[:4], "little")  # calls at once may have different prompts of one length
+        episode = EpisodeState(player.spec, budget, recorder, session.server_url, max_new_tokens=limit, draw=seed)
         try:
             await self._sampler.turn(episode)
         finally:
-            player.budget.used += budget.used - used
+            player.budget.used = max(player.budget.used, budget.used)  # one outage of calls at once is one attempt
             player.budget.failures.update(budget.failures)
             session.generate_s += episode.generate_s
         drawn[key] = budget.sampled[0]

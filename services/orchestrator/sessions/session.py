@@ -21,15 +21,10 @@ from typing import Any, Literal
 from services.orchestrator import metrics
 from services.orchestrator.episodes.turn import SamplingSpec, TokenBudget
 from services.orchestrator.sessions.answers import RecordedCall
+from services.orchestrator.sessions.draws import Draws
 from services.orchestrator.sessions.failures import CallsUsedUp, SessionOver
 from services.orchestrator.sessions.messages import Digest
-from services.orchestrator.sessions.records import (
-    CallEntry,
-    CallRequest,
-    SessionRecord,
-    SessionResult,
-    State,
-)
+from services.orchestrator.sessions.records import CallEntry, CallRequest, SessionRecord, SessionResult, State
 from services.orchestrator.sessions.store import SessionStore, Statement
 from services.orchestrator.sessions.tree import Node, Tree
 from shared.errors import Conflict, RateLimited, Unavailable
@@ -97,7 +92,8 @@ class Session:
     """A session that is open, or was when this process started.
 
     `claimed` is the request that an external agent claimed it with, `output` what that agent sent at its end. `expires`
-    is in seconds since 1970, `generate_s` the time spent sampling. `limit` is what refused a call last.
+    is in seconds since 1970, `generate_s` the time spent sampling. `limit` is what refused the last call.
+    `planned` are the most turns and tokens that each call in progress adds, by its number.
     """
 
     record: SessionRecord
@@ -113,17 +109,18 @@ class Session:
     generate_s: float = 0.0
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     tree: Tree = field(default_factory=Tree)
+    draws: Draws = field(default_factory=Draws)
     server_url: str | None = None
     limit: Limit | None = None
     limit_at: float = 0.0
     n_calls: int = 0
+    planned: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     _next: int = 0
     _next_node: int = 0
     _by_key: dict[str, CallEntry] = field(default_factory=dict[str, CallEntry])
     _by_body: dict[Digest, list[CallEntry]] = field(default_factory=dict[Digest, list[CallEntry]])
     _flights: list[Flight] = field(default_factory=list[Flight])
     _dropped: Counter[Digest] = field(default_factory=Counter[Digest])
-    _draws: dict[Digest, int] = field(default_factory=dict[Digest, int])
     _loaded: bool = False
     _closing: bool = False
     _alone: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -217,6 +214,7 @@ class Session:
             self._add(recorded.nodes, entry)
         finally:
             self._flights.remove(flight)
+            self.planned.pop(number, None)
             if recorded is None:
                 self._dropped[flight.request.body] += 1
         return recorded
@@ -237,6 +235,7 @@ class Session:
             if node.reason is not None:
                 metrics.SESSION_SEQUENCES.labels(node.reason).inc()
         self._index(entry)
+        self.limit = None if self.limit == "context" else self.limit  # the agent has gone on
         metrics.SESSION_CALLS.labels("answered").inc()
 
     def _index(self, entry: CallEntry) -> None:
@@ -260,15 +259,9 @@ class Session:
         self._next_node += n
         return range(self._next_node - n, self._next_node)
 
-    def number_draws(self, prompt: Digest, after: int, n: int) -> range:
-        """Reserve numbers for n samples of one prompt, above `after` and all that were reserved before."""
-        first = max(after, self._draws.get(prompt, -1)) + 1
-        self._draws[prompt] = first + n - 1
-        return range(first, first + n)
-
     def reached(self, limit: Limit) -> None:
         """Remember that a limit has refused a call."""
-        if self.limit is None:
+        if self.limit != limit:
             self.limit_at = time.monotonic()
         self.limit = limit
         self._notify()

@@ -24,7 +24,7 @@ from services.orchestrator.sessions.records import OPEN, SessionRecord, SessionR
 from services.orchestrator.sessions.session import Session
 from services.orchestrator.sessions.store import SessionStore
 from shared.clients.env import Opening
-from shared.errors import NotFound, Unauthorized, Unavailable, VolleyError
+from shared.errors import NotFound, Unauthorized, Unavailable
 from shared.process import telemetry
 
 _PREFIX = "vs"
@@ -53,6 +53,7 @@ class Sessions:
         self._tasks: asyncio.TaskGroup | None = None
         self._alone, self._opened, self._offered = asyncio.Lock(), asyncio.Event(), asyncio.Event()
         self._offers: list[Session] = []
+        self._claiming = asyncio.Lock()
 
     async def work(self) -> None:
         """Worker: read what an earlier process has stored, and run the calls of all sessions, until cancelled."""
@@ -163,19 +164,13 @@ class Sessions:
     async def claim(self, env: str | None, by: str, wait_s: float) -> Session | None:
         """Claim the oldest offered session; None if there is none within `wait_s`. Repeating it with `by` is safe."""
         await self._ready()
-        claimed = next((one for one in self._open_ones() if one.claimed == by), None)
-        if claimed is not None:
-            return claimed
         deadline = time.monotonic() + wait_s
         while True:
-            session = next((one for one in self._offers if env in (None, one.record.env)), None)
-            if session is not None:
-                self._offers.remove(session)
-                try:
+            async with self._claiming:  # a repeated claim may wait beside the first one
+                session = next((one for one in self._open_ones() if one.claimed == by), None) or self._unclaimed(env)
+                if session is not None and not session.claimed:
                     await session.claim(by, time.time() + self._ttl_s)
-                except VolleyError:
-                    self._offers.append(session)
-                    raise
+            if session is not None:
                 return session
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -183,6 +178,10 @@ class Sessions:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):
                     await self._offered.wait()
+
+    def _unclaimed(self, env: str | None) -> Session | None:
+        waiting = (one for one in self._offers if not one.claimed and one.state == "running")
+        return next((one for one in waiting if env in (None, one.record.env)), None)
 
     # the end
     def tickets(self) -> set[int]:

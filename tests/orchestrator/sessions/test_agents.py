@@ -262,3 +262,81 @@ async def test_tokens_of_undone_weights_begin_again(tmp_path):
             server.version = recorder.engine.version
         again = await runner.run(replace(spec(), need=need), TokenBudget(3))
         assert (first.oldest().step, again.oldest().step, len(env.created)) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("judged", [True, False])
+async def test_a_session_that_ended_without_a_call_before_a_restart_is_no_episode(tmp_path, judged):
+    env = ProgramEnv(kind="external", judged=judged)
+    async with orchestrating(tmp_path, env) as (recorder, runner):
+        running = asyncio.create_task(runner.run(spec(), TokenBudget(3)))
+        session = await recorder.sessions.claim(None, "worker/1", 5.0)
+        await stop(running)
+        await session.end()
+        if not judged:
+            await session.give_reward(SessionResult(1.0, True))
+    async with orchestrating(tmp_path, env) as (recorder, runner):
+        with pytest.raises(AgentSilent):
+            await runner.run(spec(), TokenBudget(3))
+        assert recorder.sessions.describe() == {"void": 1}
+
+
+async def test_a_claim_repeated_while_it_waits_gets_the_same_session(tmp_path):
+    async with orchestrating(tmp_path, ProgramEnv(kind="external")) as (recorder, runner):
+        claims = [asyncio.create_task(recorder.sessions.claim(None, "worker/1", 5.0)) for _ in range(2)]
+        await asyncio.sleep(0)
+        running = [asyncio.create_task(runner.run(spec(ticket), TokenBudget(3))) for ticket in (1, 2)]
+        first, second = await asyncio.gather(*claims)
+        assert first is second
+        assert recorder.sessions.describe() == {"running": 2, "unclaimed": 1}
+        for one in running:
+            await stop(one)
+
+
+async def test_a_second_stop_leaves_the_agents_episode(tmp_path):
+    env = ProgramEnv(play=idles)
+    async with orchestrating(tmp_path, env) as (_, runner):
+        running = asyncio.create_task(runner.run(spec(), TokenBudget(3)))
+        while not env.programs:
+            await asyncio.sleep(0.01)
+        await stop(running)
+    async with orchestrating(tmp_path, env) as (recorder, runner):
+        env.delay_s = 0.5
+        running = asyncio.create_task(runner.run(spec(), TokenBudget(3)))
+        await recorder.sessions.left()
+        await asyncio.sleep(0.1)
+        await stop(running)
+        assert len(env.open) == 1
+
+
+async def test_calls_at_once_that_meet_one_outage_cost_one_attempt(tmp_path):
+    async def asks_at_once(client):
+        asking = [client.chat.completions.create(model=MODEL, messages=ASK) for _ in range(4)]
+        return str(len(await asyncio.gather(*asking)))
+
+    engine = ScriptedEngine(failures=unreachable(4), delay_s=0.05)
+    async with orchestrating(tmp_path, ProgramEnv(play=asks_at_once), engine=engine) as (recorder, runner):
+        recorder.balancer.add(ServerLoad("http://other", ScriptedEngine(), version=engine.version))
+        trajectory = await runner.run(spec(), budget := TokenBudget(3))
+        assert (trajectory.attempt, budget.used, len(trajectory.branches)) == (1, 1, 3)
+
+
+async def test_prompts_of_one_length_have_their_own_seeds(tmp_path):
+    async def asks_others(client):
+        for digit in "123":
+            await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": digit}])
+        return ""
+
+    async with orchestrating(tmp_path, ProgramEnv(play=asks_others)) as (recorder, runner):
+        await runner.run(spec(), TokenBudget(3))
+        assert len({len(ids) for ids in recorder.engine.prompts}) == 1
+        assert len({params["sampling_seed"] for params in recorder.engine.params}) == 3
+
+
+async def test_an_outage_may_outlive_its_attempt():
+    async with asyncio.timeout(10) as timer:
+        outage = TokenBudget(3, timer=timer).outage()
+        outage.__enter__()
+        await asyncio.sleep(0)
+    outage.__exit__(None, None, None)
+    with TokenBudget(3, timer=timer).outage():
+        pass

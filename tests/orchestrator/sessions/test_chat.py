@@ -8,10 +8,10 @@ import numpy as np
 import openai
 import pytest
 
-from services.orchestrator.sessions import serving
+from services.orchestrator.sessions import calls, serving
 from services.orchestrator.sessions.trajectories import tokens_of
 from shared.models.chat import ChatTokenizer
-from tests.orchestrator.fakes import Say
+from tests.orchestrator.fakes import Say, ScriptedEngine
 from tests.orchestrator.sessions.recorder import MODEL, TOKENIZER, WIDE, recording, said
 from tests.support.asgi import served
 from tests.support.templates import tiny_folder
@@ -212,3 +212,39 @@ async def test_a_stream_that_waits_ends_with_its_error(tmp_path, monkeypatch):
             with pytest.raises(openai.APIError):
                 async for _ in streaming:
                     pass
+
+
+async def test_calls_in_progress_count_as_turns(tmp_path, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_BRANCHES", 5)
+    engine = ScriptedEngine(delay_s=0.05)
+    async with recording(tmp_path, engine=engine) as recorder, recorder.playing() as session:
+        client = recorder.client(session)
+        asking = [client.chat.completions.create(model=MODEL, messages=ASK, n=2) for _ in range(4)]
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        assert sum(isinstance(answer, openai.BadRequestError) for answer in answers) == 2
+        assert len(session.tree.nodes) == 4
+        assert not session.planned
+
+
+async def test_a_limit_counts_until_the_agent_goes_on(tmp_path):
+    bounds = replace(WIDE, context_length=64, max_response_length=16)
+    async with recording(tmp_path, said("a"), bounds=bounds) as recorder, recorder.playing() as session:
+        client = recorder.client(session)
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "long " * 200}])
+        assert session.limit == "context"
+        await client.chat.completions.create(model=MODEL, messages=ASK)
+        assert session.limit is None
+
+
+async def test_a_call_that_was_given_up_samples_the_same_again(tmp_path):
+    engine = ScriptedEngine(delay_s=0.2)
+    async with recording(tmp_path, engine=engine) as recorder, recorder.playing() as session:
+        client = recorder.client(session)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await client.chat.completions.create(model=MODEL, messages=ASK)
+        await client.chat.completions.create(model=MODEL, messages=ASK)
+        await client.chat.completions.create(model=MODEL, messages=ASK)
+        seeds = [params["sampling_seed"] for params in engine.params]
+        assert seeds[0] == seeds[1] != seeds[2]
