@@ -244,6 +244,8 @@ async def test_a_call_that_was_given_up_samples_the_same_again(tmp_path):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
                 await client.chat.completions.create(model=MODEL, messages=ASK)
+        while session.planned:
+            await asyncio.sleep(0.01)
         await client.chat.completions.create(model=MODEL, messages=ASK)
         await client.chat.completions.create(model=MODEL, messages=ASK)
         seeds = [params["sampling_seed"] for params in engine.params]
