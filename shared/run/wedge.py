@@ -238,6 +238,8 @@ def _orchestrator(who: _Who, facts: Mapping[str, Any]) -> WaitNode:
     if n := episodes.get("env"):
         of = ", ".join(f"{k} of {env}" for env, k in (facts.get("waits_env") or {}).items())
         waits.append(WaitLink("env", f"the environment service ({n} episodes{': ' if of else ''}{of})"))
+    if n := (facts.get("sessions") or {}).get("unclaimed"):
+        waits.append(WaitLink("agent", f"external agents, which have not claimed {n} tasks (POST /v1/sessions)"))
     if n := episodes.get("teacher"):
         waits.append(WaitLink("teacher", f"the teacher ({n} episodes)"))
     if not waits and (waiting := facts.get("waiting")):

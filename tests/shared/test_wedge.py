@@ -124,6 +124,10 @@ WEDGES = {
         [trainer(), orchestrator(waits={"teacher": 9}), ROLLOUT, ENV],
         ["trainer waits", "orchestrator waits for the teacher (9 episodes)"],
     ),
+    "no agent claims the tasks": (
+        [trainer(), orchestrator(sessions={"running": 9, "unclaimed": 3}), ROLLOUT, ENV],
+        ["trainer waits", "orchestrator waits for external agents, which have not claimed 3 tasks"],
+    ),
     "the environment is away": (
         [trainer(), orchestrator(waits={"env": 9}), ROLLOUT, replace(ENV, error="Connection refused")],
         [

@@ -291,10 +291,12 @@ class Session:
     async def end(self, output: str = "") -> None:
         """End the session; calls in progress are given up. Ending it again changes nothing.
 
-        Raises Conflict if it was given up or trained.
+        Raises Conflict if it was given up or trained, or has ended with another output.
         """
         async with self._alone:
             if self.state == "ended":
+                if output and output != self.output:
+                    raise Conflict(f"session {self.record.id} has ended before, with another output")
                 return
             if self.state != "running":
                 raise Conflict(f"session {self.record.id} is {self.state}, and cannot end", self.reason)

@@ -219,6 +219,8 @@ async def test_an_external_agent_is_judged_by_what_it_sends_or_fails(tmp_path):
             task = (await http.post("/sessions", json={"request_id": str(outcome), "wait_s": 5})).json()
             await talk(client_of(recorder, task["key"]), 1)
             assert (await http.post(f"/sessions/{task['id']}/end", json=end)).status_code == 200
+            other = await http.post(f"/sessions/{task['id']}/end", json={"output": "43"})
+            assert other.status_code == 409
             if outcome is AgentDied:
                 with pytest.raises(AgentDied, match="out of memory"):
                     await running
