@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from difflib import get_close_matches
 
+from fastapi import FastAPI
+
 from services.env.api import environments, openenv, tools
 from services.env.api.routes import ROLES, direct_routes, router
 from services.env.api.state import EnvState
@@ -79,22 +81,8 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
             watcher=submissions,
             rewards=rewards,
         )
-        app = create_app(
-            "env",
-            limits=settings.limits,
-            tokens=read_tokens(settings.token_files),
-            ready=lambda: _why_not(catalogue, settings.env),
-            roles={**ROLES, **environments.ROLES, **openenv.ROLES, **tools.ROLES},
-            max_objects=MAX_OBJECTS,
-            direct=direct_routes(),
-            about=lambda: {"sandbox": sandboxes.tier.describe() if sandboxes.tier else None},
-        )
+        app = _app(settings, catalogue, sandboxes)
         app.state.env = EnvState(catalogue, episodes, submissions, rewards, ToolSet(toolbox, ANY_TOOLS), content)
-        app.state.websockets = True
-        app.include_router(environments.router)
-        app.include_router(openenv.router)
-        app.include_router(tools.router)
-        app.include_router(router)
         _log.info("environments ready", env=settings.env, available=[entry.name for entry in catalogue.entries()])
         workers = [episodes.sweep, runner.watch, pool.keep, submissions.validate_waiting, submissions.judge_canaries]
         try:
@@ -102,6 +90,24 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
         finally:
             await episodes.close()
             runner.close()
+
+
+def _app(settings: EnvSettings, catalogue: Catalogue, sandboxes: Sandboxes) -> FastAPI:
+    """Build the HTTP application; the caller adds the state of the routes."""
+    app = create_app(
+        "env",
+        limits=settings.limits,
+        tokens=read_tokens(settings.token_files),
+        ready=lambda: _why_not(catalogue, settings.env),
+        roles={**ROLES, **environments.ROLES, **openenv.ROLES, **tools.ROLES},
+        max_objects=MAX_OBJECTS,
+        direct=direct_routes(),
+        about=lambda: {"sandbox": sandboxes.tier.describe() if sandboxes.tier else None},
+    )
+    app.state.websockets = True
+    for one in (environments.router, openenv.router, tools.router, router):
+        app.include_router(one)
+    return app
 
 
 def _environments_of_run(settings: EnvSettings, catalogue: Catalogue) -> list[CatalogueEntry]:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from redis.asyncio import Redis
@@ -94,11 +95,7 @@ async def open_trainer(
     config: RunConfig, open_backend: Callable[[BackendInputs], OpenedBackend]
 ) -> AsyncIterator[RunningService]:
     """Raises ConfigError."""
-    for finding in findings(config):
-        _log.warning("ineffective setting", finding=finding)
-    config, origin = await asyncio.to_thread(_of_its_origin, config)
-    model = await asyncio.to_thread(model_folder, config.model.path, config.run.folder, weights=True)
-    config = await asyncio.to_thread(with_content, config, model)
+    config, origin, model = await asyncio.to_thread(_prepared, config)
     settings = from_run.from_config(config)
     callers = read_tokens(settings.token_files)
     token, admin = (callers.of(Role.SERVICE), callers.of(Role.ADMIN)) if callers else (None, None)
@@ -121,23 +118,15 @@ async def open_trainer(
             lambda url: RolloutClient(url, token=admin, ca_file=settings.ca_file),
             settings.update_mode,
         )
-        opened = open_backend(
-            BackendInputs(
-                config, settings, model, tokenizer_of_run(model, config.run.date), origin, publications, sinks
-            )
-        )
+        tokenizer = tokenizer_of_run(model, config.run.date)
+        opened = open_backend(BackendInputs(config, settings, model, tokenizer, origin, publications, sinks))
         stack.callback(opened.close)
         plan = from_run.plan(config, opened.tokens, origin)
         parts = Collaborators(
+            **_records(folder, settings.run),
             backend=opened.backend,
             checkpoints=opened.checkpoints,
             queue=TicketQueue(redis, settings.run),
-            ledger=LedgerFile(folder.ledger),
-            archive=Archive(folder.archive, settings.run),
-            commits=CommitLog(folder.archive, settings.run),
-            metrics=StepLog(folder.metrics),
-            handovers=StepLog(folder.handovers),
-            refusals=Refusals(folder.path),
             executor=thread,
             warm_start=lambda: opened.warm_start(environments, status, thread),
             publish=publisher.publish,
@@ -172,15 +161,30 @@ def _bucket(
     return RunBucket(restore, writer, folder, status, end_s)
 
 
-def _of_its_origin(config: RunConfig) -> tuple[RunConfig, Origin | None]:
-    """Replace the model by that of the run that this run starts from; the run's folder records the origin.
+def _records(folder: RunFolder, run: str) -> dict[str, Any]:
+    """Return those collaborators that are files of the run's folder."""
+    return {
+        "ledger": LedgerFile(folder.ledger),
+        "archive": Archive(folder.archive, run),
+        "commits": CommitLog(folder.archive, run),
+        "metrics": StepLog(folder.metrics),
+        "handovers": StepLog(folder.handovers),
+        "refusals": Refusals(folder.path),
+    }
 
-    Raises ConfigError.
+
+def _prepared(config: RunConfig) -> tuple[RunConfig, Origin | None, Path]:
+    """Return the configuration with its model's content, the run that it starts from, and the model's folder.
+
+    The model of a run that starts from another is that run's; the run's folder records the origin. Raises ConfigError.
     """
+    for finding in findings(config):
+        _log.warning("ineffective setting", finding=finding)
     origin = keep(config)
-    if origin is None:
-        return config, None
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": origin.path})}), origin
+    if origin is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": origin.path})})
+    model = model_folder(config.model.path, config.run.folder, weights=True)
+    return with_content(config, model), origin, model
 
 
 def _app(
