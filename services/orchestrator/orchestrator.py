@@ -185,6 +185,8 @@ class Orchestrator:
     async def _begun(self, beginning: str) -> None:
         """Follow a new epoch. At the start of this process, tickets of stored episodes are issued again at once."""
         await self.handover.follow(beginning)
+        if self.sessions is not None:
+            await self.sessions.follow(beginning)
         for ticket in await self.partials.begin(beginning, (await self.queue.state()).low):
             await self.queue.renew(ticket, 0)
 

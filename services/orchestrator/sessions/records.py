@@ -26,6 +26,7 @@ class SessionRecord:
 
     `place` names the sample that it plays: two sessions of one place are attempts. `request_id` and `episode_id` are
     those of the environment's episode, which the environment judges if `judged`. `opened` is in seconds since 1970.
+    `beginning` is the run's, whose tickets these are; empty in older records.
     """
 
     id: str
@@ -42,6 +43,7 @@ class SessionRecord:
     opened: float
     messages: Sequence[Message] = ()
     tools: Sequence[Mapping[str, Any]] = ()
+    beginning: str = ""
 
     def encode(self) -> bytes:
         return codec.pack({f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
@@ -97,7 +99,9 @@ def place_of(spec: SamplingSpec) -> str:
     return f"{spec.env}/{spec.split}/{spec.index}@{spec.need.min_step}"
 
 
-def new_record(id_: str, spec: SamplingSpec, opening: Opening, request_id: str, opened: float) -> SessionRecord:
+def new_record(
+    id_: str, spec: SamplingSpec, opening: Opening, request_id: str, opened: float, beginning: str
+) -> SessionRecord:
     """Make the record of a session that begins."""
     assert opening.agent is not None
     return SessionRecord(
@@ -115,4 +119,5 @@ def new_record(id_: str, spec: SamplingSpec, opening: Opening, request_id: str, 
         opened=opened,
         messages=list(opening.messages),
         tools=list(opening.tools),
+        beginning=beginning,
     )

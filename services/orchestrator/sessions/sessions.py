@@ -42,6 +42,8 @@ class Sessions:
         path: of the store.
         ttl_s: how long a session may be running.
         max_calls: number of calls that a session may make.
+
+    `beginning` is the name of the run's beginning.
     """
 
     def __init__(self, path: Path, ttl_s: float, max_calls: int) -> None:
@@ -54,6 +56,7 @@ class Sessions:
         self._alone, self._opened, self._offered = asyncio.Lock(), asyncio.Event(), asyncio.Event()
         self._offers: list[Session] = []
         self._claiming = asyncio.Lock()
+        self.beginning = ""
 
     async def work(self) -> None:
         """Worker: read what an earlier process has stored, and run the calls of all sessions, until cancelled."""
@@ -92,7 +95,7 @@ class Sessions:
     async def begin(self, spec: SamplingSpec, opening: Opening, request_id: str) -> Session:
         """Begin the session of a sample."""
         store = await self._open()
-        record = new_record(secrets.token_hex(8), spec, opening, request_id, time.time())
+        record = new_record(secrets.token_hex(8), spec, opening, request_id, time.time(), self.beginning)
         row = (record.id, record.encode(), "running", "", None, "", "", expires := time.time() + self._ttl_s, 0)
         await store.write(("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row))
         session = Session(record, store, self._max_calls, self._spawn, expires=expires)
@@ -104,7 +107,17 @@ class Sessions:
         """Return the open session of a sample."""
         await self._opened.wait()
         place = place_of(spec)
-        return next((one for one in self._open_ones() if one.record.place == place), None)
+        return next((one for one in self._open_ones() if one.record.place == place and self._is_own(one)), None)
+
+    def _is_own(self, session: Session) -> bool:
+        return session.record.beginning in ("", self.beginning)
+
+    async def follow(self, beginning: str) -> None:
+        """Follow a beginning of the run; sessions of another one are given up: its tickets have the same numbers."""
+        await self._opened.wait()
+        self.beginning = beginning
+        for session in [one for one in self._open_ones() if not self._is_own(one) and not one.is_played]:
+            await session.void("the run began anew")
 
     def _open_ones(self) -> Iterator[Session]:
         return (one for one in self._sessions.values() if one.state in OPEN)

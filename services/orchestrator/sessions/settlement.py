@@ -71,6 +71,7 @@ class Settlement:
     ) -> None:
         self._sessions, self._trainer, self._environments = sessions, trainer, environments
         self._evaluated, self._known, self._offset = evaluated, Dispositions(), 0
+        self._beginning = ""
 
     async def watch(self) -> None:
         """Worker: settle sessions until cancelled."""
@@ -94,6 +95,9 @@ class Settlement:
         await self._sessions.prune()
 
     async def _read(self) -> None:
+        """Read what is new in the ledger; a run that began anew has another ledger."""
+        if self._beginning != self._sessions.beginning:
+            self._beginning, self._known, self._offset = self._sessions.beginning, Dispositions(), 0
         while True:
             lines, after = await self._trainer.record("ledger", self._offset)
             for line in lines:

@@ -342,3 +342,17 @@ async def test_an_outage_may_outlive_its_attempt():
     outage.__exit__(None, None, None)
     with TokenBudget(3, timer=timer).outage():
         pass
+
+
+async def test_a_run_that_began_anew_has_no_sessions_of_the_earlier_one(tmp_path):
+    async with orchestrating(tmp_path, env := ProgramEnv()) as (recorder, runner):
+        await recorder.sessions.follow("first")
+        first = await runner.run(spec(seed=1), TokenBudget(3))
+    async with orchestrating(tmp_path, env) as (recorder, runner):
+        await recorder.sessions.follow("first")
+        again = await runner.run(spec(seed=1), TokenBudget(3))
+        assert again.token_ids.tolist() == first.token_ids.tolist()
+        await recorder.sessions.follow("second")
+        await runner.run(spec(seed=2), TokenBudget(3))
+        assert recorder.sessions.describe() == {"void": 1, "ended": 1}
+        assert len(env.created) == 2

@@ -1,0 +1,45 @@
+"""Sessions are settled as the trainer's ledger says."""
+
+import orjson
+
+from services.orchestrator.episodes.environments import EnvironmentCalls
+from services.orchestrator.episodes.turn import TokenBudget
+from services.orchestrator.sessions.settlement import Settlement
+from services.orchestrator.status import RunStatus
+from shared.run import ledger
+from shared.types import WeightVersion
+from tests.orchestrator.fakes import spec
+from tests.orchestrator.sessions.programs import ProgramEnv, orchestrating
+
+
+class LedgerOf:
+    """A trainer's ledger, of which a response has the lines from an offset on, counted in lines."""
+
+    def __init__(self):
+        self.lines = []
+
+    async def record(self, record, offset):
+        return self.lines[offset:], max(offset, len(self.lines))
+
+    def ends(self, ticket, disposition):
+        self.lines.append(orjson.dumps(ledger.line(ticket, disposition, WeightVersion(1, 1))).decode())
+
+
+async def test_a_run_that_began_anew_is_settled_by_its_own_ledger(tmp_path):
+    async with orchestrating(tmp_path, env := ProgramEnv()) as (recorder, runner):
+        trainer, sessions = LedgerOf(), recorder.sessions
+        settlement = Settlement(sessions, trainer, EnvironmentCalls(env, RunStatus()), lambda: None)
+        await sessions.follow("first")
+        await runner.run(spec(1), TokenBudget(3))
+        for ticket in (1, 2):
+            trainer.ends(ticket, "trained")
+        await settlement.settle()
+        assert sessions.describe() == {"trained": 1}
+        trainer.lines.clear()
+        await sessions.follow("second")
+        await runner.run(spec(2), TokenBudget(3))
+        await settlement.settle()
+        assert sessions.describe() == {"trained": 1, "ended": 1}
+        trainer.ends(2, "trained")
+        await settlement.settle()
+        assert sessions.describe() == {"trained": 2}
