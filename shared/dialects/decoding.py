@@ -9,7 +9,7 @@ from shared.dialects.records import Answered, Asked, Call, Content, FinishReason
 from shared.models.chat import ChatTokenizer
 
 _UNFINISHED = "\ufffd"
-_WINDOW = 64  # tokens that may be decoded again
+_MOST_WAITS = 64  # calls that a character may wait for its last byte
 
 
 class TokenDecoder:
@@ -24,16 +24,20 @@ class TokenDecoder:
         self._ids = list[int]()  # from the last end of a character but one
         self._whole = 0  # number of them up to the last end of a character
         self._given = 0  # characters of their text that were given
+        self._waits = 0  # calls since the last end of a character
 
     def add(self, ids: Sequence[int], *, last: bool = False) -> str:
         """Return the text that the tokens add. `last`: no more tokens will come."""
+        if not ids and not last:
+            return ""
         self._ids += ids
+        self._waits += 1
         text = self._decode(self._ids)
-        whole = text if last or len(self._ids) > _WINDOW else text.rstrip(_UNFINISHED)
+        whole = text if last or self._waits > _MOST_WAITS else text.rstrip(_UNFINISHED)
         new, self._given = whole[self._given :], max(self._given, len(whole))
         if len(whole) == len(text):
             self._ids = self._ids[self._whole :]
-            self._whole, self._given = len(self._ids), len(self._decode(self._ids))
+            self._whole, self._given, self._waits = len(self._ids), len(self._decode(self._ids)), 0
         return new
 
     def _decode(self, ids: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ The fake engine continues with the last token plus one: after token 40 ("F") com
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -259,3 +260,17 @@ async def test_a_field_that_cannot_be_honoured_is_refused_by_name(
 ) -> None:
     for stream in ({}, {"stream": True}):
         assert named in (await ask(http, status=422, **{**stream, **fields}))["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/generate", {"input_ids": [[1]] * 4000, "sampling_params": {"n": 128, "max_new_tokens": 1}}),
+     ("/v1/completions", {"prompt": [[1]] * 4000, "n": 128})],
+)  # fmt: skip
+async def test_too_many_samples_are_refused_before_they_are_built(
+    http: httpx.AsyncClient, engine: FakeEngine, path: str, fields: dict[str, Any]
+) -> None:
+    began = time.monotonic()
+    answer = await http.post(path, json=fields)
+    assert (answer.status_code, engine.n_requests) == (422, 0)
+    assert time.monotonic() - began < 1.5

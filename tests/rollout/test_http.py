@@ -10,7 +10,8 @@ import httpx
 import numpy as np
 import pytest
 
-from services.rollout.api.generation import CROWD, ClientGone, GenerationRunner
+from services.rollout.api.generation import ClientGone, GenerationRunner
+from services.rollout.api.validation import CROWD
 from services.rollout.app import build_app
 from services.rollout.engines.base import ScoredTokens
 from services.rollout.settings import from_config

@@ -44,6 +44,7 @@ class AnswerSampler:
     ) -> None:
         assert state.tokenizer is not None
         self._state, self._asked, self._tokenizer = state, asked, state.tokenizer
+        validation.check_count(len(prompts) * asked.n, state.info)
         self._ids = [validation.check_ids(np.array(one.ids, np.int64), state.info.vocab_size) for one in prompts]
         self._requests = [
             self._request(ids, prompt, i, default_tokens)

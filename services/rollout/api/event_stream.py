@@ -12,7 +12,24 @@ from starlette.types import Receive, Scope, Send
 from services.rollout.api.generation import ClientGone
 from shared.errors import VolleyError, problem
 
-type Put = Callable[[bytes], None]
+
+class Put:
+    """Receiver of events. `n_bytes` are those that the client has not taken yet."""
+
+    def __init__(self) -> None:
+        self._events = asyncio.Queue[bytes]()
+        self.n_bytes = 0
+
+    def __call__(self, data: bytes) -> None:
+        self.n_bytes += len(data)
+        self._events.put_nowait(data)
+
+    async def take(self) -> bytes:
+        data = await self._events.get()
+        self.n_bytes -= len(data)
+        return data
+
+
 type Produce = Callable[[Put, Receive], Awaitable[None]]
 type Fail = Callable[[Mapping[str, Any]], bytes]
 
@@ -33,34 +50,36 @@ class EventStream(Response):
         self._produce, self._fail = produce, fail
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events, failed = asyncio.Queue[bytes](), list[VolleyError]()
+        events, failed = Put(), list[VolleyError]()
 
         async def work() -> None:
             try:
-                await self._produce(events.put_nowait, receive)
+                await self._produce(events, receive)
             except ClientGone:
                 pass
             except VolleyError as error:
                 failed.append(error)
             finally:
-                events.put_nowait(b"")
+                events(b"")
 
         working = asyncio.ensure_future(work())
         try:
-            data = await events.get()
+            data = await events.take()
+            if not data:
+                await working
             if data or not failed:
-                await self._send_all(data, events, failed, send)
-            await working
+                await self._send_all(data, events, send)
+                await working  # raises before the end of the answer, so that the client sees that it is cut
+                last = self._fail(problem(failed[0])) if failed else b""
+                await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
         if not data and failed:
             raise failed[0]
 
-    async def _send_all(self, data: bytes, events: asyncio.Queue[bytes], failed: list[VolleyError], send: Send) -> None:
+    async def _send_all(self, data: bytes, events: Put, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         while data:
             await send({"type": "http.response.body", "body": data, "more_body": True})
-            data = await events.get()
-        last = self._fail(problem(failed[0])) if failed else b""
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+            data = await events.take()

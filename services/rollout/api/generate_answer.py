@@ -28,6 +28,7 @@ type TextOf = Callable[[int], str]
 type Rows = list[list[Any]]
 _EMPTY = np.empty(0, np.float32)
 END = b"data: [DONE]\n\n"
+_MOST_UNREAD = 2**20  # bytes of events that wait for the client
 
 
 class AnswerText:
@@ -127,12 +128,15 @@ class AnswerGenerator:
         return answers if self._body.is_batch else answers[0]
 
     async def stream(self, put: Put, receive: Receive) -> None:
-        """Put an event after each step, then one for each whole answer. Raises as `GenerationRunner.run`."""
+        """Put an event after each step, then one for each whole answer. Raises as `GenerationRunner.run`.
+
+        Each event repeats those before, so a client that reads slowly misses some.
+        """
         drafts = [_Draft(one, text) for one, text in zip(self._body.prompts, self._texts, strict=True)]
 
         def watch(i: int, new: NewTokens) -> bool:
             stopped = drafts[i].add(new)
-            if not stopped and drafts[i].is_due():
+            if not stopped and put.n_bytes < _MOST_UNREAD and drafts[i].is_due():
                 put(self._event(i, self._unfinished(i, drafts[i])))
             return stopped
 

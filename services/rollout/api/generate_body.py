@@ -17,6 +17,7 @@ from services.rollout.api.validation import (
     MAX_RID,
     boolean,
     build,
+    check_count,
     check_names,
     integer,
     is_one_of,
@@ -173,6 +174,8 @@ def read(body: Mapping[str, Any], info: EngineInfo, encode: Encode | None) -> Ge
     check_names(body, _NAMES, {**NEUTRAL_FIELDS, **_lists(body)}, "")
     prompts, listed = _prompts(body, info, encode)
     n = _samples(body.get("sampling_params"))
+    if n > 1:
+        check_count(len(prompts) * n, info)
     single_body = {name: value for name, value in body.items() if name not in ("text", "rid")}
     asked = list[AskedPrompt]()
     rids = _rids(body.get("rid"), len(prompts), n, is_batch=listed or n > 1)

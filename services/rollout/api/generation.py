@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from services.rollout import metrics
+from services.rollout.api import validation
 from services.rollout.engines.base import (
     Engine,
     GenerateRequest,
@@ -19,10 +20,8 @@ from services.rollout.engines.base import (
     ScoredTokens,
 )
 from services.rollout.weights.updater import WeightUpdater
-from shared.errors import InputError, RateLimited, Unavailable
+from shared.errors import RateLimited, Unavailable
 
-CROWD = 16
-"""Requests in the service, at most, as a multiple of those that run at once; the others wait in the engine's queue."""
 SILENT_S = 5.0
 _ABORT_S = 1.0
 _FULL_RETRY_S = 2.0
@@ -111,9 +110,8 @@ class GenerationRunner:
     def _admit(self, n: int) -> None:
         if (error := self.why_not()) is not None:
             raise type(error)(error.detail, "send the request to another server")
-        limit = CROWD * self.engine.info.max_running_requests
-        if n > limit:
-            raise InputError(f"{n} samples are more than the {limit} requests this server takes at once")
+        limit = validation.crowd(self.engine.info)
+        validation.check_count(n, self.engine.info)
         if self.n_requests + n > limit:
             raise RateLimited(
                 f"{self.n_requests} requests run or wait here, at most {limit} may", retry_after_s=_FULL_RETRY_S

@@ -20,6 +20,8 @@ from services.rollout.engines.base import EngineInfo, GenerateRequest, Grammar, 
 from shared.dialects.fields import is_one_of
 from shared.errors import InputError
 
+CROWD = 16
+"""Requests in the service, at most, as a multiple of those that run at once; the others wait in the engine's queue."""
 DEFAULT_NEW_TOKENS = 128
 MAX_NEW_TOKENS = MAX_TOP_K = 1 << 30
 MAX_TEMPERATURE, MIN_TOP_P = 1e3, 1e-6
@@ -87,6 +89,17 @@ def build(ids: np.ndarray, sampling: SamplingParams, rid: str | None, info: Engi
 def room(info: EngineInfo) -> int:
     """Return the maximum number of tokens of prompt and output together."""
     return min(info.context_length, info.max_total_tokens) - 1
+
+
+def crowd(info: EngineInfo) -> int:
+    """Return how many requests the service takes at most."""
+    return CROWD * info.max_running_requests
+
+
+def check_count(n: int, info: EngineInfo) -> None:
+    """Raise InputError for more samples in one body than the service takes, before anything is built for each."""
+    if n > crowd(info):
+        raise InputError(f"{n} samples are more than the {crowd(info)} requests this server takes at once")
 
 
 def check_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:

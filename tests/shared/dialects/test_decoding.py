@@ -61,3 +61,12 @@ def test_a_token_that_ends_the_answer_is_no_text():
     assert (answered(TOKENIZER, asked, sampled(ids, "stop")).content, streamed(asked, ids, 1)) == ("ab", "ab")
     inside = [TOKENIZER.eos_id, *TOKENIZER.encode("a")]
     assert streamed(asked, inside, 1) == answered(TOKENIZER, asked, sampled(inside)).content == "<|im_end|>a"
+
+
+def test_a_character_that_a_long_part_ends_in_arrives_whole():
+    text = "word " * 100 + "😀b"
+    ids = TOKENIZER.encode(text)
+    for cut in range(len(ids) - 6, len(ids)):
+        decoder = TokenDecoder(TOKENIZER, skip_special=False)
+        parts = [decoder.add(ids[:cut]), *(decoder.add([token]) for token in ids[cut:])]
+        assert "".join(parts) == text

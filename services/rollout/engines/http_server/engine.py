@@ -13,7 +13,6 @@ import contextlib
 import shutil
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,12 +31,11 @@ from services.rollout.engines.base import (
     GenerateResult,
     Live,
     LoadedWeights,
-    NewTokens,
     OnTokens,
     ScoredTokens,
     StagedWeights,
-    TopTokens,
 )
+from services.rollout.engines.http_server.receiver import Receiver
 from services.rollout.engines.http_server.wire import ForeignServer, Sampled
 from shared.errors import (
     Conflict,
@@ -105,7 +103,7 @@ class HttpEngine:
             raise Conflict(f"a request {request.rid!r} is running", "give every request its own rid")
         name = self._names[request.rid] = f"volley-{uuid.uuid4().hex}"
         begun = self._n_commits
-        receiver = None if on_tokens is None else _Receiver(on_tokens, self._version_to_answer)
+        receiver = None if on_tokens is None else Receiver(on_tokens, self._version_to_answer, self._check_ids)
         try:
             sampled = await self._server.generate(name, request, receiver)
         except ServiceUnreachable as error:
@@ -165,7 +163,11 @@ class HttpEngine:
             arrival.complete()
             writing.add_done_callback(lambda done: done.cancelled() or (done.exception(), remove(folder)))
             raise
-        self._check_names(names, weights.version)
+        try:
+            self._check_names(names, weights.version)
+        except WeightsError:
+            await asyncio.to_thread(remove, folder)
+            raise
         self._staged = _Loaded(folder, weights.version, weights.digest, names, weights.probe_ids)
         return LoadedWeights("", timings)
 
@@ -189,8 +191,7 @@ class HttpEngine:
             self._seen = time.monotonic()
             self._steady.set()
         self._staged, self._serving = None, staged
-        if before is not None and before.is_ours:
-            await asyncio.to_thread(remove, before.folder)
+        await asyncio.to_thread(self._remove_all_but, staged.folder)
         counts = (0, running) if mode == "abort" else (running, 0)
         return CommitResult(version, before.version if before else None, *counts, time.perf_counter() - begun, live)
 
@@ -319,6 +320,12 @@ class HttpEngine:
             other = sorted(names ^ serving.names)[0]
             raise WeightsError(f"{version} has other tensors than {serving.version}, e.g. {other}")
 
+    def _remove_all_but(self, serving: Path) -> None:
+        """Remove the other versions' folders: those before, and those that a server lost."""
+        for folder in self._folder.glob("*"):
+            if folder != serving:
+                remove(folder)
+
     def _drop_staged(self) -> None:
         staged, self._staged = self._staged, None
         if staged is not None and staged.is_ours:
@@ -348,6 +355,7 @@ class HttpEngine:
         await self._check_versions({span.version for span in spans})
         if n > request.sampling.max_new_tokens:
             raise Unavailable(f"the server answered {n} tokens, {request.sampling.max_new_tokens} were asked for")
+        self._check_ids(sampled.ids)
         return GenerateResult(
             rid=request.rid,
             output_ids=sampled.ids,
@@ -359,6 +367,10 @@ class HttpEngine:
             top=sampled.top,
         )
 
+    def _check_ids(self, ids: np.ndarray) -> None:
+        if (ids >= self._info.vocab_size).any():
+            raise Unavailable(f"the server sampled token {ids.max()}, outside the {self._info.vocab_size} of the model")
+
     async def _check_versions(self, versions: set[str]) -> None:
         await self._steady.wait()
         if other := sorted(versions - self._known):
@@ -369,25 +381,6 @@ class HttpEngine:
         """Abort a request whose answer nobody waits for; closing the connection may not reach the server at once."""
         with contextlib.suppress(VolleyError):
             await asyncio.shield(self._server.abort([name]))
-
-
-class _Receiver:
-    """Passes new tokens on; while weights change they are kept back. The result says which version sampled each."""
-
-    def __init__(self, on_tokens: OnTokens, version: Callable[[], str | None]) -> None:
-        self._on_tokens, self._version = on_tokens, version
-        self._waiting = list[NewTokens]()
-
-    def __call__(self, ids: np.ndarray, logprobs: np.ndarray, top: TopTokens | None) -> None:
-        version = self._version()
-        self._waiting.append(NewTokens(ids, logprobs, top, version or ""))
-        if version is not None:
-            self.finish()
-
-    def finish(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for tokens in waiting:
-            self._on_tokens(tokens)
 
 
 def remove(folder: Path) -> None:

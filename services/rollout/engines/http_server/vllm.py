@@ -1,4 +1,4 @@
-"""vLLM's HTTP server, as of 0.32 and 0.33, started with `VLLM_SERVER_DEV_MODE=1` and `--enable-scale-out`.
+"""vLLM's HTTP server, as of 0.32 (run) and 0.33 (read), started with `VLLM_SERVER_DEV_MODE=1` and `--enable-scale-out`.
 
 `/inference/v1/generate` takes and returns token ids, and names the weight version of every token. The routes for
 weights (`/pause`, `/collective_rpc`, `/update_weight_version`, `/resume`) exist in development mode only.
