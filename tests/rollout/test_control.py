@@ -162,6 +162,14 @@ async def test_an_update_may_leave_decoding_paused(
     assert engine.calls == ["pause"]
 
 
+async def test_a_refused_update_does_not_leave_decoding_paused(
+    http: httpx.AsyncClient, engine: RecordingEngine
+) -> None:
+    body = {"model_path": "missing", "keep_pause": True}
+    assert (await http.post("/update_weights_from_disk", json=body)).status_code >= 400
+    assert engine.calls == ["pause", "resume"]
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [

@@ -16,7 +16,7 @@ from services.rollout.api.validation import boolean, check_names
 from services.rollout.engines.base import CommitMode, CommitResult, Engine, EngineInfo, EngineSpec
 from services.rollout.weights.serving import StagedUpdate
 from services.rollout.weights.updater import WeightUpdater
-from shared.errors import InputError
+from shared.errors import InputError, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.published.manifest import WeightOffer
 from shared.published.serving import ChunkDigest, Uplink
@@ -130,7 +130,8 @@ async def update_weights(request: Request, state: Rollout) -> Response:
 )
 async def update_weights_from_disk(request: Request, state: Rollout) -> Response:
     """Stage and commit `model_path`, a checkpoint or a Hugging Face folder below the weights root, whose weights are
-    called `weight_version` (default: as the folder). `keep_pause` pauses decoding before.
+    called `weight_version` (default: as the folder). `keep_pause` pauses decoding before, unless the weights are
+    refused.
     """
     body = await read_body(request)
     check_names(body, DISK_FIELDS, DISK_NEUTRAL, "")
@@ -138,9 +139,15 @@ async def update_weights_from_disk(request: Request, state: Rollout) -> Response
     name = None if body.get("weight_version") is None else text_field(body, "weight_version")
     if name is not None and len(name) > _MAX_NAME:
         raise InputError(f"weight_version has {len(name)} characters, at most {_MAX_NAME} are taken")
-    if boolean("keep_pause", body.get("keep_pause")):
+    pauses = boolean("keep_pause", body.get("keep_pause")) and not (await state.engine.status()).paused
+    if pauses:
         await state.engine.pause()
-    done = await _update(state, path, mode, name)
+    try:
+        done = await _update(state, path, mode, name)
+    except VolleyError:
+        if pauses:
+            await state.engine.resume()
+        raise
     return respond(
         request, {"success": True, "message": f"serving {done['version']}", "num_paused_requests": 0, **done}
     )
