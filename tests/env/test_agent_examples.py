@@ -31,7 +31,7 @@ async def can_start_programs() -> None:
 @pytest.mark.parametrize("file", EXAMPLES, ids=[file.stem for file in EXAMPLES])
 def test_an_example_solves_its_tasks(file: Path, can_start_programs: None) -> None:
     command = [str(PROJECT / ".venvs" / "base" / "bin" / "volley"), "env", "test", str(file)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=8 * TRIAL_S, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=8 * TRIAL_S, check=False)
     if ended.returncode == 2 and "the package index cannot be reached" in ended.stderr:
         pytest.skip("the package index cannot be reached")
     assert ended.returncode == 0, ended.stdout + ended.stderr

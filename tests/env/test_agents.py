@@ -271,7 +271,7 @@ def running(word: str) -> list[str]:
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if word in file.read_text().split("\0"):
+            if word in file.read_text("utf-8").split("\0"):
                 found.append(file.parent.name)
     return found
 
@@ -372,7 +372,7 @@ def test_an_ordinary_user_runs_agents(why_not: str) -> None:
     names = ("test_ends_of_programs", "test_the_program_replaces_nothing_that_the_judge_imports")
     tests = [f"{__file__}::{name}" for name in names]
     command = [*user, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", *tests]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120, check=False)
     assert ran.returncode == 0, ran.stdout
     assert "7 passed" in ran.stdout
     assert "skipped" not in ran.stdout

@@ -22,7 +22,9 @@ from tests.rollout.speaking import TOKENIZER, Server, running
 from tests.support.engine import SETTINGS
 from tests.support.templates import model_folder, published, tiny_folder
 
-TINY_TEMPLATE = json.loads((Path(SETTINGS.engine.model_path) / "tokenizer_config.json").read_text())["chat_template"]
+TINY_TEMPLATE = json.loads((Path(SETTINGS.engine.model_path) / "tokenizer_config.json").read_text("utf-8"))[
+    "chat_template"
+]
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 ANSWER = f"<think>I add.</think>\n\nSure.\n{CALL}"

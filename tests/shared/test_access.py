@@ -59,6 +59,8 @@ env           service WS /openenv/{env}/ws
 env           service POST /episodes
 env           service POST /episodes/{episode_id}/step
 env           service POST /episodes/{episode_id}/finish
+env           service POST /episodes/{episode_id}/run
+env           service GET /episodes/{episode_id}/run
 env           service DELETE /episodes/{episode_id}
 env           service GET /{env}/splits
 env           service GET /{env}/num_tasks

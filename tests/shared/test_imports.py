@@ -18,8 +18,8 @@ from tests.support.tokenizer import FOLDER
 ROOT = Path(__file__).parents[2]
 OURS = {"services", "shared"}
 WEB = {"annotated_doc", "anyio", "click", "fastapi", "httptools", "opentelemetry", "starlette", "uvicorn", "uvloop"}
-FORMS = {"python_multipart"}
-"""Five milliseconds: Starlette imports it where it is, and the package mcp brings it."""
+FORMS = {"python_multipart", "sniffio"}
+"""Five milliseconds: Starlette and anyio import them where they are; the packages mcp and openai bring them."""
 MODELS = {"annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection"}
 WIRE = {"blake3", "msgpack", "numpy", "orjson", "prometheus_client"}
 CONFIGURATION = {"antlr4", "attr", "omegaconf", "yaml"}

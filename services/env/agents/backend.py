@@ -11,10 +11,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from services.env.agents import door
-from services.env.agents.door import Door, Handler
 from services.env.backend import ModelAddress, ProgramState, call_seconds
 from services.env.backends.sandboxed import SandboxedBackend
 from services.env.episode_types import Message, StepResult, assistant
@@ -24,6 +22,9 @@ from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.turns import n_processors
 from shared.errors import Conflict, RateLimited, VolleyError
+
+if TYPE_CHECKING:
+    from services.env.agents.door import Handler
 
 THREADS, OPEN_FILES, DISK_MB = 64, 256, 128
 BASE_URL = "http://127.0.0.1:4010/v1"
@@ -149,7 +150,9 @@ class AgentEpisode:
             self._backend.log.append(f"program: {self._state.detail}")
 
     async def _played(self, address: ModelAddress, model: Handler | None, timeout_s: float) -> ProgramState:
-        opened = Door()
+        from services.env.agents import door  # aiohttp, which only agents need
+
+        opened = door.Door()
         asked = {
             "base_url": BASE_URL,
             "api_key": address.api_key,

@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass, replace
 
 from services.env.agents.backend import AgentBackend, AgentEpisode
-from services.env.agents.scripted import ScriptedModel
 from services.env.backend import ModelAddress
 from services.env.episode_types import Demonstration, Message
 
@@ -48,6 +47,8 @@ async def try_agent(backend: AgentBackend, split: str, index: int) -> Trial:
 
 
 async def _played(episode: AgentEpisode, shown: Demonstration | None) -> Trial:
+    from services.env.agents.scripted import ScriptedModel  # the dialects, which only trials need
+
     model = ScriptedModel(shown.messages if shown is not None else ())
     episode.begin("trial", _ADDRESS)
     await episode.play(model.answer, TRIAL_S)
