@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.link, self.scheduler, self.n_loaded = Link(), Scheduler(), 0
-        self.worker = EngineWorker(self.link, self.scheduler, "float32")
+        self.worker = EngineWorker(self.link, self.scheduler, "float32", grammars=None)
         monkeypatch.setattr(staging, "load_leaves", self._load)
         monkeypatch.setattr(checksum, "checksum", lambda leaves: f"checksum of {leaves}")
 
