@@ -52,7 +52,7 @@ def test_arrival_order_takes_what_is_there():
 
 def test_all_sequences_of_an_episode_are_checked_and_dated():
     made = group(1, "e000002-s000004", length=20)
-    span = VersionSpan("e000002-s000003", 20, 21)
+    span = VersionSpan("e000001-s000003", 20, 21)
     branch = Branch(0, 20, np.array([95], np.int32), np.ones(1, np.uint8), np.float32([-1]), (span,), ())
 
     def with_branch(**changes) -> Group:
@@ -62,7 +62,7 @@ def test_all_sequences_of_an_episode_are_checked_and_dated():
     one = buffer(longest=21)
     assert one.offer(entry(with_branch())) is None
     (held,) = one.take(1) or ()
-    assert (str(held.oldest), str(held.newest)) == ("e000002-s000003", "e000002-s000004")
+    assert (str(held.oldest), str(held.newest)) == ("e000001-s000003", "e000002-s000004")
     experts = np.zeros((1, 2, 2), np.uint8)
     for rules, changes, why in (
         ({"longest": 20}, {}, "21 tokens"),

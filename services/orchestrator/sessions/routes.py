@@ -61,7 +61,10 @@ Here = Annotated[SessionsState, Depends(_state)]
 
 
 class ClaimBody(BaseModel):
-    """`env` limits the claim to one environment. A repeated `request_id` gets the same session."""
+    """`env` limits the claim to one environment, with its version or without.
+
+    A repeated `request_id` gets the same session.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, json_schema_extra={"examples": [{"request_id": "worker-7/1", "wait_s": 20}]}

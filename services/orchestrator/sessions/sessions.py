@@ -175,7 +175,11 @@ class Sessions:
                 self._offers.remove(session)
 
     async def claim(self, env: str | None, by: str, wait_s: float) -> Session | None:
-        """Claim the oldest offered session; None if there is none within `wait_s`. Repeating it with `by` is safe."""
+        """Claim the oldest offered session; None if there is none within `wait_s`. Repeating it with `by` is safe.
+
+        Args:
+            env: only of this environment, with its version or without; None for any.
+        """
         await self._ready()
         deadline = time.monotonic() + wait_s
         while True:
@@ -194,7 +198,7 @@ class Sessions:
 
     def _unclaimed(self, env: str | None) -> Session | None:
         waiting = (one for one in self._offers if not one.claimed and one.state == "running")
-        return next((one for one in waiting if env in (None, one.record.env)), None)
+        return next((one for one in waiting if env in (None, one.record.env, one.record.env.partition("@")[0])), None)
 
     # the end
     def tickets(self) -> set[int]:
