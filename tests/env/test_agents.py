@@ -122,7 +122,7 @@ async def test_a_program_reaches_the_model_and_is_judged(client: httpx.AsyncClie
         ("sys.exit(3)", "failed", 3, "exit code 3"),
         ("os.kill(os.getpid(), 9)", "failed", 137, "exit code 137"),
         ("x = 'x' * (5 * 10**8); time.sleep(5)", "failed", None, "sandbox_memory_mb"),
-        ("time.sleep(60)", "exited", None, "timeout_s = 2"),
+        ("time.sleep(60)", "exited", None, "after 2 s"),
         ("subprocess.Popen(['sleep', '60']); return '13'", "exited", 0, ""),
     ],
 )

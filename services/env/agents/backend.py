@@ -228,9 +228,10 @@ def state_of(end: answers.ProgramEnd, agent: AgentSpec, memory_mb: int, *, outag
     elif not end.ended and end.exit not in agent.exit_codes:
         why = f"it ended with exit code {end.exit}"
     if why:
-        return ProgramState("failed", end.exit, f"{why}; the end of its output:\n{end.output[-2000:]}", end.output)
+        printed = f"; the end of its output:\n{end.output[-2000:]}" if end.output.strip() else "; it printed nothing"
+        return ProgramState("failed", end.exit, why + printed, end.output)
     if end.ended == "time":
-        return ProgramState("exited", None, f"it was ended after timeout_s = {agent.timeout_s:g}", end.output)
+        return ProgramState("exited", None, f"it was ended after {agent.timeout_s:g} s", end.output)
     if end.ended == "stop":
         return ProgramState("exited", None, "it was ended, because the episode was finished", end.output)
     return ProgramState("exited", end.exit, "", end.output)
