@@ -17,7 +17,7 @@ from services.orchestrator.episodes.environments import EnvironmentCalls
 from services.orchestrator.episodes.failures import AgentDied, AgentSilent, EpisodeLost
 from services.orchestrator.episodes.turn import SamplingSpec, TokenBudget, TurnSampler
 from services.orchestrator.sessions.records import SessionResult
-from services.orchestrator.sessions.session import Player, Session
+from services.orchestrator.sessions.session import RunningSample, Session
 from services.orchestrator.sessions.sessions import Sessions
 from services.orchestrator.sessions.trajectories import tokens_of
 from shared.clients.env import Opening, ProgramReply, StepReply
@@ -85,7 +85,7 @@ class SessionAgents:
             if session.record.episode_id != opening.episode_id:
                 raise EpisodeLost(f"the environment lost episode {session.record.episode_id}, and its agent")
             await session.load()
-            with session.played(Player(spec, budget)):
+            with session.running(RunningSample(spec, budget)):
                 await self._play(session, spec, budget, opening)
         except asyncio.CancelledError:
             if budget.timer is not None and budget.timer.expired():

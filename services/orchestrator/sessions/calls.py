@@ -17,7 +17,7 @@ from services.orchestrator.episodes.turn import EpisodeState, TokenBounds, Token
 from services.orchestrator.sessions.answers import RecordedCall
 from services.orchestrator.sessions.failures import CallsUsedUp, ContextExceeded
 from services.orchestrator.sessions.messages import digest_of, following
-from services.orchestrator.sessions.session import Player, Session
+from services.orchestrator.sessions.session import RunningSample, Session
 from services.orchestrator.sessions.tree import ROOT, Beginning, Node
 from services.orchestrator.status import RunStatus
 from shared.clients.rollout import Generation
@@ -57,7 +57,7 @@ class CallSampler:
         Raises InputError for fields that cannot be honoured, ContextExceeded, CallsUsedUp, Unavailable.
         """
         _check(asked)
-        player = await session.player()
+        running = await session.running_sample()
         variables = variables_of(asked, self._tokenizer)
         place = session.tree.find(asked.messages, asked.tools, variables)
         tokenizer = self._tokenizer.with_variables(variables) if variables else self._tokenizer
@@ -66,19 +66,19 @@ class CallSampler:
         session.planned[number] = asked.n, self._added(prompt, asked.n)
         numbers = session.number_nodes(asked.n)
         draws = session.draws.reserve(place.digest, _last_draw(session, prompt), asked.n)
-        player.budget.turn = number + 1
+        running.budget.turn = number + 1
         generations = list[Generation]()
         try:
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(self._draw(session, player, asked, prompt, draw)) for draw in draws]
+                tasks = [group.create_task(self._draw(session, running, asked, prompt, draw)) for draw in draws]
         except* VolleyError as errors:
             raise first_error(errors) from None
         else:
-            generations = [task.result() for task in running]
+            generations = [task.result() for task in tasks]
         finally:
             if not generations:  # an agent that does not wait for long answers gets no other ones
                 session.draws.free(place.digest, draws)
-        self._status.turn_answered(player.spec.env, number + 1, 0.0)
+        self._status.turn_answered(running.spec.env, number + 1, 0.0)
         answers = [answered(self._tokenizer, asked, self._sampled(one), prompt.opened) for one in generations]
         nodes = [
             self._node(session, prompt, asked, *one) for one in zip(numbers, draws, answers, generations, strict=True)
@@ -127,29 +127,31 @@ class CallSampler:
         """Most tokens that n samples add to the sequences."""
         return n * (len(prompt.ids) + self._bounds.max_response_length)
 
-    async def _draw(self, session: Session, player: Player, asked: Asked, prompt: _Prompt, draw: int) -> Generation:
+    async def _draw(
+        self, session: Session, running: RunningSample, asked: Asked, prompt: _Prompt, draw: int
+    ) -> Generation:
         """Sample once. An attempt that repeats an earlier one gets that one's sample."""
-        drawn, limit = player.budget.drawn, asked.sampling.max_tokens
+        drawn, limit = running.budget.drawn, asked.sampling.max_tokens
         key, other = digest_of(prompt.ids.tobytes(), draw, limit), digest_of(prompt.ids.tobytes(), draw)
-        used = player.budget.used
+        used = running.budget.used
         budget = TokenBudget(
             self._bounds.max_attempts,
             used,
             turn=1,
-            timer=player.budget.timer,
+            timer=running.budget.timer,
             sampled=[drawn[key]] if key in drawn else [],
         )
         recorder = Recorder(prompt.ids, session.tree.n_routed(prompt.place.node))
         seed = int.from_bytes(other[:4], "little")  # calls at once may have different prompts of one length
-        episode = EpisodeState(player.spec, budget, recorder, session.server_url, max_new_tokens=limit, draw=seed)
+        episode = EpisodeState(running.spec, budget, recorder, session.server_url, max_new_tokens=limit, draw=seed)
         try:
             await self._sampler.turn(episode)
         finally:
-            player.budget.used = max(player.budget.used, budget.used)  # one outage of calls at once is one attempt
-            player.budget.failures.update(budget.failures)
+            running.budget.used = max(running.budget.used, budget.used)  # one outage of calls at once is one attempt
+            running.budget.failures.update(budget.failures)
             session.generate_s += episode.generate_s
         drawn[key] = budget.sampled[0]
-        player.budget.n_sampled += budget.n_sampled
+        running.budget.n_sampled += budget.n_sampled
         session.server_url = episode.server_url
         generation = recorder.sampled_since(len(prompt.ids))
         if not len(generation.output_ids):

@@ -2,9 +2,9 @@
 
 VolleyError
 ├── Unauthorized                   the key is missing or wrong
-├── Conflict
-│   └── SessionOver                the session has ended, or has been given up
+├── Conflict                       an idempotency key was used with another body
 ├── InputError
+│   ├── SessionOver                the session has ended, or is void
 │   ├── ContextExceeded            the conversation leaves no room to answer
 │   └── CallsUsedUp                the session has made all the calls that it may make
 └── RateLimited                    too many calls of the session run at once

@@ -1,10 +1,10 @@
-"""One session: its state, its recorded calls, and those in progress.
+"""Session of one agent episode: its state, its recorded calls, and its calls in progress.
 
 Invariants
-- States go `running → ended → trained | void`, or `running → void`; each change is on disk before anybody hears of it.
-- A call is recorded with its turns in one transaction, before its first byte leaves. A repeated call gets the recorded
-  answer; no call is recorded twice.
-- A call that nobody waits for any more is given up, unless its record is being written.
+- States go `running → ended → trained | void`, or `running → void`. Each change is on disk before it is visible.
+- A call is recorded together with its turns in one transaction, before the first byte of its answer is sent. A repeated
+  call gets the recorded answer; no call is recorded twice.
+- If all clients of a call have disconnected, the call is cancelled, unless its record is being written.
 """
 
 from __future__ import annotations
@@ -30,70 +30,72 @@ from services.orchestrator.sessions.tree import Node, Tree
 from shared.errors import Conflict, RateLimited, Unavailable
 
 MOST_AT_ONCE = 64
-"""Calls of one session that may run at once."""
-_PLAYER_S = 300.0
-"""Longest wait of a call for a restarted orchestrator to take up its session's ticket."""
+"""Limit of the calls of one session that run at the same time."""
+_RESUME_S = 300.0
+"""Time that a call waits for a restarted orchestrator to resume its session's ticket, in seconds."""
 _UPDATE = "UPDATE sessions SET state = ?, reason = ?, result = ?, output = ? WHERE id = ?"
 
 type Sample = Callable[[int], Awaitable[RecordedCall]]
-"""Samples call number n; nothing of it is recorded yet."""
+"""Samples the answers of call number n, and records nothing."""
 type Limit = Literal["turns", "context"]
+"""Limit that refused a call: `orchestrator.max_turns`, or the context length."""
 
 
 @dataclass(frozen=True, slots=True)
-class Player:
-    """Sample that the session plays, and its attempts, in this process."""
+class RunningSample:
+    """Sample of a group that the session generates, and the budget of its attempts."""
 
     spec: SamplingSpec
     budget: TokenBudget
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """A call in progress. `writing`: its record is being written, so it can no longer be given up."""
+class CallInProgress:
+    """A call in progress. While `is_recording`, its record is being written and it cannot be cancelled."""
 
     request: CallRequest
     done: asyncio.Future[RecordedCall]
     task: asyncio.Task[None] | None = None
     waiters: int = 0
-    writing: bool = False
+    is_recording: bool = False
 
     async def run(self, work: Coroutine[Any, Any, RecordedCall]) -> None:
-        """Do the work of the call; its waiters get what it raises."""
+        """Await the work, and pass its result or its exception to the waiters."""
         try:
             self.done.set_result(await work)
         except asyncio.CancelledError:
             self.done.cancel()
             raise
-        except Exception as error:  # noqa: BLE001 - each waiter gets it
+        except Exception as error:  # noqa: BLE001 - each waiter raises it
             self.done.set_exception(error)
-            self.done.exception()  # there may be no waiter left
+            self.done.exception()  # without a waiter, asyncio would log it as never retrieved
 
     async def result(self) -> RecordedCall:
-        """Wait for the answer; the last waiter that leaves ends the call. Raises what the call raised."""
+        """Wait for the answer. If the last waiter is cancelled, so is the call. Raises the call's exception."""
         self.waiters += 1
         try:
             await asyncio.wait([self.done])
             if self.done.cancelled():
-                raise Unavailable("the call was given up: the session or the recorder ends", "send it again")
+                raise Unavailable("the call was cancelled: its session or the orchestrator ends", "send the call again")
             return self.done.result()
         finally:
             self.waiters -= 1
             if not self.waiters:
-                self.give_up()
+                self.cancel()
 
-    def give_up(self) -> None:
-        if self.task is not None and not self.writing:
+    def cancel(self) -> None:
+        if self.task is not None and not self.is_recording:
             self.task.cancel()
 
 
 @dataclass
 class Session:
-    """A session that is open, or was when this process started.
+    """Session that is open, or was open when this process started.
 
-    `claimed` is the request that an external agent claimed it with, `output` what that agent sent at its end. `expires`
-    is in seconds since 1970, `generate_s` the time spent sampling. `limit` is what refused the last call.
-    `planned` are the most turns and tokens that each call in progress adds, by its number.
+    `claimed` is the id of the request by which an external agent claimed the session; `output` is the output that this
+    agent sent when it ended the session. `expires` is in seconds since 1970. `generate_s` is the time spent sampling.
+    `limit` is the limit that refused a call since the agent last continued, and `limit_at` the time of that refusal.
+    `planned` has, for each call in progress, the largest numbers of turns and tokens that it may add.
     """
 
     record: SessionRecord
@@ -119,28 +121,28 @@ class Session:
     _next_node: int = 0
     _by_key: dict[str, CallEntry] = field(default_factory=dict[str, CallEntry])
     _by_body: dict[Digest, list[CallEntry]] = field(default_factory=dict[Digest, list[CallEntry]])
-    _flights: list[Flight] = field(default_factory=list[Flight])
-    _dropped: Counter[Digest] = field(default_factory=Counter[Digest])
+    _in_progress: list[CallInProgress] = field(default_factory=list[CallInProgress])
+    _n_unrecorded: Counter[Digest] = field(default_factory=Counter[Digest])
     _loaded: bool = False
     _closing: bool = False
-    _alone: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _player: Player | None = None
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _sample: RunningSample | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     # calls
     async def call(self, request: CallRequest, sample: Sample) -> tuple[RecordedCall, CallEntry]:
-        """Answer a call: as it was answered before, together with the same call in progress, or by `sample`.
+        """Answer a call: from its record, with the same call in progress, or by `sample`.
 
         Raises:
-            SessionOver, CallsUsedUp, RateLimited (too many at once), Conflict (an idempotency key used again), and what
-        `sample` raises.
+            SessionOver, CallsUsedUp, RateLimited (too many at once), Conflict (an idempotency key was used with another
+        body), and the exceptions of `sample`.
         """
         await self.load()
         self._check_open()
-        entry = self._earlier(request)
+        entry = self._find_recorded(request)
         if entry is None:
-            flight = self._joined(request) or self._begin(request, sample)
-            recorded = await flight.result()
+            call = self._find_in_progress(request) or self._begin(request, sample)
+            recorded = await call.result()
             entry = self._entry(recorded.number)
         else:
             recorded = await self._read(entry)
@@ -148,7 +150,7 @@ class Session:
         return recorded, entry
 
     def delivered(self, entry: CallEntry) -> None:
-        """Record that an answer was sent; a crash may lose it, then a repeated call gets the same answer once more."""
+        """Note that an answer was sent. After a crash that loses the note, a repeated call gets this answer again."""
         if not entry.delivered:
             entry.delivered = True
             self.store.later(
@@ -160,8 +162,8 @@ class Session:
             why = f": {self.reason}" if self.reason else ""
             raise SessionOver(f"session {self.record.id} is over{why}", "claim or start another one")
 
-    def _earlier(self, request: CallRequest) -> CallEntry | None:
-        """Return the recorded call that this one repeats."""
+    def _find_recorded(self, request: CallRequest) -> CallEntry | None:
+        """Return the recorded call that this request repeats. Raises Conflict."""
         if request.key is not None:
             entry = self._by_key.get(request.key)
             if entry is not None and entry.body != request.body:
@@ -173,50 +175,55 @@ class Session:
         undelivered = [entry for entry in same if not entry.delivered]
         if undelivered:
             return undelivered[-1]
-        if not request.is_retry or not same or self._joined(request) is not None or self._dropped[request.body]:
+        if (
+            not request.is_retry
+            or not same
+            or self._find_in_progress(request) is not None
+            or self._n_unrecorded[request.body]
+        ):
             return None
         return same[-1]
 
-    def _joined(self, request: CallRequest) -> Flight | None:
-        """Return the call in progress that this one repeats."""
+    def _find_in_progress(self, request: CallRequest) -> CallInProgress | None:
+        """Return the call in progress that this request repeats. Raises Conflict."""
         if request.key is not None:
-            flight = next((one for one in self._flights if one.request.key == request.key), None)
-            if flight is not None and flight.request.body != request.body:
+            call = next((one for one in self._in_progress if one.request.key == request.key), None)
+            if call is not None and call.request.body != request.body:
                 raise Conflict(f"the idempotency key {request.key[:80]!r} is in use with another body", "use a new key")
-            return flight
+            return call
         if not request.is_retry:
             return None
-        return next((one for one in reversed(self._flights) if one.request.body == request.body), None)
+        return next((one for one in reversed(self._in_progress) if one.request.body == request.body), None)
 
-    def _begin(self, request: CallRequest, sample: Sample) -> Flight:
-        if self.n_calls + len(self._flights) >= self.max_calls:
+    def _begin(self, request: CallRequest, sample: Sample) -> CallInProgress:
+        if self.n_calls + len(self._in_progress) >= self.max_calls:
             self.reached("turns")
             raise CallsUsedUp(
                 f"session {self.record.id} has made its {self.max_calls} calls", "orchestrator.max_turns limits them"
             )
-        if len(self._flights) >= MOST_AT_ONCE:
-            raise RateLimited(f"{MOST_AT_ONCE} calls of session {self.record.id} run at once, more may not")
-        self._dropped[request.body] -= self._dropped[request.body] > 0
-        flight, number = Flight(request, asyncio.get_running_loop().create_future()), self._next
+        if len(self._in_progress) >= MOST_AT_ONCE:
+            raise RateLimited(f"session {self.record.id} has {MOST_AT_ONCE} calls in progress", "wait for one to end")
+        self._n_unrecorded[request.body] -= self._n_unrecorded[request.body] > 0
+        call, number = CallInProgress(request, asyncio.get_running_loop().create_future()), self._next
         self._next += 1
-        self._flights.append(flight)
-        flight.task = self.spawn(flight.run(self._fly(flight, number, sample)))
-        return flight
+        self._in_progress.append(call)
+        call.task = self.spawn(call.run(self._sample_and_record(call, number, sample)))
+        return call
 
-    async def _fly(self, flight: Flight, number: int, sample: Sample) -> RecordedCall:
+    async def _sample_and_record(self, call: CallInProgress, number: int, sample: Sample) -> RecordedCall:
         recorded = None
         try:
             recorded = await sample(number)
             self._check_open()
-            flight.writing = True
-            entry = CallEntry(number, flight.request.key, flight.request.body)
+            call.is_recording = True
+            entry = CallEntry(number, call.request.key, call.request.body)
             await self.store.write(*self._statements(recorded, entry))
             self._add(recorded.nodes, entry)
         finally:
-            self._flights.remove(flight)
+            self._in_progress.remove(call)
             self.planned.pop(number, None)
             if recorded is None:
-                self._dropped[flight.request.body] += 1
+                self._n_unrecorded[call.request.body] += 1
         return recorded
 
     def _statements(self, recorded: RecordedCall, entry: CallEntry) -> list[Statement]:
@@ -235,7 +242,7 @@ class Session:
             if node.reason is not None:
                 metrics.SESSION_SEQUENCES.labels(node.reason).inc()
         self._index(entry)
-        self.limit = None if self.limit == "context" else self.limit  # the agent has gone on
+        self.limit = None if self.limit == "context" else self.limit  # the agent has continued
         metrics.SESSION_CALLS.labels("answered").inc()
 
     def _index(self, entry: CallEntry) -> None:
@@ -260,7 +267,7 @@ class Session:
         return range(self._next_node - n, self._next_node)
 
     def reached(self, limit: Limit) -> None:
-        """Remember that a limit has refused a call."""
+        """Note that a limit refused a call."""
         if self.limit != limit:
             self.limit_at = time.monotonic()
         self.limit = limit
@@ -270,7 +277,7 @@ class Session:
         """Read turns and calls from the store, once."""
         if self._loaded:
             return
-        async with self._alone:
+        async with self._lock:
             if not self._loaded:
                 nodes, calls = await self.store.run(self._stored)
                 for node in map(Node.decode, nodes):
@@ -289,56 +296,58 @@ class Session:
 
     # state
     async def end(self, output: str = "") -> None:
-        """End the session; calls in progress are given up. Ending it again changes nothing.
+        """End the session and cancel its calls in progress. A second end with the same output changes nothing.
 
-        Raises Conflict if it was given up or trained, or has ended with another output.
+        Raises Conflict if the session is void or trained, or ended with another output.
         """
-        async with self._alone:
+        async with self._lock:
             if self.state == "ended":
                 if output and output != self.output:
-                    raise Conflict(f"session {self.record.id} has ended before, with another output")
+                    raise Conflict(f"session {self.record.id} has already ended with another output")
                 return
             if self.state != "running":
-                raise Conflict(f"session {self.record.id} is {self.state}, and cannot end", self.reason)
+                raise Conflict(f"session {self.record.id} is {self.state} and cannot be ended", self.reason)
             self.output = output
             await self._leave("ended", "")
 
     async def give_reward(self, result: SessionResult) -> None:
         """Store the result of an ended session. The same result again changes nothing.
 
-        Raises Conflict in any other state, or if there is another result.
+        Raises Conflict in any other state, or if the session has a different result.
         """
-        async with self._alone:
+        async with self._lock:
             if self.state == "running":
-                raise Conflict(f"session {self.record.id} is running: it gets its reward after its end", "end it first")
+                raise Conflict(f"session {self.record.id} is running and takes no reward yet", "end it first")
             if self.state != "ended":
-                raise Conflict(f"session {self.record.id} is {self.state}, and takes no reward", self.reason)
+                raise Conflict(f"session {self.record.id} is {self.state} and takes no reward", self.reason)
             if self.result is not None:
                 if self.result != result:
-                    raise Conflict(f"session {self.record.id} has another reward, {self.result.reward:g}")
+                    raise Conflict(
+                        f"session {self.record.id} already has another result, with reward {self.result.reward:g}"
+                    )
                 return
             await self._store("ended", self.reason, result)
 
     async def void(self, reason: str) -> None:
-        """Give the session up, unless its samples are settled."""
-        async with self._alone:
+        """Make the session void, unless it is void or trained already."""
+        async with self._lock:
             if self.state in ("running", "ended"):
                 await self._leave("void", reason)
 
     async def trained(self) -> None:
-        """Record that the samples of an ended session were trained on."""
-        async with self._alone:
+        """Record that an ended session was trained on."""
+        async with self._lock:
             if self.state == "ended":
                 await self._store("trained", self.reason, self.result)
 
     async def _leave(self, state: State, reason: str) -> None:
-        """Leave the state `running`: calls whose record is being written are the last."""
+        """Refuse new calls, finish or cancel those in progress, and store the new state."""
         self._closing = True
         try:
-            for flight in self._flights:
-                flight.give_up()
-            if writing := [flight.done for flight in self._flights if flight.writing]:
-                await asyncio.wait(writing)
+            for call in self._in_progress:
+                call.cancel()
+            if recording := [call.done for call in self._in_progress if call.is_recording]:
+                await asyncio.wait(recording)
             await self._store(state, reason, self.result)
         finally:
             self._closing = False
@@ -358,37 +367,37 @@ class Session:
         self._changed = asyncio.Event()
 
     async def claim(self, by: str, expires: float) -> None:
-        """Give the session to an agent; `by` is the request that claims it."""
+        """Give the session to an external agent; `by` is the id of its request."""
         sql = "UPDATE sessions SET claimed = ?, expires = ? WHERE id = ?"
         await self.store.write((sql, (by, expires, self.record.id)))
         self.claimed, self.expires = by, expires
         self._notify()
 
-    # playing
+    # the sample
     @contextmanager
-    def played(self, player: Player) -> Iterator[None]:
-        """Answer calls for a sample, within the context."""
-        self._player, self.sampling = player, player.spec.sampling
+    def running(self, sample: RunningSample) -> Iterator[None]:
+        """Allow calls to be sampled within the context. Until then, calls wait."""
+        self._sample, self.sampling = sample, sample.spec.sampling
         self._notify()
         try:
             yield
         finally:
-            self._player = None
+            self._sample = None
 
     @property
-    def is_played(self) -> bool:
-        return self._player is not None
+    def has_running_sample(self) -> bool:
+        return self._sample is not None
 
-    async def player(self) -> Player:
-        """Wait for the orchestrator to take up the session's ticket. Raises Unavailable, SessionOver."""
-        deadline = time.monotonic() + _PLAYER_S
-        while self._player is None:
+    async def running_sample(self) -> RunningSample:
+        """Wait until the orchestrator runs the session's ticket. Raises Unavailable, SessionOver."""
+        deadline = time.monotonic() + _RESUME_S
+        while self._sample is None:
             self._check_open()
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self.change()
             except TimeoutError:
                 raise Unavailable(
-                    f"nobody plays ticket {self.record.ticket} at present", "send the call again", 5.0
+                    f"the orchestrator does not run ticket {self.record.ticket} at present", "send the call again", 5.0
                 ) from None
-        return self._player
+        return self._sample

@@ -116,7 +116,7 @@ class Sessions:
         """Follow a beginning of the run; sessions of another one are given up: its tickets have the same numbers."""
         await self._opened.wait()
         self.beginning = beginning
-        for session in [one for one in self._open_ones() if not self._is_own(one) and not one.is_played]:
+        for session in [one for one in self._open_ones() if not self._is_own(one) and not one.has_running_sample]:
             await session.void("the run began anew")
 
     def _open_ones(self) -> Iterator[Session]:
@@ -230,7 +230,7 @@ class Sessions:
 
     async def prune(self) -> None:
         """Drop turns and calls of sessions that are settled."""
-        over = [one for one in self._sessions.values() if one.state not in OPEN and not one.is_played]
+        over = [one for one in self._sessions.values() if one.state not in OPEN and not one.has_running_sample]
         if not over or self._store is None:
             return
         ids = [(one.record.id,) for one in over]

@@ -1,8 +1,8 @@
-"""Main loop of the trainer: take groups, train, publish, make checkpoints, stop in order.
+"""Main loop of the trainer: take groups, train, publish, make checkpoints, stop.
 
-A step's order makes it crash-safe: groups archived, then its commit record durable, then ledger durable, then queue
-commit (fenced), then publish. After a crash between any two, the next start repairs the rest from record and ledger.
-Checkpoints only shorten the replay of this log.
+Every step does its writes in this order: archive the groups, write the commit record, write the ledger, commit to the
+queue (fenced), publish the weights. Each write is durable before the next begins. After a crash between two writes, the
+next start does the missing ones from record and ledger. Checkpoints only shorten the replay of this log.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _log = telemetry.Log("train_loop")
 
 
 class TrainLoop:
-    """Trains from the opened queue to the last step.
+    """Trains until the last step, from a queue that is already open.
 
     Args:
-        state: durable state at the start of this incarnation.
+        state: durable state when this process starts to train.
         saved: the newest durable checkpoint, which has the weights of `state` or those of an ancestor.
     """
 
@@ -53,14 +53,14 @@ class TrainLoop:
         self._buffer = GroupBuffer(state.progress(), state.lineage, plan.rules)
         self._settlement = Settlement(parts, self._buffer, status, waiter, state, saved, plan.max_steps)
         self._reader = GroupReader(plan, parts.queue, state.epoch, self._buffer, self._settlement, status, waiter)
-        self._compared = state.version, set[int]()  # tickets on which engine and this version agree
+        self._compared = state.version, set[int]()  # tickets whose log-probabilities agree with this version
         self._runner = StepRunner(plan, parts, self._buffer, self._settlement, status, waiter)
 
     async def run(self) -> None:
         """Train until a stop. Raises Fenced.
 
-        After the last step, or a refused one, the reader keeps checking the queue: after a wipe, waiting services must
-        get the last step again.
+        After the last step or a refused one, the reader keeps checking the queue. If Redis was wiped, the reader writes
+        the last step there again, for the services that wait for it.
         """
         async with asyncio.TaskGroup() as group:
             self._checkpointer = Checkpointer(
@@ -71,13 +71,13 @@ class TrainLoop:
             if bucket is not None:
                 group.create_task(bucket.follow(lambda: self._settlement.pending, pending.state.epoch))
             await self._train()
-            await self._until_stop()
+            await self._wait_for_stop()
             reading.cancel()
             if bucket is not None:
                 bucket.stop()
 
     async def _train(self) -> None:
-        """Train, then make the last checkpoint, even after a stop while queue or disk were unavailable."""
+        """Train, then write the last checkpoint, even if queue or disk were unavailable at the stop."""
         try:
             await self._steps()
         except* Unavailable as errors:
@@ -85,7 +85,7 @@ class TrainLoop:
                 raise
             _log.warning("stopped while waiting", step=self._status.step, reason=str(errors.exceptions[0]))
         if self._settlement.pending.n_unsaved:
-            await self._last_checkpoint()
+            await self._write_last_checkpoint()
 
     async def _steps(self) -> None:
         status, plan, settlement = self._status, self._plan, self._settlement
@@ -100,46 +100,46 @@ class TrainLoop:
             if groups is None and self._parts.has_lost():
                 _log.warning("chunks of the newest version are lost, publishing it again", run=status.run)
                 await self._publish({})
-            elif groups is None and not await self._has_starved():
+            elif groups is None and not await self._stop_if_starved():
                 await self._wait()
             else:
                 waited = time.perf_counter()
 
     async def _take(self) -> list[ReadyGroup] | None:
-        """Drop stale groups and take those of the next step; None if not all are here."""
+        """Drop stale groups, then take the groups of the next step; None if some are missing."""
         async with self._settlement.exclusive:
             await self._settlement.drop(self._buffer.expire(self._settlement.pending.version.step))
-            await self._compare()
+            await self._drop_disagreeing()
             taken = self._buffer.take(self._plan.groups_per_step)
         self._reader.groups_taken()
         return taken
 
-    async def _compare(self) -> None:
-        """Drop those of the next groups on whose tokens engine and trainer disagree.
+    async def _drop_disagreeing(self) -> None:
+        """Drop groups of the next step if the engine's log-probabilities differ from the trainer's.
 
-        The engine may serve other weights than it says. Each version compares a group once.
+        They differ if the engine serves other weights than it reports. Each version compares a group once.
         """
         bound, present = self._plan.rules.filters.max_logprob_diff, self._settlement.pending.version
         if present != self._compared[0]:
             self._compared = present, set()
         agree = self._compared[1]
-        while bound is not None and (new := [g for g in self._ahead() if g.group.ticket not in agree]):
+        while bound is not None and (new := [g for g in self._next_groups() if g.group.ticket not in agree]):
             diffs = await self._waiter.blocking(self._parts.backend.logprob_diffs, new, present)
             found = {g.group.ticket: diff for g, diff in zip(new, diffs, strict=True)}
             agree |= {ticket for ticket, diff in found.items() if diff is None or diff <= bound}
             await self._settlement.drop(
                 [
-                    self._buffer.filter(ticket, "logprob", _disagreement(diff, bound, present))
+                    self._buffer.filter(ticket, "logprob", _describe_difference(diff, bound, present))
                     for ticket, diff in found.items()
                     if ticket not in agree
                 ]
             )
 
-    def _ahead(self) -> list[ReadyGroup]:
+    def _next_groups(self) -> list[ReadyGroup]:
         return self._buffer.ahead(self._plan.groups_per_step)
 
-    async def _has_starved(self) -> bool:
-        """Stop the run, with its reason, if filters have left no groups for a step for too long."""
+    async def _stop_if_starved(self) -> bool:
+        """Stop the run if filters rejected too many groups; return True if it stops."""
         why = self._plan.starved(self._buffer.n_filtered, self._settlement.pending.version.step + 1)
         if why is not None:
             _log.error("filters left no groups to train on", run=self._status.run, reason=why)
@@ -151,19 +151,19 @@ class TrainLoop:
     async def _wait(self) -> None:
         status = self._status
         status.phase = "paused" if status.paused else "waiting"
-        groups = f"groups: {self._buffer.n_waiting} of {self._plan.groups_per_step} are here"
+        groups = f"groups: {self._buffer.n_waiting} of {self._plan.groups_per_step} have arrived"
         with nullcontext() if status.paused else status.waiting(Wait("orchestrator", groups)):
             await status.changed.wait()
         status.changed.clear()
 
     async def _publish(self, timings: Mapping[str, float]) -> None:
-        """Publish the version just committed; servers load it while the next step runs."""
+        """Publish the committed version; the rollout servers load it while the next step runs."""
         backend, version = self._parts.backend, self._settlement.pending.version
         published = await self._waiter.retry_until_stopped(lambda: self._waiter.blocking(backend.publish, version))
         self._publisher.start(published, timings)
 
-    async def _last_checkpoint(self) -> None:
-        """Make the checkpoint of a stop or of the end."""
+    async def _write_last_checkpoint(self) -> None:
+        """Write the last checkpoint: after a stop, or after the last step."""
         try:
             await self._checkpointer.complete()
         except Unavailable as error:
@@ -177,7 +177,7 @@ class TrainLoop:
                 reason=str(error),
             )
 
-    async def _until_stop(self) -> None:
+    async def _wait_for_stop(self) -> None:
         status = self._status
         while not status.stopping:
             status.phase = "refused" if status.refused else "done"
@@ -185,5 +185,5 @@ class TrainLoop:
             status.changed.clear()
 
 
-def _disagreement(diff: float | None, bound: float, present: WeightVersion) -> str:
+def _describe_difference(diff: float | None, bound: float, present: WeightVersion) -> str:
     return f"mean |Δ log p| {diff:.3g} nats on tokens of {present}, above trainer.filters.logprob={bound:g}"

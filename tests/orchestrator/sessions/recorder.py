@@ -14,7 +14,7 @@ from services.orchestrator.episodes.turn import TokenBounds, TokenBudget, TurnSa
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.sessions import routes
 from services.orchestrator.sessions.calls import CallSampler
-from services.orchestrator.sessions.session import Player, Session
+from services.orchestrator.sessions.session import RunningSample, Session
 from services.orchestrator.sessions.sessions import Sessions
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening
@@ -59,7 +59,7 @@ class Recorder:
         """A session that is played until the end of the context."""
         session = await self.sessions.at(spec(ticket)) or await self.begin(ticket)
         await session.load()
-        with session.played(Player(spec(ticket), self.budget)):
+        with session.running(RunningSample(spec(ticket), self.budget)):
             yield session
 
     def http(self, key: str = "") -> httpx.AsyncClient:
