@@ -28,7 +28,7 @@ from services.orchestrator.episodes.turn import SamplingSpec, TokenBounds, Token
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
 from services.orchestrator.sessions import routes
 from services.orchestrator.sessions.calls import CallSampler
-from services.orchestrator.sessions.session import Player
+from services.orchestrator.sessions.session import RunningSample
 from services.orchestrator.sessions.sessions import Sessions
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening
@@ -121,7 +121,7 @@ async def serve(port: int, folder: Path) -> None:
             for ticket in range(1, N_SESSIONS + 1):
                 spec = SamplingSpec("bench", "train", 0, ticket, 0, 7, {"temperature": 1.0}, VersionBounds())
                 session = await sessions.begin(spec, opening, f"r{ticket}")
-                stack.enter_context(session.played(Player(spec, TokenBudget(3))))
+                stack.enter_context(session.running(RunningSample(spec, TokenBudget(3))))
                 keys.append(sessions.key_of(session))
             tasks.create_task(lags.watch())
             await server.serve(
