@@ -43,7 +43,7 @@ type Limit = Literal["turns", "context"]
 
 @dataclass(frozen=True, slots=True)
 class RunningSample:
-    """Sample of a group that the session generates, and the budget of its attempts."""
+    """Sample of a group or evaluation that the session generates, and the budget of its attempts."""
 
     spec: SamplingSpec
     budget: TokenBudget
@@ -94,7 +94,8 @@ class Session:
 
     `claimed` is the id of the request by which an external agent claimed the session; `output` is the output that this
     agent sent when it ended the session. `expires` is in seconds since 1970. `generate_s` is the time spent sampling.
-    `limit` is the limit that refused a call since the agent last continued, and `limit_at` the time of that refusal.
+    `limit` is the limit that refused a call, and `limit_at` the time of the refusal; the next recorded call clears
+    `context`.
     `planned` has, for each call in progress, the largest numbers of turns and tokens that it may add.
     """
 
