@@ -229,11 +229,16 @@ def spans(versions: Sequence[str], positions: Sequence[int]) -> tuple[VersionSpa
     """Merge per-token versions at ascending positions into spans; a gap between positions ends a span."""
     out: list[VersionSpan] = []
     for version, position in zip(versions, positions, strict=True):
-        if out and out[-1].version == version and out[-1].end == position:
-            out[-1] = VersionSpan(version, out[-1].start, position + 1)
-        else:
-            out.append(VersionSpan(version, position, position + 1))
+        add_span(out, VersionSpan(version, position, position + 1))
     return tuple(out)
+
+
+def add_span(spans: list[VersionSpan], span: VersionSpan) -> None:
+    """Append a span; extend the last one instead if it has the same version and ends where this one starts."""
+    if spans and spans[-1].version == span.version and spans[-1].end == span.start:
+        spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
+    else:
+        spans.append(span)
 
 
 def require(condition: bool, message: str) -> None:

@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 from redis.asyncio import Redis
@@ -111,22 +110,21 @@ async def open_trainer(
         folder = RunFolder(settings.run_folder)
         publications = Publications(folder.published, settings.run)
         stack.callback(publications.close)
-        publisher = Publisher(
-            settings.url,
-            _servers(redis, settings),
-            publications.announce,
-            lambda url: RolloutClient(url, token=admin, ca_file=settings.ca_file),
-            settings.update_mode,
-        )
+        publisher = _publisher(settings, redis, publications, admin)
         tokenizer = tokenizer_of_run(model, config.run.date)
         opened = open_backend(BackendInputs(config, settings, model, tokenizer, origin, publications, sinks))
         stack.callback(opened.close)
         plan = from_run.plan(config, opened.tokens, origin)
         parts = Collaborators(
-            **_records(folder, settings.run),
             backend=opened.backend,
             checkpoints=opened.checkpoints,
             queue=TicketQueue(redis, settings.run),
+            ledger=LedgerFile(folder.ledger),
+            archive=Archive(folder.archive, settings.run),
+            commits=CommitLog(folder.archive, settings.run),
+            metrics=StepLog(folder.metrics),
+            handovers=StepLog(folder.handovers),
+            refusals=Refusals(folder.path),
             executor=thread,
             warm_start=lambda: opened.warm_start(environments, status, thread),
             publish=publisher.publish,
@@ -161,18 +159,6 @@ def _bucket(
     return RunBucket(restore, writer, folder, status, end_s)
 
 
-def _records(folder: RunFolder, run: str) -> dict[str, Any]:
-    """Return those collaborators that are files of the run's folder."""
-    return {
-        "ledger": LedgerFile(folder.ledger),
-        "archive": Archive(folder.archive, run),
-        "commits": CommitLog(folder.archive, run),
-        "metrics": StepLog(folder.metrics),
-        "handovers": StepLog(folder.handovers),
-        "refusals": Refusals(folder.path),
-    }
-
-
 def _prepared(config: RunConfig) -> tuple[RunConfig, Origin | None, Path]:
     """Return the configuration with its model's content, the run that it starts from, and the model's folder.
 
@@ -203,6 +189,16 @@ def _app(
     for one in (router, publishing.router, records.router):
         app.include_router(one)
     return app
+
+
+def _publisher(settings: TrainerSettings, redis: Redis, publications: Publications, token: str | None) -> Publisher:
+    """Make the publisher; `token` is that of an admin of the rollout servers."""
+
+    def connect_to(url: str) -> RolloutClient:
+        return RolloutClient(url, token=token, ca_file=settings.ca_file)
+
+    servers = _servers(redis, settings)
+    return Publisher(settings.url, servers, publications.announce, connect_to, settings.update_mode)
 
 
 def _servers(redis: Redis, settings: TrainerSettings) -> Callable[[], Awaitable[Served]]:

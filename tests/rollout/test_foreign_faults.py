@@ -33,7 +33,7 @@ from tests.support import models
 
 @same_for_each
 async def test_one_folder_of_weights_is_kept(tmp_path: Path, kind: Kind):
-    """Whatever is refused or lost meanwhile."""
+    """Refused and failed loads leave no folder behind."""
     loads = tmp_path / "loads"
     async with running(kind, tmp_path) as foreign, in_front(foreign) as engine:
         await committed(engine, tmp_path, V1, 1)

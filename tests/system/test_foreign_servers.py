@@ -1,4 +1,4 @@
-"""Whole runs whose tokens SGLang's and vLLM's interfaces sample, in front of a model in numpy; one is restarted."""
+"""Whole runs on servers that speak SGLang's or vLLM's protocol and compute a model in numpy; one is restarted."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ async def produce(redis_url: str, total: int, make: Any, *, max_staleness: int =
 
 
 def deterministic(ticket: int, version: str) -> Group:
-    """Of every other ticket, each episode has a branch, which needs a second micro-batch."""
+    """Make the group of a ticket; episodes of even tickets have a branch, which needs a second micro-batch."""
     made = group(ticket, version, n=SIZE, length=14, vocab=500)
     if ticket % 2:
         return made

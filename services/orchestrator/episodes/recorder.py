@@ -20,6 +20,7 @@ import numpy as np
 from services.orchestrator.episodes.failures import PrefixBroken
 from shared.clients.rollout import Generation
 from shared.outcomes import End, Fault
+from shared.sequences import add_span
 from shared.types import ASSISTANT, Status, Trajectory, Turn, VersionSpan
 
 PROMPT = "prompt"
@@ -69,7 +70,7 @@ class Recorder:
         if generation.routed_experts is not None:
             self._routed.append(generation.routed_experts)
         for span in generation.versions:
-            self._add_span(VersionSpan(span.version, start + span.start, start + span.end))
+            add_span(self._spans, VersionSpan(span.version, start + span.start, start + span.end))
 
     def end_turn(
         self, start: int, reward: float, components: Mapping[str, float], faults: Iterable[Fault | None] = ()
@@ -146,10 +147,3 @@ class Recorder:
         self._ids = np.concatenate([self._ids, ids])
         self._mask = np.concatenate([self._mask, np.full(len(ids), sampled, np.uint8)])
         self._logprobs = np.concatenate([self._logprobs, logprobs])
-
-    def _add_span(self, span: VersionSpan) -> None:
-        last = self._spans[-1] if self._spans else None
-        if last is not None and last.version == span.version and last.end == span.start:
-            self._spans[-1] = VersionSpan(last.version, last.start, span.end)
-        else:
-            self._spans.append(span)

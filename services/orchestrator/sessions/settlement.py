@@ -6,9 +6,10 @@ A ticket that ends untrained, or whose effect is undone, voids its sessions; the
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from services.orchestrator import metrics
 from services.orchestrator.episodes.environments import EnvironmentCalls
@@ -29,11 +30,19 @@ class Tickets(Protocol):
     async def renew(self, ticket: int, ttl_s: float) -> bool: ...
 
 
+class _Ended(NamedTuple):
+    """The parts of a ledger line that are kept in memory."""
+
+    epoch: int
+    step: int
+    disposition: str
+
+
 class Dispositions:
     """Dispositions of tickets so far, from the lines of the ledger in their order."""
 
     def __init__(self) -> None:
-        self._lines: dict[int, ledger.Line] = {}
+        self._ended: dict[int, _Ended] = {}
 
     def add(self, text: str) -> None:
         """Read one line; others than those of a ledger are skipped."""
@@ -41,18 +50,20 @@ class Dispositions:
         if one is None:
             return
         if "rollback" in one:
-            self._lines = {ticket: line for ticket, line in self._lines.items() if not _is_undone(line, one)}
-        elif one["epoch"] >= self._lines.get(one["ticket"], one)["epoch"]:
-            self._lines[one["ticket"]] = one
+            self._ended = {ticket: end for ticket, end in self._ended.items() if not _is_undone(end, one)}
+            return
+        known = self._ended.get(one["ticket"])
+        if known is None or one["epoch"] >= known.epoch:
+            self._ended[one["ticket"]] = _Ended(one["epoch"], one["step"], sys.intern(ledger.end_named(one)))
 
     def of(self, ticket: int) -> str | None:
-        line = self._lines.get(ticket)
-        return None if line is None else ledger.end_named(line)
+        end = self._ended.get(ticket)
+        return None if end is None else end.disposition
 
 
-def _is_undone(line: ledger.Line, rollback: ledger.Line) -> bool:
-    is_later = line["step"] > rollback["rollback"] and line["epoch"] < rollback["epoch"]
-    return line["disposition"] == ledger.TRAINED and is_later
+def _is_undone(end: _Ended, rollback: ledger.Line) -> bool:
+    is_later = end.step > rollback["rollback"] and end.epoch < rollback["epoch"]
+    return end.disposition == ledger.TRAINED and is_later
 
 
 class Settlement:

@@ -13,20 +13,16 @@ import numpy as np
 
 from services.orchestrator.episodes.recorder import PROMPT
 from services.orchestrator.sessions.tree import ROOT, Node, Tree
+from shared.sequences import add_span
 from shared.types import ASSISTANT, Branch, Turn, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTokens:
-    """Arrays and positions of the trunk, as in `Trajectory`, and the branches."""
+    """Sequences of a session: the trunk, whose first `prompt_len` tokens are its prompt, and the branches."""
 
     prompt_len: int
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
-    logprobs: np.ndarray
-    versions: tuple[VersionSpan, ...]
-    turns: tuple[Turn, ...]
-    routed_experts: np.ndarray | None
+    trunk: Branch
     branches: tuple[Branch, ...]
 
 
@@ -42,16 +38,7 @@ def tokens_of(tree: Tree, reward: float) -> SessionTokens:
         made |= dict.fromkeys((node.number for node in tree.path(leaf) if node.number not in made), len(branches))
     first = _own(tree, path, 0, 0)
     turns = (*first.turns[:-1], replace(first.turns[-1], reward=reward))
-    return SessionTokens(
-        len(path[0].context),
-        first.token_ids,
-        first.loss_mask,
-        first.logprobs,
-        first.versions,
-        turns,
-        first.routed_experts,
-        tuple(branches),
-    )
+    return SessionTokens(len(path[0].context), replace(first, turns=turns), tuple(branches))
 
 
 def _ordered(tree: Tree) -> list[Node]:
@@ -104,7 +91,7 @@ def _own(tree: Tree, nodes: Sequence[Node], shared: int, n_routed: int) -> Branc
         mask += [np.zeros(len(context), np.uint8), np.ones(len(node.ids), np.uint8)]
         logprobs += [np.zeros(len(context), np.float32), node.logprobs]
         for span in node.versions:
-            _add_span(versions, VersionSpan(span.version, start + span.start, start + span.end))
+            add_span(versions, VersionSpan(span.version, start + span.start, start + span.end))
         turns.append(Turn(start, start + len(node.ids), ASSISTANT))
         if node.routed_experts is not None:
             routed.append(node.routed_experts)
@@ -119,10 +106,3 @@ def _own(tree: Tree, nodes: Sequence[Node], shared: int, n_routed: int) -> Branc
         turns=tuple(turns),
         routed_experts=np.concatenate(routed)[known:] if routed else None,
     )
-
-
-def _add_span(spans: list[VersionSpan], span: VersionSpan) -> None:
-    if spans and spans[-1].version == span.version and spans[-1].end == span.start:
-        spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
-    else:
-        spans.append(span)

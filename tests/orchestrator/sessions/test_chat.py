@@ -35,11 +35,11 @@ async def test_a_conversation_becomes_one_exact_sequence(tmp_path):
             *first_ids,
         ]
         tokens = tokens_of(session.tree, 1.0)
-        assert tokens.token_ids.tolist() == [*prompt, *second_ids]
+        assert tokens.trunk.token_ids.tolist() == [*prompt, *second_ids]
         assert not tokens.branches
-        assert tokens.token_ids[tokens.loss_mask == 1].tolist() == [*first_ids, *second_ids]
-        assert [turn.role for turn in tokens.turns] == ["prompt", "assistant", "user", "assistant"]
-        assert TOKENIZER.decode(tokens.token_ids.tolist()).count("play") == 1
+        assert tokens.trunk.token_ids[tokens.trunk.loss_mask == 1].tolist() == [*first_ids, *second_ids]
+        assert [turn.role for turn in tokens.trunk.turns] == ["prompt", "assistant", "user", "assistant"]
+        assert TOKENIZER.decode(tokens.trunk.token_ids.tolist()).count("play") == 1
 
 
 async def test_a_stream_and_n_samples(tmp_path):
@@ -167,9 +167,9 @@ async def test_calls_of_tools_go_in_and_out(tmp_path):
         second = await client.chat.completions.create(model=MODEL, messages=more, tools=[TOOL])
         assert second.choices[0].message.content == "seen"
         tokens = tokens_of(session.tree, 0.0)
-        assert [turn.role for turn in tokens.turns] == ["prompt", "assistant", "tool", "assistant"]
+        assert [turn.role for turn in tokens.trunk.turns] == ["prompt", "assistant", "tool", "assistant"]
         assert not tokens.branches
-        text = tokenizer.decode(tokens.token_ids.tolist())
+        text = tokenizer.decode(tokens.trunk.token_ids.tolist())
         assert text.count(CALL) == 1
         assert "a lake" in text
 

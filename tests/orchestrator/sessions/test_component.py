@@ -1,20 +1,15 @@
 """The whole way: programs in sandboxes of the real environment service call the recorder of a real run over HTTP."""
 
-import asyncio
 import textwrap
 from contextlib import AsyncExitStack
 
 import httpx
 import pytest
 
-from services.env import app as env_app
-from services.env import settings as env_settings
-from services.env.sandbox.sandboxes import Sandboxes
 from services.orchestrator.app import open_orchestrator
 from services.orchestrator.settings import from_config
-from shared.errors import Forbidden
 from shared.process.ports import free_port
-from tests.env.submitted import decided, submit
+from tests.orchestrator.sessions.sandboxed import serve_agent, why_no_programs
 from tests.orchestrator.test_component import TrainerClient, run_config, until
 from tests.support.asgi import served
 from tests.support.engine import RolloutDouble
@@ -50,15 +45,6 @@ AGENT = textwrap.dedent("""
 """)
 
 
-async def why_no_programs():
-    async with Sandboxes() as sandboxes:
-        try:
-            await sandboxes.probe_shell("agent")
-        except Forbidden as error:
-            return error.detail
-    return ""
-
-
 async def test_a_run_of_programs_from_start_to_finish(tmp_path, redis, redis_url):  # noqa: F811
     if reason := await why_no_programs():
         pytest.skip(reason)
@@ -66,26 +52,19 @@ async def test_a_run_of_programs_from_start_to_finish(tmp_path, redis, redis_url
     trainer = TrainerClient(redis, rollouts)
     sections = {"data": {"env": "agent", "n_eval_tasks": 2}, "trainer": {"max_steps": 2, "groups_per_step": 2}}
     async with AsyncExitStack() as stack:
-        env = await stack.enter_async_context(env_app.open_env(env_settings.from_config(run_config(tmp_path))))
-        env_url = await stack.enter_async_context(served(env.app))
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        workers = [tasks.create_task(worker()) for worker in env.workers]
-        async with httpx.AsyncClient(base_url=env_url) as http:
-            assert (await submit(http, AGENT, name="agent")).status_code == 202
-            row = await decided(http, "agent")
-            assert row["state"] == "active", row["report"]
-        services = {**configured(redis_url, tmp_path), "env": {"port": 1, "url": env_url}}
+        agents = await serve_agent(stack, tmp_path, AGENT)
+        services = {**configured(redis_url, tmp_path), "env": {"port": 1, "url": agents.url}}
         services |= {"rollout_urls": [await stack.enter_async_context(served(one.app())) for one in rollouts]}
         services |= {"trainer": {"url": await stack.enter_async_context(served(records_app(tmp_path / "demo")))}}
         services |= {"orchestrator": {"port": port}}
         settings = from_config(run_config(tmp_path, services=services, **sections))
         service = await stack.enter_async_context(open_orchestrator(settings))
         url = await stack.enter_async_context(served(service.app, port=port))
-        workers += [tasks.create_task(worker()) for worker in service.workers]
+        workers = agents.workers + [agents.tasks.create_task(worker()) for worker in service.workers]
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
         await trainer.train(2)
         run = await until(client, "finished", 120.0)
-        assert len(env.app.state.env.episodes) == 0
+        assert len(agents.service.app.state.env.episodes) == 0
         for worker in workers:
             worker.cancel()
     trajectories = [t for _, group in trainer.groups for t in group.trajectories]

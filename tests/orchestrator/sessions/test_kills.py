@@ -9,11 +9,8 @@ import httpx
 import pytest
 import yaml
 
-from services.env import app as env_app
-from services.env import settings as env_settings
 from shared.process.ports import free_port
-from tests.env.submitted import decided, submit
-from tests.orchestrator.sessions.test_component import why_no_programs
+from tests.orchestrator.sessions.sandboxed import serve_agent, why_no_programs
 from tests.orchestrator.test_component import TrainerClient, run_config
 from tests.support.asgi import served
 from tests.support.engine import RolloutDouble
@@ -71,15 +68,8 @@ async def test_programs_survive_kills_of_the_recorder(tmp_path, redis, redis_url
         "rollout": {"engine": {"context_length": 1024}},
     }
     async with AsyncExitStack() as stack:
-        env = await stack.enter_async_context(env_app.open_env(env_settings.from_config(run_config(tmp_path))))
-        env_url = await stack.enter_async_context(served(env.app))
-        tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        workers = [tasks.create_task(worker()) for worker in env.workers]
-        async with httpx.AsyncClient(base_url=env_url) as http:
-            assert (await submit(http, AGENT, name="agent")).status_code == 202
-            row = await decided(http, "agent")
-            assert row["state"] == "active", row["report"]
-        services = {**configured(redis_url, tmp_path), "env": {"port": 1, "url": env_url}}
+        agents = await serve_agent(stack, tmp_path, AGENT)
+        services = {**configured(redis_url, tmp_path), "env": {"port": 1, "url": agents.url}}
         services |= {"rollout_urls": [await stack.enter_async_context(served(rollout.app()))]}
         services |= {"trainer": {"url": await stack.enter_async_context(served(records_app(tmp_path / "demo")))}}
         services |= {"orchestrator": {"port": port}}
@@ -87,7 +77,7 @@ async def test_programs_survive_kills_of_the_recorder(tmp_path, redis, redis_url
         file = tmp_path / "run.yaml"
         file.write_text(yaml.safe_dump(settings.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
         process = await started(file)
-        training = tasks.create_task(trainer.train(3))
+        training = agents.tasks.create_task(trainer.train(3))
         try:
             for _ in range(N_KILLS):
                 done, _ = await asyncio.wait([training], timeout=12.0)
@@ -110,7 +100,7 @@ async def test_programs_survive_kills_of_the_recorder(tmp_path, redis, redis_url
         finally:
             process.kill()
             await process.wait()
-            for worker in workers:
+            for worker in agents.workers:
                 worker.cancel()
     trajectories = [t for _, group in trainer.groups for t in group.trajectories]
     assert len(trajectories) == 18

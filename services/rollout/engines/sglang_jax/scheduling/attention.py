@@ -150,14 +150,12 @@ def attend_blocks(
         softcap: c, where scores x are c · tanh(x / c).
     Returns: [T, H, D] in q's dtype; rows of padding are arbitrary but finite.
     """
-    tokens, n_heads, dim = q.shape
-    width = rows.shape[-1]  # whole rows are read, because the gather of cut ones is slower in large batches
+    (tokens, n_heads, dim), width = q.shape, rows.shape[-1]  # whole rows: the gather of cut ones is slower
     grouped = jnp.pad(q, ((0, block_q), (0, 0), (0, width - dim)))
     grouped = grouped.reshape(tokens + block_q, kv_heads, n_heads // kv_heads, width)
     slots = jnp.pad(cache_loc, (0, BLOCK_K))
     query_starts = jnp.cumsum(query_lens) - query_lens
     key_starts = jnp.cumsum(seq_lens) - seq_lens
-
     one_block = partial(_one_block, scale=scale, window=window, softcap=softcap)
 
     def request(b: jax.Array, out: jax.Array) -> jax.Array:
