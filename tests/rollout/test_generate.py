@@ -118,6 +118,7 @@ async def test_a_stop_string_ends_decoding(http: httpx.AsyncClient, engine: Fake
     assert found["meta_info"]["completion_tokens"] == 4
     assert found["meta_info"]["weight_versions"] == [{"version": VERSION, "start": 0, "end": 4}]
     assert len(found["meta_info"]["output_token_logprobs"]) == 4
+    assert engine.n_sampled < 20, "the engine went on after the stop string"
     kept = await ask(http, text="F", sampling_params={**stop, "no_stop_trim": True})
     assert (kept["text"], len(kept["output_ids"])) == ("GHIJ", 4)
     assert (await ask(http, text="F", sampling_params={"max_new_tokens": 2, "stop": ""}))["text"] == "GH"

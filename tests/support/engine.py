@@ -64,6 +64,7 @@ class FakeEngine:
     on_read: called when all have been read.
     n_read: bytes read of each file.
     commits: what the answer to a commit waits for, after the swap.
+    n_sampled: tokens sampled for all requests, also those that an answer leaves out.
     """
 
     version: str | None = None
@@ -85,6 +86,7 @@ class FakeEngine:
     loaded: list[str] = field(default_factory=list[str])
     modes: list[str] = field(default_factory=list[str])
     n_requests: int = 0
+    n_sampled: int = 0
     waiting: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
     info: EngineInfo = field(default_factory=lambda: EngineInfo(512, 256, 4096, 16, (2,), 0.0, 1))
 
@@ -100,6 +102,7 @@ class FakeEngine:
         event = self.waiting[request.rid] = asyncio.Event()
         try:
             n = await self._sample(request, ids, on_tokens, event)
+            self.n_sampled += n
             if self.hold:
                 await event.wait()
                 n = 1

@@ -21,8 +21,11 @@ class LedgerOf:
     async def record(self, record, offset):
         return self.lines[offset:], max(offset, len(self.lines))
 
-    def ends(self, ticket, disposition):
-        self.lines.append(orjson.dumps(ledger.line(ticket, disposition, WeightVersion(1, 1))).decode())
+    def ends(self, ticket, disposition, version=WeightVersion(1, 1)):  # noqa: B008 - frozen
+        self.add(ledger.line(ticket, disposition, version))
+
+    def add(self, line):
+        self.lines.append(orjson.dumps(line).decode())
 
 
 async def test_a_run_that_began_anew_is_settled_by_its_own_ledger(tmp_path):
@@ -41,5 +44,21 @@ async def test_a_run_that_began_anew_is_settled_by_its_own_ledger(tmp_path):
         await settlement.settle()
         assert sessions.describe() == {"trained": 1, "ended": 1}
         trainer.ends(2, "trained")
+        await settlement.settle()
+        assert sessions.describe() == {"trained": 2}
+
+
+async def test_a_ticket_that_a_later_trainer_undid_is_not_settled_by_its_old_line(tmp_path):
+    async with orchestrating(tmp_path, env := ProgramEnv()) as (recorder, runner):
+        trainer, sessions = LedgerOf(), recorder.sessions
+        settlement = Settlement(sessions, trainer, EnvironmentCalls(env, RunStatus()), lambda: None)
+        for ticket in (1, 2):
+            await runner.run(spec(ticket), TokenBudget(3))
+        trainer.ends(1, "trained", WeightVersion(1, 1))
+        trainer.ends(2, "trained", WeightVersion(1, 2))
+        trainer.add(ledger.rollback(1, 2))
+        await settlement.settle()
+        assert sessions.describe() == {"trained": 1, "ended": 1}
+        trainer.ends(2, "trained", WeightVersion(2, 2))
         await settlement.settle()
         assert sessions.describe() == {"trained": 2}
