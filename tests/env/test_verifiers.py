@@ -12,10 +12,10 @@ import pytest
 
 from services.env.sandbox.packages.dependencies import read_metadata
 from shared.process.ports import free_port
-from shared.process.uv import find_uv
 from shared.services_schema import Limits
 from tests.env.conftest import OpenClient
 from tests.env.submitted import decided, opened
+from tests.support.foreign import environment
 from tests.support.net import wait_http
 
 BRIDGE = Path("services/env/bridges/verifiers_server.py").absolute()
@@ -75,22 +75,24 @@ print(json.dumps([results.reward[0], results.prompt[0], results.completion[0]]))
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a virtual environment with what the bridge declares, and the module of an environment."""
+def python() -> Path:
+    """The interpreter of a virtual environment with what the bridge declares."""
+    return environment("verifiers", read_metadata(BRIDGE.read_text(encoding="utf-8")).dependencies)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the module of an environment."""
     folder = tmp_path_factory.mktemp("verifiers")
-    subprocess.run([str(find_uv()), "venv", "--quiet", "--python", sys.executable, str(folder / "venv")], check=True)
-    python = folder / "venv" / "bin" / "python"
-    command = [str(find_uv()), "pip", "install", "--quiet", "--only-binary", ":all:", "--python", str(python)]
-    subprocess.run([*command, *read_metadata(BRIDGE.read_text(encoding="utf-8")).dependencies], check=True, timeout=300)
     (folder / "guess_of_tests.py").write_text(ENVIRONMENT, encoding="utf-8")
-    return python
+    return folder
 
 
 @pytest.fixture
-def url(python: Path) -> Iterator[str]:
+def url(python: Path, folder: Path) -> Iterator[str]:
     port = free_port()
     command = [str(python), str(BRIDGE), "guess_of_tests", "--port", str(port)]
-    with subprocess.Popen(command, env=_variables(python), cwd=python.parents[2]) as process:
+    with subprocess.Popen(command, env=_variables(folder), cwd=folder) as process:
         try:
             wait_http(f"http://127.0.0.1:{port}/ready", 240)
             yield f"http://127.0.0.1:{port}"
@@ -130,7 +132,9 @@ def test_a_version_that_is_not_supported_is_refused_by_name(
 
 
 @pytest.mark.long
-async def test_rollouts_and_rewards_are_those_of_the_package(open_client: OpenClient, url: str, python: Path) -> None:
+async def test_rollouts_and_rewards_are_those_of_the_package(
+    open_client: OpenClient, url: str, python: Path, folder: Path
+) -> None:
     async with open_client(limits=Limits(), deadline_s=30.0) as client:
         config = {"environment": "guess_of_tests", "max_sessions": 8}
         body = {"name": "guess", "url": url, "protocol": "volley", "config": config}
@@ -146,23 +150,22 @@ async def test_rollouts_and_rewards_are_those_of_the_package(open_client: OpenCl
                 heard += [{"role": "assistant", "content": text}, *answer["messages"]]
                 rewards.append(answer["reward"])
             assert answer["terminated"], answer
-            reward, prompt, completion = _upstream(python, index, said)
+            reward, prompt, completion = _upstream(python, folder, index, said)
             assert (sum(rewards), heard) == (pytest.approx(reward), [*prompt, *completion])
             assert sum(answer["info"]["reward_components"].values()) == pytest.approx(reward)
 
 
-def _variables(python: Path) -> dict[str, str]:
-    folder = python.parents[2]
+def _variables(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder), "HOME": str(folder), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
 
 
-def _upstream(python: Path, index: int, said: Sequence[str]) -> tuple[float, list[object], list[object]]:
+def _upstream(python: Path, folder: Path, index: int, said: Sequence[str]) -> tuple[float, list[object], list[object]]:
     """What the package's own `generate` makes of these replies: reward, prompt, completion."""
     ended = subprocess.run(
         [str(python), "-c", UPSTREAM],
         input=json.dumps([index, said]),
-        env=_variables(python),
-        cwd=python.parents[2],
+        env=_variables(folder),
+        cwd=folder,
         stdout=subprocess.PIPE,
         encoding="utf-8",
         check=True,
