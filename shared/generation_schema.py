@@ -62,6 +62,9 @@ class GenerationSection(Section):
     In `mode` turn_synchronous, the episodes of a step's groups start together and advance turn by turn: each turn is
     sampled for all episodes that still run before the next one starts.
 
+    With `truncation` left, the oldest turns of a conversation are dropped when the next turn does not fit into the
+    context; by default the episode ends.
+
     With `partial_rollouts`, running episodes are stored after each turn, and continue from their tokens when the
     orchestrator starts again.
 
@@ -73,6 +76,7 @@ class GenerationSection(Section):
     mode: Literal["asynchronous", "turn_synchronous"] = "asynchronous"
     over_sampling_factor: Annotated[float, Field(ge=1)] | None = None
     concurrency: Literal["fixed", "adaptive"] = "fixed"
+    truncation: Literal["none", "left"] = "none"
     partial_rollouts: bool = False
     eval_share: Annotated[float, Field(gt=0, le=1)] | None = None
     straggler: StragglerConfig | None = None

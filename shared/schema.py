@@ -380,6 +380,11 @@ class RunConfig(Section):
             raise ValueError(f"rollout.engine.url names {len(urls)} servers for {n_servers} services.rollout_replicas")
         if problem := contradiction(self.algorithm, self.grpo_config, self.orchestrator.max_turns):
             raise ValueError(problem)
+        if self.algorithm.credit == "turn" and self.orchestrator.generation.truncation == "left":
+            raise ValueError(
+                "orchestrator.generation.truncation=left divides an episode into several sequences, and"
+                " algorithm.credit=turn counts rewards within one: choose credit=episode"
+            )
         if self.algorithm.teacher_kl_coef and self.services.orchestrator.teacher is None:
             raise ValueError(
                 f"algorithm.teacher_kl_coef={self.algorithm.teacher_kl_coef:g} needs a teacher: set "

@@ -50,6 +50,8 @@ StoredArray = Literal["token_ids", "loss_mask", "logprobs", "teacher_logprobs"]
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"
 """Role of the turns that the model samples."""
+HISTORY = "history"
+"""Role of earlier turns at the beginning of a branch, after the oldest were dropped (left truncation)."""
 MAX_MESSAGE = 2**20
 """Largest message, in characters, that the environment service accepts."""
 MAX_GROUP_OBJECTS = 2**21

@@ -133,4 +133,5 @@ def _bounds(config: RunConfig) -> TokenBounds:
         max_turns=config.orchestrator.max_turns,
         timeout_s=config.orchestrator.episode_timeout_s,
         max_attempts=config.orchestrator.max_attempts,
+        drops_oldest=config.orchestrator.generation.truncation == "left",
     )

@@ -13,7 +13,7 @@ from shared.clients.env import EnvClient
 from shared.errors import DecodeError, RateLimited, Unavailable, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.run import seeding
-from shared.types import ASSISTANT, MAX_MESSAGE, Trajectory
+from shared.types import ASSISTANT, HISTORY, MAX_MESSAGE, Trajectory
 
 _PATIENCE_S = 600.0
 _TASK = re.compile(r"(train|eval)/(\d+)(?![\w.])")
@@ -59,7 +59,7 @@ async def rejudge(client: EnvClient, tokenizer: ChatTokenizer, trajectory: Traje
         trajectory.reward,
         trajectory.success,
     )
-    if trajectory.branches:
+    if any(not branch.turns or branch.turns[0].role != HISTORY for branch in trajectory.branches):
         return replace(known, why="an episode of several sequences has no single list of messages")
     try:
         reward, success = await _played(client, trajectory, said(tokenizer, trajectory), seed, env)
@@ -70,10 +70,13 @@ async def rejudge(client: EnvClient, tokenizer: ChatTokenizer, trajectory: Traje
 
 def said(tokenizer: ChatTokenizer, trajectory: Trajectory) -> list[str]:
     """Assistant messages by turn, as the environment received them."""
-    turns = [turn for turn in trajectory.turns if turn.role == ASSISTANT]
-    return [
-        tokenizer.message_text(trajectory.token_ids[turn.start : turn.end].tolist())[:MAX_MESSAGE] for turn in turns
+    said = [
+        sequence.token_ids[turn.start : turn.end].tolist()
+        for sequence in trajectory.sequences()
+        for turn in sequence.turns
+        if turn.role == ASSISTANT
     ]
+    return [tokenizer.message_text(ids)[:MAX_MESSAGE] for ids in said]
 
 
 async def _played(

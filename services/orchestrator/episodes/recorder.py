@@ -4,6 +4,7 @@ Invariants
 - Only appends: the model's ids are kept as sampled; the environment's new text is tokenized once and appended.
 - Exact prefix: the prompt of a turn starts with exactly the prompt of the turn before and the ids sampled after it.
   `prompt` checks this every turn against the copy it returned.
+- Left truncation begins another sequence: the prompt, and then ids of the turns that are kept, copied and not sampled.
 - Mask and log-probability are nonzero only on sampled tokens, and version spans cover exactly those.
 - The experts of a position, if recorded, are those of the first request that computed it: for a sampled token, those it
   was sampled with.
@@ -21,7 +22,7 @@ from services.orchestrator.episodes.failures import PrefixBroken
 from shared.clients.rollout import Generation
 from shared.outcomes import End, Fault
 from shared.sequences import add_span
-from shared.types import ASSISTANT, Status, Trajectory, Turn, VersionSpan
+from shared.types import ASSISTANT, HISTORY, Branch, Status, Trajectory, Turn, VersionSpan
 
 PROMPT = "prompt"
 
@@ -44,6 +45,9 @@ class Recorder:
         self._routed: list[np.ndarray] = []
         self._n_routed = n_routed
         self._turns = [Turn(0, len(prompt_ids), PROMPT)]
+        self._starts: list[int] = []
+        self._shared = 0
+        self._truncated: list[Branch] = []
         self._components: dict[str, float] = {}
         self._faults: Counter[str] = Counter()
 
@@ -77,6 +81,7 @@ class Recorder:
     ) -> None:
         """End the assistant turn that started at position `start`, with the environment's result."""
         self._turns.append(Turn(start, len(self), ASSISTANT, reward))
+        self._starts.append(start)
         self._faults.update(fault for fault in faults if fault is not None)
         self._add_components(components)
 
@@ -91,6 +96,34 @@ class Recorder:
         start = len(self)
         self._append(np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), sampled=False)
         self._turns.append(Turn(start, len(self), role))
+
+    def lengths_without_oldest(self) -> list[int]:
+        """Length of the present sequence without its 0, 1, … oldest assistant turns; the newest is always kept."""
+        return [len(self) - (start - self._prompt_len) for start in [self._prompt_len, *self._starts[1:]]]
+
+    @property
+    def n_tree_tokens(self) -> int:
+        """Number of tokens of all sequences, each counted whole."""
+        return len(self) + sum(one.shared + len(one.token_ids) for one in self._truncated)
+
+    @property
+    def n_truncations(self) -> int:
+        return len(self._truncated)
+
+    def drop_oldest(self, n: int) -> None:
+        """Continue in another sequence: the prompt, and everything from assistant turn `n` on, counted from 0.
+
+        It follows an assistant turn, and leaves at least that one.
+        """
+        self._truncated.append(self._sequence())
+        n_prompt, start = self._prompt_len, self._starts[n]
+        self._ids = np.concatenate([self._ids[:n_prompt], self._ids[start:]])
+        self._mask, self._logprobs = np.zeros(len(self), np.uint8), np.zeros(len(self), np.float32)
+        self._sent, self._spans, self._shared = self._ids, [], n_prompt
+        first = self._truncated[0].routed_experts
+        self._routed, self._n_routed = [], 0 if first is None else min(n_prompt, len(first))
+        self._turns = [Turn(n_prompt, len(self), HISTORY)]
+        self._starts = [at - start + n_prompt for at in self._starts[n:]]
 
     def sampled_since(self, start: int) -> Generation:
         """Return what was sampled from position `start` on, as one generation; versions are positions in it."""
@@ -116,6 +149,7 @@ class Recorder:
         timings: Mapping[str, float],
     ) -> Trajectory:
         """Return the finished record; the reward is the sum over the turns."""
+        first, *branches = [*self._truncated, self._sequence()]
         return Trajectory(
             ticket=ticket,
             sample_index=sample_index,
@@ -123,12 +157,12 @@ class Recorder:
             env=env,
             task=task,
             prompt_len=self._prompt_len,
-            token_ids=self._ids,
-            loss_mask=self._mask,
-            logprobs=self._logprobs,
-            versions=tuple(self._spans),
-            turns=tuple(self._turns),
-            reward=float(sum(turn.reward for turn in self._turns)),
+            token_ids=first.token_ids,
+            loss_mask=first.loss_mask,
+            logprobs=first.logprobs,
+            versions=first.versions,
+            turns=first.turns,
+            reward=float(sum(turn.reward for one in (first, *branches) for turn in one.turns)),
             success=success,
             status=status,
             reward_components=self._components,
@@ -136,6 +170,20 @@ class Recorder:
             end=end,
             faults=dict(self._faults),
             failures=dict(failures),
+            routed_experts=first.routed_experts,
+            branches=tuple(branches),
+        )
+
+    def _sequence(self) -> Branch:
+        """Return the present sequence; its parent is the first one."""
+        return Branch(
+            parent=0,
+            shared=self._shared,
+            token_ids=self._ids[self._shared :],
+            loss_mask=self._mask[self._shared :],
+            logprobs=self._logprobs[self._shared :],
+            versions=tuple(self._spans),
+            turns=tuple(self._turns),
             routed_experts=np.concatenate(self._routed) if self._routed else None,
         )
 

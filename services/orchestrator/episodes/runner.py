@@ -26,7 +26,7 @@ from shared.clients.env import Opening, StepReply
 from shared.errors import Unavailable, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.outcomes import End, end_of_turn
-from shared.types import MAX_MESSAGE, Message, Status, Trajectory
+from shared.types import MAX_BRANCHES, MAX_MESSAGE, MAX_TREE_TOKENS, Message, Status, Trajectory
 
 _LONG_TEXT = 20_000  # characters; tokenizing more would block the event loop
 
@@ -167,10 +167,28 @@ class EpisodeRunner:
                 solved, finish_s = await self._finish(episode, opening, request_id)
                 return _Ended(result.success or solved, "truncated", "turns"), env_s + finish_s
             ids = await self._continuation(sampled, result.messages)
-            if self._bounds.room(len(recorder) + len(ids)) <= 0:
+            if not self._makes_room(episode, len(ids)):
                 solved, finish_s = await self._finish(episode, opening, request_id)
                 return _Ended(result.success or solved, "truncated", "context"), env_s + finish_s
             recorder.add_environment(ids, str(result.messages[0]["role"]) if result.messages else "user")
+
+    def _makes_room(self, episode: EpisodeState, n_new: int) -> bool:
+        """Make room for a turn after `n_new` more tokens, if the oldest turns may be dropped; False if there is none.
+
+        Turns are dropped until a whole answer fits, or only the newest is left.
+        """
+        recorder, bounds = episode.recorder, self._bounds
+        rooms = [bounds.room(length + n_new) for length in recorder.lengths_without_oldest()]
+        wanted = min(bounds.max_response_length, rooms[-1])
+        n = next(i for i, room in enumerate(rooms) if room >= wanted) if bounds.drops_oldest else 0
+        if n and (
+            recorder.n_truncations >= MAX_BRANCHES or recorder.n_tree_tokens + bounds.context_length > MAX_TREE_TOKENS
+        ):
+            n = 0
+        if rooms[n] > 0 and n:
+            recorder.drop_oldest(n)
+            episode.draw += 1
+        return rooms[n] > 0
 
     def _cut(self, sampled: Sequence[int], n_tokens: int) -> Literal["length", "context"] | None:
         """Return the limit that cut a turn short, if any. Args: n_tokens: of the episode, this turn included."""

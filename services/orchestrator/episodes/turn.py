@@ -34,13 +34,17 @@ _MAX_PARTS = 64  # of one turn; each weight update in abort mode makes one more
 
 @dataclass(frozen=True, slots=True)
 class TokenBounds:
-    """Limits of one episode. `context_length` and `max_response_length` (of one turn) are in tokens."""
+    """Limits of one episode. `context_length` and `max_response_length` (of one turn) are in tokens.
+
+    `drops_oldest`: when the context is full, the oldest turns are dropped instead of ending the episode.
+    """
 
     context_length: int
     max_response_length: int
     max_turns: int
     timeout_s: float
     max_attempts: int
+    drops_oldest: bool = False
 
     def room(self, n_tokens: int) -> int:
         """Return how many tokens may follow `n_tokens`; engines need the sum below their context length."""
