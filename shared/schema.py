@@ -49,13 +49,16 @@ def _bucket(value: Any) -> Any:
     return address
 
 
+type TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+
+
 class RunSection(Section):
     """Name, folder and seed of the run.
 
     The folder `dir/name` holds configuration, checkpoints, ledger, metrics and plots. `bucket` is `s3://BUCKET/PREFIX`
     or `gs://BUCKET/PREFIX`, used by this run alone: the trainer also keeps checkpoints and log there, and rollout
     servers may load checkpoints from there. `date` is the date that chat templates write; the first start of a run sets
-    it to today's date in UTC.
+    it to today's date in UTC. `trackers` are the experiment trackers that `volley train` reports to.
     """
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
@@ -63,6 +66,7 @@ class RunSection(Section):
     bucket: Annotated[str | None, BeforeValidator(_bucket)] = None
     seed: NonNegativeInt = 0
     date: datetime.date | None = None
+    trackers: tuple[TrackerName, ...] = ()
 
     @property
     def folder(self) -> Path:

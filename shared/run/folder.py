@@ -103,6 +103,10 @@ class RunFolder:
     def refused_groups(self) -> Path:
         return self.path / "refused"
 
+    def tracker(self, name: str) -> Path:
+        """Lines of the run that a tracker has."""
+        return self.path / "trackers" / f"{name}.json"
+
     @property
     def bucket(self) -> Path:
         """Identity of this folder towards the run's bucket."""

@@ -51,6 +51,7 @@ IRRELEVANT = (
     "services.",
     "run.dir",
     "run.bucket",
+    "run.trackers",
     "data.sources",
     "orchestrator.max_concurrent_episodes",
     "orchestrator.lease_s",

@@ -22,10 +22,11 @@ from volley.local import stack
 from volley.printing import print_lines
 from volley.reporting import report
 from volley.reporting.display import shown
-from volley.reporting.progress import RecordTails
+from volley.reporting.progress import RecordTails, print_text
 from volley.runs.addresses import followed
 from volley.runs.elapsed import counting
 from volley.runs.record import claimed, read_record
+from volley.tracking.beside import tracked
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -63,5 +64,8 @@ async def _watch(loaded: LoadedConfig, folder: RunFolder) -> None:
     print_lines(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
     running = stack.LocalStack(urls, token_for(services.token_files, Role.VIEWER), services.tls.ca_file, [])
     async with train.stopping_on_signal():
-        with shown(loaded.config.trainer.max_steps) as display:
+        with (
+            tracked(folder, loaded.config.run.trackers, print_text),
+            shown(loaded.config.trainer.max_steps) as display,
+        ):
             await train.follow(running, folder, display, RecordTails(folder))

@@ -39,6 +39,7 @@ from volley.runs import survey
 from volley.runs.answers import fetch_status
 from volley.runs.elapsed import counting
 from volley.runs.record import RunClaim, RunRecord, claimed, mark_finished, read_record, stored
+from volley.tracking.beside import tracked
 from volley.verify import command
 
 _POLL_S = 0.3
@@ -115,7 +116,10 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
         folder, max_steps = claim.folder, 0 if supervised else loaded.config.trainer.max_steps
         tails, started = RecordTails(folder), dict[str, ServiceState]()
         try:
-            with shown(max_steps) as display:
+            with (
+                tracked(folder, loaded.config.run.trackers, print_text),
+                shown(max_steps) as display,
+            ):
 
                 def seen(name: str, state: ServiceState) -> None:
                     started[name] = state

@@ -19,27 +19,33 @@ class JsonlTail:
     A file that became shorter has lost lines at its end (a rolled-back step); lines added after that are new. Lines
     that do not parse are skipped: a killed writer may leave half a line, and its successor starts a new one. Lines with
     more values than any record are skipped too.
+
+    `offset` is the position after the last line read, in bytes.
     """
 
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+    def __init__(self, path: Path, *, from_end: bool = False, offset: int = 0) -> None:
         self._path = path
-        self._offset = path.stat().st_size if from_end and path.exists() else 0
+        self.offset = path.stat().st_size if from_end and path.exists() else offset
 
     def new(self) -> list[dict[str, Any]]:
+        return list(self.records())
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield the records that `new` returns; `offset` moves with each."""
         try:
             with open_file(self._path) as file:
-                self._offset = min(self._offset, os.fstat(file.fileno()).st_size)
-                file.seek(self._offset)
-                return [record for record in map(_parse, self._complete(file)) if record is not None]
+                self.offset = min(self.offset, os.fstat(file.fileno()).st_size)
+                file.seek(self.offset)
+                yield from (record for record in map(_parse, self._complete(file)) if record is not None)
         except FileNotFoundError:
-            return []
+            return
         except OSError as error:
             hint = "check the folder with `volley verify`"
             raise ConfigError(f"{self._path}: {error.strerror}", hint) from error
 
     def _complete(self, file: IO[bytes]) -> Iterator[bytes]:
         for size, line in ended_lines(file):
-            self._offset += size
+            self.offset += size
             yield line
 
 

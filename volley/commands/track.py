@@ -1,0 +1,70 @@
+"""`volley track`: report a run to experiment trackers, while it is trained or afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import get_args
+
+from shared.errors import ConfigError, VolleyError
+from shared.run.folder import RunFolder
+from shared.schema import TrackerName
+from volley.printing import print_lines
+from volley.run_arguments import add_run_dir
+from volley.runs.record import stored
+from volley.tracking.upload import upload
+
+NAMES: tuple[str, ...] = get_args(TrackerName.__value__)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_run_dir(parser)
+    parser.add_argument(
+        "--to",
+        action="append",
+        choices=NAMES,
+        help="tracker to report to; repeatable; default: run.trackers of the run's configuration",
+    )
+    parser.add_argument("--follow", action="store_true", help="go on until standard input ends or Ctrl-C")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.run_dir, arguments.to or (), follow=arguments.follow)
+
+
+def main(run_dir: Path, trackers: Sequence[str], *, follow: bool = False) -> int:
+    """Send the run's lines that a tracker has not got yet. Returns 1 if a tracker failed. Raises VolleyError."""
+    folder = RunFolder(run_dir.absolute())
+    wanted = tuple(dict.fromkeys(trackers or stored(run_dir)[0].config.run.trackers))
+    if not wanted:
+        raise ConfigError(f"{run_dir} names no tracker", f"name one with --to {'|'.join(NAMES)}, or set run.trackers")
+    ended, failed = threading.Event(), list[str]()
+
+    def report(tracker: str) -> None:
+        try:
+            upload(folder, tracker, ended, print_lines, follow=follow)
+            print_lines(f"{tracker}: run {folder.name} is reported")
+        except VolleyError as error:
+            failed.append(tracker)
+            print_lines(f"{tracker}: {error}")
+
+    with ExitStack() as threads:
+        for tracker in wanted:
+            thread = threading.Thread(target=report, args=(tracker,), name=tracker)
+            thread.start()
+            threads.callback(thread.join)
+        if follow:
+            threads.callback(ended.set)
+            _wait_for_end_of_input()
+    return 1 if failed else 0
+
+
+def _wait_for_end_of_input() -> None:
+    with suppress(KeyboardInterrupt):
+        while sys.stdin.buffer.read(4096):
+            pass

@@ -1,0 +1,137 @@
+"""Messages for a tracker, made of the lines of a run's files, and how far they have been sent.
+
+A line counts as sent once the tracker has answered; its position is then in the run's folder. So each line arrives at
+least once, also if either side is killed, and a tracker that was away gets what it missed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import orjson
+
+from shared.errors import ConfigError
+from shared.files.storage import replace
+from shared.run import commits
+from shared.run.folder import RunFolder
+from volley.reporting.jsonl import JsonlTail
+from volley.runs.record import read_record
+
+type Message = dict[str, Any]
+
+PROJECT = "volley"
+SAMPLE_COLUMNS = ("step", "task", "env", "success", "reward", "status", "end", "text")
+_NOT_METRICS = frozenset({"step", "time"})
+_MOST_TEXT = 16_384
+_SAVE_EVERY = 64
+"""Lines after which the position is written: so many are sent again if the process is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Run's id in the tracker, and bytes sent of each file."""
+
+    id: str
+    sent: Mapping[str, int]
+
+    @classmethod
+    def read(cls, path: Path) -> Position:
+        """Return the position in the file, or a new run's. Raises ConfigError if the file is damaged."""
+        try:
+            raw = orjson.loads(path.read_bytes())
+            return cls(str(raw["id"]), {str(name): int(n) for name, n in raw["sent"].items()})
+        except FileNotFoundError:
+            return cls(uuid4().hex[:12], {})
+        except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path} is damaged", "remove it: the run is then sent again, as a new one") from error
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace(path, orjson.dumps({"id": self.id, "sent": self.sent}))
+
+
+class Feed:
+    """Unsent messages of one run for one tracker.
+
+    Raises ConfigError if the folder is not that of a run.
+    """
+
+    def __init__(self, folder: RunFolder, tracker: str) -> None:
+        self._folder, self._path = folder, folder.tracker(tracker)
+        position = Position.read(self._path)
+        self.id, self._saved = position.id, dict[str, int]()
+        files = {"sft": folder.sft, "train": folder.metrics, "eval": folder.evals, "samples": folder.samples}
+        self._tails = {name: JsonlTail(path, offset=position.sent.get(name, 0)) for name, path in files.items()}
+
+    def opening(self, tracker: str) -> Message:
+        record = read_record(self._folder)
+        if record is None:
+            raise ConfigError(f"{self._folder.path} is not the folder of a run", "name one, such as runs/quickstart")
+        config = {key: value for key, value in record.config.items() if not key.startswith("model.content.")}
+        config |= {f"versions.{name}": version for name, version in record.versions.items()}
+        config |= {f"origin.{key}": value for key, value in (record.origin or {}).items()}
+        folder = str(self._folder.path.absolute())
+        return {
+            "open": tracker,
+            "id": self.id,
+            "run": self._folder.name,
+            "project": PROJECT,
+            "folder": folder,
+            "config": config,
+        }
+
+    def unsent(self) -> Iterator[Message]:
+        """Yield messages. Asking for the next one says that the tracker has taken the last."""
+        for name in ("sft", "train", "eval"):
+            for n, line in enumerate(self._tails[name].records(), 1):
+                yield _scalars(name, line)
+                if n % _SAVE_EVERY == 0:
+                    self._save()
+            self._save()
+        for step, lines in groupby(self._tails["samples"].new(), key=lambda line: line.get("step")):
+            rows = [[_cell(line.get(column)) for column in SAMPLE_COLUMNS] for line in lines]
+            yield {"table": "samples", "step": step, "columns": list(SAMPLE_COLUMNS), "rows": rows}
+        self._save()
+
+    def facts(self) -> Message:
+        """Message with the newest version and the head of its hash chain (shared.run.chain), which `verify` checks."""
+        head = commits.newest(self._folder)
+        found = {} if head is None else {"version": str(head.version)}
+        if head is not None and head.chain is not None:
+            found |= {"ledger.trained": head.chain.steps, "ledger.ended": head.chain.voids}
+        return {"facts": found}
+
+    def _save(self) -> None:
+        sent = {name: tail.offset for name, tail in self._tails.items()}
+        if sent != self._saved:
+            Position(self.id, sent).write(self._path)
+            self._saved = sent
+
+
+def _scalars(group: str, line: Mapping[str, Any]) -> Message:
+    env = line.get("env")
+    return {
+        "scalars": dict(_numbers(line)),
+        "group": f"{group}/{env}" if isinstance(env, str) else group,
+        "step": line.get("step", 0),
+        "time": line.get("time", time.time()),
+    }
+
+
+def _numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a line; those of a nested mapping are named KEY/NAME."""
+    for key, value in line.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and key not in _NOT_METRICS:
+            yield prefix + key, value
+
+
+def _cell(value: Any) -> Any:
+    return value[:_MOST_TEXT] if isinstance(value, str) else value

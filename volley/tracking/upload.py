@@ -1,0 +1,105 @@
+"""Upload of a run to a tracker, by a process in the tracker's own environment."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, Self
+
+from shared.errors import Unavailable, VolleyError
+from shared.run.folder import RunFolder
+from volley.tracking import environments
+from volley.tracking.feed import Feed
+
+_POLL_S = 1.0
+_RETRY_S, _MOST_RETRY_S = 1.0, 60.0
+_ATTEMPTS = 3
+_CLOSE_S = 60.0
+"""Time for a tracker to send what it still holds when it is closed, in seconds."""
+
+
+class Reporter:
+    """The process that writes to a tracker."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        self._to: IO[str] = process.stdin
+        self._answers: IO[str] = process.stdout
+
+    @classmethod
+    @contextmanager
+    def running(cls, python: Path) -> Iterator[Self]:
+        """Start the process; at the end it has `_CLOSE_S` to close the tracker."""
+        program = Path(__file__).with_name("tracker_program.py")
+        process = subprocess.Popen(
+            [str(python), "-P", str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
+        )
+        try:
+            yield cls(process)
+        finally:
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.close()
+            try:
+                process.wait(_CLOSE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message and wait until the tracker has taken it. Raises Unavailable."""
+        try:
+            self._to.write(json.dumps(message) + "\n")
+            self._to.flush()
+            answer = self._answers.readline()
+        except OSError as error:
+            raise Unavailable(f"the tracker's process has ended: {error.strerror}") from error
+        if not answer:
+            raise Unavailable(f"the tracker's process has ended with code {self._process.wait()}")
+        if (detail := json.loads(answer).get("error")) is not None:
+            raise Unavailable(detail)
+
+
+def upload(
+    folder: RunFolder, tracker: str, ended: threading.Event, say: Callable[[str], None], *, follow: bool
+) -> None:
+    """Send what a tracker has not got yet; with `follow`, go on until `ended` is set.
+
+    It repeats after a failure, while it follows without end. Otherwise raises VolleyError after `_ATTEMPTS` failures.
+    """
+    failures, before = 0, ""
+    while True:
+        try:
+            with Reporter.running(environments.python_of(tracker)) as reporter:
+                feed = Feed(folder, tracker)
+                reporter.send(feed.opening(tracker))
+                while _pass(reporter, feed, is_last=not follow or ended.is_set()):
+                    failures = 0
+                    ended.wait(_POLL_S)
+                return
+        except VolleyError as error:
+            failures += 1
+            is_last = not follow or ended.is_set()
+            if is_last and failures >= _ATTEMPTS:
+                raise
+            if str(error) != before:
+                say(f"{tracker}: {error}; trying again")
+            before = str(error)
+            wait_s = min(_RETRY_S * 2 ** min(failures, 10), _MOST_RETRY_S)
+            threading.Event().wait(_RETRY_S) if is_last else ended.wait(wait_s)
+
+
+def _pass(reporter: Reporter, feed: Feed, *, is_last: bool) -> bool:
+    """Send what is new. Returns False after the last pass. Raises Unavailable."""
+    for message in feed.unsent():
+        reporter.send(message)
+    if is_last:
+        reporter.send(feed.facts())
+    reporter.send({"flush": True})
+    return not is_last
