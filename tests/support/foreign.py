@@ -35,7 +35,7 @@ def environment(name: str, requirements: Sequence[str]) -> Path:
     folder = FOLDER / f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:12]}"
     complete, python = folder / "complete", folder / "bin" / "python"
     FOLDER.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:
+    with folder.with_suffix(".lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not complete.exists():
             shutil.rmtree(folder, ignore_errors=True)

@@ -15,7 +15,7 @@ from shared.run.folder import RunFolder
 from shared.schema import TrackerName
 from volley.printing import print_lines
 from volley.run_arguments import add_run_dir
-from volley.runs.record import stored
+from volley.runs.record import read_record, stored
 from volley.tracking.upload import upload
 
 NAMES: tuple[str, ...] = get_args(TrackerName.__value__)
@@ -43,6 +43,8 @@ def main(run_dir: Path, trackers: Sequence[str], *, follow: bool = False) -> int
     wanted = tuple(dict.fromkeys(trackers or stored(run_dir)[0].config.run.trackers))
     if not wanted:
         raise ConfigError(f"{run_dir} names no tracker", f"name one with --to {'|'.join(NAMES)}, or set run.trackers")
+    if read_record(folder) is None:
+        raise ConfigError(f"{run_dir} is not the folder of a run", "name one, such as runs/quickstart")
     ended, failed = threading.Event(), list[str]()
 
     def report(tracker: str) -> None:

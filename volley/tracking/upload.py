@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Self
 
-from shared.errors import Unavailable, VolleyError
+from shared.errors import Unavailable
 from shared.run.folder import RunFolder
 from volley.tracking import environments
 from volley.tracking.feed import Feed
@@ -71,7 +71,8 @@ def upload(
 ) -> None:
     """Send what a tracker has not got yet; with `follow`, go on until `ended` is set.
 
-    It repeats after a failure, while it follows without end. Otherwise raises VolleyError after `_ATTEMPTS` failures.
+    It repeats after a failure of the tracker for as long as it follows. Otherwise raises Unavailable after `_ATTEMPTS`
+    failures. Raises ConfigError if the folder is not that of a run, or its position is damaged.
     """
     failures, before = 0, ""
     while True:
@@ -83,7 +84,7 @@ def upload(
                     failures = 0
                     ended.wait(_POLL_S)
                 return
-        except VolleyError as error:
+        except Unavailable as error:
             failures += 1
             is_last = not follow or ended.is_set()
             if is_last and failures >= _ATTEMPTS:
