@@ -50,6 +50,7 @@ _PATHS = (
     "services.orchestrator.teacher.token_file",
     *(f"services.tls.{file}" for file in Tls.model_fields),
 )
+_FOUND_BESIDE = (_MODEL, "data.train", "data.eval")
 _LISTS = ("sft.train", "sft.eval")
 """Keys whose values are lists of paths."""
 
@@ -91,7 +92,7 @@ def load(
     trees: list[dict[str, Any]] = []
     for path in paths:
         with _translated(f"config file {path}"):
-            trees.append(_read(Path(path)))
+            trees.append(_found_beside(_read(Path(path)), Path(path).parent))
     if given:
         paths, trees = [*paths, "of the command line"], [*trees, dict(given)]
     whole: Any = {}
@@ -101,6 +102,19 @@ def load(
     whole = _overridden(whole, overrides)
     with _in_file(paths, overrides):
         return _sourced(validate(whole), Path.cwd())
+
+
+def _found_beside(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Find model and data that are not in the present directory beside the configuration file that names them."""
+    for key in _FOUND_BESIDE:
+        section, _, leaf = key.partition(".")
+        values = tree.get(section)
+        value = values.get(leaf) if isinstance(values, dict) else None
+        if isinstance(value, str) and "${" not in value and value and not Path(value).exists():
+            beside = folder / value.partition("@")[0]
+            if beside.exists():
+                tree[section] = {**tree[section], leaf: os.path.normpath((folder / value).absolute())}
+    return tree
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from shared.models import rope
 from shared.models.families import families, supported
 from shared.models.family import FULL, Family
 from shared.models.family_parts import AttentionConfig, Experts
+from shared.models.refused import reason
 from shared.models.rope import Llama3Scaling
 from shared.models.values import boolean, number, shorten, size, unsupported
 from shared.routing import RoutingShape
@@ -120,7 +121,8 @@ class ModelConfig:
         model_type = _model_type(given, where)
         family = families()[model_type]
         _refuse_unsupported(given, family, where)
-        theta, scaling = rope.parse(given, where, llama3=family.llama3_rope)
+        given = rope.flattened(given, where) if "rope_local_base_freq" in (family.attention or {}) else given
+        theta, scaling = rope.parse(given, where, llama3=family.llama3_rope, default=family.rope_theta)
         sizes = _sizes(given, family, where)
         found = cls(
             model_type=model_type,
@@ -164,9 +166,10 @@ class ModelConfig:
         """Record of this `model_type`."""
         return families()[self.model_type]
 
-    def rope_frequencies(self) -> np.ndarray:
-        """Rotary frequencies, float64 [head_dim / 2], in radians per position."""
-        return rope.frequencies(self.rope_theta, self.head_dim, self.rope_scaling)
+    def rope_frequencies(self, layer: int = 0) -> np.ndarray:
+        """Rotary frequencies of a layer, float64 [head_dim / 2], in radians per position."""
+        own = None if self.attention is None else self.attention.theta(layer)
+        return rope.frequencies(own or self.rope_theta, self.head_dim, self.rope_scaling)
 
     def difference(self, other: ModelConfig) -> str | None:
         """First key that changes the computation from the same weights; None if there is none."""
@@ -191,7 +194,8 @@ def _model_type(raw: Mapping[str, Any], where: str) -> str:
     """Check that the family is supported and fits `architectures`. Raises ConfigError."""
     named = raw.get("model_type", "qwen3")
     if not isinstance(named, str) or named not in families():
-        raise unsupported("model_type", named, where)
+        why = reason(named)
+        raise unsupported("model_type", named, where, why=why)
     architectures = raw.get("architectures")
     if architectures not in (None, [families()[named].architecture]):
         raise ConfigError(
@@ -227,7 +231,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> N
         value = raw.get(key, neutral[0])
         if key not in computed and not any(type(value) is type(one) and value == one for one in neutral):
             raise unsupported(key, value, where)
-    layers, kinds = raw.get("layer_types"), (FULL, *family.layer_types)
+    layers, kinds = raw.get("layer_types"), (FULL, *family.layer_types) if family.is_mixed else family.layer_types
     if layers is not None and not (isinstance(layers, list) and all(one in kinds for one in cast(list[Any], layers))):
         raise unsupported("layer_types", layers, where)
 

@@ -12,11 +12,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One `model_type`. Defaults are those of the configuration classes of transformers 4.51 to 5.12.
+    """One `model_type`. Defaults are those of the configuration classes of transformers 4.51 to 5.24.
 
     Attributes:
         title: name in sentences.
-        architecture: class in transformers and in sglang-jax.
+        architecture: class in transformers. The engine has a class of the same name: sglang-jax's, or ours beside it.
         defaults: sizes where the key is absent. `num_key_value_heads` None equals num_attention_heads; `head_dim` None
             is hidden_size / num_attention_heads.
         neutral: keys whose value must be one of these, because nothing else is computed; added to the keys that
@@ -27,6 +27,7 @@ class Family:
         qkv_bias: projections to queries, keys and values have a bias.
         qk_norm: queries and keys are normalized by head.
         llama3_rope: `rope_type` "llama3" is computed.
+        rope_theta: default of `rope_theta`.
         tied: default of `tie_word_embeddings`.
         scaled_embeddings: embeddings are multiplied by √hidden_size.
         norms_add_one: norms multiply by 1 + weight instead of weight.
@@ -35,7 +36,7 @@ class Family:
         experts: sizes of the mixture of experts in every layer, with defaults; None: layers are dense.
         attention: keys of `config.AttentionConfig` that are computed, with defaults; None: plain attention and logits.
         layer_types: pattern that repeats over the layers where config.json has no `layer_types`. Its kinds, and
-            `full_attention`, are computed.
+            `full_attention`, are computed. With one kind, config.json has no such key.
         tokenizer: class of transformers 5 for a tokenizer whose files name no class.
         forces_tokenizer: that class reads every tokenizer, whatever class the files name.
     """
@@ -50,16 +51,22 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     llama3_rope: bool = False
+    rope_theta: float = 10_000.0
     tied: bool = False
     scaled_embeddings: bool = False
     norms_add_one: bool = False
     output_norms: bool = False
     activation: str = "silu"
     experts: Mapping[str, int] | None = None
-    attention: Mapping[str, float] | None = None
+    attention: Mapping[str, float | None] | None = None
     layer_types: tuple[str, ...] = (FULL,)
     tokenizer: str = "PreTrainedTokenizerFast"
     forces_tokenizer: bool = False
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if layers are of several kinds, so that config.json has `layer_types`."""
+        return len(set(self.layer_types)) > 1
 
     def __post_init__(self) -> None:
         """Raises ValueError for parts that are not computed together."""

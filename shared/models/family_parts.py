@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from shared.errors import ConfigError
-from shared.models.family import SLIDING, Family
+from shared.models.family import FULL, SLIDING, Family
+from shared.models.rope import MAX_THETA
 from shared.models.values import boolean, number, shorten, size
 
 _MOST_EXPERTS, _MOST_SIZE, _MOST_CAP = 1 << 16, 1 << 30, 1e6
+_EVERY = ("sliding_window_pattern", "_sliding_window_pattern")
+"""Spellings of transformers 4: every so manieth layer is of type `full_attention`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,9 @@ class AttentionConfig:
 
     Attributes:
         query_pre_attn_scalar: attention scores are divided by its square root, instead of √head_dim.
-        sliding_window: number of tokens that a token sees in layers of type `sliding_attention`, itself included.
+        sliding_window: number of tokens that a token sees in layers of type `sliding_attention`, itself included. None
+            is no limit, in families where all layers are of this type.
+        rope_local_base_freq: θ of layers of type `sliding_attention`; None: `rope_theta`.
         layer_types: type of each layer; repeats if the model has more layers.
         attn_logit_softcapping: cap c of attention scores c · tanh(x / c).
         final_logit_softcapping: cap of the logits.
@@ -57,6 +62,7 @@ class AttentionConfig:
     layer_types: tuple[str, ...]
     attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
+    rope_local_base_freq: float | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], family: Family, n_layers: int, where: str) -> Self | None:
@@ -66,17 +72,22 @@ class AttentionConfig:
         computed = family.attention
 
         def whole(key: str) -> int | None:
-            return size(given.get(key, computed[key]), key, where, _MOST_SIZE) if key in computed else None
-
-        def cap(key: str) -> float | None:
             value = given.get(key, computed.get(key))
-            return None if value is None else number(value, key, where, _MOST_CAP)
+            unlimited = value is None and key == "sliding_window" and not family.is_mixed
+            return None if key not in computed or unlimited else size(value, key, where, _MOST_SIZE)
 
-        scores, logits = cap("attn_logit_softcapping"), cap("final_logit_softcapping")
-        scalar, window = whole("query_pre_attn_scalar"), whole("sliding_window")
-        pattern = family.layer_types
-        kinds = given.get("layer_types") or [pattern[layer % len(pattern)] for layer in range(n_layers)]
-        return cls(scalar, window, tuple(kinds), scores, logits)
+        def real(key: str, most: float = _MOST_CAP) -> float | None:
+            value = given.get(key, computed.get(key))
+            return None if key not in computed or value is None else number(value, key, where, most)
+
+        return cls(
+            query_pre_attn_scalar=whole("query_pre_attn_scalar"),
+            sliding_window=whole("sliding_window"),
+            layer_types=_layer_types(given, family, n_layers, where),
+            attn_logit_softcapping=real("attn_logit_softcapping"),
+            final_logit_softcapping=real("final_logit_softcapping"),
+            rope_local_base_freq=real("rope_local_base_freq", MAX_THETA),
+        )
 
     @property
     def scale(self) -> float | None:
@@ -90,7 +101,23 @@ class AttentionConfig:
     def to_hf(self, family: Family, n_layers: int) -> dict[str, Any]:
         """Keys of the family's config.json for a model with `n_layers` layers."""
         written = asdict(self) | {"layer_types": [self._kind(layer) for layer in range(n_layers)]}
-        return {key: value for key, value in written.items() if key in ("layer_types", *(family.attention or ()))}
+        kinds = ("layer_types",) if family.is_mixed else ()
+        return {key: value for key, value in written.items() if key in (*kinds, *(family.attention or ()))}
+
+    def theta(self, layer: int) -> float | None:
+        """θ of this layer; None: `rope_theta`."""
+        return self.rope_local_base_freq if self._kind(layer) == SLIDING else None
 
     def _kind(self, layer: int) -> str:
         return self.layer_types[layer % len(self.layer_types)]
+
+
+def _layer_types(given: Mapping[str, Any], family: Family, n_layers: int, where: str) -> tuple[str, ...]:
+    """Read the type of each layer: `layer_types`, or a pattern. Raises ConfigError."""
+    if family.is_mixed and given.get("layer_types"):
+        return tuple(given["layer_types"])
+    pattern = family.layer_types
+    every = next((given[key] for key in _EVERY if family.is_mixed and given.get(key) is not None), None)
+    if every is not None:
+        pattern = (*(SLIDING,) * (size(every, _EVERY[0], where, 1 << 10) - 1), FULL)
+    return tuple(pattern[layer % len(pattern)] for layer in range(n_layers))

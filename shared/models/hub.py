@@ -55,8 +55,14 @@ def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = F
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ConfigError(
             f"model.path {path} is no folder and could not be downloaded: {type(error).__name__}",
-            f"check the name and the network; a folder is made first, SmolLM2's by `volley model get smollm2 {path}`",
+            _hint(path),
         ) from error
+
+
+def _hint(path: str) -> str:
+    if "smollm2" in path.lower():
+        return f"`volley model get smollm2 {path}` makes this folder"
+    return f"check the name and the network; if {path} is a folder, give its whole path"
 
 
 def check_weights(run: RunConfig) -> None:

@@ -48,6 +48,8 @@ BLOCK = {
     "mlp.down_proj": "mlp.experts.down_proj.weight",
     "input_layernorm.w": "input_layernorm.weight",
     "post_attention_layernorm.w": "post_attention_layernorm.weight",
+    "pre_feedforward_layernorm.w": "pre_feedforward_layernorm.weight",
+    "post_feedforward_layernorm.w": "post_feedforward_layernorm.weight",
 }
 _TOP = {
     "embedder.input_embedding": "model.embed_tokens.weight",

@@ -10,10 +10,10 @@ from typing import Any, cast
 import numpy as np
 
 from shared.errors import ConfigError
+from shared.models.family import FULL, SLIDING
 from shared.models.values import number, shorten, unsupported
 
 MAX_THETA = 1e30
-_DEFAULT_THETA = 10_000.0
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _OWN_THETA = "rope_parameters.rope_theta"
 _HINT = "supported are plain rotary positions, and Llama 3's scaling for Llama models"
@@ -51,7 +51,37 @@ def frequencies(theta: float, head_dim: int, scaling: Llama3Scaling | None) -> n
     return (1 - blend) * plain / scaling.factor + blend * plain
 
 
-def parse(raw: Mapping[str, Any], where: str, *, llama3: bool) -> tuple[float, Llama3Scaling | None]:
+def flattened(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Replace `rope_parameters` by type of layer, as transformers 5 writes them, with those of transformers 4.
+
+    θ of sliding layers becomes `rope_local_base_freq`, beside `rope_parameters` of full layers. Raises ConfigError.
+    """
+    by_type = raw.get("rope_parameters")
+    if by_type is None:
+        return raw
+    if not isinstance(by_type, dict) or set(entries := cast(dict[str, Any], by_type)) - {FULL, SLIDING}:
+        raise unsupported("rope_parameters", by_type, where)
+    found = {**raw, "rope_parameters": entries.get(FULL)}
+    sliding = entries.get(SLIDING) or {}
+    if not isinstance(sliding, dict):
+        raise unsupported(f"rope_parameters.{SLIDING}", sliding, where)
+    local = cast(dict[str, Any], sliding)
+    _scaling(local, f"rope_parameters.{SLIDING}", where, llama3=False)
+    if "rope_theta" in local:
+        given = raw.get("rope_local_base_freq", local["rope_theta"])
+        if given != local["rope_theta"]:
+            raise ConfigError(
+                f"{where} gives several values of rope_local_base_freq: {shorten(given)}, and"
+                f" {shorten(local['rope_theta'])} in rope_parameters.{SLIDING}",
+                "keep the one that the weights were trained with",
+            )
+        found["rope_local_base_freq"] = local["rope_theta"]
+    return found
+
+
+def parse(
+    raw: Mapping[str, Any], where: str, *, llama3: bool, default: float = 10_000.0
+) -> tuple[float, Llama3Scaling | None]:
     """Read θ and scaling; with `llama3` Llama 3's scaling is accepted. Raises ConfigError naming the key.
 
     transformers 4 writes them at the top and in `rope_scaling`, transformers 5 in `rope_parameters`.
@@ -80,7 +110,7 @@ def parse(raw: Mapping[str, Any], where: str, *, llama3: bool) -> tuple[float, L
         raise ConfigError(
             f"{where} gives several values of θ: {listed}", "keep the one that the weights were trained with"
         )
-    if raw.get("rope_scaling") and thetas.keys() == {_OWN_THETA} and thetas[_OWN_THETA] != _DEFAULT_THETA:
+    if raw.get("rope_scaling") and thetas.keys() == {_OWN_THETA} and thetas[_OWN_THETA] != default:
         raise ConfigError(
             f"{where}: {_OWN_THETA}={thetas[_OWN_THETA]:g} has no effect in transformers, which leaves"
             " rope_parameters out beside rope_scaling",
@@ -92,7 +122,7 @@ def parse(raw: Mapping[str, Any], where: str, *, llama3: bool) -> tuple[float, L
             f"{where}: {_LLAMA3[-1]}={shorten(length)} is not that of the scaling",
             "keep the one that the weights were trained with",
         )
-    return next(iter(thetas.values()), _DEFAULT_THETA), next(iter(scalings), None)
+    return next(iter(thetas.values()), default), next(iter(scalings), None)
 
 
 def _scaling(rope: Mapping[str, Any], name: str, where: str, *, llama3: bool) -> Llama3Scaling | None:

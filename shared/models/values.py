@@ -36,9 +36,10 @@ def boolean(value: object, key: str, where: str) -> bool:
     return value
 
 
-def unsupported(key: str, value: object, where: str, hint: str | None = None) -> ConfigError:
+def unsupported(key: str, value: object, where: str, hint: str | None = None, *, why: str | None = None) -> ConfigError:
     """Error for a value that asks for a computation we do not have."""
-    return ConfigError(f"{where}: {key}={shorten(value)} is not supported", hint or supported())
+    because = "" if why is None else f": {why}"
+    return ConfigError(f"{where}: {key}={shorten(value)} is not supported{because}", hint or supported())
 
 
 def shorten(value: object) -> str:

@@ -62,6 +62,18 @@ def test_what_is_wrong_in_a_file_is_told_with_its_name(tmp_path):
         config.load([path])
 
 
+def test_model_and_data_are_found_beside_the_file_that_names_them(tmp_path, monkeypatch):
+    (tmp_path / "there" / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    file = tmp_path / "there" / "run.yaml"
+    file.write_text("run: {name: x}\nmodel: {path: models/mine}\ndata: {env: letter_count}\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path / "here")
+    assert config.load([file]).config.model.path == str(tmp_path / "there" / "models" / "mine")
+    assert config.load([file], ["model.path=models/other"]).config.model.path == "models/other"
+    (tmp_path / "here" / "models" / "mine").mkdir(parents=True)
+    assert config.load([file]).config.model.path == "models/mine"
+
+
 def test_the_written_config_is_the_same_config(tmp_path):
     loaded = config.load([write(tmp_path, MINIMAL)], ["run.seed=3"])
     again = config.load([write(tmp_path, loaded.to_yaml(), "again.yaml")])

@@ -11,6 +11,7 @@ from shared.models import names
 from shared.models.config import ModelConfig
 from shared.models.families import families, supported
 from shared.models.family import FULL, SLIDING, Family
+from shared.models.refused import reason
 from tests.support import families as cases
 from tests.support import imaginary_family, models
 
@@ -28,6 +29,10 @@ def test_records_are_complete(model_type: str) -> None:
     assert set(family.layer_types) <= {FULL, SLIDING}
     assert SLIDING not in family.layer_types or "sliding_window" in (family.attention or {})
     assert all(names.is_leaf(f"layers.0.{leaf}") for leaf in family.names)
+
+
+def test_no_family_is_refused() -> None:
+    assert not [name for name in families() if reason(name)]
 
 
 def test_names_that_one_family_adds_are_new() -> None:

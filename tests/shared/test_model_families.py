@@ -16,6 +16,7 @@ from tests.support import decoder_reference, families, models
 
 GEMMA = families.case("gemma2").written
 LLAMA = families.case("llama-scaled").written
+MISTRAL = families.case("mistral-windowed").written
 MOE = families.case("qwen3-moe").written
 QWEN2 = families.case("qwen2").written
 SCALED = LLAMA["rope_parameters"]
@@ -139,6 +140,83 @@ def test_gemma_2_as_it_is_published() -> None:
     assert model.difference(ModelConfig.parse(published | {"attn_logit_softcapping": None})) == "attention"
 
 
+def test_gemma_3_as_it_is_published() -> None:
+    """The config.json of google/gemma-3-1b-it, and how transformers 5.24 writes the same."""
+    published = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "cache_implementation": "hybrid",
+        "eos_token_id": [1, 106],
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    }
+    model = ModelConfig.parse(published)
+    assert model.attention is not None
+    assert [model.attention.window(layer) for layer in (0, 4, 5, 6, 25)] == [512, 512, None, 512, 512]
+    assert [model.attention.theta(layer) for layer in (4, 5)] == [10000.0, None]
+    assert (model.rope_theta, model.tie_word_embeddings) == (1e6, True)
+    thetas = {"rope_theta", "rope_local_base_freq", "rope_scaling", "sliding_window_pattern"}
+    plain = {key: value for key, value in published.items() if key not in thetas}
+    assert ModelConfig.parse(plain) == model
+    default = {"rope_type": "default"}
+    by_type = {"full_attention": default | {"rope_theta": 1e6}, "sliding_attention": default | {"rope_theta": 1e4}}
+    assert ModelConfig.parse(plain | {"rope_parameters": by_type}) == model
+    assert ModelConfig.parse(plain | {"rope_parameters": {"full_attention": default}}) == model
+    for change, named in (
+        ({"rope_parameters": default}, "rope_parameters="),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, "rope_type='linear'"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "rope_parameters.sliding_attention"),
+        ({"rope_parameters": by_type, "rope_local_base_freq": 5.0}, "several values of rope_local_base_freq"),
+        ({"rope_parameters": by_type, "rope_theta": 5.0}, "several values of θ"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_type='linear'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            ModelConfig.parse(plain | change)
+        assert named in str(error.value)
+
+
+def test_mistral_has_a_window_in_every_layer_or_none() -> None:
+    """transformers takes a window of 4096 where config.json has no such key."""
+    absent = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    windows = []
+    for config in (MISTRAL, absent, absent | {"sliding_window": None}):
+        attention = ModelConfig.parse(config).attention
+        assert attention is not None
+        windows.append([attention.window(layer) for layer in range(2)])
+    assert windows == [[9, 9], [4096, 4096], [None, None]]
+    assert "layer_types" not in ModelConfig.parse(MISTRAL).to_hf()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [("olmo2", "no class"), ("gemma3", "images"), ("qwen3_next", "recurrent"), ("mimo", "code"), ("nosuch", "")],
+)
+def test_other_families_are_refused_with_the_reason_and_the_list(model_type: str, why: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.parse({**LLAMA, "model_type": model_type})
+    assert model_type in error.value.detail
+    assert why in error.value.detail
+    assert all(known in str(error.value.hint) for known in ("qwen3_moe", "gemma3_text", "mistral"))
+
+
 def test_smollm2_as_it_is_published() -> None:
     published = {
         "architectures": ["LlamaForCausalLM"],
@@ -193,7 +271,7 @@ def test_llamas_scaling_is_read_from_every_spelling() -> None:
         (LLAMA, {"attention_bias": True}, "attention_bias=True"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias=True"),
         (LLAMA, {"architectures": ["MistralForCausalLM"]}, "is not that of model_type='llama'"),
-        (LLAMA, {"model_type": "gemma3_text"}, "model_type='gemma3_text'"),
+        (LLAMA, {"model_type": "olmo2"}, "model_type='olmo2'"),
         (LLAMA, {"model_type": ["llama"]}, "model_type=['llama']"),
         (LLAMA, {"hidden_size": 33, "head_dim": None}, "hidden_size=33 is no multiple of num_attention_heads=4"),
         (LLAMA, {"rope_parameters": SCALED | {"factor": 0}}, "rope_parameters.factor is 0"),

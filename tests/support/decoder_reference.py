@@ -1,4 +1,4 @@
-"""Independent float64 numpy forward of Hugging Face's Qwen3, Qwen3-MoE, Qwen2, Llama and Gemma 2, written from the
+"""Independent float64 numpy forward of Hugging Face's families, written from the
 papers' equations and config.json only. Which of them it is, the weights say: norms of queries and keys, biases, routers
 to experts, or norms on both sides of the feed-forward part.
 
@@ -33,10 +33,13 @@ def _rms(x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * gain
 
 
-def _frequencies(config: Config) -> np.ndarray:
-    """float64 [head_dim / 2]: theta^(-2i/d), scaled one by one as Llama 3.1 does where the config asks for it."""
+def _frequencies(config: Config, *, local: bool) -> np.ndarray:
+    """float64 [head_dim / 2]: theta^(-2i/d), scaled one by one as Llama 3.1 does where the config asks for it; in
+    `local` layers of Gemma 3 with their own theta.
+    """
     dim, scaling = config["head_dim"], config.get("rope_scaling")
-    plain = [config["rope_theta"] ** (-2 * i / dim) for i in range(dim // 2)]
+    theta = config.get("rope_local_base_freq", config["rope_theta"]) if local else config["rope_theta"]
+    plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
     return np.array([f if scaling is None else _llama3(f, scaling) for f in plain])
 
 
@@ -70,17 +73,23 @@ def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
 
 
 def _attention(
-    x: np.ndarray, w: dict[str, np.ndarray], prefix: str, config: Config, keep: Round, window: int | None = None
+    x: np.ndarray,
+    w: dict[str, np.ndarray],
+    prefix: str,
+    config: Config,
+    keep: Round,
+    window: int | None = None,
+    about: int = 0,
 ) -> np.ndarray:
-    """With a `window` a token sees so many, itself among them."""
+    """With a `window` a token sees so many, itself among them; norms multiply by `about` + weight."""
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    frequencies, eps, length = _frequencies(config), config["rms_norm_eps"], len(x)
+    frequencies, eps, length = _frequencies(config, local=window is not None), config["rms_norm_eps"], len(x)
     q, k, v = (
         keep(x @ w[f"{prefix}{name}_proj.weight"].T + w.get(f"{prefix}{name}_proj.bias", 0.0)).reshape(length, n, dim)
         for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
     )
     if f"{prefix}q_norm.weight" in w:
-        q, k = (keep(_rms(t, w[f"{prefix}{n}_norm.weight"], eps)) for n, t in (("q", q), ("k", k)))
+        q, k = (keep(_rms(t, about + w[f"{prefix}{n}_norm.weight"], eps)) for n, t in (("q", q), ("k", k)))
     q, k = keep(_rope(q, frequencies)), keep(_rope(k, frequencies))
     k, v = (np.repeat(t, heads // kv_heads, axis=1) for t in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(config.get("query_pre_attn_scalar", dim))
@@ -111,7 +120,7 @@ def _gemma2_layer(x: np.ndarray, w: dict[str, np.ndarray], layer: int, config: C
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         return keep(_rms(x, 1 + w[f"{prefix}{name}_layernorm.weight"], eps))
 
-    attended = _attention(norm(x, "input"), w, prefix + "self_attn.", config, keep, window)
+    attended = _attention(norm(x, "input"), w, prefix + "self_attn.", config, keep, window, about=1)
     x = keep(x + norm(attended, "post_attention"))
     fed = _mlp(norm(x, "pre_feedforward"), w, prefix + "mlp.", keep, _gelu)
     return keep(x + norm(fed, "post_feedforward"))
@@ -177,7 +186,12 @@ def logits(
         x = keep(
             x
             + _attention(
-                keep(_rms(x, w[prefix + "input_layernorm.weight"], eps)), w, prefix + "self_attn.", config, keep
+                keep(_rms(x, w[prefix + "input_layernorm.weight"], eps)),
+                w,
+                prefix + "self_attn.",
+                config,
+                keep,
+                config.get("sliding_window"),
             )
         )
         normed = keep(_rms(x, w[prefix + "post_attention_layernorm.weight"], eps))

@@ -73,7 +73,11 @@ def test_biases_are_sharded_with_their_heads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("llama-tied", "qwen3-moe", "gemma2")), "qwen2"]
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("llama-tied", "qwen3-moe", "gemma2", "gemma3")),
+        "qwen2",
+    ],
 )
 def test_a_step_changes_every_parameter_and_no_bias_appears(name: str, tmp_path: Path) -> None:
     case = families.case(name)

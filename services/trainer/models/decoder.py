@@ -57,17 +57,26 @@ def routed_states(
         routed: int [B, T, L, k], the experts of each token in each layer; -1: the router chooses.
     """
     positions = attention.positions(ids, packing)
-    angles = positions[..., None].astype(jnp.float32) * np.float32(model.described.rope_frequencies())
-    angles = angles[:, :, None]
     visible_until = None if packing is None else packing.visible_until
-    places = _Places(positions, jnp.sin(angles), jnp.cos(angles), visible_until)
+    places = _places(model, positions, visible_until)
     layer = nnx.remat(_layer) if _remat(model) == "decoder" else _layer
     x = model.embedder.encode(ids)
     differing = jnp.zeros(ids.shape, jnp.float32)
     for i, one in enumerate(model.layers):
-        x, differs = layer(one, x, places, None if routed is None else routed[:, :, i])
+        x, differs = layer(one, x, places[i], None if routed is None else routed[:, :, i])
         differing += 0.0 if differs is None else differs
     return model.final_norm(x), differing / len(model.layers)
+
+
+def _places(model: Any, positions: jax.Array, visible_until: jax.Array | None) -> list[_Places]:
+    """Places for each layer; layers with the same frequencies share the arrays."""
+    frequencies = [np.float32(model.described.rope_frequencies(i)) for i in range(len(model.layers))]
+    made: dict[bytes, _Places] = {}
+    for one in frequencies:
+        if one.tobytes() not in made:
+            angles = (positions[..., None].astype(jnp.float32) * one)[:, :, None]
+            made[one.tobytes()] = _Places(positions, jnp.sin(angles), jnp.cos(angles), visible_until)
+    return [made[one.tobytes()] for one in frequencies]
 
 
 def _remat(part: Any) -> str:

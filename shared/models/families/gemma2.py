@@ -18,10 +18,6 @@ FAMILY = Family(
         "use_bidirectional_attention": (None, False),
     },
     written={"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"},
-    names={
-        "pre_feedforward_layernorm.w": "pre_feedforward_layernorm.weight",
-        "post_feedforward_layernorm.w": "post_feedforward_layernorm.weight",
-    },
     engine_names={"norm.scale": "norm.weight"},
     tied=True,
     scaled_embeddings=True,

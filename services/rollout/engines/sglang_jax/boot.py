@@ -17,6 +17,7 @@ from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.server_args import ServerArgs
 
 from services.rollout.engines.base import OPTIONS, EngineSpec
+from services.rollout.engines.sglang_jax import models
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
 from services.rollout.engines.sglang_jax.scheduling.attention import BlockAttention, store_as_words
 from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
@@ -52,6 +53,7 @@ def build_scheduler(
 
     `runs_on` is the platform of this process, if it is not that of `spec` (see tools/lower).
     """
+    models.register()
     LogitsProcessor._get_logits = float32_logits
     embeddings.Llama3RotaryEmbedding._compute_cos_sin = _scaled_cos_sin
     if spec.device != "tpu":
