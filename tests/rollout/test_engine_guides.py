@@ -82,6 +82,14 @@ async def test_a_grammar_that_cannot_be_compiled_is_refused(
     assert len((await engine.generate(request("a", prompts[0], 3, ignore_eos=True))).output_ids) == 3
 
 
+async def test_a_grammar_that_takes_hours_to_compile_is_refused(engine: Engine, prompts: list[list[int]]) -> None:
+    """Twenty intersections, which the compiler's own limits do not count."""
+    hours = "start: A\nA: " + " & ".join(f"/(.{{{i}}})*/" for i in range(2, 22))
+    async with asyncio.timeout(60):
+        with pytest.raises(InputError, match="to compile"):
+            await engine.generate(request("bad", prompts[0], grammar=Grammar("lark", hours)))
+
+
 async def test_a_request_is_cancelled_while_its_grammar_compiles(engine: Engine, prompts: list[list[int]]) -> None:
     grammar = Grammar("regex", "[a-z]{1,2000}x[0-9]{1,2000}")
     running = asyncio.ensure_future(engine.generate(request("a", prompts[0], grammar=grammar)))

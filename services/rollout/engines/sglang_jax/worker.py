@@ -1,7 +1,8 @@
 """Entry of the engine's process, `python -m services.rollout.engines.sglang_jax.worker FD`. Only `client` starts it.
 
 The process reads its EngineSpec as the first message of the link, boots, then answers messages between steps. It ends
-when the service closes the link, and with code 1 on any error of its own. It starts no children.
+when the service closes the link, and with code 1 on any error of its own. Its only
+children compile grammars on trial (`scheduling.grammar_trial`) and end within seconds.
 """
 
 from __future__ import annotations

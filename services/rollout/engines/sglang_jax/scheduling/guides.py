@@ -17,6 +17,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from services.rollout.engines.sglang_jax.link import Message
+from services.rollout.engines.sglang_jax.scheduling.grammar_trial import CPU_S, compiles_in_time
 from shared.errors import InputError
 
 _MAKERS = {
@@ -114,7 +115,12 @@ class Grammars:
 
     def _compile(self, kind: str, text: str) -> Any:
         try:
-            matcher = LLMatcher(self._tokenizer, _MAKERS[kind](text), log_level=0)
+            grammar = _MAKERS[kind](text)
+            if not compiles_in_time(grammar):
+                raise InputError(
+                    f"the {_NAMES[kind]} takes more than {CPU_S} s or 2 GiB to compile", "use a simpler one"
+                )
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
             if not matcher.is_error():
                 matcher.compute_bitmask()  # finds that nothing can match
         except ValueError as error:
