@@ -13,7 +13,8 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,6 +25,7 @@ from pydantic import ValidationError
 from shared import moved_keys
 from shared.errors import ConfigError
 from shared.files.reading import read_file
+from shared.grl import translation as grl
 from shared.run import pinned
 from shared.run.folder import RunFolder
 from shared.run.pinned import Flat
@@ -57,10 +59,14 @@ _LISTS = ("sft.train", "sft.eval")
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A validated run configuration, its plain tree and the tree's hash."""
+    """A validated run configuration, its plain tree and the tree's hash.
+
+    `notes` are sentences about keys of another project's file that have no effect.
+    """
 
     config: RunConfig
     tree: dict[str, Any]
+    notes: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -89,10 +95,14 @@ def load(
 
     Raises ConfigError naming the wrong file, key or value.
     """
-    trees: list[dict[str, Any]] = []
+    trees, notes = list[dict[str, Any]](), list[str]()
     for path in paths:
         with _translated(f"config file {path}"):
-            trees.append(_found_beside(_read(Path(path)), Path(path).parent))
+            tree = _read(Path(path))
+        if grl.is_grl(tree):
+            made = grl.translate(tree, partial(_beside, Path(path)))
+            tree, notes = made.tree, [*notes, *made.notes]
+        trees.append(_found_beside(tree, Path(path).parent))
     if given:
         paths, trees = [*paths, "of the command line"], [*trees, dict(given)]
     whole: Any = {}
@@ -101,7 +111,14 @@ def load(
             whole = _merged(whole, tree)
     whole = _overridden(whole, overrides)
     with _in_file(paths, overrides):
-        return _sourced(validate(whole), Path.cwd())
+        return replace(_sourced(validate(whole), Path.cwd()), notes=tuple(notes))
+
+
+def _beside(path: Path, name: str) -> dict[str, Any]:
+    """Read a file of the same folder by its name without .yaml. Raises ConfigError."""
+    beside = path.parent / f"{Path(name).name}.yaml"
+    with _translated(f"config file {beside}"):
+        return _read(beside)
 
 
 def _found_beside(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -220,7 +237,7 @@ def rooted(loaded: LoadedConfig, base: Path) -> LoadedConfig:
         paths: Sequence[Path] = getattr(loaded.config.sft, key.removeprefix("sft."))
         if any(not path.is_absolute() for path in paths):
             values[key] = [os.path.normpath(base.absolute() / path) for path in paths]
-    return changed(loaded, values) if values else loaded
+    return replace(changed(loaded, values), notes=loaded.notes) if values else loaded
 
 
 def is_folder(model: str, base: Path) -> bool:

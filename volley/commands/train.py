@@ -125,7 +125,7 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
                     started[name] = state
                     display.service(name, state)
 
-                for finding in [*findings(loaded.config), *_of_the_model(loaded, model)]:
+                for finding in [*loaded.notes, *findings(loaded.config), *_of_the_model(loaded, model)]:
                     display.say(f"note: {finding}")
                 record = supervise(
                     loaded, claim, lambda running: watch(running, folder, display, tails), display.say, seams, seen

@@ -19,9 +19,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, JsonValue, model_validator
 
 from services.env.environments.adapters.tabular import Policy
-from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import MAX_DISTINCT, DrawnLayout, Effort, Layouts, as_it_is, seed_of
-from services.env.environments.games.text_game import GameConfig, GameEpisode, MoveOutcome, instructions, play
+from services.env.environments.games.text_game import (
+    GameConfig,
+    GameEpisode,
+    MoveOutcome,
+    instructions,
+    play,
+    protocol_of,
+)
 from services.env.episode_types import EVAL, MAX_REWARD, TRAIN, Demonstration, check_task
 from shared.errors import InputError, NotFound
 
@@ -167,7 +173,7 @@ class Gymnasium:
 
         game = _started(self._game(), start.seed)
         game.env.np_random = seeding.np_random(seed)[0]
-        protocol = ActionProtocol(tuple(game.names), self.config.protocol, self.config.max_actions_per_turn)
+        protocol = protocol_of(game.names, self.config)
         rules = self.config.rules or f"You act in {self.config.id}."
         return GameEpisode(game, self.config, protocol, instructions(rules, self.config, protocol))
 

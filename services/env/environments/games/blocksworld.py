@@ -8,6 +8,7 @@ both. Tasks that differ only in the numbers of the blocks belong to the same spl
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +17,23 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, Rows
-from services.env.environments.games.text_game import GameConfig, GameEnvironment, GameEpisode, MoveOutcome, demonstrate
+from services.env.environments.games.text_game import (
+    GameConfig,
+    GameEnvironment,
+    GameEpisode,
+    MoveOutcome,
+    demonstrate,
+    protocol_of,
+)
 from services.env.episode_types import MAX_REWARD, Demonstration
 
 type Blocks = tuple[int, ...]
 """Supports of the blocks: blocks[i] is the number of the block below block i + 1, or 0 for the table."""
 
 type View = Literal["text", "1d", "2d"]
+
+_FILLING = re.compile(r"[\[\]()]|move|to")
 
 RULES = (
     "There are {n} blocks, 1 to {n}. You can move a block only if no other block is on it, onto the table (0) or onto a"
@@ -36,7 +45,7 @@ class BlocksworldConfig(GameConfig):
     """Settings of Blocksworld.
 
     `render`: sentences; lists of each block's support; or stacks side by side. Tasks need at least `min_solution`
-    moves.
+    moves. `unreadable_reward` is for an action that cannot be read, with `protocol: grl`.
     """
 
     num_blocks: int = Field(default=4, ge=2, le=6)
@@ -45,6 +54,7 @@ class BlocksworldConfig(GameConfig):
     max_turns: int = Field(default=11, ge=1, le=100)
     max_actions: int = Field(default=20, ge=1, le=1000)
     eval_tasks: int = Field(default=64, ge=1, le=MAX_DISTINCT)
+    unreadable_reward: float = Field(default=-5.0, ge=-MAX_REWARD, le=0)
     reward_scale: float = Field(default=1.0, gt=0, le=MAX_REWARD)
     action_reward: float = Field(default=-1.0, ge=-MAX_REWARD, le=0)
     finish_reward: float = Field(default=10.0, ge=0, le=MAX_REWARD)
@@ -82,13 +92,16 @@ class BlocksworldGame:
         return f"Current state:{between}{show(self.state)}\nGoal state:{between}{show(self.goal)}"
 
     def act(self, action: str) -> MoveOutcome:
-        block, onto = _numbers(action)
-        if is_legal(self.state, block, onto):
-            self.state = moved(self.state, block, onto)
-        won = self.state == self.goal
         scale, config = self.config.reward_scale, self.config
+        numbers = _numbers(action)
+        if numbers is None:
+            return MoveOutcome({"unreadable": scale * config.unreadable_reward}, False, False, legal=False)
+        legal = is_legal(self.state, *numbers)
+        if legal:
+            self.state = moved(self.state, *numbers)
+        won = self.state == self.goal and (legal or config.protocol != "grl")
         rewards = {"finish": scale * config.finish_reward} if won else {"action": scale * config.action_reward}
-        return MoveOutcome(rewards, won, won)
+        return MoveOutcome(rewards, won, won, legal)
 
     def plan(self) -> Sequence[str] | None:
         found = solve(self.state, self.goal)
@@ -131,12 +144,13 @@ def blocksworld(config: BlocksworldConfig) -> Blocksworld:
         advice="raise num_blocks, or lower min_solution",
         form=renumbered,
     )
-    return Blocksworld(config, layouts, ActionProtocol(names, config.protocol, config.max_actions_per_turn))
+    return Blocksworld(config, layouts, protocol_of(names, config, raw=config.protocol == "grl"))
 
 
 def is_legal(state: Blocks, block: int, onto: int) -> bool:
-    """True if neither the block nor its target carries another block."""
-    return block != onto and block not in state and (onto == 0 or onto not in state)
+    """True if block and target exist, and neither carries another block."""
+    there = 1 <= block <= len(state) and 0 <= onto <= len(state)
+    return there and block != onto and block not in state and (onto == 0 or onto not in state)
 
 
 def moved(state: Blocks, block: int, onto: int) -> Blocks:
@@ -203,12 +217,16 @@ def _stacked(n: int, dice: random.Random) -> Blocks:
 
 def _name(block: int, onto: int, config: BlocksworldConfig) -> str:
     """GRL's name of an action, or 2>0 without the tag, where spaces separate names."""
-    return f"(move {block} to {onto})" if config.protocol == "answer" else f"{block}>{onto}"
+    return f"{block}>{onto}" if config.protocol == "plain" else f"(move {block} to {onto})"
 
 
-def _numbers(action: str) -> tuple[int, int]:
-    block, onto = (int("".join(c for c in part if c.isdigit())) for part in action.replace(">", " to ").split(" to "))
-    return block, onto
+def _numbers(action: str) -> tuple[int, int] | None:
+    """Block and target of an action; None if it cannot be read. Spellings are those of GRL, and 2>0."""
+    words = _FILLING.sub("", action).replace("#", "0").replace(">", " ").split()
+    try:
+        return int(words[0]), int(words[1])
+    except (IndexError, ValueError):
+        return None
 
 
 def _sentences(state: Blocks) -> str:

@@ -14,9 +14,15 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import DrawnLayout, Effort, Layouts, Rows
-from services.env.environments.games.text_game import GameConfig, GameEnvironment, GameEpisode, MoveOutcome, play
+from services.env.environments.games.text_game import (
+    GameConfig,
+    GameEnvironment,
+    GameEpisode,
+    MoveOutcome,
+    play,
+    protocol_of,
+)
 from services.env.episode_types import MAX_REWARD, Demonstration
 from shared.errors import InputError
 
@@ -147,7 +153,7 @@ def frozen_lake(config: FrozenLakeConfig) -> FrozenLake:
         return rows if path is not None and len(path) <= config.budget else None
 
     advice = "change size, raise frozen_probability, or raise max_actions and max_turns"
-    protocol = ActionProtocol(ACTIONS, config.protocol, config.max_actions_per_turn)
+    protocol = protocol_of(ACTIONS, config)
     layouts = Layouts(
         "frozen_lake", make, lambda rows: rows, config.counts, distinct_train=config.distinct_train, advice=advice
     )

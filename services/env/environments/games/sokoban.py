@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from pydantic import Field, model_validator
 
-from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import Effort, Layouts
 from services.env.environments.games.sokoban_level import MOVES, Level, Position, draw, generate, move, solve, solved
 from services.env.environments.games.text_game import (
@@ -23,6 +22,7 @@ from services.env.environments.games.text_game import (
     MoveOutcome,
     demonstrate,
     play,
+    protocol_of,
 )
 from services.env.episode_types import MAX_REWARD, Demonstration
 from shared.errors import InputError
@@ -147,4 +147,4 @@ def sokoban(config: SokobanConfig) -> Sokoban:
         distinct_train=config.distinct_train,
         advice=advice,
     )
-    return Sokoban(config, layouts, ActionProtocol(tuple(MOVES), config.protocol, config.max_actions_per_turn))
+    return Sokoban(config, layouts, protocol_of(tuple(MOVES), config, first=1))

@@ -16,9 +16,15 @@ from itertools import count
 
 from pydantic import Field, model_validator
 
-from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, Rows
-from services.env.environments.games.text_game import GameConfig, GameEnvironment, GameEpisode, MoveOutcome, demonstrate
+from services.env.environments.games.text_game import (
+    GameConfig,
+    GameEnvironment,
+    GameEpisode,
+    MoveOutcome,
+    demonstrate,
+    protocol_of,
+)
 from services.env.episode_types import MAX_REWARD, Demonstration
 from shared.errors import InputError
 
@@ -207,7 +213,7 @@ def tetris(config: TetrisConfig) -> Tetris:
         advice="change box_type, raise dim_x, dim_y, max_actions or max_turns",
         form=mirrored,
     )
-    return Tetris(config, layouts, ActionProtocol(ACTIONS, config.protocol, config.max_actions_per_turn))
+    return Tetris(config, layouts, protocol_of(ACTIONS, config))
 
 
 def solve(level: TetrisLevel, start: Box, effort: Effort | None = None) -> list[str] | None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from services.env.environments.games import grl
 from services.env.environments.games.actions import ActionProtocol, Style
 from services.env.environments.games.layouts import MAX_DISTINCT, Layouts
 from services.env.episode_types import (
@@ -29,18 +30,29 @@ from services.env.episode_types import (
 
 type Talk = Literal["chat", "bare"]
 
+_MAX_TEXT = 20_000
+_GRL_TURN = "Turn {turn_number}\n{state}\n{actions_remaining} actions left."
+
 
 class GameConfig(BaseModel):
     """Settings that all games share.
 
     `talk: bare` sends only the board, for models too small to read instructions. `distinct_train` draws every training
     layout once (evaluation layouts always are), which balances easy and hard ones; layouts are then drawn in order.
+
+    `prompt` replaces the instructions; `turn_prompt` is the text of a turn, in which {turn_number}, {actions_remaining}
+    and {state} are filled in. With `protocol: grl`, answers are read and counted as GRL's agents do, with a thought
+    before them if `think` is set.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     talk: Talk = "chat"
     protocol: Style = "answer"
+    think: bool = True
+    system_prompt: str = Field(default="", max_length=_MAX_TEXT)
+    prompt: str = Field(default="", max_length=_MAX_TEXT)
+    turn_prompt: str = Field(default="", max_length=_MAX_TEXT)
     max_turns: int = Field(default=6, ge=1, le=100)
     max_actions_per_turn: int = Field(default=5, ge=1, le=100)
     max_actions: int = Field(default=10, ge=1, le=1000)
@@ -69,11 +81,15 @@ class GameConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class MoveOutcome:
-    """Result of one action: reward by component, `over` if the game has ended, `won` if it is won."""
+    """Result of one action: reward by component, `over` if the game has ended, `won` if it is won.
+
+    `legal`: the action could be carried out.
+    """
 
     rewards: Mapping[str, float]
     over: bool
     won: bool
+    legal: bool = True
 
 
 class Game(Protocol):
@@ -106,41 +122,65 @@ class GameEpisode:
 
     @property
     def opening(self) -> tuple[Message, ...]:
-        return (user(self.intro + self.game.render()),)
+        asked = user(self.intro + self._turn())
+        return (
+            ({"role": "system", "content": self.config.system_prompt}, asked) if self.config.system_prompt else (asked,)
+        )
 
     def step(self, message: Message) -> StepResult:
         reply = self.protocol.read(message["content"])
         self.turns += 1
-        rewards: dict[str, float] = {} if reply.fault is None else {"format": self.config.format_penalty}
-        done, outcome = self._play(reply.actions, rewards)
+        rewards = dict[str, float]()
+        done, outcome, legal, observed = self._play(reply.actions, rewards)
+        fault = reply.fault or (None if legal or self.config.protocol != "grl" else "invalid_action")
+        if fault is not None:
+            rewards = {"format": self.config.format_penalty, **rewards}
         won, over = (outcome.won, outcome.over) if outcome else (False, False)
         spent = self.turns >= self.config.max_turns or self.played >= self.config.max_actions
         return StepResult(
-            messages=(user(self._notice(reply.fault is None, over or spent) + self.game.render()),),
+            messages=(user(self._notice(fault is None, over or spent, observed) + self._turn()),),
             reward=math.fsum(rewards.values()),
             terminated=over,
             truncated=spent and not over,
-            info=Info(
-                rewards, won, reply.fault, {"actions": done, "actions_left": self.config.max_actions - self.played}
-            ),
+            info=Info(rewards, won, fault, {"actions": done, "actions_left": self.config.max_actions - self.played}),
         )
 
-    def _play(self, actions: Sequence[str], rewards: dict[str, float]) -> tuple[list[str], MoveOutcome | None]:
-        """Play until the actions, the budget or the game end; add to `rewards`."""
+    def _turn(self) -> str:
+        template = self.config.turn_prompt or (_GRL_TURN if self.config.protocol == "grl" else "")
+        if not template:
+            return self.game.render()
+        left = max(0, self.config.max_actions - self.played)
+        return grl.fill(template, self.turns + 1, left, self.game.render())
+
+    def _play(
+        self, actions: Sequence[str], rewards: dict[str, float]
+    ) -> tuple[list[str], MoveOutcome | None, bool, float]:
+        """Play until the actions, the budget or the game end; add to `rewards`.
+
+        GRL lets a turn exceed the budget. Returns the actions played, the last outcome, True if all actions were played
+        and legal, and the sum of rewards as GRL adds them up.
+        """
         done: list[str] = []
-        outcome = None
-        for action in actions[: self.config.max_actions - self.played]:
+        outcome, legal, total = None, True, 0.0
+        for action in actions if self.config.protocol == "grl" else actions[: self.config.max_actions - self.played]:
             outcome = self.game.act(action)
             self.played += 1
             done.append(action)
+            legal &= outcome.legal
+            total += sum(outcome.rewards.values())
             for name, reward in outcome.rewards.items():
                 rewards[name] = rewards.get(name, 0.0) + reward
             if outcome.over:
                 break
-        return done, outcome
+        if self.protocol.raw:  # GRL counts the words of a turn, played or not
+            self.played += len(actions) - len(done)
+            legal &= len(done) == len(actions)
+        return done, outcome, legal, total
 
-    def _notice(self, well_formed: bool, ended: bool) -> str:
-        if self.config.talk == "bare" or ended:
+    def _notice(self, well_formed: bool, ended: bool, observed: float) -> str:
+        if self.config.protocol == "grl":
+            return f"Reward: \n{observed}\n "
+        if self.config.talk == "bare" or ended or self.config.turn_prompt:
             return ""
         left = f"{self.config.max_turns - self.turns} turns and {self.config.max_actions - self.played} actions left.\n"
         return (
@@ -179,6 +219,8 @@ def instructions(rules: str, config: GameConfig, protocol: ActionProtocol, n_nam
     """
     if config.talk == "bare":
         return ""
+    if config.prompt:
+        return f"{config.prompt}\n"
     example = protocol.write(protocol.names[:2])
     named = protocol.names[:n_named]
     more = ", …" if len(named) < len(protocol.names) else ""
@@ -212,3 +254,8 @@ def _chunk(left: int, episode: GameEpisode) -> int:
     """Number of actions of the next turn: as configured, or more if the turns would not suffice."""
     turns = episode.config.max_turns - episode.turns
     return min(episode.config.max_actions_per_turn, max(episode.config.demo_actions_per_turn, -(-left // turns)))
+
+
+def protocol_of(names: Sequence[str], config: GameConfig, first: int = 0, *, raw: bool = False) -> ActionProtocol:
+    """Action protocol of the settings. Args: first, raw: see `ActionProtocol`."""
+    return ActionProtocol(tuple(names), config.protocol, config.max_actions_per_turn, config.think, first, raw)
