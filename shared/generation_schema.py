@@ -98,6 +98,11 @@ def round_size(config: GenerationSection, groups_per_step: int) -> int:
     return groups_per_step if ratio is None else math.ceil(groups_per_step / ratio - 1e-9)
 
 
+def has_fresh_rounds(config: GenerationSection) -> bool:
+    """True if each round is sampled by the newest weights for one step, as in GRL."""
+    return config.mode == "turn_synchronous" and config.filters.rollout_filter_ratio is not None
+
+
 def started_ahead(factor: float, groups_per_step: int) -> int:
     """Return the largest number of groups beyond the durable steps."""
     return math.ceil(factor * groups_per_step - 1e-9)

@@ -11,7 +11,7 @@ from typing import Any
 from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.schedule.ticket_loop import Admission
 from shared.errors import ConfigError
-from shared.generation_schema import GenerationSection, round_size, started_ahead
+from shared.generation_schema import GenerationSection, has_fresh_rounds, round_size, started_ahead
 from shared.run.shares import Member, configured
 from shared.schema import CurriculumConfig, RunConfig
 from shared.server_schema import TeacherServer
@@ -112,6 +112,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
             lease_s=orchestrator.lease_s,
             patience_s=orchestrator.episode_timeout_s,
             ahead=None if factor is None else started_ahead(factor, batch),
+            round=round_size(generation, batch) if has_fresh_rounds(generation) else None,
         ),
         generation=generation,
         sampling=config.rollout.sampling.model_dump(),

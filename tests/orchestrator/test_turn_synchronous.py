@@ -1,6 +1,7 @@
 """The turn-synchronous mode: episodes of a round advance together, end early, and never wait for ever."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -8,17 +9,21 @@ from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.lockstep import TurnBarrier
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.policy import GenerationPolicy
+from services.orchestrator.schedule.rounds import RoundAdmission
 from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
+from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.clients.env import StepReply
 from shared.errors import NotFound
-from shared.generation_schema import GenerationSection, defeated
+from shared.generation_schema import GenerationFilters, GenerationSection, defeated
+from shared.queue.records import QueueState
 from shared.types import Group
 from tests.orchestrator.fakes import MemoryQueue, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan
 from tests.orchestrator.test_ticket_loop import run_until
 
 TERMS = Admission(batch=3, max_staleness=0, total=100, lease_s=60, patience_s=5.0)
 SYNCHRONOUS = GenerationSection(mode="turn_synchronous")
+FILTERED = GenerationSection(mode="turn_synchronous", filters=GenerationFilters(rollout_filter_ratio=0.25))
 
 
 class UnequalEnv(ScriptedEnv):
@@ -110,3 +115,50 @@ async def test_a_cancelled_episode_is_not_waited_for():
 def test_a_round_that_cannot_run_at_once_is_refused_with_the_key():
     assert "orchestrator.max_concurrent_episodes" in (defeated(SYNCHRONOUS, 8, 1, 7) or "")
     assert defeated(SYNCHRONOUS, 8, 1, 8) is None
+
+
+async def test_a_filtered_round_is_whole_and_starts_when_the_trainer_lacks_groups():
+    """Like GRL's: 4 groups are sampled by one version, one of them is trained, and makes the next version."""
+    queue, env, generation = MemoryQueue(limit=10**6), UnequalEnv(), FILTERED
+    terms = Admission(batch=1, max_staleness=3, total=5, lease_s=60, patience_s=5.0, round=4)
+    gate, dispatcher = ReservationGate(), dispatcher_of(env, balancer_of(ScriptedEngine()))
+    gate.release(ReservationGate.START)
+    policy, rounds = GenerationPolicy(generation, 1, 2), []
+
+    async def run(ticket, need):
+        rounds.append((ticket, need.min_step, queue.version))
+        return await policy.generate(
+            ticket,
+            lambda barrier: run_group(dispatcher, plan(2), ticket, VersionBounds(min_step=0), barrier),
+            pytest.fail,
+        )
+
+    async def train():
+        seen = set()
+        while True:
+            for ticket in sorted(queue.published.keys() - seen):
+                seen.add(ticket)
+                if Group.decode(queue.published[ticket]).rule is not None:
+                    queue.void += 1
+                else:
+                    await asyncio.sleep(0.02)
+                    queue.version += 1
+            await asyncio.sleep(0.001)
+
+    loop = TicketLoop(queue, gate, RunStatus(), terms, n_groups=4, run_group=run, policy=policy)
+    async with asyncio.TaskGroup() as tasks:
+        training = tasks.create_task(train())
+        await run_until(loop, lambda: queue.version == 5)
+        training.cancel()
+    assert [step for _, step, _ in rounds] == [version for _, _, version in rounds]
+    assert [version for _, _, version in rounds[:20]] == [version for version in range(5) for _ in range(4)]
+
+
+def test_a_round_admits_its_surplus_only_for_a_step_of_the_run_that_has_no_group_yet():
+    rounds = RoundAdmission(16, 4)
+    state = QueueState(20, 0, 4, 1, True, 4, 0, 0, 0, 0, 0, 0, 0)
+    assert rounds.open(state)
+    assert [rounds.surplus(total) for total in (20, 19)] == [12, 0]
+    assert not rounds.open(replace(state, issued=24))
+    assert rounds.open(replace(state, issued=23))
+    assert rounds.surplus(20) == 0

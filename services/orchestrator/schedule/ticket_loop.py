@@ -23,6 +23,7 @@ from services.orchestrator.episodes.partials import NO_PARTIALS, PartialRollouts
 from services.orchestrator.schedule.failure_judge import FailureJudge, OnlyEnvironment, SetsAside
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.policy import GenerationPolicy
+from services.orchestrator.schedule.rounds import RoundAdmission
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.errors import QueueUnavailable
@@ -34,6 +35,7 @@ from shared.types import Group
 _RESERVE_WAIT_S, _SHORT_WAIT_S = 2.0, 0.25
 _RETRY_S, _RETRY_CAP_S = 0.1, 1.0
 _GIVE_BACK_S, _LATE_S = 2.0, 0.5
+_ROUND_POLL_S = 0.05
 _log = telemetry.Log("tickets")
 
 _WAITING = {
@@ -69,7 +71,8 @@ class TicketSource(Protocol):
 class Admission:
     """Admission terms: groups per step, allowed staleness in steps, groups in the whole run, lease in seconds.
 
-    `ahead` limits the groups beyond the durable steps further than the staleness does.
+    `ahead` limits the groups beyond the durable steps further than the staleness does. `round` is the number of groups
+    of a round, if each is sampled by the newest weights for one step and filtered (see `RoundAdmission`).
     """
 
     batch: int
@@ -78,6 +81,7 @@ class Admission:
     lease_s: float
     patience_s: float
     ahead: int | None = None
+    round: int | None = None
 
     def need(self, reservation: Reservation, void: int) -> VersionBounds:
         """Return the weights for a ticket: at most `max_staleness` steps older than the step that trains it.
@@ -85,6 +89,8 @@ class Admission:
         It never needs newer weights than the durable ones, so the bound can always be met: all servers get durable
         weights.
         """
+        if self.round is not None:
+            return VersionBounds(min_step=reservation.version)
         trained_at = max(reservation.version, (reservation.ticket - void - 1) // self.batch)
         return VersionBounds(min_step=max(0, min(reservation.version, trained_at - self.max_staleness)))
 
@@ -123,6 +129,7 @@ class TicketLoop:
         self._judge = FailureJudge(status, mixture or OnlyEnvironment())
         self._terms, self._run_group, self._policy = terms, run_group, policy or GenerationPolicy()
         self._slots = asyncio.Semaphore(n_groups)
+        self._rounds = None if terms.round is None else RoundAdmission(terms.round, terms.batch)
         self._held: dict[int, VersionBounds] = {}
         self._void = 0
         self._may_publish = asyncio.Event()
@@ -167,8 +174,11 @@ class TicketLoop:
             need.lower(state.version)
 
     async def _reserve(self) -> Reservation:
-        failures = 0
+        failures, was_refused = 0, False
         while True:
+            if self._rounds is not None and not self._rounds.is_open and not was_refused:
+                self._policy.starved(True)
+                await self._round_due(self._rounds)
             self._policy.starved(not self._gate.is_open)
             await self._gate.passed()
             try:
@@ -179,19 +189,33 @@ class TicketLoop:
                 continue
             failures = 0
             self._policy.starved(isinstance(answer, PublishRefusal))
+            was_refused = was_refused or isinstance(answer, PublishRefusal)
             if isinstance(answer, PublishRefusal):
                 is_bounded = answer is PublishRefusal.EXHAUSTED and self._total() < self._terms.total
                 self._status.waiting = _BEFORE_EVALUATION if is_bounded else _WAITING[answer]
             elif self._gate.is_open:
                 self._status.waiting = None
+                if self._rounds is not None:
+                    self._rounds.reserved(is_first=was_refused)
                 return answer
             else:
                 await self._give_back(answer.ticket)
 
+    async def _round_due(self, rounds: RoundAdmission) -> None:
+        """Wait until a round may start."""
+        while True:
+            try:
+                if not self._held and rounds.open(await self._queue.state()):
+                    return
+            except QueueUnavailable as error:
+                self._status.waiting = Wait("redis", str(error))
+            await asyncio.sleep(_ROUND_POLL_S)
+
     async def _ask(self) -> Reservation | PublishRefusal:
         """Return the queue's next answer; give back a ticket that arrives after cancellation."""
-        terms, total = self._terms, self._total()
-        wait_s = _RESERVE_WAIT_S if total == terms.total and not self._policy.has_waiting else _SHORT_WAIT_S
+        terms, limit = self._terms, self._total()
+        total = limit + (0 if self._rounds is None else self._rounds.surplus(limit))
+        wait_s = _RESERVE_WAIT_S if limit == terms.total and not self._policy.has_waiting else _SHORT_WAIT_S
         asking = asyncio.ensure_future(
             self._queue.reserve_wait(terms.lease_s, terms.batch, terms.max_staleness, total, wait_s, terms.ahead)
         )
