@@ -76,7 +76,7 @@ def read_agent(name: str, section: Any, note: Note) -> Agent:
 
 
 def _sokoban(keys: AgentKeys) -> Agent:
-    settings = {
+    settings: dict[str, Any] = {
         **_conversation(keys, _MOVES),
         "dim_room": keys.take("env_config.dim_room", [6, 6]),
         "num_boxes": keys.take("env_config.num_boxes", 1),
@@ -90,7 +90,7 @@ def _sokoban(keys: AgentKeys) -> Agent:
 
 
 def _tetris(keys: AgentKeys) -> Agent:
-    settings = {
+    settings: dict[str, Any] = {
         **_conversation(keys, _DROPS),
         "dim_x": keys.take("env_config.dim_x", 4),
         "dim_y": keys.take("env_config.dim_y", 4),
@@ -108,7 +108,7 @@ def _blocksworld(keys: AgentKeys) -> Agent:
     if view not in views:
         hint = f"give one of {', '.join(views)}"
         raise keys.refused("env_config.render_mode", view, "blocksworld has no such drawing", hint)
-    settings = {
+    settings: dict[str, Any] = {
         **_conversation(keys, None),
         "num_blocks": keys.take("env_config.num_blocks", 3),
         "render": views[view],
@@ -125,10 +125,11 @@ def _conversation(keys: AgentKeys, actions: Mapping[int, str] | None) -> dict[st
     keys.ignore("agent_config.max_tokens", "write the number into env_config.turn_prompt, if a model should read it")
     prompt, vocabulary = keys.take("agent_config.prompt", ""), keys.take("env_config.grid_vocab")
     most = keys.take("agent_config.max_actions_all_turns", 1)
-    if vocabulary:
-        prompt += "\nSymbols: " + ", ".join(f"{symbol} {meaning}" for symbol, meaning in vocabulary.items()) + "."
     if actions:
         keys.only("env_config.action_lookup", dict(actions), "these are the actions of the game")
+    if prompt and vocabulary:
+        prompt += "\nSymbols: " + ", ".join(f"{symbol} {meaning}" for symbol, meaning in vocabulary.items()) + "."
+    if prompt and actions:
         prompt += f"\nActions: {', '.join(actions.values())}; at most {most} in all, separated by ||."
     return {
         "protocol": "grl",
@@ -145,7 +146,7 @@ def _conversation(keys: AgentKeys, actions: Mapping[int, str] | None) -> dict[st
 def _gsm8k(keys: AgentKeys) -> Agent:
     """GRL's environment takes the last integer of a text, rewards 10 and -0.1, and lets a wrong answer be corrected."""
     turns = keys.take("agent_config.max_turns", 1)
-    settings = {
+    settings: dict[str, Any] = {
         "system_prompt": keys.take("agent_config.system_prompt", ""),
         "prompt": keys.take("agent_config.prompt", ""),
         "attempts": min(turns, keys.take("agent_config.max_actions_all_turns", turns)),
@@ -163,7 +164,7 @@ def _gsm8k(keys: AgentKeys) -> Agent:
 
 def _bird(keys: AgentKeys) -> Agent:
     turns = keys.take("agent_config.max_turns", 1)
-    settings = {
+    settings: dict[str, Any] = {
         "system_prompt": keys.take("agent_config.system_prompt", ""),
         "prompt": keys.take("agent_config.prompt", ""),
         "databases": keys.take("env_config.db_root", "datasets/bird_train/train/train_databases"),

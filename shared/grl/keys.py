@@ -1,7 +1,7 @@
 """Keys of GRL's configuration files, and the rule for each: copied to keys of Volley, without effect, or refused.
 
-GRL is lmgame-org/GRL at 91a0856 (2025-09-29): `configs/tunix_base.yaml` and `configs/agents.yaml`. Two older layouts are
-read too: the sections `ppo`, `training`, `rollout_runtime`, `mesh`, `grpo` and `lora` of its plan for Tunix.
+GRL is lmgame-org/GRL at 91a0856 (2025-09-29): `configs/tunix_base.yaml` and `configs/agents.yaml`. The sections `ppo`,
+`training`, `rollout_runtime`, `mesh`, `grpo` and `lora` of its plan for Tunix are read too.
 """
 
 from __future__ import annotations

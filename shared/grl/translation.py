@@ -1,7 +1,7 @@
 """Translate GRL's configuration files: every key is mapped, named as without effect, or refused with the nearest key.
 
-`rollout`, `cluster`, `trainer` and `model` become sections of Volley, the agents that the file names become environments.
-The section `volley`, which GRL does not have, holds Volley's own keys; they are merged over the translation.
+Sections become sections of Volley, and the agents that the file names become environments. The section `volley`, which
+GRL does not have, holds keys of Volley; they are merged over the translation.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def translate(tree: Mapping[str, Any], read_file: ReadFile) -> Translation:
     for name, targets in COPIED.items():
         if (value := keys.take(name)) is not None:
             keys.set(value, *targets)
+    if keys.tree["algorithm"]["name"] == "grpo":
+        keys.tree["algorithm"].pop("critic_optimizer_config", None)
     _mesh(keys)
     _sampling(keys)
     n_trained = _groups(keys)
@@ -73,11 +75,14 @@ def translate(tree: Mapping[str, Any], read_file: ReadFile) -> Translation:
 
 @dataclass
 class TakenKeys:
-    """Keys that are still to be translated, by dotted name, and the tree of Volley's keys so far."""
+    """Keys that are still to be translated, by dotted name, and the tree of Volley's keys so far.
+
+    `trained` are the agents to train on, and the groups of each in a round.
+    """
 
     left: dict[str, Any]
     tree: dict[str, Any] = field(default_factory=dict[str, Any])
-    agent_nums: list[int] = field(default_factory=list[int])
+    trained: dict[str, int] = field(default_factory=dict[str, int])
     _reasons: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     def take(self, name: str, default: Any = None) -> Any:
@@ -148,6 +153,10 @@ def _algorithm(keys: TakenKeys) -> None:
     if low is not None or plain is not None:
         keys.set(plain if low is None else low, "algorithm.epsilon")
     keys.set("turn" if keys.take("rollout.use_turn_scores", False) else "episode", "algorithm.credit")
+    method = "rollout.reward_normalization.method"
+    if keys.left.get(method) == "mean":
+        hint = "give mean_std, or identity: whiten_advantages subtracts the mean of the step's advantages"
+        raise refused(method, "mean", "rewards are normalized by mean and deviation only", hint)
     keys.set("turn_synchronous", "orchestrator.generation.mode")
 
 
@@ -202,7 +211,10 @@ def _groups(keys: TakenKeys) -> int:
     keys.set(n_kept, "trainer.groups_per_step")
     keys.set(-(-n_round // n_kept) - 1, "grpo_config.off_policy_steps")
     keys.set(max(256, n_round * size), "orchestrator.max_concurrent_episodes")
-    keys.agent_nums = nums
+    training = keys.names("rollout.training", ["simpleSokobanAgent"])
+    if len(nums) != len(training):
+        raise refused("rollout.training", training, f"agent_group_num has {len(nums)} numbers", "give one for each")
+    keys.trained = dict(zip(training, nums, strict=True))
     return n_kept * size
 
 
@@ -224,21 +236,20 @@ def _steps(keys: TakenKeys, n_trained: int) -> None:
 
 def _environments(keys: TakenKeys, agents: Mapping[str, Any]) -> None:
     """The first agent is the main environment, others are a mixture; agents only validated have weight 0."""
-    training = keys.names("rollout.training", ["simpleSokobanAgent"])
     validation = keys.names("rollout.validation", ["simpleSokobanAgent"])
-    nums = keys.agent_nums
-    if len(nums) != len(training):
-        raise refused("rollout.training", training, f"agent_group_num has {len(nums)} numbers", "give one for each")
     _validated(keys, validation)
-    rows = [(name, read_agent(name, agents.get(name), keys.note)) for name in dict.fromkeys([*training, *validation])]
-    weights = dict(zip(training, nums, strict=True))
-    (_, main), *others = rows
+    names = dict.fromkeys([*keys.trained, *validation])
+    (first, main), *others = rows = [(name, read_agent(name, agents.get(name), keys.note)) for name in names]
     keys.set(main.kind, "data.env")
     keys.set(dict(main.settings), "data.env_config")
     for key, value in main.data.items():
         keys.set(value, f"data.{key}")
     for name, agent in others:
-        entry = {"base": agent.kind, "weight": weights.get(name, 0) / nums[0], "env_config": dict(agent.settings)}
+        entry = {
+            "base": agent.kind,
+            "weight": keys.trained.get(name, 0) / keys.trained[first],
+            "env_config": dict(agent.settings),
+        }
         keys.set(entry, f"data.mixture.{name}")
     keys.set(max(agent.max_turns for _, agent in rows), "orchestrator.max_turns")
 

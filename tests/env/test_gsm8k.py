@@ -214,3 +214,35 @@ def test_every_problem_of_gsm8k_is_read_and_graded_as_its_authors_do() -> None:
                 result = env.reset(split, index, 0).step(assistant(said))
                 assert result.info.extra["expected"] == gold
                 assert result.info.success == (original_answer(said) == gold), (path.name, index, said)
+
+
+def test_a_wrong_answer_may_be_corrected_for_the_rewards_of_grl(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(orjson.dumps({"question": "1 + 1?", "answer": "#### 2"}))
+    config = Gsm8kConfig(
+        train=path,
+        extraction="flexible",
+        correct_reward=10.0,
+        wrong_reward=-0.1,
+        attempts=3,
+        max_turns=5,
+        system_prompt="S",
+        prompt="P",
+    )
+    environment = Gsm8k(config)
+    episode = environment.reset("train", 0, 0)
+    assert [dict(message) for message in episode.opening] == [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "P\n1 + 1?"},
+    ]
+    results = [episode.step(assistant(text)) for text in ("3", "none", "so 2")]
+    assert [result.reward for result in results] == [-0.1, -0.1, 10.0]
+    assert [result.over for result in results] == [False, False, True]
+    assert len(results[0].messages) == 1
+    gives_up = environment.reset("train", 0, 0)
+    ended = [gives_up.step(assistant("5")) for _ in range(3)]
+    assert [(result.terminated, result.info.success) for result in ended] == [
+        (False, False),
+        (False, False),
+        (True, False),
+    ]

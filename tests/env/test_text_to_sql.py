@@ -208,3 +208,19 @@ def test_made_tasks_need_their_query() -> None:
         assert not sql_library.grade(database, task.sql, "SELECT 'x'")["match"]
         passed += sql_library.grade(database, task.sql, dice.choice(tasks).sql)["match"]
     assert passed < 10
+
+
+def test_a_row_with_schema_and_database_is_played_in_the_database(tmp_path: Path) -> None:
+    """As in the file that GRL reads: the schema is shown, and the rows are in the database."""
+    folder = tmp_path / "shop"
+    folder.mkdir()
+    with sqlite3.connect(folder / "shop.sqlite") as connection:
+        connection.executescript(SCHEMA)
+    row = {"question": "How many?", "SQL": "SELECT COUNT(*) FROM t", "db_id": "shop", "schema": "CREATE TABLE t (id)"}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row), encoding="utf-8")
+    config = TextToSqlConfig(train=path, databases=tmp_path, system_prompt="S", prompt="P", max_turns=2)
+    episode = TextToSql(config).reset("train", 0, 0)
+    assert [message["content"] for message in episode.opening] == ["S", "P\nCREATE TABLE t (id)\n\nHow many?"]
+    rewards = [episode.step(assistant(f"```sql\n{query}\n```")).reward for query in ("SELECT 0", "SELECT 4")]
+    assert rewards == [0.0, 0.5]

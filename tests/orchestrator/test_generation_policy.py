@@ -1,7 +1,9 @@
 """Filters, selection, stragglers and over-sampling: which groups are sent, and under which rule the others end."""
 
 import asyncio
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from shared.types import Group, Trajectory, Turn, VersionSpan
 from tests.orchestrator.fakes import MemoryQueue, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan
 from tests.orchestrator.test_ticket_loop import run_until
 
+GRL_SCORES = json.loads((Path(__file__).parents[1] / "fixtures/grl/scores.json").read_text(encoding="utf-8"))
 TERMS = Admission(batch=4, max_staleness=3, total=100, lease_s=60, patience_s=5.0)
 EPISODE = Trajectory(
     ticket=1,
@@ -228,3 +231,11 @@ def test_a_whole_selection_keeps_at_least_the_groups_of_a_step(batch, ratio):
 
 def _n_kept(chosen, groups):
     return sum(chosen.why(one, groups) is None for one in groups)
+
+
+@pytest.mark.parametrize(("kind", "ratio", "scores", "kept"), GRL_SCORES["kept"])
+def test_the_selected_groups_are_those_of_grl(kind, ratio, scores, kept):
+    """Computed by GRL's own code (tests/fixtures/grl/make_scores.py)."""
+    groups = [rewarded(number, rewards) for number, rewards in enumerate(scores, 1)]
+    selection = Selection(len(groups), ratio, kind)
+    assert [group.ticket - 1 for group in groups if selection.why(group, groups) is None] == kept

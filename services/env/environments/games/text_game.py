@@ -133,6 +133,8 @@ class GameEpisode:
         rewards = dict[str, float]()
         done, outcome, legal, observed = self._play(reply.actions, rewards)
         fault = reply.fault or (None if legal or self.config.protocol != "grl" else "invalid_action")
+        if all(float(reward).is_integer() for reward in rewards.values()):
+            observed = int(observed)  # GRL adds up integers
         if fault is not None:
             rewards = {"format": self.config.format_penalty, **rewards}
         won, over = (outcome.won, outcome.over) if outcome else (False, False)

@@ -1,8 +1,8 @@
 """GSM8K: grade-school word problems, answered at once or with a calculator over several turns.
 
 The reward is 1 for the right number after `#### ` (or as the last number, with `extraction: flexible`), plus
-`format_reward` if the answer is after `#### `. Demonstrations are the dataset's solutions; with the calculator, their
-`<<48/2=24>>` annotations become calls.
+`format_reward` if the answer is after `#### `. With `attempts` above 1, a wrong answer may be corrected.
+Demonstrations are the dataset's solutions; with the calculator, their `<<48/2=24>>` annotations become calls.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ _TOOL = f"You can use a calculator: write {write_call('calculator', {'expression
 
 
 class Gsm8kConfig(BaseModel):
-    """`train` and `eval` are JSONL files with `question` and `answer`; a split without a file does not exist."""
+    """`train` and `eval` are JSONL files with `question` and `answer`; a split without a file does not exist.
+
+    `prompt` comes before the question, in place of the request for `#### `. A wrong answer is worth `wrong_reward` and
+    may be corrected until `attempts` are used up (GRL: 10 for a right answer, -0.1 for a wrong one).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -60,7 +64,11 @@ class Gsm8kConfig(BaseModel):
     extraction: Literal["strict", "flexible"] = "strict"
     max_turns: int = Field(default=8, ge=1, le=64)
     correct_reward: float = Field(default=1.0, gt=0, le=MAX_REWARD)
+    wrong_reward: float = Field(default=0.0, ge=-MAX_REWARD, le=0)
     format_reward: float = Field(default=0.0, ge=0, le=MAX_REWARD)
+    attempts: int = Field(default=1, ge=1, le=64)
+    system_prompt: str = Field(default="", max_length=20_000)
+    prompt: str = Field(default="", max_length=20_000)
 
 
 @dataclass(slots=True)
@@ -70,6 +78,7 @@ class Gsm8kEpisode:
     problem: Problem
     config: Gsm8kConfig
     turns: int = 0
+    answers: int = 0
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -77,7 +86,7 @@ class Gsm8kEpisode:
 
     @property
     def opening(self) -> tuple[Message, ...]:
-        return (user(_question(self.problem, self.config)),)
+        return _opening(self.problem, self.config)
 
     def step(self, message: Message) -> StepResult:
         self.turns += 1
@@ -94,7 +103,8 @@ class Gsm8kEpisode:
     def _grade(self, text: str) -> StepResult:
         number = read_number(text, self.config.extraction)
         right = number is not None and same_number(number, self.problem.answer)
-        rewards = {"correct": self.config.correct_reward if right else 0.0}
+        rewards = {"correct": self.config.correct_reward if right else self.config.wrong_reward}
+        self.answers += 1
         if self.config.format_reward:
             marked = read_number(text, "strict") is not None
             rewards["format"] = self.config.format_reward if marked else 0.0
@@ -104,7 +114,10 @@ class Gsm8kEpisode:
             "format" if number is None else None,
             {"answer": number and number[:MAX_NUMBER], "expected": self.problem.answer},
         )
-        return StepResult((), sum(rewards.values()), True, False, info)
+        if right or self.answers >= self.config.attempts:
+            return StepResult((), sum(rewards.values()), True, False, info)
+        again = user("The answer is wrong. Think again.")
+        return StepResult((again,), sum(rewards.values()), False, self.turns >= self.config.max_turns, info)
 
 
 class Gsm8k(ProblemFiles[Problem]):
@@ -123,20 +136,23 @@ class Gsm8k(ProblemFiles[Problem]):
     def demonstration(self, split: str, index: int) -> Demonstration:
         """The dataset's own solution."""
         problem = self.problem(split, index)
-        ask = user(_question(problem, self._config))
+        ask = _opening(problem, self._config)
         if self._config.tool == "calculator":
-            return Demonstration((ask, *solution_messages(problem, self._config.max_turns)), True, (CALCULATOR,))
-        return Demonstration((ask, {"role": "assistant", "content": solution_text(problem)}), success=True)
+            return Demonstration((*ask, *solution_messages(problem, self._config.max_turns)), True, (CALCULATOR,))
+        return Demonstration((*ask, {"role": "assistant", "content": solution_text(problem)}), success=True)
 
     def calculator_demonstration(self, split: str, index: int, max_turns: int, form: CallFormat) -> Demonstration:
         """The dataset's own solution with its annotations as calculator calls. Raises NotFound."""
         problem = self.problem(split, index)
-        ask = user(_question(problem, self._config))
-        return Demonstration((ask, *solution_messages(problem, max_turns, form)), success=True)
+        ask = _opening(problem, self._config)
+        return Demonstration((*ask, *solution_messages(problem, max_turns, form)), success=True)
 
 
-def _question(problem: Problem, config: Gsm8kConfig) -> str:
-    return "\n".join([problem.question, _ASK] + ([_TOOL] if config.tool == "calculator" else []))
+def _opening(problem: Problem, config: Gsm8kConfig) -> tuple[Message, ...]:
+    asked = [config.prompt, problem.question] if config.prompt else [problem.question, _ASK]
+    text = "\n".join(asked + ([_TOOL] if config.tool == "calculator" else []))
+    system: Message = {"role": "system", "content": config.system_prompt}
+    return (*[system][: bool(config.system_prompt)], user(text))
 
 
 def _answer_call(call: ToolCall) -> tuple[str, bool]:

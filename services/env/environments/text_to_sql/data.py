@@ -41,6 +41,8 @@ def read_tasks(path: Path, databases: Path | None) -> tuple[SqlTask, ...]:
 def _task(row: Mapping[str, Any], where: str, databases: Path | None) -> SqlTask:
     sql = row.get("sql") or row.get("SQL") or row.get("query")
     match {**row, "sql": sql}:
+        case {"question": str(question), "sql": str(sql), "db_id": str(name), "schema": str(schema)} if databases:
+            return SqlTask(_with_evidence(question, row), sql, {"file": str(_database(name, where, databases))}, schema)
         case {"question": str(question), "sql": str(sql), "schema": str(schema)}:
             return SqlTask(_with_evidence(question, row), sql, {"schema": schema})
         case {"question": str(question), "sql": str(sql), "db_id": str(name)}:

@@ -51,7 +51,8 @@ class TextToSqlConfig(BaseModel):
 
     `train` and `eval` are JSONL files, `databases` the folder of the databases that they name; without files,
     `train_tasks` and `eval_tasks` tasks are generated. A right query in turn n is worth `correct_reward` times
-    `retry_factor` to the power n - 1 (GRL halves it).
+    `retry_factor` to the power n - 1 (GRL halves it). `prompt` comes before schema and question, in place of the
+    request for one query.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -63,6 +64,8 @@ class TextToSqlConfig(BaseModel):
     correct_reward: float = Field(default=1.0, gt=0, le=MAX_REWARD)
     retry_factor: float = Field(default=0.5, ge=0, le=1)
     format_penalty: float = Field(default=0.0, ge=-MAX_REWARD, le=0)
+    system_prompt: str = Field(default="", max_length=20_000)
+    prompt: str = Field(default="", max_length=20_000)
     train_tasks: int = Field(default=10_000, ge=1, le=2**31)
     eval_tasks: int = Field(default=256, ge=1, le=MAX_DISTINCT)
 
@@ -84,7 +87,7 @@ class TextToSqlEpisode:
 
     @property
     def opening(self) -> tuple[Message, ...]:
-        return (_question(self.sql_task, self.shown),)
+        return _opening(self.sql_task, self.shown, self.config)
 
     def step(self, message: Message) -> StepResult:
         self.turns += 1
@@ -162,7 +165,7 @@ class TextToSql:
         """The gold query as an answer."""
         task = self._task(split, index)
         message = assistant(f"```sql\n{task.sql}\n```")
-        return Demonstration((_question(task, _schema(task)), message), success=True)
+        return Demonstration((*_opening(task, _schema(task), self._config), message), success=True)
 
     def _task(self, split: str, index: int) -> SqlTask:
         check_task("text_to_sql", self._counts, split, index)
@@ -186,5 +189,7 @@ def _schema(task: SqlTask) -> str:
     return task.shown or _LIBRARY.call("describe", task.database)
 
 
-def _question(task: SqlTask, shown: str) -> Message:
-    return user(f"{shown}\n\n{task.question}\n{_ASK}")
+def _opening(task: SqlTask, shown: str, config: TextToSqlConfig) -> tuple[Message, ...]:
+    before, after = (f"{config.prompt}\n", "") if config.prompt else ("", f"\n{_ASK}")
+    system: Message = {"role": "system", "content": config.system_prompt}
+    return (*[system][: bool(config.system_prompt)], user(f"{before}{shown}\n\n{task.question}{after}"))
