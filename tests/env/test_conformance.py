@@ -21,6 +21,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sokoban": ("sokoban", {}),
     "blocksworld": ("blocksworld", {"eval_tasks": 200}),
     "blocksworld, plain": ("blocksworld", {"protocol": "plain", "talk": "bare", "render": "2d", "num_blocks": 5}),
+    "blocksworld, as GRL": ("blocksworld", {"protocol": "grl", "think": False, "eval_tasks": 100}),
     "tetris": ("tetris", {}),
     "tetris, squares": (
         "tetris",
