@@ -30,6 +30,7 @@ from services.env.episode_types import (
     Info,
     Message,
     StepResult,
+    assistant,
     user,
 )
 from services.env.tools.arithmetic import CalculatorError, calculate
@@ -139,7 +140,7 @@ class Gsm8k(ProblemFiles[Problem]):
         ask = _opening(problem, self._config)
         if self._config.tool == "calculator":
             return Demonstration((*ask, *solution_messages(problem, self._config.max_turns)), True, (CALCULATOR,))
-        return Demonstration((*ask, {"role": "assistant", "content": solution_text(problem)}), success=True)
+        return Demonstration((*ask, assistant(solution_text(problem))), success=True)
 
     def calculator_demonstration(self, split: str, index: int, max_turns: int, form: CallFormat) -> Demonstration:
         """The dataset's own solution with its annotations as calculator calls. Raises NotFound."""
