@@ -149,6 +149,10 @@ class NotFound(InputError):
     status, title = 404, "Not found"
 
 
+class Expired(InputError):
+    status, title = 410, "Expired"
+
+
 class WrongMethod(InputError):
     """`allow` names the methods that the path takes."""
 

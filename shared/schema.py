@@ -28,6 +28,7 @@ from shared.reward_schema import EnvironmentRewards, missing_servers
 from shared.section import Section
 from shared.services_schema import ServicesSection
 from shared.sft_schema import DpoSection, SftSection
+from shared.tinker_schema import TinkerSection
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -338,6 +339,7 @@ class RunConfig(Section):
     trainer: TrainerSection = TrainerSection()
     rollout: RolloutSection = RolloutSection()
     orchestrator: OrchestratorSection = OrchestratorSection()
+    tinker: TinkerSection = TinkerSection()
     services: ServicesSection = ServicesSection()
 
     @model_validator(mode="before")

@@ -34,6 +34,7 @@ COMMANDS: Mapping[str, Command] = {
     "env": Command("commands.environments", "write, test, submit and manage your own environments"),
     "model": Command("commands.model", "download a model"),
     "serve": Command("commands.serve", "serve a model or a run's version by HTTP, alone"),
+    "tinker": Command("commands.tinker", "train a model for clients of Tinker's interface (the tinker SDK)"),
     "export": Command("commands.export", "write a run's weights as a folder that transformers loads"),
     "report": Command("reporting.report", "write a run's summary.json and plot, and print its table"),
     "compare": Command("commands.compare", "compare runs in a table and one plot; with --vary, train them first"),

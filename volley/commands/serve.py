@@ -40,7 +40,7 @@ from volley.run_arguments import add_trust
 from volley.runs.record import secret
 
 _NAME, _MODULE = "serve", "services.rollout.standalone"
-_LONGEST_CONTEXT = 8192
+LONGEST_CONTEXT = 8192
 """Default limit of the context, in tokens, for models that were trained on longer ones."""
 _NO_WEIGHTS = "name a folder with weights as safetensors; `volley model get HUB_ID` downloads one"
 _STOP_MARGIN_S = 5.0
@@ -90,7 +90,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--context-length",
         type=int,
         metavar="TOKENS",
-        help=f"prompt and answer together (default: the model's, at most {_LONGEST_CONTEXT})",
+        help=f"prompt and answer together (default: the model's, at most {LONGEST_CONTEXT})",
     )
     parser.add_argument(
         "--weights-root", type=Path, metavar="FOLDER", help="allow /update_weights_from_disk to load folders below it"
@@ -141,7 +141,7 @@ def prepare(target: str, options: ServeOptions, temporary: Path) -> ServedModel:
     folder.secrets.mkdir(mode=0o700, parents=True, exist_ok=True)
     if options.weights_root is not None and not options.weights_root.is_dir():
         raise ConfigError(f"--weights-root {options.weights_root} is no folder", "create it first")
-    path, port = _model_path(target), _port(options)
+    path, port = _model_path(target), find_port(options.host, options.port, _INFO.port)
     token_files, token = _tokens(options, folder)
     dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     tree = {
@@ -162,10 +162,10 @@ def prepare(target: str, options: ServeOptions, temporary: Path) -> ServedModel:
         if found is None:
             weight_files(model)
     except ConfigError as error:
-        raise _as_written(error) from error
+        raise without_key(error) from error
     if not any(one.startswith("rollout.engine.context_length=") for one in options.overrides):
         longest, asked = ModelConfig.read(model).max_position_embeddings, options.context_length
-        context = min(longest, _LONGEST_CONTEXT) if asked is None else asked
+        context = min(longest, LONGEST_CONTEXT) if asked is None else asked
         loaded = config.changed(loaded, {"rollout.engine.context_length": context})
     folder.config.write_text(yaml.safe_dump(loaded.tree), encoding="utf-8")
     return ServedModel(loaded, folder, model, found.path if found else target, token)
@@ -182,23 +182,22 @@ def _model_path(target: str) -> str:
     return f"{run.path}@{origin.LATEST}" if Path(target).is_dir() else target
 
 
-def _as_written(error: ConfigError) -> ConfigError:
+def without_key(error: ConfigError) -> ConfigError:
     """Name the model as on the command line, where there is no key `model.path`, and no random weights."""
     hint = _NO_WEIGHTS if error.hint and RANDOM in error.hint else error.hint
     return ConfigError(re.sub(r"^model\.path[ =]", "", error.detail), hint)
 
 
-def _port(options: ServeOptions) -> int:
-    """Find a port to listen on. Raises ConfigError."""
+def find_port(host: str, port: int | None, usual: int) -> int:
+    """Check the port, or find a free one, if possible the `usual` one. Raises ConfigError."""
     try:
-        port = options.port
-        listener = hold_free(options.host, _INFO.port) if port is None else hold(options.host, port)
+        listener = hold_free(host, usual) if port is None else hold(host, port)
     except (OSError, OverflowError) as error:
         if (problem := host_problem(error)) is not None:
-            raise ConfigError(f"--host {options.host}: {problem}", "name an address of this machine") from error
+            raise ConfigError(f"--host {host}: {problem}", "name an address of this machine") from error
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"--port {options.port}: {options.host}:{options.port} cannot be used ({reason})",
+            f"--port {port}: {host}:{port} cannot be used ({reason})",
             "another program may use it; name another port, or leave --port out to get a free one",
         ) from error
     with listener:
@@ -235,13 +234,14 @@ async def _serve(served: ServedModel) -> None:
     with Reaper.running() as reaper:
         async with (
             stopping_on_signal(lambda name: say(f"{name}: stopping (once more: without waiting)"), reaper.kill_all),
-            keep_running([SupervisedProcess(spec, lambda: _is_ready(url), _INFO.start_s)], reaper, say),
+            keep_running([SupervisedProcess(spec, lambda: is_ready(url), _INFO.start_s)], reaper, say),
         ):
             say(*ready_lines(served, time.monotonic() - began))
             await asyncio.Event().wait()
 
 
-async def _is_ready(url: str) -> bool:
+async def is_ready(url: str) -> bool:
+    """Return whether requests may be routed to the service."""
     async with HttpClient(url, timeout_s=2.0) as client:
         try:
             await client.get("/ready", attempts=1)

@@ -17,7 +17,7 @@ from shared import config
 from shared.engines import AS_REPORTED
 from shared.errors import ConfigError
 from shared.files.reading import whole_lines
-from shared.run import archive, checkpoint_files, trust
+from shared.run import archive, checkpoint_files, futures, trust
 from shared.run import commits as commit_records
 from shared.run.archive import Spend
 from shared.run.folder import RunFolder
@@ -68,11 +68,24 @@ def run(arguments: argparse.Namespace) -> int:
 def main(run_dir: Path, as_json: bool) -> int:
     """Print the result. Exit code 0 if the run is proven, else 1. Raises ConfigError if it is not a run's folder."""
     folder = RunFolder(run_dir.absolute())
+    if (folder.path / futures.DATABASE).exists():
+        return _futures(folder.path, as_json)
     if not folder.config.exists():
         raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
     result = verify(folder)
     print_json(result) if as_json else print_block(format_result(result))
     return 0 if result["ok"] else 1
+
+
+def _futures(folder: Path, as_json: bool) -> int:
+    """Check and print the ledger of a Tinker server's folder; return the exit code. Raises ConfigError."""
+    counts, problems = futures.counts(folder), [*futures.problems(folder)]
+    if as_json:
+        print_json({"ok": not problems, **counts, "violations": problems})
+    else:
+        text = f"{counts['settled']} futures of {counts['models']} models settled once, {counts['pending']} pending"
+        print_block(join_lines(["not proven:", *problems] if problems else [f"proven: {text}"]))
+    return 1 if problems else 0
 
 
 def verify(folder: RunFolder) -> Result:

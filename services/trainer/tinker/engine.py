@@ -1,0 +1,270 @@
+"""Execution of clients' requests on their models. Blocking, for one thread.
+
+Invariants: a model's requests run in the order of their numbers; a model that is not in memory is made from its saved
+state and the requests after it, in order, which gives the same bits; a file is durable before the request that wrote it
+is settled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from safetensors.numpy import load_file, save_file
+
+from services.trainer.models.lora import LoraOptions
+from services.trainer.tinker import batches, messages, specs
+from services.trainer.tinker.batches import BatchShapes
+from services.trainer.tinker.learner import Adam, Base, ClientModel, params_only, saved_params
+from services.trainer.tinker.messages import PassRequest
+from services.trainer.tinker.specs import ModelSpec
+from services.trainer.tinker.store import JSON, UNNAMED, Checkpoint, Future, Settlement
+from shared.errors import InputError, NonFinite, NotFound, VolleyError, WeightsError
+from shared.files import storage
+from shared.models.names import to_files
+from shared.models.weight_files import WEIGHTS
+from shared.process import telemetry
+from shared.run.futures import file_digest
+
+_SMALL_BYTES = 64 * 2**20
+_STEPS, _SECONDS = 16, 60.0
+_MOST_LOADED = 16
+_log = telemetry.Log("tinker")
+
+type FindCheckpoint = Callable[[str], Checkpoint]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a model is made from: its specification, its saved state (number, file, checksum), and the settled requests
+    after it, each with the checksum of weights that it left."""
+
+    spec: ModelSpec
+    state: tuple[int, str, str] | None
+    after: Sequence[tuple[Future, str]]
+
+
+@dataclass
+class _Loaded:
+    model: ClientModel
+    spec: ModelSpec
+    unsaved: int = 0
+    saved_at: float = 0.0
+
+
+class TrainEngine:
+    """Models in memory, by name.
+
+    Args:
+        folder: files of states and checkpoints lie below it.
+        checkpoint: finds a checkpoint by its address; raises NotFound.
+    """
+
+    def __init__(self, base: Base, shapes: BatchShapes, folder: Path, checkpoint: FindCheckpoint) -> None:
+        self.base, self.shapes, self._folder, self._checkpoint = base, shapes, folder, checkpoint
+        self._loaded = OrderedDict[str, _Loaded]()
+        for name in ("states", "checkpoints", "samplers"):
+            (folder / name).mkdir(exist_ok=True)
+
+    def has(self, model: str) -> bool:
+        return model in self._loaded
+
+    def load(self, model: str, history: History) -> None:
+        """Make a model. Raises WeightsError if its past does not repeat."""
+        spec, arrays = history.spec, None
+        if history.state is not None:
+            arrays = load_file(self._folder / history.state[1])
+        made = ClientModel(self.base, self.shapes, lora_of(spec), spec.seed, arrays)
+        if history.state is not None and made.checksum() != history.state[2]:
+            raise WeightsError(f"the saved state of {model} has other weights than when it was saved")
+        self._loaded[model] = _Loaded(made, spec)
+        try:
+            for future, weights in history.after:
+                self._repeat(model, future, weights)
+        except BaseException:
+            del self._loaded[model]
+            raise
+        while len(self._loaded) > _MOST_LOADED:
+            self._loaded.popitem(last=False)
+
+    def _repeat(self, model: str, future: Future, weights: str) -> None:
+        client = self._loaded[model].model
+        if future.outcome == "failed":
+            if future.kind == "optim_step":
+                client.forget_gradient()
+            return
+        if future.kind not in ("forward_backward", "optim_step", "load_weights"):
+            return
+        if future.body is None:
+            raise WeightsError(f"the request {future.id} is needed to restore its model, and was removed")
+        if future.kind == "forward_backward":
+            client.run(read_pass(future))
+        elif future.kind == "optim_step":
+            client.step(Adam(**specs.adam(orjson.loads(future.body))))
+        else:
+            self._load_weights(client, orjson.loads(future.body))
+        if weights and client.checksum() != weights:
+            raise WeightsError(
+                f"{future.id}, repeated from the saved state, gives other weights than the first time",
+                "was the server's machine, its JAX or its model changed? Load a checkpoint into a new model",
+            )
+
+    def forget(self, model: str) -> None:
+        """Drop a model from memory."""
+        self._loaded.pop(model, None)
+
+    def execute(self, future: Future) -> Settlement:
+        """Execute a request of a loaded model; an error becomes its result."""
+        self._loaded.move_to_end(future.owner)
+        try:
+            return self._execute(future)
+        except VolleyError as error:
+            return failed(error)
+
+    def _execute(self, future: Future) -> Settlement:
+        loaded = self._loaded[future.owner]
+        assert future.body is not None
+        match future.kind:
+            case "forward" | "forward_backward":
+                request = read_pass(future)
+                batches.check(request, self.shapes)
+                return Settlement("done", messages.pass_to_protobuf(loaded.model.run(request)))
+            case "optim_step":
+                body = orjson.loads(future.body)
+                metrics = loaded.model.step(Adam(**specs.adam(body)))
+                return self._changed(loaded, {"metrics": metrics, "type": "optim_step"})
+            case "load_weights":
+                body = orjson.loads(future.body)
+                self._load_weights(loaded.model, body)
+                answer = {"path": body["path"], "model_id": future.owner, "type": "load_weights"}
+                return self._changed(loaded, answer, urgent=True)
+            case "save_weights" | "save_weights_for_sampler":
+                return self._save(future, loaded, orjson.loads(future.body))
+            case _:
+                raise InputError(f"{future.kind} is not executed on a model")
+
+    def _changed(self, loaded: _Loaded, answer: Mapping[str, Any], *, urgent: bool = False) -> Settlement:
+        loaded.unsaved += _STEPS if urgent else 1
+        return Settlement("done", orjson.dumps(answer), loaded.model.checksum())
+
+    def _load_weights(self, client: ClientModel, body: Mapping[str, Any]) -> None:
+        found = self._checkpoint(specs.text(body, "path"))
+        optimizer = bool(body.get("optimizer"))
+        if optimizer and found.kind != "training":
+            raise InputError(f"{found.path} has no optimizer state", "load it without")
+        client.load(load_file(self._folder / found.file), optimizer=optimizer)
+
+    def _save(self, future: Future, loaded: _Loaded, body: Mapping[str, Any]) -> Settlement:
+        training, model = future.kind == "save_weights", future.owner
+        session_seq = body.get("sampling_session_seq_id")
+        name = specs.name(body.get("path"), f"{UNNAMED}{future.seq}")
+        path = f"tinker://{model}/{'weights' if training else 'sampler_weights'}/{name}"
+        if body.get("overwrite") is not True and not self._is_free(path):
+            raise InputError(f"{path} exists", "choose another name, or overwrite it")
+        arrays = loaded.model.state() if training else params_only(loaded.model.params())
+        file = f"checkpoints/{hashlib.sha256(f'{path} {future.seq}'.encode()).hexdigest()[:32]}.safetensors"
+        digest, size = write_arrays(self._folder / file, arrays)
+        now, ttl = time.time(), specs.ttl(body.get("ttl_seconds"))
+        checkpoint = Checkpoint(
+            path,
+            model,
+            "training" if training else "sampler",
+            name,
+            file,
+            digest,
+            size,
+            now,
+            None if ttl is None else now + ttl,
+            public=False,
+            spec=loaded.spec.to_json(),
+            metadata=specs.metadata(body.get("user_metadata")),
+        )
+        answer, sampler = {"path": path, "type": future.kind}, None
+        if not training and session_seq is not None:
+            session = model.rpartition(":train:")[0]
+            sampler = (
+                f"{session}:sample:{specs.whole('sampling_session_seq_id', session_seq, 0, 2**62)}",
+                session,
+                path,
+            )
+            answer |= {"sampling_session_id": sampler[0]}
+        return Settlement("done", orjson.dumps(answer), checkpoint=checkpoint, sampler=sampler)
+
+    def _is_free(self, path: str) -> bool:
+        try:
+            self._checkpoint(path)
+        except NotFound:
+            return True
+        return False
+
+    def state_due(self, model: str) -> bool:
+        """Return whether the model's state should be saved now: small ones after every step."""
+        loaded = self._loaded.get(model)
+        if loaded is None or not loaded.unsaved:
+            return False
+        late = loaded.saved_at and time.monotonic() - loaded.saved_at > _SECONDS
+        return loaded.model.n_bytes <= _SMALL_BYTES or loaded.unsaved >= _STEPS or bool(late)
+
+    def save_state(self, model: str, seq: int) -> tuple[str, str, str]:
+        """Write a model's state after its request `seq`; return file, digest and checksum of the weights."""
+        loaded = self._loaded[model]
+        file = f"states/{hashlib.sha256(model.encode()).hexdigest()[:24]}-{seq}.safetensors"
+        digest, _ = write_arrays(self._folder / file, loaded.model.state())
+        loaded.unsaved, loaded.saved_at = 0, time.monotonic()
+        return file, digest, loaded.model.checksum()
+
+    def export(self, checkpoint: Checkpoint | None, name: str) -> Path:
+        """Write whole weights for a rollout server as the folder `name`, as the base's without a checkpoint."""
+        folder = self._folder / "samplers" / name
+        if (folder / WEIGHTS).is_file():
+            return folder
+        if checkpoint is None:
+            weights = self.base.weights(self.base.initial(None, 0), None)
+        else:
+            spec = ModelSpec.from_json(checkpoint.spec)
+            weights = self.base.weights(saved_params(load_file(self._folder / checkpoint.file)), lora_of(spec))
+        folder.mkdir(exist_ok=True)
+        write_arrays(
+            folder / WEIGHTS, {n: t for leaf, value in weights.items() for n, t in to_files(leaf, value).items()}
+        )
+        return folder
+
+
+def lora_of(spec: ModelSpec) -> LoraOptions | None:
+    return LoraOptions(spec.rank, specs.ALPHA, spec.target_modules) if spec.rank else None
+
+
+def read_pass(future: Future) -> PassRequest:
+    """Read a recorded pass. Raises DecodeError, InputError."""
+    assert future.body is not None
+    forward_only = future.kind == "forward"
+    if future.media == JSON:
+        return messages.pass_from_json(orjson.loads(future.body), forward_only=forward_only)
+    return replace(messages.pass_from_protobuf(future.body), forward_only=forward_only)
+
+
+def failed(error: VolleyError) -> Settlement:
+    """Return the result of a request that failed."""
+    category = "user" if isinstance(error, InputError | WeightsError | NonFinite) else "server"
+    text = error.detail + (f" ({error.hint})" if error.hint else "")
+    return Settlement("failed", orjson.dumps({"error": text, "category": category}))
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[str, int]:
+    """Write arrays as safetensors, durably; return digest and size of the file. Raises StorageFull."""
+    draft = path.with_name(f".{path.name}.tmp")
+    with storage.storage(path.parent):
+        save_file({name: np.ascontiguousarray(value) for name, value in arrays.items()}, draft, {"format": "pt"})
+        storage.fsync(draft)
+        digest, size = file_digest(draft), draft.stat().st_size
+        os.replace(draft, path)
+        storage.fsync(path.parent)
+    return digest, size

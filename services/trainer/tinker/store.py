@@ -1,0 +1,366 @@
+"""Durable record of sessions, models, requests and checkpoints (see `shared.run.futures`).
+
+Every method blocks; calls must not overlap. A method that changes something is one transaction, durable when it
+returns.
+
+Invariants: a request is durable before it is acknowledged; the same request (owner and number) is recorded once, and a
+different one with its number is refused; a future is settled once, in the transaction that writes its ledger row; the
+bodies of requests that a model's saved state does not cover are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from shared.errors import InputError, NotFound
+from shared.run import futures
+from shared.run.futures import LedgerRow
+
+type Outcome = Literal["done", "failed"]
+JSON = "application/json"
+UNNAMED = "ephemeral-"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request to record; `digest` identifies what it asks for, in hex."""
+
+    owner: str
+    seq: int
+    kind: str
+    body: bytes
+    media: str
+    digest: str
+
+    @property
+    def id(self) -> str:
+        return f"{self.owner}:{self.seq}"
+
+
+@dataclass(frozen=True, slots=True)
+class Future:
+    """A recorded request; `outcome` is None until it is settled, `body` once it is no longer needed.
+
+    `result` is None before, and once it has expired.
+    """
+
+    id: str
+    owner: str
+    seq: int
+    kind: str
+    body: bytes | None
+    media: str
+    outcome: Outcome | None
+    result: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A saved state, `training` with optimizer or `sampler`; `path` is its tinker:// address, `file` relative."""
+
+    path: str
+    model: str
+    kind: str
+    name: str
+    file: str
+    digest: str
+    size: int
+    created: float
+    expires: float | None
+    public: bool
+    spec: Mapping[str, Any]
+    metadata: Mapping[str, str] | None
+
+    @property
+    def is_unnamed(self) -> bool:
+        """True for a sampler's weights that the client did not name."""
+        return self.kind == "sampler" and self.name.startswith(UNNAMED)
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What a request came to.
+
+    `weights` is the checksum of the model's weights if the request changed them; `checkpoint` one that it wrote, and
+    `sampler` (id, session, path) a sampling session that it opened.
+    """
+
+    outcome: Outcome
+    result: bytes
+    weights: str = ""
+    checkpoint: Checkpoint | None = None
+    sampler: tuple[str, str, str | None] | None = None
+
+
+_FUTURES = "SELECT id, owner, seq, kind, body, media, outcome, result FROM futures"
+_CHECKPOINTS = "SELECT * FROM checkpoints"
+_PENDING = {
+    "models": " WHERE outcome IS NULL AND owner IN (SELECT id FROM models) ORDER BY owner, seq LIMIT ?",
+    "samplers": " WHERE outcome IS NULL AND owner NOT IN (SELECT id FROM models) ORDER BY created LIMIT ?",
+}
+
+
+class FutureStore:
+    """Args: folder: of the database and of the files that it names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._db = futures.connect(folder / futures.DATABASE)
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._db
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def _rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        return self._db.execute(query, values).fetchall()
+
+    def add_session(self, session: str, described: Mapping[str, Any]) -> None:
+        now = time.time()
+        with self._transaction() as db:
+            db.execute("INSERT INTO sessions VALUES (?, ?, ?, NULL, ?)", (session, now, now, orjson.dumps(described)))
+
+    def session(self, session: str) -> tuple[Mapping[str, Any], str | None]:
+        """Return a session's description, and why it was finished, if it was. Raises NotFound."""
+        for described, finished in self._rows("SELECT described, finished FROM sessions WHERE id = ?", session):
+            return orjson.loads(described), finished
+        raise NotFound(
+            f"there is no session {session[:80]}", "create one; sessions of another server are not known here"
+        )
+
+    def touch_session(self, session: str) -> None:
+        with self._transaction() as db:
+            db.execute("UPDATE sessions SET seen = ? WHERE id = ?", (time.time(), session))
+
+    def finish_session(self, session: str, reason: str) -> None:
+        """Finish a session; the first reason stays."""
+        with self._transaction() as db:
+            db.execute("UPDATE sessions SET finished = ? WHERE id = ? AND finished IS NULL", (reason, session))
+
+    def sessions(self, limit: int, offset: int) -> list[str]:
+        return [
+            i for (i,) in self._rows("SELECT id FROM sessions ORDER BY created DESC LIMIT ? OFFSET ?", limit, offset)
+        ]
+
+    def add_model(self, model: str, session: str, spec: Mapping[str, Any], request: Request) -> Future:
+        """Record a model with its first request, of number 0. Repeated, it returns the recorded one."""
+        now = time.time()
+        with self._transaction() as db:
+            if (known := self._known(request)) is not None:
+                return known
+            values = (model, session, now, now, orjson.dumps(spec))
+            db.execute("INSERT INTO models (id, session, created, seen, spec) VALUES (?, ?, ?, ?, ?)", values)
+            return self._record(db, request)
+
+    def model(self, model: str) -> Mapping[str, Any]:
+        """Return a model's specification, with `session`, `created` and `seen`. Raises NotFound."""
+        for session, created, seen, spec in self._rows(
+            "SELECT session, created, seen, spec FROM models WHERE id = ?", model
+        ):
+            return {**orjson.loads(spec), "session": session, "created": created, "seen": seen}
+        raise NotFound(
+            f"there is no model {model[:80]}", "create it first; models of another server are not known here"
+        )
+
+    def models(self, session: str | None = None) -> list[str]:
+        """Return the models of a session or of all, the newest first."""
+        found = self._rows("SELECT id, session FROM models ORDER BY created DESC")
+        return [model for model, of in found if session in (None, of)]
+
+    def state_of(self, model: str) -> tuple[int, str, str] | None:
+        """Return number, file and checksum of a model's saved state; None without one."""
+        for seq, file, weights in self._rows(
+            "SELECT state_seq, state_file, state_weights FROM models WHERE id = ? AND state_seq IS NOT NULL", model
+        ):
+            return seq, file, weights
+        return None
+
+    def set_state(self, model: str, seq: int, file: str, digest: str, weights: str) -> None:
+        """Record a model's saved state after request `seq`, and forget the bodies that it covers."""
+        with self._transaction() as db:
+            values = (seq, file, digest, weights, model)
+            db.execute(
+                "UPDATE models SET state_seq = ?, state_file = ?, state_digest = ?, state_weights = ? WHERE id = ?",
+                values,
+            )
+            db.execute(
+                "UPDATE futures SET body = NULL WHERE owner = ? AND seq <= ? AND outcome IS NOT NULL", (model, seq)
+            )
+
+    def record(self, request: Request) -> Future:
+        """Record a request; repeated, return the recorded one. Raises InputError for another one of its number."""
+        with self._transaction() as db:
+            return self._known(request) or self._record(db, request)
+
+    def _known(self, request: Request) -> Future | None:
+        for kind, digest in self._rows("SELECT kind, request FROM futures WHERE id = ?", request.id):
+            if (kind, digest) != (request.kind, request.digest):
+                raise InputError(
+                    f"seq_id {request.seq} of {request.owner[:80]} was used for another request, a {kind}",
+                    "number the requests of a model 1, 2, … in the order of their execution; a repeated request must be"
+                    " the same",
+                )
+            return self.future(request.id)
+        return None
+
+    def _record(self, db: sqlite3.Connection, request: Request) -> Future:
+        values = (request.id, request.owner, request.seq, request.kind, request.digest, request.body, request.media)
+        db.execute(
+            "INSERT INTO futures (id, owner, seq, kind, request, body, media, created) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (*values, time.time()),
+        )
+        return self.future(request.id)
+
+    def future(self, future: str) -> Future:
+        """Raises NotFound."""
+        for row in self._rows(_FUTURES + " WHERE id = ?", future):
+            return Future(*row)
+        raise NotFound(f"there is no future {future[:80]}", "send the request again")
+
+    def pending(self, owners: Literal["models", "samplers"], limit: int = 1000) -> list[Future]:
+        """Return requests that are not settled, of models by number, or of samplers in the order of their arrival."""
+        return [Future(*row) for row in self._rows(_FUTURES + _PENDING[owners], limit)]
+
+    def n_pending(self, owner: str) -> int:
+        return self._rows("SELECT count(*) FROM futures WHERE owner = ? AND outcome IS NULL", owner)[0][0]
+
+    def next_seq(self, model: str) -> int:
+        """Return the number of a model's first request that is not settled."""
+        return self._rows("SELECT count(*) FROM ledger WHERE owner = ?", model)[0][0]
+
+    def settled_after(self, model: str, seq: int) -> list[tuple[Future, str]]:
+        """Return a model's settled requests after number `seq`, each with the checksum of weights after it."""
+        found = self._rows("SELECT future, weights FROM ledger WHERE owner = ? AND seq > ? ORDER BY seq", model, seq)
+        return [(self.future(future), weights) for future, weights in found]
+
+    def settle(self, future: Future, made: Settlement) -> None:
+        """Settle a future, once: a second settlement changes nothing."""
+        with self._transaction() as db:
+            recorded = self._rows("SELECT request, outcome FROM futures WHERE id = ?", future.id)
+            if recorded[0][1] is not None:
+                return
+            keeps_body = future.kind in futures.REPLAYED and made.outcome == "done"
+            db.execute(
+                "UPDATE futures SET outcome = ?, result = ?, settled = ?, body = CASE WHEN ? THEN body END"
+                " WHERE id = ?",
+                (made.outcome, made.result, time.time(), keeps_body, future.id),
+            )
+            self._append(db, future, recorded[0][0], made)
+            db.execute("UPDATE models SET seen = ? WHERE id = ?", (time.time(), future.owner))
+            if made.checkpoint is not None:
+                self._put_checkpoint(db, made.checkpoint)
+            if made.sampler is not None:
+                self._put_sampler(db, *made.sampler)
+
+    def _append(self, db: sqlite3.Connection, future: Future, request: str, made: Settlement) -> None:
+        last = self._rows("SELECT n, digest FROM ledger ORDER BY n DESC LIMIT 1") or [(0, futures.FIRST)]
+        n, before = last[0]
+        result = hashlib.sha256(made.result).hexdigest()
+        row = LedgerRow(future.id, future.owner, future.seq, future.kind, request, made.outcome, result, made.weights)
+        values = (n + 1, *row, before, row.digest(before))
+        db.execute("INSERT INTO ledger VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+
+    def expire_results(self, before: float) -> None:
+        """Forget the results of futures that were settled before a time; their ledger rows stay."""
+        with self._transaction() as db:
+            db.execute("UPDATE futures SET result = NULL WHERE settled < ? AND result IS NOT NULL", (before,))
+
+    def add_sampler(self, sampler: str, session: str, path: str | None) -> None:
+        """Record a sampling session of the weights at `path`, None for the base; repeated, it changes nothing."""
+        with self._transaction() as db:
+            self._put_sampler(db, sampler, session, path)
+
+    def _put_sampler(self, db: sqlite3.Connection, sampler: str, session: str, path: str | None) -> None:
+        values = (sampler, session, time.time(), path)
+        db.execute("INSERT OR IGNORE INTO samplers (id, session, created, path) VALUES (?, ?, ?, ?)", values)
+
+    def sampler(self, sampler: str) -> str | None:
+        """Return the path of the weights of a sampling session, None for the base. Raises NotFound."""
+        for (path,) in self._rows("SELECT path FROM samplers WHERE id = ?", sampler):
+            return path
+        raise NotFound(f"there is no sampling session {sampler[:80]}", "create it first")
+
+    def samplers(self, session: str) -> list[str]:
+        return [i for (i,) in self._rows("SELECT id FROM samplers WHERE session = ? ORDER BY created", session)]
+
+    def join_sampler(self, sampler: str) -> int:
+        """Return a number for another client of a sampling session. Raises NotFound."""
+        self.sampler(sampler)
+        with self._transaction() as db:
+            db.execute("UPDATE samplers SET clients = clients + 1 WHERE id = ?", (sampler,))
+            return self._rows("SELECT clients FROM samplers WHERE id = ?", sampler)[0][0]
+
+    def _put_checkpoint(self, db: sqlite3.Connection, one: Checkpoint) -> None:
+        values = (one.path, one.model, one.kind, one.name, one.file, one.digest, one.size, one.created, one.expires)
+        metadata = None if one.metadata is None else orjson.dumps(one.metadata)
+        db.execute(
+            "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*values, int(one.public), orjson.dumps(one.spec), metadata),
+        )
+
+    def checkpoint(self, path: str) -> Checkpoint:
+        """Raises NotFound."""
+        for row in self._rows(_CHECKPOINTS + " WHERE path = ?", path):
+            return _checkpoint(row)
+        raise NotFound(f"there is no checkpoint {path[:200]}", "it was never saved here, or it has expired")
+
+    def checkpoints(self, model: str | None = None) -> list[Checkpoint]:
+        """Return the checkpoints of a model or of all, the newest first."""
+        found = self._rows(_CHECKPOINTS + " WHERE ? IS NULL OR model = ? ORDER BY created DESC", model, model)
+        return [_checkpoint(row) for row in found]
+
+    def publish_checkpoint(self, path: str, *, public: bool) -> None:
+        """Publish or hide a checkpoint. Raises NotFound."""
+        self.checkpoint(path)
+        with self._transaction() as db:
+            db.execute("UPDATE checkpoints SET public = ? WHERE path = ?", (int(public), path))
+
+    def expire_checkpoint(self, path: str, expires: float | None) -> None:
+        """Set when a checkpoint expires; None: never. Raises NotFound."""
+        self.checkpoint(path)
+        with self._transaction() as db:
+            db.execute("UPDATE checkpoints SET expires = ? WHERE path = ?", (expires, path))
+
+    def delete_checkpoint(self, path: str) -> None:
+        """Forget a checkpoint, then remove its file. Raises NotFound."""
+        found = self.checkpoint(path)
+        with self._transaction() as db:
+            db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
+        (self.folder / found.file).unlink(missing_ok=True)
+
+
+def _checkpoint(row: tuple[Any, ...]) -> Checkpoint:
+    *plain, public, spec, metadata = row
+    path, model, kind, name, file, digest, size, created, expires = plain
+    return Checkpoint(
+        path,
+        model,
+        kind,
+        name,
+        file,
+        digest,
+        size,
+        created,
+        expires,
+        public=bool(public),
+        spec=orjson.loads(spec),
+        metadata=None if metadata is None else orjson.loads(metadata),
+    )
