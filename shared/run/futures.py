@@ -134,7 +134,7 @@ def _requests(connection: sqlite3.Connection) -> Iterator[str]:
     for future, result, digest in connection.execute(
         "SELECT f.id, f.result, l.result FROM futures f JOIN ledger l ON l.future = f.id WHERE f.result IS NOT NULL"
     ):
-        if hashlib.sha256(result).hexdigest() != digest:
+        if not isinstance(result, bytes) or hashlib.sha256(result).hexdigest() != digest:
             yield f"the result of future {future} is not the one that was settled"
     for owner, n, first, last in connection.execute(
         "SELECT owner, count(*), min(seq), max(seq) FROM ledger WHERE owner IN (SELECT id FROM models) GROUP BY owner"

@@ -15,6 +15,8 @@ from services.rollout.api import control, generate, openai
 from services.rollout.api import routes as rollout
 from services.trainer import routes as trainer
 from services.trainer.publishing import routes as publishing
+from services.trainer.tinker import records as tinker_records
+from services.trainer.tinker import routes as tinker
 from shared import config
 from shared.errors import ConfigError
 from shared.services_schema import Limits, TokenFiles
@@ -32,6 +34,7 @@ SERVICES = {
         [rollout.router, generate.router, control.router, openai.router],
         {**rollout.ROLES, **generate.ROLES, **control.ROLES, **openai.ROLES},
     ),
+    "tinker": ([tinker.router, tinker_records.router], {**tinker.ROLES, **tinker_records.ROLES}),
     "trainer": ([trainer.router, publishing.router], {**trainer.ROLES, **publishing.ROLES}),
 }
 
@@ -109,6 +112,58 @@ trainer       service GET /weights/chunks/{digest}
 trainer       admin   POST /checkpoint
 trainer       admin   POST /pause
 trainer       admin   POST /resume
+tinker        anyone  GET /api/v1/healthz
+tinker        service GET /api/v1/get_server_capabilities
+tinker        service POST /api/v1/client/config
+tinker        service POST /api/v1/client/dynamic_config
+tinker        service POST /api/v1/create_session
+tinker        service POST /api/v1/session_heartbeat
+tinker        service POST /api/v1/sessions/{session}/finish
+tinker        service POST /api/v1/create_model
+tinker        service POST /api/v1/get_info
+tinker        service POST /api/v1/forward
+tinker        service POST /api/v1/forward_backward
+tinker        service POST /api/v1/optim_step
+tinker        service POST /api/v1/save_weights
+tinker        service POST /api/v1/load_weights
+tinker        service POST /api/v1/save_weights_for_sampler
+tinker        service POST /api/v1/create_sampling_session
+tinker        service POST /api/v1/join_sampling_session
+tinker        service POST /api/v1/asample
+tinker        service POST /api/v1/retrieve_future
+tinker        service POST /api/v1/cancel_future
+tinker        service POST /api/v1/telemetry
+tinker        service GET /api/v1/auth/token
+tinker        service GET /api/v1/create_custom_loss
+tinker        service GET /api/v1/retrieve_futures
+tinker        service GET /api/v1/copy_weights
+tinker        service GET /api/v1/save_weights_external
+tinker        service GET /api/v1/billing/usage/events
+tinker        service GET /api/v1/billing/usage/checkpoints/current
+tinker        service GET /api/v1/audit_log
+tinker        service GET /api/v1/sessions/search
+tinker        service POST /api/v1/auth/token
+tinker        service POST /api/v1/create_custom_loss
+tinker        service POST /api/v1/retrieve_futures
+tinker        service POST /api/v1/copy_weights
+tinker        service POST /api/v1/save_weights_external
+tinker        service POST /api/v1/billing/usage/events
+tinker        service POST /api/v1/billing/usage/checkpoints/current
+tinker        service POST /api/v1/audit_log
+tinker        service POST /api/v1/sessions/search
+tinker        service GET /api/v1/sessions
+tinker        service GET /api/v1/sessions/{session}
+tinker        service GET /api/v1/samplers/{sampler}
+tinker        service GET /api/v1/training_runs
+tinker        service GET /api/v1/training_runs/{model}
+tinker        service GET /api/v1/training_runs/{model}/checkpoints
+tinker        service GET /api/v1/checkpoints
+tinker        service GET /api/v1/whoami
+tinker        service POST /api/v1/weights_info
+tinker        service DELETE /api/v1/training_runs/{model}/checkpoints/{kind}/{name}
+tinker        service POST /api/v1/training_runs/{model}/checkpoints/{kind}/{name}/publish
+tinker        service DELETE /api/v1/training_runs/{model}/checkpoints/{kind}/{name}/publish
+tinker        service PUT /api/v1/training_runs/{model}/checkpoints/{kind}/{name}/ttl
 """
 TABLE = [
     (service, Role[role.upper()], route)

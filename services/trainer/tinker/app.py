@@ -52,7 +52,7 @@ async def open_tinker(config: RunConfig) -> AsyncIterator[RunningService]:
             store=store,
             database=database,
             train=train,
-            shapes=shapes,
+            context=shapes.context,
             open_engine=_opening(config, model, described, shapes, store, database),
             result_ttl_s=config.tinker.result_ttl_s,
         )

@@ -11,7 +11,7 @@ import hashlib
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from services.trainer.tinker.batches import BatchShapes
 from services.trainer.tinker.learner import Adam, Base, ClientModel, params_only, saved_params
 from services.trainer.tinker.messages import PassRequest
 from services.trainer.tinker.specs import ModelSpec
-from services.trainer.tinker.store import JSON, UNNAMED, Checkpoint, Future, Settlement
-from shared.errors import InputError, NonFinite, NotFound, VolleyError, WeightsError
+from services.trainer.tinker.store import JSON, UNNAMED, Checkpoint, Future, History, Settlement, failed
+from shared.errors import InputError, NotFound, VolleyError, WeightsError
 from shared.files import storage
 from shared.models.names import to_files
 from shared.models.weight_files import WEIGHTS
@@ -40,16 +40,6 @@ _MOST_LOADED = 16
 _log = telemetry.Log("tinker")
 
 type FindCheckpoint = Callable[[str], Checkpoint]
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """What a model is made from: its specification, its saved state (number, file, checksum), and the settled requests
-    after it, each with the checksum of weights that it left."""
-
-    spec: ModelSpec
-    state: tuple[int, str, str] | None
-    after: Sequence[tuple[Future, str]]
 
 
 @dataclass
@@ -249,13 +239,6 @@ def read_pass(future: Future) -> PassRequest:
     if future.media == JSON:
         return messages.pass_from_json(orjson.loads(future.body), forward_only=forward_only)
     return replace(messages.pass_from_protobuf(future.body), forward_only=forward_only)
-
-
-def failed(error: VolleyError) -> Settlement:
-    """Return the result of a request that failed."""
-    category = "user" if isinstance(error, InputError | WeightsError | NonFinite) else "server"
-    text = error.detail + (f" ({error.hint})" if error.hint else "")
-    return Settlement("failed", orjson.dumps({"error": text, "category": category}))
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[str, int]:

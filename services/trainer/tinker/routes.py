@@ -82,7 +82,7 @@ async def healthz(request: Request) -> Response:
 @router.get("/get_server_capabilities", tags=["service"], openapi_extra=declares(answer=schemas.CAPABILITIES))
 async def get_server_capabilities(request: Request, tinker: Here) -> Response:
     """The one base model of this server."""
-    model = {"model_name": tinker.name, "max_context_length": tinker.shapes.context}
+    model = {"model_name": tinker.name, "max_context_length": tinker.context}
     return respond(request, {"supported_models": [{**model, "trainable": True, "sampleable": bool(tinker.servers)}]})
 
 

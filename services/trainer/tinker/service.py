@@ -15,17 +15,24 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
 from services.trainer.tinker import specs
-from services.trainer.tinker.batches import BatchShapes
-from services.trainer.tinker.engine import History, TrainEngine, failed
 from services.trainer.tinker.samples import sample_request
 from services.trainer.tinker.sampling import SampleServer, SampleTask, version_of
 from services.trainer.tinker.specs import ModelSpec
-from services.trainer.tinker.store import JSON, Checkpoint, Future, FutureStore, Request, Settlement
+from services.trainer.tinker.store import (
+    JSON,
+    Checkpoint,
+    Future,
+    FutureStore,
+    History,
+    Request,
+    Settlement,
+    failed,
+)
 from shared.errors import InputError, NotFound, RateLimited, VolleyError
 from shared.process import telemetry
 
@@ -35,10 +42,27 @@ _KEPT_SAMPLERS = 16
 _log = telemetry.Log("tinker")
 
 
+class Engine(Protocol):
+    """Methods of `TrainEngine`. Every one blocks, and is called in one thread."""
+
+    def has(self, model: str) -> bool: ...
+
+    def load(self, model: str, history: History) -> None: ...
+
+    def execute(self, future: Future) -> Settlement: ...
+
+    def state_due(self, model: str) -> bool: ...
+
+    def save_state(self, model: str, seq: int) -> tuple[str, str, str]: ...
+
+    def export(self, checkpoint: Checkpoint | None, name: str) -> Path: ...
+
+
 @dataclass
 class TinkerService:
     """Args:
     name, architecture, tokenizer: of the base model; the name as clients write it, the tokenizer's folder or hub id.
+    context: most tokens of a sequence.
     open_engine: loads the base model; called in the thread of `train`.
     result_ttl_s: how long results are kept.
     """
@@ -49,11 +73,11 @@ class TinkerService:
     store: FutureStore
     database: Executor
     train: Executor
-    shapes: BatchShapes
-    open_engine: Callable[[], TrainEngine]
+    context: int
+    open_engine: Callable[[], Engine]
     result_ttl_s: float
     servers: list[SampleServer] = field(default_factory=list[SampleServer])
-    engine: TrainEngine | None = None
+    engine: Engine | None = None
     _work: asyncio.Event = field(default_factory=asyncio.Event)
     _settled: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
     _served: dict[str, float] = field(default_factory=dict[str, float])
@@ -134,7 +158,7 @@ class TinkerService:
 
     async def sample(self, body: Mapping[str, Any]) -> tuple[Future, int]:
         """Record a sampling request; return it with its number of samples. Raises InputError, NotFound."""
-        context = self.shapes.context
+        context = self.context
         owner, seq = body.get("sampling_session_id"), body.get("seq_id")
         if owner is None:
             owner, seq = f"sample:{uuid.uuid4()}", 0
@@ -246,8 +270,13 @@ class TinkerService:
                 return
         made = await self._train(self.engine.execute, future)
         await self.settle(future, made)
-        if made.weights and self.engine.state_due(model):
+        if made.weights and self.saves_state(model):
             await self._save_state(model, future.seq)
+
+    def saves_state(self, model: str) -> bool:
+        """Return whether a model's state is saved after this request."""
+        assert self.engine is not None
+        return self.engine.state_due(model)
 
     def _history(self, model: str) -> History:
         state = self.store.state_of(model)

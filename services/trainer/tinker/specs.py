@@ -1,4 +1,4 @@
-"""What clients ask for in JSON: models, optimizer steps, saved states; checked, as plain values."""
+"""Checks of clients' JSON: models, optimizer steps, saved states, as plain values."""
 
 from __future__ import annotations
 

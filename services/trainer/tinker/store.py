@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 import orjson
 
-from shared.errors import InputError, NotFound
+from services.trainer.tinker.specs import ModelSpec
+from shared.errors import InputError, NonFinite, NotFound, VolleyError, WeightsError
 from shared.run import futures
 from shared.run.futures import LedgerRow
 
@@ -88,7 +89,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What a request came to.
+    """Result of a request.
 
     `weights` is the checksum of the model's weights if the request changed them; `checkpoint` one that it wrote, and
     `sampler` (id, session, path) a sampling session that it opened.
@@ -99,6 +100,24 @@ class Settlement:
     weights: str = ""
     checkpoint: Checkpoint | None = None
     sampler: tuple[str, str, str | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Past of a model: its specification, its saved state (number, file, checksum), and the settled requests after it,
+    each with the checksum of weights that it left.
+    """
+
+    spec: ModelSpec
+    state: tuple[int, str, str] | None
+    after: Sequence[tuple[Future, str]]
+
+
+def failed(error: VolleyError) -> Settlement:
+    """Return the result of a request that failed."""
+    category = "user" if isinstance(error, InputError | WeightsError | NonFinite) else "server"
+    text = error.detail + (f" ({error.hint})" if error.hint else "")
+    return Settlement("failed", orjson.dumps({"error": text, "category": category}))
 
 
 _FUTURES = "SELECT id, owner, seq, kind, body, media, outcome, result FROM futures"

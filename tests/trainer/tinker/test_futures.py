@@ -1,0 +1,171 @@
+"""Futures: recorded once, executed in order, settled once, the same bits after a restart, and checked offline."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from services.trainer.tinker.learner import Base
+from services.trainer.tinker.messages import pass_output
+from services.trainer.tinker.service import TinkerService, json_request
+from services.trainer.tinker.store import JSON, Future, Request
+from shared.errors import InputError, NotFound
+from shared.run import futures
+from tests.trainer.tinker.support import base, service
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    return base(tmp_path_factory.mktemp("tinker"))
+
+
+def pass_request(
+    model: str, seq: int, seed: int, kind: str = "forward_backward", loss: str = "cross_entropy"
+) -> Request:
+    ids = np.random.default_rng(seed).integers(0, 64, 9).tolist()
+    datum = {"model_input": {"chunks": [{"tokens": ids[:-1]}]}, "loss_fn_inputs": {"target_tokens": {"data": ids[1:]}}}
+    body = {"model_id": model, "seq_id": seq, "forward_backward_input": {"data": [datum], "loss_fn": loss}}
+    data = orjson.dumps(body)
+    return Request(model, seq, kind, data, JSON, f"{seed} {kind}")
+
+
+def step(model: str, seq: int, **adam: float) -> Request:
+    return json_request(model, seq, "optim_step", {"adam_params": {"learning_rate": 0.01, **adam}})
+
+
+async def new_model(tinker: TinkerService, rank: int = 4) -> str:
+    session = await tinker.create_session({})
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": rank, "seed": 1}}
+    future = await tinker.create_model(body)
+    return orjson.loads(future.result or b"")["model_id"]
+
+
+async def results(tinker: TinkerService, sent: list[Request]) -> list[Future]:
+    """Send the requests, and wait for their results while the worker runs."""
+    worker = asyncio.ensure_future(tinker.run())
+    try:
+        found = [await tinker.submit(one) for one in sent]
+        async with asyncio.timeout(60):
+            return [await tinker.wait(one.id, 60) for one in found]
+    finally:
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+
+
+def weights(folder: Path, model: str) -> list[str]:
+    connection = futures.connect(folder / futures.DATABASE, read_only=True)
+    try:
+        rows = connection.execute("SELECT weights FROM ledger WHERE owner = ? AND weights != '' ORDER BY seq", (model,))
+        return [one for (one,) in rows]
+    finally:
+        connection.close()
+
+
+def plan(model: str) -> list[Request]:
+    made = [pass_request(model, 1, 1), pass_request(model, 2, 2), step(model, 3), pass_request(model, 4, 3)]
+    return [*made, step(model, 5), pass_request(model, 6, 4), step(model, 7)]
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+async def test_a_restart_between_pass_and_step_changes_no_bit(tmp_path: Path, tiny: Base, rank: int):
+    """Also when saved states are older than the last step."""
+    checksums = []
+    for parts in ([7], [2, 3, 4, 5], [1, 2, 4, 7]):
+        folder, done, model = tmp_path / str(parts), 0, ""
+        for end in [*parts, 7]:
+            async with service(folder, tiny) as tinker:
+                model = model or await new_model(tinker, rank)
+                if len(parts) > 3:
+                    tinker.saves_state = lambda _model: False  # type: ignore[method-assign]
+                await results(tinker, plan(model)[done:end])
+            done = end
+        assert not [*futures.problems(folder)]
+        checksums.append(weights(folder, model))
+    assert checksums[0] == checksums[1] == checksums[2]
+    assert len(set(checksums[0])) == 3
+
+
+async def test_requests_are_executed_once_and_in_order(tmp_path: Path, tiny: Base):
+    """Numbers that arrive early wait; a repeated request has the recorded result; another one is refused."""
+    async with service(tmp_path, tiny) as tinker:
+        model = await new_model(tinker)
+        sent = plan(model)
+        found = await results(tinker, [sent[2], sent[1], sent[0], sent[0]])
+        assert [one.outcome for one in found] == ["done"] * 4
+        assert pass_output(found[2].result or b"").metrics == pass_output(found[3].result or b"").metrics
+        again = await tinker.submit(sent[2])
+        assert again.result == found[0].result
+        with pytest.raises(InputError):
+            await tinker.submit(step(model, 3, learning_rate=9.0))
+        with pytest.raises(NotFound):
+            await tinker.submit(step("other:train:0", 1))
+    assert len(weights(tmp_path, model)) == 1
+    assert not [*futures.problems(tmp_path)]
+
+
+async def test_a_wrong_request_takes_its_number(tmp_path: Path, tiny: Base):
+    async with service(tmp_path, tiny) as tinker:
+        model = await new_model(tinker)
+        wrong = [pass_request(model, 1, 1, loss="gspo"), step(model, 2, beta1=2.0), step(model, 3, what=1.0)]
+        found = await results(tinker, [*wrong, pass_request(model, 4, 1), step(model, 5)])
+        assert [one.outcome for one in found] == ["failed"] * 3 + ["done"] * 2
+        assert {orjson.loads(one.result or b"")["category"] for one in found[:3]} == {"user"}
+
+
+async def test_saved_weights_are_loaded(tmp_path: Path, tiny: Base):
+    """Into a new model with its optimizer, and into one of another rank not at all."""
+    async with service(tmp_path, tiny) as tinker:
+        model = await new_model(tinker)
+        saved = json_request(model, 3, "save_weights", {"path": "a"})
+        twice = json_request(model, 4, "save_weights", {"path": "a"})
+        found = await results(tinker, [pass_request(model, 1, 1), step(model, 2), saved, twice])
+        path = orjson.loads(found[2].result or b"")["path"]
+        assert (path, found[3].outcome) == (f"tinker://{model}/weights/a", "failed")
+        session = model.partition(":")[0]
+        loads = {"session_id": session, "model_seq_id": 1, "path": path, "optimizer": True}
+        created = await tinker.create_model_from(loads)
+        rest = [pass_request(created.owner, 1, 5), step(created.owner, 2)]
+        own = [pass_request(model, 5, 5), step(model, 6)]
+        await results(tinker, [*rest, *own])
+        other = await new_model(tinker, rank=2)
+        (refused,) = await results(tinker, [json_request(other, 1, "load_weights", {"path": path, "optimizer": False})])
+        assert refused.outcome == "failed"
+    assert weights(tmp_path, created.owner)[-1] == weights(tmp_path, model)[-1]
+    assert not [*futures.problems(tmp_path)]
+
+
+LIES: list[Callable[[Any], Any]] = [
+    lambda db: db.execute("DELETE FROM ledger WHERE n = 3"),
+    lambda db: db.execute("UPDATE ledger SET weights = 'x' WHERE n = 4"),
+    lambda db: db.execute("UPDATE futures SET result = 'x' WHERE seq = 1"),
+    lambda db: db.execute("UPDATE futures SET outcome = 'failed' WHERE seq = 1"),
+    lambda db: db.execute("UPDATE futures SET outcome = NULL WHERE seq = 2"),
+    lambda db: db.execute("UPDATE models SET state_weights = 'x'"),
+    lambda db: db.execute("DELETE FROM ledger WHERE n = (SELECT max(n) FROM ledger)"),
+]
+
+
+async def test_changes_of_the_record_are_found(tmp_path: Path, tiny: Base):
+    async with service(tmp_path, tiny) as tinker:
+        model = await new_model(tinker)
+        await results(tinker, plan(model)[:4])  # the state after the step is saved before the last is executed
+    assert not [*futures.problems(tmp_path)]
+    path = tmp_path / futures.DATABASE
+    whole = path.read_bytes()
+    for lie in LIES:
+        path.write_bytes(whole)
+        connection = sqlite3.connect(path)
+        lie(connection)
+        connection.commit()
+        connection.close()
+        assert [*futures.problems(tmp_path)]
+    path.write_bytes(whole)
+    next((tmp_path / "states").iterdir()).write_bytes(b"")
+    assert [*futures.problems(tmp_path)]
