@@ -29,6 +29,7 @@ from shared.section import Section
 from shared.services_schema import ServicesSection
 from shared.sft_schema import DpoSection, SftSection
 from shared.tinker_schema import TinkerSection
+from shared.tunix_limits import TunixSettings, tunix_problem
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -244,7 +245,8 @@ class TrainerSection(Section):
     only adapters are trained, on top of the weights that the run starts with (RL: those after the warm start).
     `offload_reference` keeps the reference of a KL term or of DPO in host memory and moves it to the devices for its
     passes; with `lora` it has no effect. `attention` is computed in blocks of queries, or by splash attention, whose
-    kernels need a TPU and lengths that are multiples of 128; `auto` uses splash attention where possible.
+    kernels need a TPU and lengths that are multiples of 128; `auto` uses splash attention where possible. `backend:
+    tunix` computes losses and optimizer steps of RL with `tunix.rl` (see shared.tunix_limits).
     """
 
     max_steps: PositiveInt = 10
@@ -260,6 +262,7 @@ class TrainerSection(Section):
     lora: LoraSection | None = None
     offload_reference: bool = False
     attention: Literal["auto", "blocks", "splash"] = "auto"
+    backend: Literal["volley", "tunix"] = "volley"
     mesh: MeshSection = MeshSection()
 
     @model_validator(mode="after")
@@ -349,6 +352,20 @@ class RunConfig(Section):
         given = tree.get("algorithm") if isinstance(tree, dict) else None
         return {**tree, "algorithm": {"name": "grpo", **given}} if isinstance(given, dict) else tree
 
+    def _of_tunix(self) -> TunixSettings:
+        rows = self.trainer.groups_per_step * self.grpo_config.num_generations
+        return TunixSettings(
+            section=self.algorithm,
+            rows=rows,
+            micro_rows=self.trainer.train_micro_batch_size or rows,
+            num_generations=self.grpo_config.num_generations,
+            temperature=self.rollout.sampling.temperature,
+            adapts=self.trainer.lora is not None,
+            packs=self.trainer.micro_batch_tokens is not None,
+            cuts_left=self.orchestrator.generation.truncation == "left",
+            num_processes=self.services.trainer.num_processes,
+        )
+
     @property
     def is_supervised(self) -> bool:
         """True for supervised training without RL."""
@@ -399,6 +416,8 @@ class RunConfig(Section):
         n_groups = max(1, self.orchestrator.max_concurrent_episodes // self.grpo_config.num_generations)
         limits = self.trainer.groups_per_step, self.grpo_config.off_policy_steps, n_groups
         if problem := defeated(self.orchestrator.generation, *limits):
+            raise ValueError(problem)
+        if self.trainer.backend == "tunix" and (problem := tunix_problem(self._of_tunix())):
             raise ValueError(problem)
         if missing := missing_servers(self.data.rewards, self.services.env.reward_servers):
             raise ValueError(missing[0])

@@ -11,6 +11,7 @@ from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.policy import PolicyOptions
 from services.trainer.learner.supervised import SupervisedOptions
+from services.trainer.learner.tunix_options import TunixOptions
 from services.trainer.models.lora import LoraOptions
 from services.trainer.models.options import ModelOptions
 from services.trainer.settings import TokenLimits
@@ -75,6 +76,10 @@ def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
             optimizer_options(section.critic_optimizer_config, updates),
             waits,
         )
+    shape, tunix = layout(config, tokens, rows), None
+    if trainer.backend == "tunix":
+        n_micro, temperature = shape.n_micro(rows), config.rollout.sampling.temperature
+        tunix = TunixOptions(section, temperature, n_micro, grpo.num_iterations, grpo.num_generations)
     made = critic.algorithm if critic else algorithm(section, grpo.num_iterations, grpo.max_response_length)
     return PolicyOptions(
         algorithm=taught(made, section),
@@ -83,11 +88,12 @@ def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
         n_iterations=grpo.num_iterations,
         max_response_length=grpo.max_response_length,
         rows_per_step=rows,
-        layout=layout(config, tokens, rows),
+        layout=shape,
         optimizer=optimizer_options(trainer.optimizer_config, max(1, updates - waits * grpo.num_iterations)),
         published_dtype=config.model.dtype,
         critic=critic,
         offload_reference=trainer.offload_reference,
+        tunix=tunix,
     )
 
 

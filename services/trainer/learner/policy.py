@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from services.trainer.algorithms.terms.algorithm import Algorithm, Episode
+from services.trainer.algorithms.terms.algorithm import Algorithm, Episode, Needs
 from services.trainer.batches.batch import (
     Aggregation,
     Batch,
@@ -37,6 +37,7 @@ from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.published import PublishedWeights
 from services.trainer.learner.scoring import Reference, Scorer, divided, objective, params_of
 from services.trainer.learner.train_step import Learner, Objective, Params, Update
+from services.trainer.learner.tunix_options import TunixOptions
 from services.trainer.metrics import step_metrics
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.models.arrays import CheckpointContents, HostArray
@@ -44,6 +45,9 @@ from services.trainer.models.family import Model
 from services.trainer.publishing.publications import Arrays
 from shared.run.checkpoint_files import ManifestLeaf, Probe
 from shared.types import Trajectory, WeightVersion
+
+if TYPE_CHECKING:
+    from services.trainer.learner.tunix import TunixLearner
 
 _COMPARED = "logprob_abs_diff"
 
@@ -55,7 +59,8 @@ class PolicyOptions:
     `n_iterations` is the number of optimizer updates on one step's data. `max_response_length` scales
     `sequence-mean-token-scale`. `rows_per_step` is groups times episodes, which have
     one row unless they branch. `published_dtype` is the dtype of
-    checkpointed parameters. With `offload_reference` the reference is in host memory except during its passes.
+    checkpointed parameters. With `offload_reference` the reference is in host memory except during its passes. With
+    `tunix`, `tunix.rl` computes losses and optimizer steps.
     """
 
     algorithm: Algorithm
@@ -69,6 +74,13 @@ class PolicyOptions:
     published_dtype: str
     critic: CriticSetup | None = None
     offload_reference: bool = False
+    tunix: TunixOptions | None = None
+
+    @property
+    def needs(self) -> Needs:
+        """Inputs that algorithm and learner need; Tunix's compares trainer and engine by `old`."""
+        needs = self.algorithm.needs
+        return replace(needs, old=True) if self.tunix else needs
 
 
 class Policy:
@@ -91,11 +103,11 @@ class Policy:
         self._scorer = Scorer(model, options.temperature)
         self._published = PublishedWeights(self._scorer, config, options.published_dtype)
         trained, frozen = divided(params_of(model))
-        self._learner = Learner(trained, make_optimizer(options.optimizer), _objective(model, options), frozen)
+        self._learner = _learner(model, options, trained, frozen)
         self._probed: Probe | None = None  # of the present weights, once checked to be finite
         self._reference: Reference | None = None
         self._critic = Critic(model, options.critic) if options.critic else None
-        if options.algorithm.needs.reference:
+        if options.needs.reference:
             self._reference = Reference(self._learner, reference, offload=options.offload_reference)
 
     def apply_options(self, options: PolicyOptions) -> None:
@@ -105,7 +117,10 @@ class Policy:
         not change.
         """
         self._options = options
-        self._learner.configure(make_optimizer(options.optimizer), _objective(self._model, options))
+        if isinstance(self._learner, Learner):
+            self._learner.configure(make_optimizer(options.optimizer), _objective(self._model, options))
+        elif options.tunix is not None:
+            self._learner.configure(make_optimizer(options.optimizer), options.tunix)
         if self._critic is not None and options.critic is not None:
             self._critic.apply_setup(options.critic)
 
@@ -247,7 +262,7 @@ class Policy:
 
         The reference is another model, so it routes tokens to experts of its own choice.
         """
-        needs, layout = self._options.algorithm.needs, self._options.layout
+        needs, layout = self._options.needs, self._options.layout
         if not (needs.reference or needs.old or needs.values):
             return [list(rows) for rows in of_episodes]
         rows = [row for its in of_episodes for row in its]
@@ -267,6 +282,15 @@ class Policy:
 
     def _logprobs(self, params: Params, batches: Sequence[Batch]) -> list[np.ndarray]:
         return [self._scorer.logprobs(params, batch) for batch in batches]
+
+
+def _learner(model: Model, options: PolicyOptions, trained: Params, frozen: Params) -> Learner | TunixLearner:
+    optimizer = make_optimizer(options.optimizer)
+    if options.tunix is None:
+        return Learner(trained, optimizer, _objective(model, options), frozen)
+    from services.trainer.learner.tunix import TunixLearner  # takes seconds to import
+
+    return TunixLearner(model, trained, optimizer, options.tunix)
 
 
 def _objective(model: Model, options: PolicyOptions) -> Objective:

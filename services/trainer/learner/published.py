@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from services.trainer.learner.scoring import Scorer
-from services.trainer.learner.train_step import Learner, Params
+from services.trainer.learner.train_step import Params, PolicyLearner
 from services.trainer.models.arrays import CheckpointContents
 from services.trainer.models.sharding import to_host
 from services.trainer.publishing.publications import Arrays
@@ -33,7 +33,7 @@ class PublishedWeights:
     config: Mapping[str, Any]
     dtype: str
 
-    def probed(self, learner: Learner, of: str, wrong: Sequence[str] = ()) -> Probe:
+    def probed(self, learner: PolicyLearner, of: str, wrong: Sequence[str] = ()) -> Probe:
         """Make the probe of the learner's present weights.
 
         Raises NonFinite if `wrong` names anything, or if a parameter, the optimizer state or the probe is not finite;
@@ -47,7 +47,7 @@ class PublishedWeights:
             raise NonFinite(f"{of}: {named(what)} not finite", "a lower learning rate may help", what)
         return probe
 
-    def contents(self, learner: Learner, probe: Probe, more: Mapping[str, Any]) -> CheckpointContents:
+    def contents(self, learner: PolicyLearner, probe: Probe, more: Mapping[str, Any]) -> CheckpointContents:
         """Collect the contents of a checkpoint; with adapters, only those.
 
         `more` is training state other than the optimizer's.
@@ -58,7 +58,7 @@ class PublishedWeights:
             master, params = params, {k: v.astype(jnp.dtype(self.dtype)) for k, v in params.items()}
         return CheckpointContents(params, learner.optimizer_state() | dict(more), master, self.config, probe)
 
-    def published(self, learner: Learner) -> tuple[list[ManifestLeaf], Arrays]:
+    def published(self, learner: PolicyLearner) -> tuple[list[ManifestLeaf], Arrays]:
         """Describe the trained parameters for servers, with functions that copy them, valid until the next step."""
         return on_host(learner.trained, None if learner.frozen else self.dtype)
 

@@ -13,7 +13,7 @@ from flax import nnx
 from services.trainer.algorithms.terms.logprobs import Entropy, TokenScores, token_scores
 from services.trainer.algorithms.terms.statistics import Statistics, mean
 from services.trainer.batches.batch import Batch
-from services.trainer.learner.train_step import ROW_AXES, Learner, Objective, Params, placed_as, snapshot
+from services.trainer.learner.train_step import ROW_AXES, Objective, Params, PolicyLearner, placed_as, snapshot
 from services.trainer.models.attention import Packing
 from services.trainer.models.decoder import hidden_states, routed_states
 from services.trainer.models.family import Model, float32_graph, head, leaf_name
@@ -134,7 +134,9 @@ class Reference:
         offload: keep it in host memory between its passes; the values are the same, bit for bit.
     """
 
-    def __init__(self, learner: Learner, values: Mapping[str, Any] | None = None, *, offload: bool = False) -> None:
+    def __init__(
+        self, learner: PolicyLearner, values: Mapping[str, Any] | None = None, *, offload: bool = False
+    ) -> None:
         present = learner.params
         self._on_devices = {name: value.sharding for name, value in present.items()}
         if learner.frozen:

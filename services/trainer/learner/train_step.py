@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -153,11 +153,37 @@ class Learner:
 
         Parameters count too if only rounding to the dtype `published` makes an infinity.
         """
-        params, state = self._params, self.optimizer_state()
         with self.mesh:
-            finite = np.asarray(self._are_finite(list(params.values()), list(state.values()), published=published))
-        names = [*params, *(f"optimizer {name}" for name in state)]
-        return [name for name, ok in zip(names, finite, strict=True) if not ok]
+            return non_finite_names(self._params, self.optimizer_state(), published, self._are_finite)
+
+
+class PolicyLearner(Protocol):
+    """Methods of a learner that a policy calls."""
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh: ...
+
+    @property
+    def params(self) -> Params: ...
+
+    @property
+    def trained(self) -> Params: ...
+
+    @property
+    def frozen(self) -> Params: ...
+
+    @property
+    def n_shapes(self) -> int: ...
+
+    def update(self, batches: Sequence[Batch], *, apply: bool = True) -> Update: ...
+
+    def optimizer_state(self) -> dict[str, jax.Array]: ...
+
+    def load_params(self, values: Mapping[str, Any]) -> None: ...
+
+    def load_optimizer_state(self, values: Mapping[str, Any]) -> None: ...
+
+    def non_finite(self, published: str) -> list[str]: ...
 
 
 def gradient(objective: Objective) -> Callable[[Params, Params, Batch], tuple[tuple[jax.Array, Statistics], Params]]:
@@ -202,6 +228,16 @@ def _name(path: Sequence[Any]) -> str:
     """Join a path: (2, 0, .mu, "final_norm.w") -> opt_state.2.0.mu.final_norm.w"""
     parts = [getattr(key, next(a for a in ("key", "idx", "name") if hasattr(key, a))) for key in path]
     return ".".join([_STATE, *map(str, parts)])
+
+
+def non_finite_names(
+    params: Params, state: Mapping[str, jax.Array], published: str, check: Callable[..., jax.Array] | None = None
+) -> list[str]:
+    """Names of parameters and optimizer state that hold a NaN or an infinity; `check` is a compiled `_are_finite`."""
+    check = jax.jit(_are_finite, static_argnames="published") if check is None else check
+    finite = np.asarray(check(list(params.values()), list(state.values()), published=published))
+    names = [*params, *(f"optimizer {name}" for name in state)]
+    return [name for name, ok in zip(names, finite, strict=True) if not ok]
 
 
 def _are_finite(params: list[jax.Array], state: list[jax.Array], *, published: str) -> jax.Array:
