@@ -9,7 +9,7 @@ the output of `to_hf`, so a key that is not named here has no effect on either.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -101,6 +101,7 @@ class ModelConfig:
         mlp = 3 * (d + 1) * self.intermediate_size
         if experts is not None:
             mlp = experts.num_experts * (d + 3 * (d + 1) * experts.moe_intermediate_size)
+            mlp += d + 3 * (d + 1) * (experts.shared_expert_intermediate_size or 0)
         block = (d + 1) * of_heads + mlp + 4 * d + 2 * size
         embeddings = 1 if self.tie_word_embeddings else 2
         return embeddings * self.vocab_size * d + self.num_hidden_layers * block + d
@@ -151,7 +152,7 @@ class ModelConfig:
             "hidden_act": family.activation,
         }
         scaling = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling.to_hf()}
-        experts = {} if self.experts is None else asdict(self.experts)
+        experts = {} if self.experts is None else self.experts.to_hf()
         attention = {} if self.attention is None else self.attention.to_hf(family, self.num_hidden_layers)
         written = {**family.written, **experts, **attention, "attention_dropout": 0.0, "eos_token_id": eos or None}
         return constant | named | scaling | written

@@ -12,6 +12,7 @@ from shared.models.rope import MAX_THETA
 from shared.models.values import boolean, number, shorten, size
 
 _MOST_EXPERTS, _MOST_SIZE, _MOST_CAP = 1 << 16, 1 << 30, 1e6
+_SHARED = "shared_expert_intermediate_size"
 _EVERY = ("sliding_window_pattern", "_sliding_window_pattern")
 """Spellings of transformers 4: every so manieth layer is of type `full_attention`."""
 
@@ -19,13 +20,15 @@ _EVERY = ("sliding_window_pattern", "_sliding_window_pattern")
 @dataclass(frozen=True, slots=True)
 class Experts:
     """Mixture of experts in every layer, under the names of a config.json. With `norm_topk_prob` the weights of the
-    chosen experts add up to 1.
+    chosen experts add up to 1. `shared_expert_intermediate_size` is the size of an expert beside them that computes
+    every token, weighted by a gate of its own; None: there is none.
     """
 
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool
+    shared_expert_intermediate_size: int | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], family: Family, where: str) -> Self | None:
@@ -40,7 +43,18 @@ class Experts:
         inner = size(known["moe_intermediate_size"], "moe_intermediate_size", where, 1 << 20)
         if per_token > n:
             raise ConfigError(f"{where}: num_experts_per_tok={per_token} is more than num_experts={n}", "correct them")
-        return cls(n, per_token, inner, boolean(given.get("norm_topk_prob", False), "norm_topk_prob", where))
+        shared = known.get(_SHARED) if _SHARED in family.experts else None
+        return cls(
+            num_experts=n,
+            num_experts_per_tok=per_token,
+            moe_intermediate_size=inner,
+            norm_topk_prob=boolean(given.get("norm_topk_prob", False), "norm_topk_prob", where),
+            shared_expert_intermediate_size=None if shared is None else size(shared, _SHARED, where, 1 << 20),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """Keys of config.json; without those that this model has not."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

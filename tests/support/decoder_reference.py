@@ -138,8 +138,12 @@ def _experts(
     """A token's most probable experts, by their probabilities; they are added to `routed`."""
     probabilities, most_probable = router(x, w[prefix + "gate.weight"], config["num_experts_per_tok"])
     routed.append(most_probable)
+    shared = np.zeros_like(x)
+    if (kernel := w.get(prefix + "shared_expert_gate.weight")) is not None:
+        shared = _mlp(x, w, prefix + "shared_expert.", keep) / (1 + np.exp(-(x @ kernel.T)))
     return keep(
-        mixed(x, probabilities, most_probable, lambda i, one: _mlp(one, w, f"{prefix}experts.{i}.", keep), config)
+        shared
+        + mixed(x, probabilities, most_probable, lambda i, one: _mlp(one, w, f"{prefix}experts.{i}.", keep), config)
     )
 
 

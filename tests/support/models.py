@@ -75,6 +75,10 @@ def random_weights(config: Mapping[str, Any], seed: int) -> Weights:
         ffn, n = config["moe_intermediate_size"], config["num_experts"]
         shapes["mlp.gate"] = (n, dim)
         feed_forward = [f"mlp.experts.{i}" for i in range(n)]
+        if shared := config.get("shared_expert_intermediate_size"):
+            shapes["mlp.shared_expert_gate"] = (1, dim)
+            names = (("gate_proj", (shared, dim)), ("up_proj", (shared, dim)), ("down_proj", (dim, shared)))
+            shapes |= {f"mlp.shared_expert.{name}": shape for name, shape in names}
     else:
         feed_forward = ["mlp"]
     for prefix in feed_forward:
@@ -127,6 +131,8 @@ def _tunix_leaf(name: str, value: np.ndarray, config: Mapping[str, Any]) -> tupl
         return top[name], value
     if name == "lm_head.weight":
         return "lm_head.w", np.ascontiguousarray(value.T)
+    if shared := re.fullmatch(r"model\.(layers\.\d+\.mlp\.shared_expert[\w.]*)\.weight", name):
+        return f"{shared[1]}.kernel", np.ascontiguousarray(value.T)
     match = re.fullmatch(r"model\.layers\.(\d+)\.(?:self_attn\.|mlp\.)?(\w+)\.(weight|bias)", name)
     assert match, name
     layer, leaf, kind = match.groups()

@@ -8,6 +8,7 @@ divides scores by √head_dim, and its experts' weights always add up to 1.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -70,6 +71,8 @@ def create(model: ModelConfig, dtype: str, remat: Remat) -> qwen3.Qwen3:
             layer.attn.scores = ScoreOptions(scale=model.attention.scale, softcap=cap, window=window)
         if model.experts is not None:
             layer.mlp.norm_topk_prob = model.experts.norm_topk_prob
+            if model.experts.shared_expert_intermediate_size is not None:
+                _add_shared_expert(layer.mlp, made.config, model.experts.shared_expert_intermediate_size, rngs)
             _shard_experts(layer.mlp)
         elif (mlp := _MLPS[family.activation]) is not qwen3.MLP:
             layer.mlp = mlp(made.config, rngs=rngs)
@@ -124,6 +127,14 @@ def _add_biases(attn: Any, model: ModelConfig) -> None:
     heads["v_bias"] = model.num_key_value_heads
     for name, n in heads.items():
         setattr(attn, name, nnx.Param(jnp.zeros(n * model.head_dim, jnp.float32), out_sharding=("tp",)))
+
+
+def _add_shared_expert(mlp: Any, config: qwen3.ModelConfig, size: int, rngs: nnx.Rngs) -> None:
+    """Expert of every token, with the gate that weighs it."""
+    mlp.shared_expert = qwen3.MLP(replace(config, hidden_dim=size), rngs=rngs)
+    gate = nnx.with_partitioning(nnx.initializers.zeros_init(), (None, None))
+    types = {"dtype": config.dtype, "param_dtype": jnp.float32}
+    mlp.shared_expert_gate = nnx.Linear(config.embed_dim, 1, use_bias=False, kernel_init=gate, rngs=rngs, **types)
 
 
 def _shard_experts(mlp: Any) -> None:

@@ -35,6 +35,8 @@ def mixed(mlp: Any, x: jax.Array, given: jax.Array | None = None) -> tuple[jax.A
 
     matrices = (one.get_value() for one in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     total, _ = jax.lax.scan(jax.checkpoint(add), jnp.zeros_like(x), (*matrices, jnp.moveaxis(weights, -1, 0)))
+    if hasattr(mlp, "shared_expert"):  # as in Qwen2-MoE
+        total = total + jax.nn.sigmoid(mlp.shared_expert_gate(x)) * mlp.shared_expert(x)
     return total, differs
 
 

@@ -8,6 +8,7 @@
 | ….…_proj.bias [out]                   | the same                       |
 | …norm.scale [D]                       | …norm.weight                   |
 | ….moe_gate.kernel [D, E]              | ….mlp.gate.weight, transposed  |
+| ….shared_experts.…_proj.weight         | ….mlp.shared_expert.…_proj.weight, transposed |
 | ….mlp.{wi_0,wi_1,wo} [E, in, out]     | ….mlp.experts.0.{gate,up,down}_proj.weight and so on, transposed |
 
 The engine spells some names otherwise for a family: `engine_names` of its record.
@@ -45,6 +46,8 @@ _RULES: tuple[tuple[str, str, _Op], ...] = (
     (r"(model\.norm|model\.layers\.\d+\.(?:\w+_layernorm|self_attn\.[qk]_norm))\.weight", r"\1.scale", _same),
     (r"(model\.layers\.\d+\.(?:self_attn|mlp)\.\w+_proj)\.weight", r"\1.weight", _transposed),
     (r"(model\.layers\.\d+\.self_attn\.\w+_proj)\.bias", r"\1.bias", _same),
+    (r"(model\.layers\.\d+)\.mlp\.shared_expert\.(\w+_proj)\.weight", r"\1.shared_experts.\2.weight", _transposed),
+    (r"(model\.layers\.\d+)\.mlp\.(shared_expert_gate)\.weight", r"\1.\2.weight", _transposed),
     (r"(model\.layers\.\d+)\.mlp\.gate\.weight", r"\1.moe_gate.kernel", _transposed),
     (r"(model\.layers\.\d+\.mlp)\.experts\.gate_proj\.weight", r"\1.wi_0", _transposed),
     (r"(model\.layers\.\d+\.mlp)\.experts\.up_proj\.weight", r"\1.wi_1", _transposed),
