@@ -9,7 +9,7 @@ the output of `to_hf`, so a key that is not named here has no effect on either.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 from shared.models import rope
 from shared.models.families import families, supported
 from shared.models.family import FULL, Family
-from shared.models.family_parts import AttentionConfig, Experts
+from shared.models.family_parts import AttentionConfig, Experts, Latent
 from shared.models.refused import reason
 from shared.models.rope import Llama3Scaling
 from shared.models.values import boolean, number, shorten, size, unsupported
@@ -51,7 +51,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "auto_map": (None,),
     "transformers_weights": (None,),
 }
-_SPELLED = ("model_type", "rope_scaling", "eos_token_ids", "experts", "attention")
+_SPELLED = ("model_type", "rope_scaling", "eos_token_ids", "experts", "attention", "latent")
 _NOT_COMPUTED = ("max_position_embeddings", "initializer_range", "eos_token_ids")
 
 
@@ -65,6 +65,8 @@ class ModelConfig:
             generation_config.json.
         experts: None if the layers are dense.
         attention: None if attention and logits are plain.
+        latent: None if queries, keys and values are projected at once. Otherwise `head_dim` is the part of a head that
+            rotary positions turn.
     """
 
     model_type: str
@@ -84,12 +86,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     experts: Experts | None = None
     attention: AttentionConfig | None = None
+    latent: Latent | None = None
 
     @property
     def routing(self) -> RoutingShape | None:
-        """Shape of the routing to experts; None for a dense model."""
+        """Shape of the routing to experts; None for a dense model, and for DeepSeek's, which replays no routing."""
         experts = self.experts
-        if experts is None:
+        if experts is None or experts.n_group is not None:
             return None
         return RoutingShape(self.num_hidden_layers, experts.num_experts, experts.num_experts_per_tok)
 
@@ -101,8 +104,12 @@ class ModelConfig:
         mlp = 3 * (d + 1) * self.intermediate_size
         if experts is not None:
             mlp = experts.num_experts * (d + 3 * (d + 1) * experts.moe_intermediate_size)
-            mlp += d + 3 * (d + 1) * (experts.shared_expert_intermediate_size or 0)
-        block = (d + 1) * of_heads + mlp + 4 * d + 2 * size
+            mlp += d + experts.num_experts + 3 * (d + 1) * experts.shared_size
+            mlp = max(mlp, 3 * (d + 1) * self.intermediate_size)
+        attention = (d + 1) * of_heads
+        if self.latent is not None:
+            attention = self.latent.n_numbers(d, self.num_attention_heads)
+        block = attention + mlp + 4 * d + 2 * size
         embeddings = 1 if self.tie_word_embeddings else 2
         return embeddings * self.vocab_size * d + self.num_hidden_layers * block + d
 
@@ -124,6 +131,9 @@ class ModelConfig:
         _refuse_unsupported(given, family, where)
         given = rope.flattened(given, where) if "rope_local_base_freq" in (family.attention or {}) else given
         theta, scaling = rope.parse(given, where, llama3=family.llama3_rope, default=family.rope_theta)
+        latent = Latent.parse(given, family, where)
+        if latent is not None:  # as transformers does, whatever config.json says
+            given = {**given, "head_dim": latent.qk_rope_head_dim}
         sizes = _sizes(given, family, where)
         found = cls(
             model_type=model_type,
@@ -138,6 +148,7 @@ class ModelConfig:
             eos_token_ids=tuple(sorted({*_eos_of(given, where), *more_eos})),
             experts=Experts.parse(given, family, where),
             attention=AttentionConfig.parse(given, family, sizes["num_hidden_layers"], where),
+            latent=latent,
         )
         _check_together(found, given, where)
         return found
@@ -152,9 +163,17 @@ class ModelConfig:
             "hidden_act": family.activation,
         }
         scaling = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling.to_hf()}
-        experts = {} if self.experts is None else self.experts.to_hf()
+        experts = {} if self.experts is None else self.experts.to_hf(family)
         attention = {} if self.attention is None else self.attention.to_hf(family, self.num_hidden_layers)
-        written = {**family.written, **experts, **attention, "attention_dropout": 0.0, "eos_token_id": eos or None}
+        latent = {} if self.latent is None else asdict(self.latent)
+        written = {
+            **family.written,
+            **experts,
+            **attention,
+            **latent,
+            "attention_dropout": 0.0,
+            "eos_token_id": eos or None,
+        }
         return constant | named | scaling | written
 
     @property
@@ -229,8 +248,8 @@ def _sizes(given: Mapping[str, Any], family: Family, where: str) -> dict[str, in
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> None:
     computed = family.attention or {}
     for key, neutral in {**_NEUTRAL, **family.neutral}.items():
-        value = raw.get(key, neutral[0])
-        if key not in computed and not any(type(value) is type(one) and value == one for one in neutral):
+        value = raw.get(key, next(iter(neutral), None))
+        if neutral and key not in computed and not any(type(value) is type(one) and value == one for one in neutral):
             raise unsupported(key, value, where)
     layers, kinds = raw.get("layer_types"), (FULL, *family.layer_types) if family.is_mixed else family.layer_types
     if layers is not None and not (isinstance(layers, list) and all(one in kinds for one in cast(list[Any], layers))):
@@ -244,6 +263,10 @@ def _check_together(model: ModelConfig, raw: Mapping[str, Any], where: str) -> N
         raise ConfigError(
             f"{where}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}", supported()
         )
+    if model.latent is not None and heads != kv_heads:
+        raise unsupported("num_key_value_heads", kv_heads, where)
+    if model.latent is not None and model.latent.v_head_dim > model.latent.qk_head_dim:
+        raise unsupported("v_head_dim", model.latent.v_head_dim, where, why="a value is longer than its key")
     if model.head_dim % 2:
         raise ConfigError(
             f"{where}: head_dim={model.head_dim} is odd", "rotary positions turn pairs: head_dim must be even"

@@ -20,7 +20,7 @@ class Family:
         defaults: sizes where the key is absent. `num_key_value_heads` None equals num_attention_heads; `head_dim` None
             is hidden_size / num_attention_heads.
         neutral: keys whose value must be one of these, because nothing else is computed; added to the keys that
-            `config` checks for every family.
+            `config` checks for every family. Without values, any is accepted.
         written: keys that our config.json has beside the sizes.
         names: parameters of a layer that only this family has: Tunix's name to Hugging Face's (see `names`).
         engine_names: parts of parameter names that sglang-jax spells in its own way for this family.
@@ -33,7 +33,9 @@ class Family:
         norms_add_one: norms multiply by 1 + weight instead of weight.
         output_norms: outputs of attention and of the feed-forward part are normalized before the residual sum.
         activation: of the feed-forward part.
-        experts: sizes of the mixture of experts in every layer, with defaults; None: layers are dense.
+        experts: keys of `config.Experts` that are computed, with defaults; None: layers are dense. With `n_group`,
+            experts are chosen as DeepSeek-V3 does.
+        latent: keys of `config.Latent`, with defaults; None: queries, keys and values are projected at once.
         attention: keys of `config.AttentionConfig` that are computed, with defaults; None: plain attention and logits.
         layer_types: pattern that repeats over the layers where config.json has no `layer_types`. Its kinds, and
             `full_attention`, are computed. With one kind, config.json has no such key.
@@ -57,7 +59,8 @@ class Family:
     norms_add_one: bool = False
     output_norms: bool = False
     activation: str = "silu"
-    experts: Mapping[str, int] | None = None
+    experts: Mapping[str, float] | None = None
+    latent: Mapping[str, int] | None = None
     attention: Mapping[str, float | None] | None = None
     layer_types: tuple[str, ...] = (FULL,)
     tokenizer: str = "PreTrainedTokenizerFast"

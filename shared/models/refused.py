@@ -36,7 +36,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
         *("qwen3_next", "recurrent_gemma", "zamba2"),
     ),
     _NOT_COMPUTED: (
-        *("deepseek_v2", "deepseek_v3", "deepseek_v32", "gemma4_text", "glm4_moe", "glm_moe_dsa", "minimax_m2"),
+        *("deepseek_v2", "deepseek_v32", "gemma4_text", "glm4_moe", "glm_moe_dsa", "minimax_m2"),
         *("mimo_v2_flash", "phi3"),
     ),
     _CODE: ("baichuan", "bailing_moe", "chatglm", "grok-1", "internlm2", "internlm3", "mimo", "qwen", "xverse"),

@@ -23,7 +23,19 @@ VERSION = "e000001-s000001"
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", ["llama-tied", "llama-scaled", "qwen2", "qwen3-moe", "gemma2", "gemma3", "mistral-windowed", "qwen2-moe"]
+    "name",
+    [
+        "llama-tied",
+        "llama-scaled",
+        "qwen2",
+        "qwen3-moe",
+        "gemma2",
+        "gemma3",
+        "mistral-windowed",
+        "qwen2-moe",
+        "deepseek-v3",
+        "moonlight",
+    ],
 )
 async def test_the_engine_computes_what_transformers_computes(name: str, tmp_path: Path) -> None:
     """The log-probabilities of the folder's weights are those that transformers gave; of an update, those of the

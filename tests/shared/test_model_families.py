@@ -16,6 +16,8 @@ from tests.support import decoder_reference, families, models
 
 GEMMA = families.case("gemma2").written
 LLAMA = families.case("llama-scaled").written
+DEEPSEEK = families.case("deepseek-v3").written
+QWEN2_MOE = families.case("qwen2-moe").written
 MISTRAL = families.case("mistral-windowed").written
 MOE = families.case("qwen3-moe").written
 QWEN2 = families.case("qwen2").written
@@ -41,7 +43,7 @@ def test_what_is_written_is_read_as_the_same(name: str) -> None:
 def test_names_and_orientation_of_every_tensor_are_those_of_both_sides(name: str) -> None:
     case = families.case(name)
     theirs = models.to_tunix(case.weights, case.config)
-    n_experts = case.config.get("num_experts", 0)
+    n_experts = case.config.get("num_experts") or case.config.get("n_routed_experts", 0)
     made: set[str] = set()
     for leaf, value in theirs.items():
         if names.is_experts(leaf):
@@ -293,6 +295,17 @@ def test_llamas_scaling_is_read_from_every_spelling() -> None:
         (GEMMA, {"sliding_window": None}, "sliding_window is None"),
         (GEMMA, {"query_pre_attn_scalar": 24.5}, "query_pre_attn_scalar is 24.5"),
         (GEMMA, {"final_logit_softcapping": 0.0}, "final_logit_softcapping is 0.0"),
+        (DEEPSEEK, {"v_head_dim": 33}, "v_head_dim=33"),
+        (DEEPSEEK, {"num_key_value_heads": 1}, "num_key_value_heads=1"),
+        (DEEPSEEK, {"n_group": 3}, "n_group=3"),
+        (DEEPSEEK, {"topk_group": 1}, "topk_group=1"),
+        (DEEPSEEK, {"kv_lora_rank": None}, "kv_lora_rank is None"),
+        (DEEPSEEK, {"rope_interleave": False}, "rope_interleave=False"),
+        (DEEPSEEK, {"topk_method": "greedy"}, "topk_method='greedy'"),
+        (DEEPSEEK, {"rope_scaling": {"type": "yarn", "factor": 40}, "rope_parameters": None}, "yarn"),
+        (DEEPSEEK, {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        (QWEN2_MOE, {"qkv_bias": False}, "qkv_bias=False"),
+        (QWEN2_MOE, {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size is 0"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(config: dict[str, Any], change: dict[str, Any], named: str) -> None:

@@ -100,6 +100,33 @@ def _attention(
     return keep(out @ w[prefix + "o_proj.weight"].T)
 
 
+def _latent_attention(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, config: Config, keep: Round) -> np.ndarray:
+    """DeepSeek-V2's, with keys and values of every head; neighbouring numbers of a head are turned together."""
+    heads, nope, turned = config["num_attention_heads"], config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    length, frequencies, rank = len(x), _frequencies(config, local=False), config["kv_lora_rank"]
+
+    def turn(t: np.ndarray) -> np.ndarray:
+        return _rope(np.concatenate([t[..., ::2], t[..., 1::2]], axis=-1), frequencies)
+
+    def normed(t: np.ndarray, name: str) -> np.ndarray:
+        return keep(_rms(t, w[f"{prefix}{name}_a_layernorm.weight"], 1e-6))
+
+    if prefix + "q_proj.weight" in w:
+        q = keep(x @ w[prefix + "q_proj.weight"].T)
+    else:
+        q = keep(normed(keep(x @ w[prefix + "q_a_proj.weight"].T), "q") @ w[prefix + "q_b_proj.weight"].T)
+    q = q.reshape(length, heads, nope + turned)
+    latent = keep(x @ w[prefix + "kv_a_proj_with_mqa.weight"].T)
+    expanded = keep(normed(latent[:, :rank], "kv") @ w[prefix + "kv_b_proj.weight"].T).reshape(length, heads, -1)
+    shared = np.repeat(turn(latent[:, None, rank:]), heads, axis=1)
+    q = np.concatenate([q[..., :nope], turn(q[..., nope:])], axis=-1)
+    k = np.concatenate([expanded[..., :nope], shared], axis=-1)
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(nope + turned)
+    scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+    out = keep(np.einsum("hqk,khd->qhd", _softmax(scores), expanded[..., nope:]).reshape(length, -1))
+    return keep(out @ w[prefix + "o_proj.weight"].T)
+
+
 def _silu(x: np.ndarray) -> np.ndarray:
     return x / (1 + np.exp(-x))
 
@@ -136,6 +163,12 @@ def _experts(
     x: np.ndarray, w: dict[str, np.ndarray], prefix: str, config: Config, keep: Round, routed: list[np.ndarray]
 ) -> np.ndarray:
     """A token's most probable experts, by their probabilities; they are added to `routed`."""
+    if (bias := w.get(prefix + "gate.e_score_correction_bias")) is not None:
+        scores = 1 / (1 + np.exp(-(x @ w[prefix + "gate.weight"].T)))
+        chosen = np.array([_in_groups(one, config) for one in scores + bias])
+        routed.append(chosen)
+        made = mixed(x, scores, chosen, lambda i, one: _mlp(one, w, f"{prefix}experts.{i}.", keep), config)
+        return keep(_mlp(x, w, prefix + "shared_experts.", keep) + made * config["routed_scaling_factor"])
     probabilities, most_probable = router(x, w[prefix + "gate.weight"], config["num_experts_per_tok"])
     routed.append(most_probable)
     shared = np.zeros_like(x)
@@ -145,6 +178,14 @@ def _experts(
         shared
         + mixed(x, probabilities, most_probable, lambda i, one: _mlp(one, w, f"{prefix}experts.{i}.", keep), config)
     )
+
+
+def _in_groups(scores: np.ndarray, config: Config) -> np.ndarray:
+    """The best experts of one token, among those of the groups whose two best scores have the largest sums."""
+    groups = scores.reshape(config["n_group"], -1)
+    best = np.argsort(-np.sort(groups, axis=-1)[:, -2:].sum(-1), kind="stable")[: config["topk_group"]]
+    allowed = np.isin(np.arange(len(scores)) // groups.shape[1], best)
+    return np.argsort(np.where(allowed, -scores, np.inf), kind="stable")[: config["num_experts_per_tok"]]
 
 
 def mixed(
@@ -187,17 +228,21 @@ def logits(
         if gemma:
             x = _gemma2_layer(x, w, layer, config, keep)
             continue
-        x = keep(
-            x
-            + _attention(
-                keep(_rms(x, w[prefix + "input_layernorm.weight"], eps)),
-                w,
-                prefix + "self_attn.",
-                config,
-                keep,
-                config.get("sliding_window"),
+        if "kv_lora_rank" in config:
+            normed = keep(_rms(x, w[prefix + "input_layernorm.weight"], eps))
+            x = keep(x + _latent_attention(normed, w, prefix + "self_attn.", config, keep))
+        else:
+            x = keep(
+                x
+                + _attention(
+                    keep(_rms(x, w[prefix + "input_layernorm.weight"], eps)),
+                    w,
+                    prefix + "self_attn.",
+                    config,
+                    keep,
+                    config.get("sliding_window"),
+                )
             )
-        )
         normed = keep(_rms(x, w[prefix + "post_attention_layernorm.weight"], eps))
         if prefix + "mlp.gate.weight" in w:
             x = keep(x + _experts(normed, w, prefix + "mlp.", config, keep, routed))

@@ -71,30 +71,43 @@ def random_weights(config: Mapping[str, Any], seed: int) -> Weights:
         "self_attn.v_proj": (kv, dim),
         "self_attn.o_proj": (dim, q),
     }
-    if "num_experts" in config:
-        ffn, n = config["moe_intermediate_size"], config["num_experts"]
+    if rank := config.get("kv_lora_rank"):
+        shapes = _latent_shapes(config, rank)
+    dense = dict[str, tuple[int, ...]]()
+    for name, shape in (("gate_proj", (ffn, dim)), ("up_proj", (ffn, dim)), ("down_proj", (dim, ffn))):
+        dense[f"mlp.{name}"] = shape
+    n = config.get("num_experts") or config.get("n_routed_experts")
+    if n:
+        ffn = config["moe_intermediate_size"]
         shapes["mlp.gate"] = (n, dim)
         feed_forward = [f"mlp.experts.{i}" for i in range(n)]
         if shared := config.get("shared_expert_intermediate_size"):
             shapes["mlp.shared_expert_gate"] = (1, dim)
             names = (("gate_proj", (shared, dim)), ("up_proj", (shared, dim)), ("down_proj", (dim, shared)))
             shapes |= {f"mlp.shared_expert.{name}": shape for name, shape in names}
+        if n_shared := config.get("n_shared_experts"):
+            names = {name: tuple(n_shared * s if s == ffn else s for s in shape) for name, shape in _mlp(dim, ffn)}
+            shapes |= {f"mlp.shared_experts.{name}": shape for name, shape in names.items()}
     else:
         feed_forward = ["mlp"]
     for prefix in feed_forward:
-        shapes |= {
-            f"{prefix}.gate_proj": (ffn, dim),
-            f"{prefix}.up_proj": (ffn, dim),
-            f"{prefix}.down_proj": (dim, ffn),
-        }
+        shapes |= {f"{prefix}.{name}": shape for name, shape in _mlp(dim, ffn)}
     gains = {"input_layernorm": dim, "post_attention_layernorm": dim}
     if family.qk_norm:
         gains = {"self_attn.q_norm": head, "self_attn.k_norm": head} | gains
     if family.output_norms:
         gains |= {"pre_feedforward_layernorm": dim, "post_feedforward_layernorm": dim}
     biases = {"q_proj": q, "k_proj": kv, "v_proj": kv} if family.qkv_bias else {}
+    for name in ("q_lora_rank", "kv_lora_rank"):
+        if rank := config.get(name):
+            gains[f"self_attn.{name[0] if name[0] == 'q' else 'kv'}_a_layernorm"] = rank
     for layer in range(config["num_hidden_layers"]):
-        for name, shape in shapes.items():
+        its = shapes
+        if layer < config.get("first_k_dense_replace", 0):
+            its = {name: shape for name, shape in shapes.items() if not name.startswith("mlp.")} | dense
+        elif config.get("n_group"):
+            weights[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = normal(n, scale=0.2)
+        for name, shape in its.items():
             scale = 0.3 if name == "mlp.gate" else 0.08
             weights[f"model.layers.{layer}.{name}.weight"] = normal(*shape, scale=scale)
         for name, size in gains.items():
@@ -102,6 +115,26 @@ def random_weights(config: Mapping[str, Any], seed: int) -> Weights:
         for name, size in biases.items():
             weights[f"model.layers.{layer}.self_attn.{name}.bias"] = normal(size, scale=0.5)
     return weights
+
+
+def _mlp(dim: int, ffn: int) -> list[tuple[str, tuple[int, int]]]:
+    return [("gate_proj", (ffn, dim)), ("up_proj", (ffn, dim)), ("down_proj", (dim, ffn))]
+
+
+def _latent_shapes(config: Mapping[str, Any], rank: int) -> dict[str, tuple[int, ...]]:
+    dim, heads = config["hidden_size"], config["num_attention_heads"]
+    queries = heads * (config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+    of_queries = {"self_attn.q_proj": (queries, dim)}
+    if config["q_lora_rank"]:
+        of_queries = {
+            "self_attn.q_a_proj": (config["q_lora_rank"], dim),
+            "self_attn.q_b_proj": (queries, config["q_lora_rank"]),
+        }
+    return of_queries | {
+        "self_attn.kv_a_proj_with_mqa": (rank + config["qk_rope_head_dim"], dim),
+        "self_attn.kv_b_proj": (heads * (config["qk_nope_head_dim"] + config["v_head_dim"]), rank),
+        "self_attn.o_proj": (dim, heads * config["v_head_dim"]),
+    }
 
 
 def write_hf(folder: Path, config: Mapping[str, Any], weights: Weights | None = None) -> Path:
@@ -118,9 +151,10 @@ def write_hf(folder: Path, config: Mapping[str, Any], weights: Weights | None = 
 def to_tunix(weights: Weights, config: Mapping[str, Any]) -> Weights:
     """The same weights under Tunix's names and shapes, flat (`layers.0.attn.q_proj.w`)."""
     found = dict(_tunix_leaf(name, value, config) for name, value in weights.items() if ".experts." not in name)
-    for layer in range(config["num_hidden_layers"] if "num_experts" in config else 0):
+    n = config.get("num_experts") or config.get("n_routed_experts")
+    for layer in range(config.get("first_k_dense_replace", 0), config["num_hidden_layers"] if n else 0):
         for leaf in ("gate_proj", "up_proj", "down_proj"):
-            names = (f"model.layers.{layer}.mlp.experts.{i}.{leaf}.weight" for i in range(config["num_experts"]))
+            names = (f"model.layers.{layer}.mlp.experts.{i}.{leaf}.weight" for i in range(n))
             found[f"layers.{layer}.mlp.{leaf}"] = np.stack([weights[name].T for name in names])
     return found
 
@@ -133,6 +167,11 @@ def _tunix_leaf(name: str, value: np.ndarray, config: Mapping[str, Any]) -> tupl
         return "lm_head.w", np.ascontiguousarray(value.T)
     if shared := re.fullmatch(r"model\.(layers\.\d+\.mlp\.shared_expert[\w.]*)\.weight", name):
         return f"{shared[1]}.kernel", np.ascontiguousarray(value.T)
+    if name.endswith("e_score_correction_bias"):
+        return name.removeprefix("model.").replace("gate.e_score_correction", "router"), value
+    if "kv_lora_rank" in config and (own := re.fullmatch(r"model\.(layers\.\d+\.)self_(attn\.\w+)\.weight", name)):
+        kind = ".w" if own[2].endswith("norm") else ".kernel"
+        return own[1] + own[2] + kind, np.ascontiguousarray(value.T)
     match = re.fullmatch(r"model\.layers\.(\d+)\.(?:self_attn\.|mlp\.)?(\w+)\.(weight|bias)", name)
     assert match, name
     layer, leaf, kind = match.groups()

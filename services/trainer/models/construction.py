@@ -17,8 +17,10 @@ from flax import nnx
 from tunix.models.qwen3 import model as qwen3
 
 from services.trainer.models.attention import ScoreOptions
+from services.trainer.models.latent import LatentAttention
 from services.trainer.models.options import Remat
 from shared.models.config import ModelConfig
+from shared.models.family_parts import Experts
 
 _NORMS, _OUTPUT_NORMS = ("input", "post_attention"), ("pre_feedforward", "post_feedforward")
 
@@ -62,17 +64,23 @@ def create(model: ModelConfig, dtype: str, remat: Remat) -> qwen3.Qwen3:
     if family.norms_add_one or family.output_norms:
         _replace_norms(made, model, rngs)
     for i, layer in enumerate(made.layers):
-        if not family.qk_norm:
+        if family.latent is not None:
+            layer.attn = LatentAttention(model, made.config, rngs)
+        elif not family.qk_norm:
             del layer.attn.q_norm, layer.attn.k_norm
         if family.qkv_bias:
             _add_biases(layer.attn, model)
         if model.attention is not None:
             cap, window = model.attention.attn_logit_softcapping, model.attention.window(i)
             layer.attn.scores = ScoreOptions(scale=model.attention.scale, softcap=cap, window=window)
-        if model.experts is not None:
+        if model.experts is not None and i < model.experts.first_k_dense_replace:
+            layer.mlp = qwen3.MLP(replace(made.config, hidden_dim=model.intermediate_size), rngs=rngs)
+        elif model.experts is not None:
             layer.mlp.norm_topk_prob = model.experts.norm_topk_prob
             if model.experts.shared_expert_intermediate_size is not None:
                 _add_shared_expert(layer.mlp, made.config, model.experts.shared_expert_intermediate_size, rngs)
+            if model.experts.n_group is not None:
+                _add_groups(layer.mlp, made.config, model.experts, rngs)
             _shard_experts(layer.mlp)
         elif (mlp := _MLPS[family.activation]) is not qwen3.MLP:
             layer.mlp = mlp(made.config, rngs=rngs)
@@ -135,6 +143,13 @@ def _add_shared_expert(mlp: Any, config: qwen3.ModelConfig, size: int, rngs: nnx
     gate = nnx.with_partitioning(nnx.initializers.zeros_init(), (None, None))
     types = {"dtype": config.dtype, "param_dtype": jnp.float32}
     mlp.shared_expert_gate = nnx.Linear(config.embed_dim, 1, use_bias=False, kernel_init=gate, rngs=rngs, **types)
+
+
+def _add_groups(mlp: Any, config: qwen3.ModelConfig, experts: Experts, rngs: nnx.Rngs) -> None:
+    """Shared experts, and the choice of experts within groups."""
+    mlp.groups = experts
+    mlp.router_bias = nnx.Param(jnp.zeros(experts.num_experts, jnp.float32), out_sharding=(None,))
+    mlp.shared_experts = qwen3.MLP(replace(config, hidden_dim=experts.shared_size), rngs=rngs)
 
 
 def _shard_experts(mlp: Any) -> None:

@@ -10,6 +10,7 @@ Invariants: logits of a whole sequence are never computed here. No token sees a 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 from flax import nnx
 from tunix.models.qwen3.model import shard
 
-from services.trainer.models import attention, experts, splash
+from services.trainer.models import attention, experts, latent, splash
 from services.trainer.models.attention import Packing, ScoreOptions
 
 _BIASES = {"q_proj": "q_bias", "k_proj": "k_bias", "v_proj": "v_bias"}
@@ -99,6 +100,9 @@ def _layer(layer: Any, x: jax.Array, places: _Places, given: jax.Array | None) -
 
 
 def _attend(attn: Any, x: jax.Array, places: _Places) -> jax.Array:
+    if hasattr(attn, "kv_b_proj"):
+        attended = latent.attend(attn, x, lambda one: _rotated(one, places), partial(_by_blocks, places=places))
+        return shard(attended, attn.shd_config.act_btd)
     q, k, v = (shard(_projected(attn, name, x), attn.shd_config.act_btnh) for name in _BIASES)
     if hasattr(attn, "q_norm"):
         q, k = attn.q_norm(q), attn.k_norm(k)
@@ -108,6 +112,10 @@ def _attend(attn: Any, x: jax.Array, places: _Places) -> jax.Array:
     by_splash = mesh is not None and splash.fits(q.shape, mesh)
     mixed = splash.attend(*parts, mesh) if by_splash else attention.attend(*parts)
     return shard(attn.o_proj(mixed), attn.shd_config.act_btd)
+
+
+def _by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, options: ScoreOptions, *, places: _Places) -> jax.Array:
+    return attention.attend(q, k, v, places.visible_until, options, places.positions)
 
 
 def _projected(attn: Any, name: str, x: jax.Array) -> jax.Array:

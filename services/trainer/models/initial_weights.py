@@ -35,7 +35,7 @@ _TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
 """Constants that older versions of transformers saved with the parameters."""
 _DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-_RESIDUAL = (".attn.o_proj.w", ".mlp.down_proj.kernel", ".mlp.down_proj")
+_RESIDUAL = (".o_proj.w", ".o_proj.kernel", ".down_proj.kernel", ".mlp.down_proj")
 
 
 def leaves_of(folder: Path, model: ModelConfig, seed: int, *, random: bool = False) -> Leaves:

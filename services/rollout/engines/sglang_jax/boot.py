@@ -131,7 +131,7 @@ def _server_args(spec: EngineSpec, runs_on: str) -> ServerArgs:
         precompile_token_paddings=list(tokens),
         precompile_bs_paddings=sorted({max(size, least) for size in bs}),
         page_size=PAGE_SIZE if spec.device == "tpu" else 1,
-        attention_backend="fa" if spec.device == "tpu" else "native",
+        attention_backend=_attention_backend(spec),
         disable_hybrid_swa_memory=True,  # one pool for all layers: a prefix is cached whole, or not at all
         disable_precompile=True,
         disable_overlap_schedule=True,
@@ -141,13 +141,21 @@ def _server_args(spec: EngineSpec, runs_on: str) -> ServerArgs:
     )
 
 
+def _attention_backend(spec: EngineSpec) -> str:
+    """Paged attention on TPUs; with latent attention that of all heads, whose weights are those of the files."""
+    if spec.device != "tpu":
+        return "native"
+    return "fa" if ModelConfig.read(Path(spec.model_path)).latent is None else "fa_mha"
+
+
 def _default_pool(spec: EngineSpec) -> int:
     """Return the pool's size in tokens: room for four times the running requests, as far as memory allows.
 
     So conversations stay cached between their turns.
     """
     model = ModelConfig.read(Path(spec.model_path))
-    row = -(-model.head_dim // _POOL_ALIGNMENT) * _POOL_ALIGNMENT
+    head_dim = model.head_dim if model.latent is None else model.latent.qk_head_dim
+    row = -(-head_dim // _POOL_ALIGNMENT) * _POOL_ALIGNMENT
     itemsize = 4 if spec.dtype == "float32" else 2
     token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * row * itemsize
     fitting = int(psutil.virtual_memory().total * _POOL_SHARE) // token_bytes
