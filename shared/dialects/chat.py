@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -86,6 +86,7 @@ def read(body: ChatBody) -> Asked:
         n=body.n or 1,
         logprobs=bool(body.logprobs),
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
+        token_names=bool(body.return_tokens_as_token_ids),
         schema=read_format(body.response_format, "response_format"),
         stream=bool(body.stream),
         include_usage=body.wants_usage(),
@@ -129,7 +130,9 @@ def write(
             "index": i,
             "message": message_of(answer),
             "finish_reason": answer.finish_reason,
-            "logprobs": {"content": token_rows(answer.sampled, tokenizer)} if asked.logprobs else None,
+            "logprobs": {"content": token_rows(answer.sampled, token_writer(asked, tokenizer))}
+            if asked.logprobs
+            else None,
             **exact_tokens(answer.sampled),
         }
         for i, answer in enumerate(answers)
@@ -163,7 +166,7 @@ class ChatStream:
         deltas = [self._delta(i, piece) for piece in pieces]
         logprobs = None
         if self._asked.logprobs and sampled is not None and len(sampled.ids):
-            logprobs = {"content": token_rows(sampled, self._tokenizer)}
+            logprobs = {"content": token_rows(sampled, token_writer(self._asked, self._tokenizer))}
             deltas = deltas or [{"content": ""}]
         chunks = [self._chunk(i, delta, logprobs=None if n else logprobs) for n, delta in enumerate(deltas)]
         return b"".join(chunks)
@@ -239,17 +242,21 @@ def _call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def token_rows(sampled: Sampled, tokenizer: ChatTokenizer) -> list[dict[str, Any]]:
+def token_writer(asked: Asked, tokenizer: ChatTokenizer) -> Callable[[int], str]:
+    """Return the function that writes a token of log-probabilities: as text, or by its id if the request asks so."""
+    return "token_id:{}".format if asked.token_names else tokenizer.token
+
+
+def token_rows(sampled: Sampled, text: Callable[[int], str]) -> list[dict[str, Any]]:
     """Write tokens with their log-probabilities and the most likely tokens beside them."""
     rows: list[dict[str, Any]] = []
     for n, (token, logprob) in enumerate(zip(sampled.ids.tolist(), sampled.logprobs.tolist(), strict=True)):
         top = sampled.top
         pairs = [] if top is None else zip(top.ids[n].tolist(), top.logprobs[n].tolist(), strict=True)
-        others = [_token(tokenizer, other, p) for other, p in pairs]
-        rows.append({**_token(tokenizer, token, logprob), "top_logprobs": others})
+        others = [_token(text(other), p) for other, p in pairs]
+        rows.append({**_token(text(token), logprob), "top_logprobs": others})
     return rows
 
 
-def _token(tokenizer: ChatTokenizer, token: int, logprob: float) -> dict[str, Any]:
-    text = tokenizer.token(token)
+def _token(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from itertools import accumulate
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from shared.dialects.chat import DONE, envelope, exact_tokens, write_error, write_usage
+from shared.dialects.chat import DONE, envelope, exact_tokens, token_writer, write_error, write_usage
 from shared.dialects.events import event
 from shared.dialects.openai_body import MAX_TOP_LOGPROBS, SamplingBody, TokenId
 from shared.dialects.records import Answered, Asked, Content, Head, Piece, Sampled, Top, Usage
@@ -24,12 +24,14 @@ type _Ids = Annotated[list[TokenId], Field(fail_fast=True)]
 
 class CompletionBody(SamplingBody, json_schema_extra={"examples": [{"prompt": "2 + 2 =", "max_tokens": 8}]}):
     """`prompt` may be a batch. `logprobs`: number of most likely tokens to return beside each token. With `echo` they
-    are returned for the prompt, too, at temperature 1; only then may `max_tokens` be 0.
+    are returned for the prompt, too, at temperature 1; only then may `max_tokens` be 0. `return_token_ids` adds the ids
+    of its prompt to each choice, as vLLM does.
     """
 
     max_tokens: int | None = Field(None, ge=0)
     logprobs: bool | Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
+    return_token_ids: bool | None = None
     prompt: str | _Ids | Annotated[list[str] | list[_Ids], Field(min_length=1)]
 
 
@@ -49,6 +51,8 @@ def read(body: CompletionBody) -> Asked:
         logprobs=body.logprobs is not None and body.logprobs is not False,
         top_logprobs=int(body.logprobs or 0),
         echo=bool(body.echo),
+        token_names=bool(body.return_tokens_as_token_ids),
+        prompt_ids=bool(body.return_token_ids),
         stream=bool(body.stream),
         include_usage=body.wants_usage(),
     )
@@ -63,7 +67,7 @@ def write(
             "index": i,
             "text": _echoed(answer, tokenizer) + answer.content,
             "finish_reason": answer.finish_reason,
-            "logprobs": _all_logprobs(answer, tokenizer) if asked.logprobs else None,
+            "logprobs": _all_logprobs(answer, token_writer(asked, tokenizer)) if asked.logprobs else None,
             **exact_tokens(answer.sampled),
         }
         for i, answer in enumerate(answers)
@@ -84,7 +88,8 @@ class CompletionStream:
     def add(self, i: int, pieces: Sequence[Piece], sampled: Sampled | None = None) -> bytes:
         text, logprobs = "".join(piece.text for piece in pieces if isinstance(piece, Content)), None
         if self._asked.logprobs and sampled is not None and len(sampled.ids):
-            logprobs = _logprobs(sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.top, self._tokenizer)
+            name = token_writer(self._asked, self._tokenizer)
+            logprobs = _logprobs(sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.top, name)
         return self._chunk(i, text, logprobs=logprobs) if text or logprobs else b""
 
     def finish(self, i: int, answer: Answered) -> bytes:
@@ -114,41 +119,37 @@ def _echoed(answer: Answered, tokenizer: ChatTokenizer) -> str:
     return tokenizer.decode(answer.echo.ids.tolist()) if answer.echo else ""
 
 
-def _all_logprobs(answer: Answered, tokenizer: ChatTokenizer) -> dict[str, Any]:
+def _all_logprobs(answer: Answered, text: Callable[[int], str]) -> dict[str, Any]:
     sampled, echo = answer.sampled, answer.echo
     if echo is None:
-        return _logprobs(sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.top, tokenizer)
+        return _logprobs(sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.top, text)
     top = echo.top
     if top is not None and sampled.top is not None:
         ids, logprobs = (np.concatenate(pair) for pair in zip(astuple(top), astuple(sampled.top), strict=True))
         top = Top(ids, logprobs)
     logprobs = [None, *echo.logprobs.tolist(), *sampled.logprobs.tolist()]
-    return _logprobs([*echo.ids.tolist(), *sampled.ids.tolist()], logprobs, top, tokenizer)
+    return _logprobs([*echo.ids.tolist(), *sampled.ids.tolist()], logprobs, top, text)
 
 
 def _logprobs(
-    ids: Sequence[int], logprobs: Sequence[float | None], top: Top | None, tokenizer: ChatTokenizer
+    ids: Sequence[int], logprobs: Sequence[float | None], top: Top | None, text: Callable[[int], str]
 ) -> dict[str, Any]:
-    """Write the rows of tokens. `top` has none for a first token without log-probability."""
-    tokens = [tokenizer.token(token) for token in ids]
-    rows: list[dict[str, float] | None] | None = None
-    if top is not None:
-        unknown = len(ids) - len(top.ids)
-        rows = [None] * unknown + [
-            _by_text(
-                tokenizer,
-                [*zip(top.ids[n].tolist(), top.logprobs[n].tolist(), strict=True), (token, logprob)],
-            )
-            for n, (token, logprob) in enumerate(zip(ids[unknown:], logprobs[unknown:], strict=True))
-        ]
+    """Write the rows of tokens: the most likely ones and the token itself. `top` has none for a first token without
+    log-probability.
+    """
+    tokens, unknown = [text(token) for token in ids], sum(logprob is None for logprob in logprobs)
+    rows: list[dict[str, float] | None] = [None] * unknown
+    for n, own in enumerate(zip(ids[unknown:], logprobs[unknown:], strict=True)):
+        others = [] if top is None else zip(top.ids[n].tolist(), top.logprobs[n].tolist(), strict=True)
+        rows.append(_by_text(text, [*others, own]))
     return {"tokens": tokens, "token_logprobs": [*logprobs], "top_logprobs": rows, "text_offset": _offsets(tokens)}
 
 
-def _by_text(tokenizer: ChatTokenizer, pairs: Sequence[tuple[int, Any]]) -> dict[str, float]:
+def _by_text(text: Callable[[int], str], pairs: Sequence[tuple[int, Any]]) -> dict[str, float]:
     """Return log-probabilities by token text; of tokens with the same text, the first counts."""
     found = dict[str, float]()
     for token, logprob in pairs:
-        found.setdefault(tokenizer.token(token), logprob)
+        found.setdefault(text(token), logprob)
     return found
 
 

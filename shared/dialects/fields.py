@@ -71,7 +71,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "routed_experts_start_len": (0,),
     "return_meta_info": (False,),
     "return_cached_tokens_details": (False,),
-    "return_tokens_as_token_ids": (False,),
     "return_bytes": (False,),
     "return_entropy": (False,),
     "use_audio_in_video": (False,),

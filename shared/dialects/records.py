@@ -52,6 +52,8 @@ class Asked:
         n: number of answers for each prompt.
         logprobs: log-probabilities of the sampled tokens are wanted, each with the `top_logprobs` most likely tokens.
         echo: the answer repeats its prompt.
+        token_names: tokens of log-probabilities are written as `token_id:ID`, not as text.
+        prompt_ids: each choice has the ids of its prompt.
         schema: JSON schema that the answer must follow; {} stands for any JSON object, None for any text.
         include_usage: a stream ends with the numbers of tokens.
     """
@@ -73,6 +75,8 @@ class Asked:
     logprobs: bool = False
     top_logprobs: int = 0
     echo: bool = False
+    token_names: bool = False
+    prompt_ids: bool = False
     schema: Mapping[str, Any] | None = None
     stream: bool = False
     include_usage: bool = False

@@ -20,7 +20,7 @@ def write(
     (answer,) = answers
     items = [_item(head, i, piece) for i, piece in enumerate(answer.pieces or [Content("")])]
     if asked.logprobs:
-        rows = token_rows(answer.sampled, tokenizer)
+        rows = token_rows(answer.sampled, tokenizer.token)
         for item in [one for one in items if one["type"] == "message"][:1]:
             item["content"][0]["logprobs"] = rows
     return _finished(asked, head, answer, usage, items)
@@ -113,7 +113,7 @@ class ResponsesStream:
 
     def add(self, i: int, pieces: Sequence[Piece], sampled: Sampled | None = None) -> bytes:
         if self._asked.logprobs and sampled is not None:
-            self._rows += token_rows(sampled, self._tokenizer)
+            self._rows += token_rows(sampled, self._tokenizer.token)
         return b"".join(self._piece(piece) for piece in pieces)
 
     def finish(self, i: int, answer: Answered) -> bytes:

@@ -109,6 +109,9 @@ async def _respond(
     except ClientGone:
         return Response(status_code=499)
     body = dialect.write(asked, head, answers, usage, tokenizer)
+    if asked.prompt_ids:
+        for i, choice in enumerate(body["choices"]):
+            choice["prompt_token_ids"] = prompts[i // asked.n].ids
     return respond(request, body | ({"prompt_token_ids": prompts[0].ids} if len(prompts) == 1 else {}))
 
 
