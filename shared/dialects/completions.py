@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from itertools import accumulate
 from typing import Annotated, Any
 
@@ -58,6 +58,11 @@ def read(body: CompletionBody) -> Asked:
     )
 
 
+def with_ids(asked: Asked, tokenizer: ChatTokenizer) -> Asked:
+    """Tokenize the prompts that are texts."""
+    return replace(asked, prompts=tuple(tuple(tokenizer.encode(p)) if isinstance(p, str) else p for p in asked.prompts))
+
+
 def write(
     asked: Asked, head: Head, answers: Sequence[Answered], usage: Usage, tokenizer: ChatTokenizer
 ) -> dict[str, Any]:
@@ -69,6 +74,7 @@ def write(
             "finish_reason": answer.finish_reason,
             "logprobs": _all_logprobs(answer, token_writer(asked, tokenizer)) if asked.logprobs else None,
             **exact_tokens(answer.sampled),
+            **({"prompt_token_ids": [*asked.prompts[i // asked.n]]} if asked.prompt_ids else {}),
         }
         for i, answer in enumerate(answers)
     ]

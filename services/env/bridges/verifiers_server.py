@@ -301,7 +301,9 @@ def loaded(module, arguments):
 
 def refuse(why):
     print(
-        f"{why}\nThis server works with verifiers {SUPPORTED}: uv pip install verifiers=={SUPPORTED}", file=sys.stderr
+        f"{why}\nThis server works with verifiers {SUPPORTED}: uv pip install verifiers=={SUPPORTED}\n"
+        "For verifiers 0.4 (verifiers.v1) use the worker of docs/bridges.md",
+        file=sys.stderr,
     )
     raise SystemExit(2)
 

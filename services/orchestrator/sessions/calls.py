@@ -58,10 +58,8 @@ class CallSampler:
         """
         _check(asked)
         running = await session.running_sample()
-        variables = variables_of(asked, self._tokenizer)
-        place = session.tree.find(asked.messages, asked.tools, variables)
-        tokenizer = self._tokenizer.with_variables(variables) if variables else self._tokenizer
-        prompt = await self._prompt(session, asked, place, tokenizer)
+        prompt = await self._place(session, asked)
+        place = prompt.place
         self._check_room(session, prompt, asked.n)
         session.planned[number] = asked.n, self._added(prompt, asked.n)
         numbers = session.number_nodes(asked.n)
@@ -86,6 +84,18 @@ class CallSampler:
         version = generations[0].versions[-1].version if generations[0].versions else None
         usage = usage_of([len(prompt.ids)], answers, generations[0].cached_tokens)
         return RecordedCall(number, Head(self.model, version), answers, usage, nodes)
+
+    async def _place(self, session: Session, asked: Asked) -> _Prompt:
+        """Find the turn that a request continues, and the tokens of its prompt. Raises InputError."""
+        if asked.prompts:
+            ids = np.array(asked.prompts[0], np.int32)
+            if ids.max() >= (size := self._tokenizer.vocab_size):
+                raise InputError(f"prompt holds the token {ids.max()}, and the vocabulary has {size}")
+            place = session.tree.find_ids(ids)
+            return _Prompt(place, ids, len(ids) - session.tree.length(place.node), "")
+        variables = variables_of(asked, self._tokenizer)
+        tokenizer = self._tokenizer.with_variables(variables) if variables else self._tokenizer
+        return await self._prompt(session, asked, session.tree.find(asked.messages, asked.tools, variables), tokenizer)
 
     async def _prompt(self, session: Session, asked: Asked, place: Beginning, tokenizer: ChatTokenizer) -> _Prompt:
         """Tokenize what the request adds. Raises InputError."""
@@ -198,10 +208,12 @@ def _check(asked: Asked) -> None:
         "response_format": asked.schema is not None,
         "stop_token_ids": bool(wanted.stop_token_ids),
         "ignore_eos": wanted.ignore_eos,
-        "prompt": bool(asked.prompts),
+        "echo": asked.echo,
     }
     if names := [name for name, is_asked in refused.items() if is_asked]:
         raise InputError(f"{', '.join(names)} is not supported in a session", "leave it out")
+    if len(asked.prompts) > 1 or asked.prompts == ((),):
+        raise InputError("prompt must be one text or one list of token ids", "send a request for each prompt")
 
 
 def _role(asked: Asked, place: Beginning) -> str:

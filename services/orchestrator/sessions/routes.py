@@ -21,6 +21,7 @@ from services.orchestrator.sessions.sessions import Sessions
 from services.orchestrator.sessions.views import claimed_view, session_view
 from shared.dialects import dialect as dialects
 from shared.dialects import messages
+from shared.dialects.completions import with_ids
 from shared.dialects.dialect import Dialect
 from shared.dialects.prompts import render
 from shared.errors import Conflict, InputError, NotFound, VolleyError
@@ -33,6 +34,7 @@ from shared.web.openapi import declares
 router = APIRouter(prefix="/v1", tags=["sessions"])
 ROLES = {
     "POST /v1/chat/completions": Role.ANYONE,
+    "POST /v1/completions": Role.ANYONE,
     "POST /v1/responses": Role.ANYONE,
     "POST /v1/messages": Role.ANYONE,
     "POST /v1/messages/count_tokens": Role.ANYONE,
@@ -100,6 +102,14 @@ async def complete_chat(request: Request, state: Here) -> Response:
     return await _call(request, state, dialects.CHAT)
 
 
+@router.post("/completions", openapi_extra=declares(body=dialects.COMPLETIONS.body, answer=_ANSWER))
+async def complete_text(request: Request, state: Here) -> Response:
+    """Continue one text or list of token ids, and record it. A prompt that begins with the tokens of a recorded turn
+    continues that turn.
+    """
+    return await _call(request, state, dialects.COMPLETIONS)
+
+
 @router.post("/responses", openapi_extra=declares(body=dialects.RESPONSES.body, answer=_ANSWER))
 async def respond_to(request: Request, state: Here) -> Response:
     """The same in the dialect of OpenAI's Responses API; nothing is kept for `previous_response_id`."""
@@ -128,7 +138,7 @@ async def _call(request: Request, state: SessionsState, dialect: Dialect[Any]) -
     try:
         session = await state.sessions.by_key(_key(request))
         raw = await read_body(request)
-        asked = dialect.read(validated(dialect.body, raw, strict=True))
+        asked = with_ids(dialect.read(validated(dialect.body, raw, strict=True)), state.tokenizer)
         if asked.model not in ("", state.sampler.model):
             raise NotFound(f"there is no model {asked.model[:80]!r}", f"the model is {state.sampler.model!r}")
         call = _identity(request, digest_of(path, raw))

@@ -15,7 +15,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from services.orchestrator.sessions.messages import ChatMessage, Digest, beginning, following, has_reasoning
+from services.orchestrator.sessions.messages import (
+    ChatMessage,
+    Digest,
+    beginning,
+    digest_of,
+    following,
+    has_reasoning,
+)
 from shared import codec, routing
 from shared.types import VersionSpan
 
@@ -128,6 +135,29 @@ class Tree:
         is_edited = any(message.get("role") == "assistant" for message in messages[n_known:])
         reason = self._reason(*first) if best is None else "edited" if is_edited else None
         return Beginning(best, n_known, at, first, reason)
+
+    def find_ids(self, ids: np.ndarray) -> Beginning:
+        """Find the place of a prompt of token ids, int32 [T]: the longest turn with whose tokens it begins."""
+        best: Node | None = None
+        while (longer := self._continued(best, ids)) is not None:
+            best = longer
+        digest = digest_of("ids", ids.tobytes())
+        reason = None if best is not None else "other beginning" if self.nodes else "first"
+        return Beginning(best, 0, digest, (digest, digest), reason)
+
+    def _continued(self, node: Node | None, ids: np.ndarray) -> Node | None:
+        """Return the longest turn right after `node` whose tokens come next in `ids`."""
+        parent, start = (ROOT if node is None else node.number), self.length(node)
+        return max(
+            (
+                one
+                for one in self.nodes.values()
+                if one.parent == parent
+                and np.array_equal(np.concatenate([one.context, one.ids]), ids[start : self.length(one)])
+            ),
+            key=self.length,
+            default=None,
+        )
 
     def _reason(self, first: Digest, tools: Digest) -> Reason:
         if not self.nodes:

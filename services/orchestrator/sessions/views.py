@@ -20,6 +20,8 @@ def claimed_view(session: Session, key: str, base_url: str, model: str) -> dict[
         "model": model,
         "env": record.env,
         "task": record.task,
+        "ticket": record.ticket,
+        "sample_index": record.sample_index,
         "messages": record.messages,
         "tools": record.tools,
         "judged": record.judged,

@@ -14,6 +14,7 @@ from services.rollout.api.answer_sampler import AnswerSampler
 from services.rollout.api.event_stream import EventStream
 from services.rollout.api.generation import ClientGone
 from services.rollout.api.routes import Rollout, RolloutState
+from shared.dialects.completions import with_ids
 from shared.dialects.dialect import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Dialect
 from shared.dialects.messages import CountBody
 from shared.dialects.messages import read as read_count
@@ -55,8 +56,8 @@ async def model(request: Request, name: str, state: Rollout) -> Response:
 @router.post("/completions", openapi_extra=declares(body=COMPLETIONS.body, answer=schemas.ANSWER))
 async def complete_text(request: Request, state: Rollout) -> Response:
     """Continues texts or token ids, one or a batch."""
-    asked, tokenizer = COMPLETIONS.read(await read_model(request, COMPLETIONS.body)), _tokenizer(state)
-    prompts = [Prompt(tokenizer.encode(one) if isinstance(one, str) else [*one]) for one in asked.prompts]
+    asked = with_ids(COMPLETIONS.read(await read_model(request, COMPLETIONS.body)), _tokenizer(state))
+    prompts = [Prompt([*ids]) for ids in asked.prompts if not isinstance(ids, str)]
     return await _respond(request, state, COMPLETIONS, asked, prompts)
 
 
@@ -109,9 +110,6 @@ async def _respond(
     except ClientGone:
         return Response(status_code=499)
     body = dialect.write(asked, head, answers, usage, tokenizer)
-    if asked.prompt_ids:
-        for i, choice in enumerate(body["choices"]):
-            choice["prompt_token_ids"] = prompts[i // asked.n].ids
     return respond(request, body | ({"prompt_token_ids": prompts[0].ids} if len(prompts) == 1 else {}))
 
 
