@@ -109,6 +109,33 @@ class Game(Protocol):
 
 
 @dataclass(slots=True)
+class PlayedTurn:
+    """Actions played in a turn, their rewards by component, and their sum in order.
+
+    `legal`: all actions of the turn were played, and none was impossible.
+    """
+
+    actions: list[str] = field(default_factory=list[str])
+    rewards: dict[str, float] = field(default_factory=dict[str, float])
+    total: float = 0.0
+    won: bool = False
+    over: bool = False
+    legal: bool = True
+
+    def add(self, action: str, outcome: MoveOutcome) -> None:
+        self.actions.append(action)
+        for name, reward in outcome.rewards.items():
+            self.rewards[name] = self.rewards.get(name, 0.0) + reward
+        self.total += sum(outcome.rewards.values())
+        self.won, self.over, self.legal = outcome.won, outcome.over, self.legal and outcome.legal
+
+    def reward_text(self) -> str:
+        """The sum as GRL writes it, which adds up integers where all rewards are."""
+        is_whole = all(float(reward).is_integer() for reward in self.rewards.values())
+        return str(int(self.total) if is_whole else self.total)
+
+
+@dataclass(slots=True)
 class GameEpisode:
     """A game played through messages. `intro` is the text before the first board (empty with `talk: bare`)."""
 
@@ -123,73 +150,63 @@ class GameEpisode:
     @property
     def opening(self) -> tuple[Message, ...]:
         asked = user(self.intro + self._turn())
-        return (
-            ({"role": "system", "content": self.config.system_prompt}, asked) if self.config.system_prompt else (asked,)
-        )
+        if not self.config.system_prompt:
+            return (asked,)
+        return {"role": "system", "content": self.config.system_prompt}, asked
 
     def step(self, message: Message) -> StepResult:
         reply = self.protocol.read(message["content"])
         self.turns += 1
-        rewards = dict[str, float]()
-        done, outcome, legal, observed = self._play(reply.actions, rewards)
-        fault = reply.fault or (None if legal or self.config.protocol != "grl" else "invalid_action")
-        if all(float(reward).is_integer() for reward in rewards.values()):
-            observed = int(observed)  # GRL adds up integers
-        if fault is not None:
-            rewards = {"format": self.config.format_penalty, **rewards}
-        won, over = (outcome.won, outcome.over) if outcome else (False, False)
+        turn = self._play(reply.actions)
+        fault = reply.fault or ("invalid_action" if self._follows_grl and not turn.legal else None)
+        penalty: dict[str, float] = {} if fault is None else {"format": self.config.format_penalty}
+        rewards = penalty | turn.rewards
         spent = self.turns >= self.config.max_turns or self.played >= self.config.max_actions
+        notice = self._notice(turn, is_read=fault is None, ended=turn.over or spent)
         return StepResult(
-            messages=(user(self._notice(fault is None, over or spent, observed) + self._turn()),),
+            messages=(user(notice + self._turn()),),
             reward=math.fsum(rewards.values()),
-            terminated=over,
-            truncated=spent and not over,
-            info=Info(rewards, won, fault, {"actions": done, "actions_left": self.config.max_actions - self.played}),
+            terminated=turn.over,
+            truncated=spent and not turn.over,
+            info=Info(rewards, turn.won, fault, {"actions": turn.actions, "actions_left": self._actions_left}),
         )
+
+    @property
+    def _follows_grl(self) -> bool:
+        return self.protocol.style == "grl"
+
+    @property
+    def _actions_left(self) -> int:
+        return max(0, self.config.max_actions - self.played)
 
     def _turn(self) -> str:
-        template = self.config.turn_prompt or (_GRL_TURN if self.config.protocol == "grl" else "")
+        template = self.config.turn_prompt or (_GRL_TURN if self._follows_grl else "")
         if not template:
             return self.game.render()
-        left = max(0, self.config.max_actions - self.played)
-        return grl.fill(template, self.turns + 1, left, self.game.render())
+        return grl.fill(template, self.turns + 1, self._actions_left, self.game.render())
 
-    def _play(
-        self, actions: Sequence[str], rewards: dict[str, float]
-    ) -> tuple[list[str], MoveOutcome | None, bool, float]:
-        """Play until the actions, the budget or the game end; add to `rewards`.
-
-        GRL lets a turn exceed the budget. Returns the actions played, the last outcome, True if all actions were played
-        and legal, and the sum of rewards as GRL adds them up.
-        """
-        done: list[str] = []
-        outcome, legal, total = None, True, 0.0
-        for action in actions if self.config.protocol == "grl" else actions[: self.config.max_actions - self.played]:
-            outcome = self.game.act(action)
+    def _play(self, actions: Sequence[str]) -> PlayedTurn:
+        """Play until the actions, the budget or the game end. GRL lets a turn exceed the budget."""
+        turn = PlayedTurn()
+        for action in actions if self._follows_grl else actions[: self._actions_left]:
+            turn.add(action, self.game.act(action))
             self.played += 1
-            done.append(action)
-            legal &= outcome.legal
-            total += sum(outcome.rewards.values())
-            for name, reward in outcome.rewards.items():
-                rewards[name] = rewards.get(name, 0.0) + reward
-            if outcome.over:
+            if turn.over:
                 break
         if self.protocol.raw:  # GRL counts the words of a turn, played or not
-            self.played += len(actions) - len(done)
-            legal &= len(done) == len(actions)
-        return done, outcome, legal, total
+            self.played += len(actions) - len(turn.actions)
+            turn.legal &= len(turn.actions) == len(actions)
+        return turn
 
-    def _notice(self, well_formed: bool, ended: bool, observed: float) -> str:
-        if self.config.protocol == "grl":
-            return f"Reward: \n{observed}\n "
+    def _notice(self, turn: PlayedTurn, *, is_read: bool, ended: bool) -> str:
+        if self._follows_grl:
+            return f"Reward: \n{turn.reward_text()}\n "
         if self.config.talk == "bare" or ended or self.config.turn_prompt:
             return ""
-        left = f"{self.config.max_turns - self.turns} turns and {self.config.max_actions - self.played} actions left.\n"
-        return (
-            left
-            if well_formed
-            else f"Not a valid answer; write {self.protocol.write(self.protocol.names[:2])}.\n{left}"
-        )
+        left = f"{self.config.max_turns - self.turns} turns and {self._actions_left} actions left.\n"
+        if is_read:
+            return left
+        return f"Not a valid answer; write {self.protocol.write(self.protocol.names[:2])}.\n{left}"
 
 
 @dataclass(frozen=True, slots=True)
