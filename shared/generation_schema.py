@@ -69,8 +69,9 @@ class GenerationSection(Section):
     orchestrator starts again.
 
     With `concurrency` adaptive, the number of running episodes follows the rollout servers' queues and pools, up to
-    `max_concurrent_episodes`; otherwise it is that number. With `eval_share`, groups are generated during an
-    evaluation, which has this share of the running episodes; without, generation pauses.
+    `max_concurrent_episodes`; otherwise it is that number. An evaluation runs beside training: it has the share
+    `eval_share` of the running episodes, and that share of the rollout servers keeps the version being measured. With
+    null, training stops for each evaluation.
     """
 
     mode: Literal["asynchronous", "turn_synchronous"] = "asynchronous"
@@ -78,7 +79,7 @@ class GenerationSection(Section):
     concurrency: Literal["fixed", "adaptive"] = "fixed"
     truncation: Literal["none", "left"] = "none"
     partial_rollouts: bool = False
-    eval_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    eval_share: Annotated[float, Field(gt=0, le=1)] | None = 0.5
     straggler: StragglerConfig | None = None
     filters: GenerationFilters = GenerationFilters()
 

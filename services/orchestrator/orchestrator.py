@@ -20,6 +20,7 @@ from services.orchestrator.schedule.policy import GenerationPolicy
 from services.orchestrator.schedule.run_schedule import RunSchedule, wait_for_offers, wait_for_tasks
 from services.orchestrator.schedule.ticket_loop import RunGroup, TicketLoop
 from services.orchestrator.servers.balancer import Balancer, VersionBounds
+from services.orchestrator.servers.holding import ServerHolds
 from services.orchestrator.sessions.sessions import Sessions
 from services.orchestrator.sessions.settlement import give_back
 from services.orchestrator.settings import OrchestratorSettings
@@ -174,7 +175,7 @@ class Orchestrator:
             self.evaluator,
             max_steps=settings.max_steps,
             begun=self._begun,
-            generates_during_evaluation=settings.generation.eval_share is not None,
+            holds=ServerHolds(self.balancer, share) if (share := settings.generation.eval_share) else None,
         )
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(mixture.watch())

@@ -160,6 +160,10 @@ class RolloutClient(HttpClient):
         body = {"version": version, "mode": mode} | ({"base_version": base_version} if base_version else {})
         return await self.post("/weights/commit", body, timeout_s=_WEIGHTS_TIMEOUT_S)
 
+    async def hold(self, holder: str, version: str, seconds: float) -> None:
+        """Keep `version` serving for `seconds`; 0 releases it. Raises Conflict if the server does not have it."""
+        await self.post("/weights/hold", {"holder": holder, "version": version, "seconds": seconds})
+
     async def update_weights(self, offer: WeightOffer, mode: str) -> dict[str, Any]:
         """Stage and commit a published version."""
         return await self.post("/update_weights", {**offer.to_json(), "mode": mode}, timeout_s=_WEIGHTS_TIMEOUT_S)

@@ -18,7 +18,7 @@ from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening, StepReply
 from shared.clients.rollout import Generation, ServerWeights
-from shared.errors import NotFound, QueueUnavailable, ServiceUnreachable, VolleyError
+from shared.errors import Conflict, NotFound, QueueUnavailable, ServiceUnreachable, VolleyError
 from shared.queue.records import Published, PublishRefusal, QueueState, Reservation
 from shared.run.seeding import TaskOrder, TicketTask
 from shared.types import Message, VersionSpan, WeightVersion
@@ -56,6 +56,7 @@ class ScriptedEngine:
     running: set[str] = field(default_factory=set)
     routed_from: list[int | None] = field(default_factory=list)
     tells_no_experts: set[int] = field(default_factory=set)
+    holders: set[str] = field(default_factory=set)
 
     async def generate(
         self,
@@ -99,6 +100,13 @@ class ScriptedEngine:
     async def ready(self) -> None:
         if not self.well:
             raise ServiceUnreachable("engine is down")
+
+    async def hold(self, holder: str, version: str, seconds: float) -> None:
+        if not self.well:
+            raise ServiceUnreachable("engine is down")
+        if seconds and version != str(self.version):
+            raise Conflict(f"{version} does not serve")
+        (self.holders.add if seconds else self.holders.discard)(holder)
 
     def _seeded(self, sampling: Mapping[str, Any]) -> Say:
         rng = np.random.default_rng(sampling["sampling_seed"])

@@ -13,9 +13,7 @@ from services.orchestrator.servers.fleet import DiscoveredServer, Fleet
 from services.orchestrator.servers.slots import Slots
 from shared.clients.rollout import EngineLoad, RolloutClient
 from shared.errors import DecodeError, ServiceUnreachable
-from shared.types import Group
-from tests.orchestrator.fakes import MemoryQueue, ScriptedEngine, balancer_of
-from tests.orchestrator.test_run_schedule import TERMS, RunUnderTest, following, until
+from tests.orchestrator.fakes import ScriptedEngine, balancer_of
 
 
 async def start(slots, purposes):
@@ -192,21 +190,3 @@ async def test_a_load_that_cannot_be_read_is_an_error_of_the_tree(body):
     async with RolloutClient("http://server", transport=transport) as client:
         with pytest.raises(DecodeError):
             await client.load()
-
-
-async def test_groups_are_generated_during_an_evaluation_and_published_after_it(tmp_path):
-    run = RunUnderTest(tmp_path, MemoryQueue(version=5, limit=100), beside=True)
-    run.serve(1, 4)
-    async with following(run):
-        await until(lambda: run.status.evaluating_step == 5)
-        run.balancer.servers[0].engine.delay_s = 0.2
-        run.serve(1, 5)
-        await until(lambda: len(run.loop.held) == 2)
-        assert run.status.evaluating_step == 5
-        assert run.queue.published == {}
-        await until(lambda: run.evaluator.records)
-        assert run.queue.issued <= 10 * TERMS.batch
-        await until(lambda: len(run.queue.published) >= 2)
-    assert [record.step for record in run.evaluator.records] == [5]
-    group = Group.decode(run.queue.published[1])
-    assert str(group.oldest()) == "e000001-s000005"

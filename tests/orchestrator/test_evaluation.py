@@ -155,7 +155,7 @@ async def test_a_restart_measures_no_step_twice_and_mends_a_torn_line(tmp_path):
         (6, (0,), True),
         (6, (0, 5), False),
         (20, (0, 5, 19), True),
-        (3, (), False),
+        (3, (), True),
     ],
 )
 def test_when_a_step_is_due(step, done, due):
@@ -164,7 +164,14 @@ def test_when_a_step_is_due(step, done, due):
 
 def test_without_a_period_only_the_ends_are_measured():
     plan = EvalPlan("demo", 6, 7, every=None, last_step=20)
-    assert [step for step in range(21) if plan.due(step, frozenset())] == [0, 20]
+    assert [step for step in range(21) if plan.due(step, frozenset({0}))] == [20]
+
+
+def test_if_the_first_weights_were_missed_the_next_ones_are_measured():
+    plan = EvalPlan("demo", 6, 7, every=None, last_step=20)
+    assert plan.due(0, frozenset())
+    assert plan.due(3, frozenset())
+    assert plan.due(3, frozenset({4}))
 
 
 async def test_failed_tasks_are_counted_and_not_averaged(tmp_path):

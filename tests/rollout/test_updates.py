@@ -11,10 +11,12 @@ import pytest
 
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.engines.base import GenerateRequest, SamplingParams
+from services.rollout.weights.holds import VersionHolds
 from services.rollout.weights.turns import MAX_WAITING
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Conflict, Forbidden, Unavailable, WeightsError
 from shared.models.config import ModelConfig
+from shared.published.manifest import Chunk, WeightOffer
 from shared.run.checkpoint_files import BAD, MANIFEST, Probe
 from tests.support import models
 from tests.support.engine import FakeEngine
@@ -338,3 +340,68 @@ async def test_what_ran_on_wrong_weights_is_nobodys_data_after_the_right_ones_se
     assert engine.modes[-1] == "retract"
     await updates.update(str(publish(tmp_path, "e000001-s000003")), None)
     assert engine.modes[-1] == "in_place"
+
+
+async def test_a_held_version_serves_until_it_is_released(
+    updates: WeightUpdater, engine: FakeEngine, tmp_path: Path
+) -> None:
+    publish(tmp_path, "e000001-s000001")
+    await updates.catch_up()
+    updates.hold("one", "e000001-s000001", 30)
+    updates.hold("two", "e000001-s000001", 30)
+    newer = publish(tmp_path, "e000001-s000002", 1)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        updating = group.create_task(updates.update(str(newer), None))
+        while updates.staged is None:
+            await asyncio.sleep(0.01)
+        with pytest.raises(Conflict):
+            updates.hold("three", "e000001-s000002", 30)
+        await updates.catch_up()
+        await updates.audit()
+        updates.hold("one", "e000001-s000001", 0)
+        await asyncio.sleep(0.05)
+        assert (updates.current, updating.done()) == ("e000001-s000001", False)
+        updates.hold("two", "e000001-s000001", 0)
+    staged, _ = updating.result()
+    assert (updates.current, engine.loaded) == ("e000001-s000002", ["e000001-s000001", "e000001-s000002"])
+    assert staged.timings["held_s"] > 0
+    with pytest.raises(Conflict):
+        updates.hold("one", "e000001-s000001", 30)
+
+
+class SlowlyStaging(WeightUpdater):
+    """Stages a checkpoint in place of a published version, once `may_stage` is set."""
+
+    may_stage = asyncio.Event()
+
+    async def _stage(self, wanted: str | WeightOffer, name: str | None = None) -> Any:
+        assert isinstance(wanted, WeightOffer)
+        await self.may_stage.wait()
+        assert self.root is not None
+        return await super()._stage(str(self.root / wanted.version), name)
+
+
+async def test_a_version_can_be_held_while_it_is_loaded(engine: FakeEngine, tmp_path: Path) -> None:
+    updates, version = SlowlyStaging(engine, tmp_path, MODEL, "test"), "e000001-s000001"
+    publish(tmp_path, version)
+    with pytest.raises(Conflict):
+        updates.hold("one", version, 30)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        group.create_task(updates.update(WeightOffer(version, Chunk("0" * 64, 1), ()), None))
+        await asyncio.sleep(0.01)
+        updates.hold("one", version, 30)
+        updates.may_stage.set()
+    assert updates.current == version
+
+
+async def test_a_lease_ends_after_its_time() -> None:
+    now = [0.0]
+    holds = VersionHolds(lambda: now[0])
+    holds.take("one", "a", 1e9)
+    assert holds.blocks("b")
+    assert not holds.blocks("a")
+    now[0] = 61.0
+    assert not holds.blocks("b")
+    await holds.passed("b")
+    holds.take("two", "b", 1.0)
+    assert holds.blocks("a")

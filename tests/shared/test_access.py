@@ -98,6 +98,7 @@ rollout       viewer  GET /v1/loads
 rollout       viewer  GET /get_load
 rollout       admin   POST /weights/stage
 rollout       admin   POST /weights/commit
+rollout       service POST /weights/hold
 rollout       admin   POST /update_weights
 rollout       admin   POST /update_weights_from_disk
 rollout       admin   POST /pause_generation

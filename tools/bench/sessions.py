@@ -67,6 +67,8 @@ class WaitingEngine:
 
     async def ready(self) -> None: ...
 
+    async def hold(self, holder: str, version: str, seconds: float) -> None: ...
+
 
 class Lags:
     """How late the event loop ran a timer, in seconds."""

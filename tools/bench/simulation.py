@@ -152,6 +152,8 @@ class SimulatedServer:
 
     async def ready(self) -> None: ...
 
+    async def hold(self, holder: str, version: str, seconds: float) -> None: ...
+
 
 @dataclass
 class SimulatedEnv:

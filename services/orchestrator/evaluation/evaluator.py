@@ -1,9 +1,9 @@
 """Held-out evaluation: greedy episodes on the first tasks of the split `eval`, once for each due step.
 
 Invariants
-- Every token comes from exactly the weights of the measured step. Before a step is measured, no ticket is reserved
-  beyond it (`EvalPlan.last_admitted`), so the trainer makes no newer weights meanwhile; if it still has groups for
-  some, the evaluation is dropped, and the newer weights are measured.
+- Every token comes from exactly the weights of the measured step; each answer's versions are checked. Until servers
+  hold these weights, the trainer gets no groups for steps after this one (`EvalPlan.last_admitted`). If no server has
+  the weights any more, the evaluation is dropped, and newer weights are measured.
 - If a run plays several environments, each has its own line, the main one's last: only that marks the step as done.
   Other environments that cannot be measured are skipped; they do not delay the run.
 - A line of `evals.jsonl` is on disk before the evaluation counts as done. Neither a restart nor a second orchestrator
@@ -78,11 +78,12 @@ class EvalPlan:
     def due(self, step: int, done: frozenset[int]) -> bool:
         """True if the weights of `step`, the newest, have to be measured now.
 
-        If a due step was missed, the next one is measured instead: `every` is a period, not a set of steps.
+        If a due step was missed, the next one is measured instead: `every` is a period, not a set of steps. The first
+        measurement shows what the run began with.
         """
         if step in done:
             return False
-        if step in (0, self.last_step):
+        if step == self.last_step or all(s > step for s in done):
             return True
         last = max((s for s in done if s <= step), default=0)
         return self.every is not None and step // self.every > last // self.every
@@ -92,6 +93,8 @@ class EvalPlan:
 
     def last_admitted(self, step: int, done: frozenset[int]) -> int:
         """Return the last step that groups may be made for at durable `step`: the next to be measured."""
+        if self.due(step, done):
+            return step
         if self.every is None:
             return self.last_step
         last = max((s for s in done if s <= step), default=0)

@@ -1,23 +1,23 @@
 """Schedule of a run: wait for the services, evaluate, generate while the trainer trains, evaluate, finish.
 
-Reservations pause during an evaluation, and before it none is made for a later step. So the evaluation at step 0 ends
-before the first group is generated, and every other one starts when no newer weights can be trained. A run may also
-generate during an evaluation; then publications pause, so newer weights cannot be trained either. If the trainer
-goes back to an older checkpoint, the run follows: requests stop waiting for undone weights, and an evaluation of undone
-weights ends without a record.
+An evaluation runs beside training: servers hold its weights (`ServerHolds`). Groups for later steps are generated at
+any time, and published once a server is held, so the weights to be measured are not replaced before. Without holds,
+training stops for the evaluation: no group is generated meanwhile, and before it none is reserved for a later step. If
+the trainer goes back to an older checkpoint, the run follows: requests stop waiting for undone weights, and an
+evaluation of undone weights ends without a record.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 
 from services.orchestrator.evaluation.evaluator import Evaluator
 from services.orchestrator.mixture.members import Offer, offers_in
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.ticket_loop import TicketLoop, TicketSource
 from services.orchestrator.servers.balancer import Balancer
+from services.orchestrator.servers.holding import ServerHolds
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
 from shared.errors import Unavailable
@@ -57,7 +57,7 @@ class RunSchedule:
 
     Args:
         begun: called first for each new epoch, with its beginning of the run.
-        generates_during_evaluation: generate groups for later steps meanwhile, and publish them afterwards.
+        holds: holds servers at the version to evaluate while training goes on; None stops training instead.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class RunSchedule:
         *,
         max_steps: int,
         begun: Callable[[str], Awaitable[None]],
-        generates_during_evaluation: bool = False,
+        holds: ServerHolds | None = None,
     ) -> None:
         self._queue, self._balancer, self._status, self._gate = queue, balancer, status, gate
         self._loop, self._evaluator, self._max_steps, self._begun = loop, evaluator, max_steps, begun
-        self._is_beside = generates_during_evaluation
+        self._holds = holds
         self._measured_now: int | None = None
         self.state: QueueState | None = None
         self._lineage: Lineage = ()
@@ -98,31 +98,39 @@ class RunSchedule:
     async def _steps(self) -> None:
         while True:
             at = await self._next_version()
-            if self._evaluator.due(at.step):
-                with self._beside(at.step) if self._is_beside else self._gate.held("evaluation"):
+            if self._holds is not None and (measured := self._due(at)) is not None:
+                await self._evaluate_beside(measured, self._holds)
+            elif self._evaluator.due(at.step):
+                with self._gate.held("evaluation"):
                     await self._evaluate(at)
-                    self._measured_now = None
                     self._bound(at.step)
             elif at.step >= self._max_steps:
                 return
             else:
                 self._gate.release(ReservationGate.START)
 
-    @contextmanager
-    def _beside(self, step: int) -> Iterator[None]:
-        """Generate within for the steps after `step`, up to the next one to be measured, and publish afterwards.
+    def _due(self, newest: WeightVersion) -> WeightVersion | None:
+        """Return the version to measure now: the oldest due one that a server still has, or the newest.
 
-        Before, no ticket was reserved for a step after this one, so every group that is published at its end was
-        reserved meanwhile: the trainer cannot make newer weights before.
+        Servers have an older one if this process was started again during its evaluation.
         """
-        with self._loop.publications_held():
-            self._measured_now = step
-            self._bound(step)
-            self._gate.release(ReservationGate.START)
-            try:
-                yield
-            finally:
-                self._measured_now = None
+        served = {server.version for server in self._balancer.servers if server.version and not server.out}
+        usable = [one for one in served if one.step < newest.step and in_lineage(one, self._lineage)]
+        return next((one for one in (*sorted(usable), newest) if self._evaluator.due(one.step)), None)
+
+    async def _evaluate_beside(self, at: WeightVersion, holds: ServerHolds) -> None:
+        """Evaluate while training goes on, up to the next step to be measured."""
+
+        def bound() -> None:
+            self._measured_now = at.step if holds.any else None
+            self._bound(self.state.version if self.state else at.step)
+
+        self._gate.release(ReservationGate.START)
+        try:
+            async with holds.holding(at, bound):
+                await self._evaluate(at)
+        finally:
+            bound()
 
     async def _next_version(self) -> WeightVersion:
         """Return the version of an open queue, from a snapshot taken after the call."""
@@ -160,8 +168,12 @@ class RunSchedule:
         self.state = state
 
     def _bound(self, step: int) -> None:
-        """Limit generation to steps up to the next one to be measured."""
-        self._loop.last_step = self._evaluator.last_admitted(step, self._measured_now)
+        """Limit publication, or without holds generation, to steps up to the next one to be measured."""
+        last = self._evaluator.last_admitted(step, self._measured_now)
+        if self._holds is not None:
+            self._loop.publishable_step = last
+        else:
+            self._loop.last_step = last
 
     async def _evaluate(self, at: WeightVersion) -> None:
         """Evaluate until there is a record, or until the weights are undone or replaced by newer ones."""
@@ -176,9 +188,9 @@ class RunSchedule:
             self._status.evaluating_step = None
 
     async def _left(self, version: WeightVersion) -> None:
-        """Return when these are no longer the newest weights: servers may no longer have them."""
+        """Return when these weights are undone, or no longer the newest and not held: no server may have them."""
         now = version
-        while in_lineage(version, self._lineage) and now.step == version.step:
+        while in_lineage(version, self._lineage) and (now.step == version.step or (self._holds and self._holds.any)):
             now = await self._next_version()
         _log.warning("evaluation dropped: the weights have changed", version=str(version), now=str(now))
 

@@ -4,6 +4,7 @@ Invariants
 - A lease holds a ticket while its group is worked on. In any case the ticket is published or given back, or its lease
   expires and another producer gets it. Nothing is lost when Redis, the trainer or this process fails.
 - Only the queue throttles generation: no ticket, no group.
+- Groups for steps after the next one to be measured are published only when its weights are held (`publishable_step`).
 - A group needs weights that are fresh enough for the step that will train it, so that it is not stale on arrival. This
   bound falls with the queue's version: after a rollback the trainer may wait for exactly this group.
 """
@@ -13,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,7 +109,8 @@ class TicketLoop:
         policy: decides which complete groups are sent to be trained.
         partials: keeps the episodes of tickets that are given back when this process stops.
 
-    `last_step` limits the step that groups are made for; None for no limit.
+    `last_step` limits the step that groups are made for, `publishable_step` the one that groups are published
+    for; None for no limit.
     """
 
     def __init__(
@@ -132,8 +134,8 @@ class TicketLoop:
         self._rounds = None if terms.round is None else RoundAdmission(terms.round, terms.batch)
         self._held: dict[int, VersionBounds] = {}
         self._void = 0
-        self._may_publish = asyncio.Event()
-        self._may_publish.set()
+        self._bound_changed = asyncio.Event()
+        self._publishable_step: int | None = None
         self.last_step: int | None = None
 
     async def run(self) -> None:
@@ -153,14 +155,14 @@ class TicketLoop:
             finally:
                 self._partials.stop()
 
-    @contextmanager
-    def publications_held(self) -> Iterator[None]:
-        """Publish nothing within: groups are generated, but the trainer cannot make newer weights from them."""
-        self._may_publish.clear()
-        try:
-            yield
-        finally:
-            self._may_publish.set()
+    @property
+    def publishable_step(self) -> int | None:
+        return self._publishable_step
+
+    @publishable_step.setter
+    def publishable_step(self, step: int | None) -> None:
+        self._publishable_step = step
+        self._bound_changed.set()
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -170,6 +172,7 @@ class TicketLoop:
     def saw(self, state: QueueState, held: Iterable[int]) -> None:
         """Apply a newer snapshot of the queue. Args: held: tickets that were in hand before it was taken."""
         self._void = state.void
+        self._bound_changed.set()
         for need in (self._held[ticket] for ticket in held if ticket in self._held):
             need.lower(state.version)
 
@@ -258,7 +261,7 @@ class TicketLoop:
 
         Then its lease may expire.
         """
-        await self._may_publish.wait()
+        await self._publishable(group.ticket)
         payload, deadline, failures = sent.encode(), time.monotonic() + self._terms.patience_s, 0
         while time.monotonic() < deadline:
             try:
@@ -274,6 +277,15 @@ class TicketLoop:
             await _pause(failures)
         metrics.GROUPS.labels("abandoned").inc()
         _log.error("group abandoned", ticket=group.ticket, waited_s=self._terms.patience_s)
+
+    async def _publishable(self, ticket: int) -> None:
+        """Wait until no step after the publishable one could be trained with the group.
+
+        Only published groups become void, so no ticket behind the waiting ones does: the sum is exact.
+        """
+        while self._publishable_step is not None and ticket - self._void > self._publishable_step * self._terms.batch:
+            self._bound_changed.clear()
+            await self._bound_changed.wait()
 
     def _published(self, sent: Group, group: Group, outcome: Published, version: int) -> None:
         outcome_name = "filtered" if sent.rule else "failed" if sent.failure is not None else outcome.value

@@ -52,12 +52,14 @@ class GenerateClient(Protocol):
 
     async def ready(self) -> None: ...
 
+    async def hold(self, holder: str, version: str, seconds: float) -> None: ...
+
 
 @dataclass(slots=True)
 class VersionBounds:
     """Steps of the weights that may answer. None leaves the lower bound to the staleness rule, the upper one open.
 
-    `strict` checks every token against the bounds and the lineage.
+    `strict` checks every token against the bounds and the lineage, and takes only held servers, if any version is held.
     """
 
     min_step: int | None = None
@@ -111,6 +113,7 @@ class Balancer:
         self._changed = asyncio.Event()
         self._waiting: dict[object, VersionBounds] = {}
         self._hungry = asyncio.Event()
+        self._holding: frozenset[str] | None = None
 
     @property
     def servers(self) -> Sequence[ServerLoad]:
@@ -120,6 +123,12 @@ class Balancer:
         """Set the queue's version (the trainer's newest durable step) and its lineage."""
         if self._target != version:
             self._target, self._lineage = version, lineage
+            self._notify()
+
+    def set_holding(self, urls: frozenset[str] | None) -> None:
+        """Set the servers that keep the version being measured; None if they need not keep it."""
+        if urls != self._holding:
+            self._holding = urls
             self._notify()
 
     def is_undone(self, version: WeightVersion) -> bool:
@@ -240,6 +249,8 @@ class Balancer:
             return f"has {server.version}, step {floor} is needed"
         if need.max_step is not None and step > need.max_step:
             return f"has {server.version}, not newer than step {need.max_step} is needed"
+        if need.strict and self._holding is not None and server.url not in self._holding:
+            return f"may not keep {server.version}"
         return None
 
     async def _wait(self, need: VersionBounds, preferred: str | None) -> ServerLoad:

@@ -12,8 +12,9 @@ from fastapi.responses import Response
 
 from services.rollout.api import schemas
 from services.rollout.api.generation import GenerationRunner
-from services.rollout.api.validation import boolean, check_names
+from services.rollout.api.validation import boolean, check_names, number
 from services.rollout.engines.base import CommitMode, CommitResult, Engine, EngineInfo, EngineSpec
+from services.rollout.weights.holds import MAX_S
 from services.rollout.weights.serving import StagedUpdate
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import InputError, VolleyError
@@ -31,6 +32,7 @@ ROLES = {
     "GET /weights/holdings/{digest}": Role.SERVICE,
     "POST /weights/stage": Role.ADMIN,
     "POST /weights/commit": Role.ADMIN,
+    "POST /weights/hold": Role.SERVICE,
     "POST /update_weights": Role.ADMIN,
     "POST /update_weights_from_disk": Role.ADMIN,
 }
@@ -90,6 +92,17 @@ async def commit(request: Request, state: Rollout) -> Response:
     return respond(
         request, _committed(await state.updates.commit(text_field(body, "version"), base, commit_mode(body)))
     )
+
+
+@router.post("/weights/hold", tags=["weights"], openapi_extra=declares(body=schemas.HOLD, answer=schemas.HELD))
+async def hold(request: Request, state: Rollout) -> Response:
+    """Keep `version` serving for `seconds` (at most 60; 0 releases it): newer versions are loaded, and committed
+    afterwards. Each `holder` has a lease of its own. Refused if `version` neither serves nor is being loaded.
+    """
+    body = await read_body(request)
+    version, seconds = text_field(body, "version"), number("seconds", body.get("seconds"), MAX_S, 0.0, 3600.0)
+    state.updates.hold(text_field(body, "holder"), version, seconds)
+    return respond(request, {"version": version, "seconds": min(seconds, MAX_S)})
 
 
 @router.get("/weights", tags=["weights"], openapi_extra=declares(answer=schemas.WEIGHTS))

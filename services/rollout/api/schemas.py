@@ -162,6 +162,13 @@ COMMIT = _with_example(
     _object({"version": _TEXT}, {"base_version": _or_null(_TEXT), "mode": _MODE}), version=_VERSION_NAME
 )
 COMMITTED = _object(_COMMITTED)
+HOLD = _with_example(
+    _object({"holder": _TEXT, "version": _TEXT}, {"seconds": {"type": "number", "minimum": 0}}),
+    holder="evaluation",
+    version=_VERSION_NAME,
+    seconds=20,
+)
+HELD = _object({"version": _TEXT, "seconds": {"type": "number"}})
 _ENGINE = _object(
     {"kind": {"type": "string"}, "capabilities": {"type": "array", "items": {"enum": list(CAPABILITIES)}}}
 )

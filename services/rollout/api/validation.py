@@ -120,21 +120,21 @@ def sampling_params(raw: Any, info: EngineInfo, n_prompt: int) -> SamplingParams
     missing = {name: neutral for name, (option, neutral) in OPTIONAL.items() if option not in info.options}
     check_names(raw, SAMPLING | (OPTIONAL.keys() - missing), {**NEUTRAL, **missing}, "sampling parameter ")
     seed = raw.get("sampling_seed")
-    temperature = _number("temperature", raw.get("temperature"), 1.0, 0.0, MAX_TEMPERATURE)
+    temperature = number("temperature", raw.get("temperature"), 1.0, 0.0, MAX_TEMPERATURE)
     fitting = max(1, room(info) - n_prompt)
     default_new = fitting if "max_new_tokens" in raw else min(DEFAULT_NEW_TOKENS, fitting)  # null: as many as fit
     return SamplingParams(
         max_new_tokens=integer("max_new_tokens", raw.get("max_new_tokens"), default_new, 1, MAX_NEW_TOKENS),
         temperature=computable(temperature),
-        top_p=_number("top_p", raw.get("top_p"), 1.0, MIN_TOP_P, 1.0),
+        top_p=number("top_p", raw.get("top_p"), 1.0, MIN_TOP_P, 1.0),
         top_k=_top_k(raw.get("top_k")),
         stop_token_ids=check_stops(raw.get("stop_token_ids"), info.vocab_size),
         ignore_eos=boolean("ignore_eos", raw.get("ignore_eos")),
         sampling_seed=None if seed is None else integer("sampling_seed", seed, 0, 0, MAX_SEED),
-        min_p=_number("min_p", raw.get("min_p"), 0.0, 0.0, 1.0),
+        min_p=number("min_p", raw.get("min_p"), 0.0, 0.0, 1.0),
         min_new_tokens=integer("min_new_tokens", raw.get("min_new_tokens"), 0, 0, MAX_NEW_TOKENS),
-        frequency_penalty=_number("frequency_penalty", raw.get("frequency_penalty"), 0.0, -MAX_PENALTY, MAX_PENALTY),
-        presence_penalty=_number("presence_penalty", raw.get("presence_penalty"), 0.0, -MAX_PENALTY, MAX_PENALTY),
+        frequency_penalty=number("frequency_penalty", raw.get("frequency_penalty"), 0.0, -MAX_PENALTY, MAX_PENALTY),
+        presence_penalty=number("presence_penalty", raw.get("presence_penalty"), 0.0, -MAX_PENALTY, MAX_PENALTY),
         logit_bias=_biases(raw.get("logit_bias"), info.vocab_size),
         grammar=_grammar(raw),
     )
@@ -150,7 +150,7 @@ def _biases(value: Any, vocab_size: int) -> tuple[tuple[int, float], ...]:
         if not (str(token).isascii() and str(token).isdigit() and int(token) < vocab_size):
             raise InputError(f"logit_bias names {short(token)}, which is no token id below {vocab_size}")
     return tuple(
-        (int(token), _number(f"logit_bias[{token}]", bias, 0.0, -MAX_BIAS, MAX_BIAS)) for token, bias in value.items()
+        (int(token), number(f"logit_bias[{token}]", bias, 0.0, -MAX_BIAS, MAX_BIAS)) for token, bias in value.items()
     )
 
 
@@ -237,7 +237,7 @@ def integer(name: str, value: Any, default: int, low: int, high: int) -> int:
     return value
 
 
-def _number(name: str, value: Any, default: float, low: float, high: float) -> float:
+def number(name: str, value: Any, default: float, low: float, high: float) -> float:
     if value is None:
         return default
     if (

@@ -5,10 +5,10 @@ missed an announcement asks the trainer, and watches the folder of checkpoints w
 
 Invariants: one update at a time; the engine loads the same bytes that it has hashed, and reads them once; a version
 that fails leaves the serving one unchanged; a server never goes back to an older version of the same beginning of the
-run; staging or committing a version that is already staged or serving succeeds without work, so an announcement and
-the watcher may coincide. The engine's arrays are checked after every commit and every `AUDIT_S`. If they are not those
-that were loaded, no answer leaves, also not of requests that end after other weights serve; the next commit empties
-the prefix cache.
+run; staging or committing a version that is already staged or serving succeeds without work, so an announcement and the
+watcher may coincide; while a version is held, no other one is committed. The engine's arrays are checked after every
+commit and every `AUDIT_S`. If they are not those that were loaded, no answer leaves, also not of requests that end
+after other weights serve; the next commit empties the prefix cache.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from services.rollout.engines.base import CommitMode, CommitResult, Engine, Live
 from services.rollout.weights.bucket import CheckpointBucket
 from services.rollout.weights.checkpoint import examine, examine_published
 from services.rollout.weights.fence import VersionFence
+from services.rollout.weights.holds import VersionHolds
 from services.rollout.weights.pulling import ChunkPuller, WantedVersion
 from services.rollout.weights.serving import (
     Distrusted,
@@ -97,6 +98,9 @@ class WeightUpdater:
     _failed: FailedVersion | None = None
     _fence: VersionFence = field(default_factory=VersionFence)
     _turns: UpdateTurns = field(default_factory=UpdateTurns)
+    _holds: VersionHolds = field(default_factory=VersionHolds)
+    _arriving: str | None = None
+    _is_committing: bool = False
 
     @property
     def current(self) -> str | None:
@@ -142,18 +146,44 @@ class WeightUpdater:
         """
         mode = mode or self.default_mode
         self.declared.check_mode(mode)
-        async with self._turns.turn():
-            return await self._commit(version, base_version, mode)
+        while True:
+            await self._holds.passed(version)
+            async with self._turns.turn():
+                if not self._holds.blocks(version):
+                    return await self._commit(version, base_version, mode)
 
     async def update(
         self, wanted: str | WeightOffer, mode: CommitMode | None, name: str | None = None
     ) -> tuple[StagedUpdate, CommitResult]:
-        """Stage and commit; `name` is the version of a Hugging Face folder. Raises as both."""
+        """Stage and commit; `name` is the version of a Hugging Face folder. Raises as both.
+
+        While another version is held, the staged one waits for its commit (`held_s` of its timings).
+        """
         mode = mode or self.default_mode
         self.declared.check_mode(mode)
-        async with self._turns.turn():
-            staged = await self._stage(wanted, name)
-            return staged, await self._commit(staged.version, None, mode)
+        held_s = 0.0
+        while True:
+            async with self._turns.turn():
+                self._arriving = wanted.version if isinstance(wanted, WeightOffer) else None
+                try:
+                    staged = await self._stage(wanted, name)
+                    if not self._holds.blocks(staged.version):
+                        timed = replace(staged, timings={**staged.timings, "held_s": held_s}) if held_s else staged
+                        return timed, await self._commit(staged.version, None, mode)
+                finally:
+                    self._arriving = None
+            started = time.perf_counter()
+            await self._holds.passed(staged.version)
+            held_s += time.perf_counter() - started
+
+    def hold(self, holder: str, version: str, seconds: float) -> None:
+        """Keep `version` serving for `seconds`, at most `MAX_S`; 0 releases it (see `VersionHolds`).
+
+        Raises Conflict if it neither serves nor is being loaded.
+        """
+        if seconds and version not in (self._arriving, None if self._is_committing else self.current):
+            raise Conflict(f"{version} cannot be held: it does not serve here (serving: {self.current})")
+        self._holds.take(holder, version, seconds)
 
     def read_chunk(self, digest: str) -> bytes:
         """Read a chunk for another server. Raises NotFound; it blocks."""
@@ -203,6 +233,8 @@ class WeightUpdater:
 
     async def catch_up(self) -> None:
         """Load the newest version if it is newer; retry a failed one after `RETRY_BAD_S`. Raises as `update`."""
+        if self._holds.any():
+            return  # one waiting version is enough: the trainer sends it, or the next look finds it
         offer = await self._offered()
         if offer is not None:
             await self._forget_older_beginning(offer)
@@ -256,7 +288,7 @@ class WeightUpdater:
     def _forget(self, newest: str) -> None:
         _log.warning("run restarted from an empty folder", newest=newest, current=self.current)
         self.state, self.staged = NothingServes(self.state.beginnings + 1), None
-        self._fence, self._failed = VersionFence(), None
+        self._fence, self._failed, self._holds = VersionFence(), None, VersionHolds()
 
     async def _stage(self, wanted: str | WeightOffer, name: str | None = None) -> StagedUpdate:
         start = time.perf_counter()
@@ -373,6 +405,14 @@ class WeightUpdater:
             raise Conflict(f"{version} builds on {base_version}, but {self.current} is serving")
         if self.current is None and mode == "in_place":
             mode = "retract"
+        self._is_committing = True
+        try:
+            return await self._replace(staged, mode)
+        finally:
+            self._is_committing = False
+
+    async def _replace(self, staged: StagedUpdate, mode: CommitMode) -> CommitResult:
+        version = staged.version
         passed = version if WeightVersion.of_name(version) is not None else await asyncio.to_thread(self._newest_name)
         try:
             result = await self.engine.commit(version, mode)
