@@ -111,16 +111,19 @@ def _guides(rows: SamplingRows) -> dict[str, np.ndarray]:
 
 
 def unpack(packed: jax.Array, layout: Layout) -> dict[str, jax.Array]:
-    """Cut the arrays of `pack` apart, with their own dtypes and shapes."""
+    """Cut the arrays of `pack` apart, with their own dtypes and shapes.
+
+    The order of operations is fixed: it is part of the key under which a compiled step is cached between processes.
+    """
     arrays, at = dict[str, jax.Array](), 0
     for name, n in layout.parts:
         arrays[name] = jax.lax.slice_in_dim(packed, at, at + n)
         at += n
-    for name in arrays.keys() & {"temperature", "top_p", "min_p", "bias"}:
+    for name in sorted(arrays.keys() & {"temperature", "top_p", "min_p", "bias"}):
         arrays[name] = jax.lax.bitcast_convert_type(arrays[name], jnp.float32)
-    for name in arrays.keys() & {"seed", "mask"}:
+    for name in sorted(arrays.keys() & {"seed", "mask"}):
         arrays[name] = jax.lax.bitcast_convert_type(arrays[name], jnp.uint32)
-    for name in arrays.keys() & {"seed", "bias_ids", "bias", "mask"}:
+    for name in sorted(arrays.keys() & {"seed", "bias_ids", "bias", "mask"}):
         arrays[name] = arrays[name].reshape(len(arrays["forced"]), -1)
     return arrays
 
