@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.engines.base import GenerateRequest, SamplingParams
 from services.rollout.weights.holds import VersionHolds
+from services.rollout.weights.serving import Serving
 from services.rollout.weights.turns import MAX_WAITING
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Conflict, Forbidden, Unavailable, WeightsError
@@ -405,3 +407,15 @@ async def test_a_lease_ends_after_its_time() -> None:
     await holds.passed("b")
     holds.take("two", "b", 1.0)
     assert holds.blocks("a")
+
+
+async def test_running_requests_keep_their_cache_if_the_same_weights_are_loaded_again(
+    updates: WeightUpdater, engine: FakeEngine, tmp_path: Path
+) -> None:
+    await updates.update(str(publish(tmp_path, "e000001-s000001")), None)
+    assert isinstance(updates.state, Serving)
+    assert updates.state.update is not None
+    updates.staged = replace(updates.state.update, digest="that of the published version")
+    await updates.commit("e000001-s000001", None, "retract")
+    await updates.update(str(publish(tmp_path, "e000001-s000002")), None)
+    assert engine.modes == ["retract", "in_place", "retract"]

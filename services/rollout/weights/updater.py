@@ -405,6 +405,8 @@ class WeightUpdater:
             raise Conflict(f"{version} builds on {base_version}, but {self.current} is serving")
         if self.current is None and mode == "in_place":
             mode = "retract"
+        elif version == self.current and self._serving and staged.checksum == self._serving.checksum != "":
+            mode = "in_place"  # the same arrays from another source: running requests keep their keys and values
         self._is_committing = True
         try:
             return await self._replace(staged, mode)
