@@ -104,6 +104,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             sessions=door.sessions,
             partials=partials,
         )
+        door.state.environments = orchestrator.environments_played
         settlement = Settlement(door.sessions, trainer, door.calls, orchestrator.last_evaluated)
         yield RunningService(
             _application(settings, tokens, orchestrator, door),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +92,10 @@ class Orchestrator:
     def resume(self) -> None:
         self.status.paused = False
         self.gate.release(_PAUSED)
+
+    def environments_played(self) -> Collection[str]:
+        """Return the names of all environments that the run has ever played; none before they are known."""
+        return self.mixture.sizes.keys() if self.mixture else ()
 
     def last_evaluated(self) -> int | None:
         """Return the last step whose evaluation is complete: the main environment is measured last."""

@@ -5,7 +5,7 @@ The model's routes check the key of a session themselves; those of sessions need
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -26,6 +26,7 @@ from shared.dialects.dialect import Dialect
 from shared.dialects.prompts import render
 from shared.errors import Conflict, InputError, NotFound, VolleyError
 from shared.models.chat import ChatTokenizer
+from shared.run.mixture import base_name
 from shared.types import MAX_MESSAGE
 from shared.web.access import Role
 from shared.web.http import read_body, read_model, respond, validated
@@ -49,10 +50,14 @@ _ANSWER: Mapping[str, Any] = {"type": "object"}
 
 
 class SessionsState:
-    """State of the routes, in `app.state.sessions`."""
+    """State of the routes, in `app.state.sessions`.
+
+    `environments` returns the names of the run's environments; none while they are unknown.
+    """
 
     def __init__(self, sessions: Sessions, sampler: CallSampler, tokenizer: ChatTokenizer, base_url: str) -> None:
         self.sessions, self.sampler, self.tokenizer, self.base_url = sessions, sampler, tokenizer, base_url
+        self.environments: Callable[[], Collection[str]] = tuple
 
 
 async def _state(request: Request) -> SessionsState:
@@ -181,13 +186,23 @@ async def list_models(request: Request, state: Here) -> Response:
     openapi_extra=declares(body=ClaimBody, answer=_ANSWER, statuses=(201,)),
 )
 async def claim_session(request: Request, state: Here) -> Response:
-    """Claim the next task that waits for an external agent; 204 if there is none within `wait_s`."""
+    """Claim the next task that waits for an external agent; 204 if there is none within `wait_s`. 404 if the run does
+    not play the environment.
+    """
     body = await read_model(request, ClaimBody)
+    if body.env is not None and (known := state.environments()):
+        _check_environment(body.env, known)
     session = await state.sessions.claim(body.env, body.request_id, body.wait_s)
     if session is None:
         return Response(status_code=204)
     key = state.sessions.key_of(session)
     return respond(request, claimed_view(session, key, state.base_url, state.sampler.model), 201)
+
+
+def _check_environment(env: str, known: Collection[str]) -> None:
+    """Raise NotFound if no environment of the run has this name, with its version or without."""
+    if env not in {*known, *map(base_name, known)}:
+        raise NotFound(f"the run plays no environment {env!r}", f"its environments: {', '.join(sorted(known))}")
 
 
 @router.get("/sessions/{id}", openapi_extra=declares(answer=_ANSWER))

@@ -194,6 +194,10 @@ async def test_an_external_agent_claims_plays_and_rewards(tmp_path):
         assert (task["env"], task["task"], task["messages"]) == ("demo", "train/3", ASK)
         assert (await http.post("/sessions", json=claim)).json() == task
         assert (await http.post("/sessions", json={"request_id": "worker/2"})).status_code == 204
+        recorder.app.state.sessions.environments = lambda: ["demo@1"]
+        for asked, status in (("demo", 204), ("demo@1", 204), ("demo@2", 404), ("dem", 404)):
+            answer = await http.post("/sessions", json={"request_id": f"worker/{asked}", "env": asked})
+            assert (asked, answer.status_code) == (asked, status)
         path = f"/sessions/{task['id']}"
         await talk(client_of(recorder, task["key"]))
         reward = {"reward": 0.5, "success": True, "components": {"mine": 0.5}}
