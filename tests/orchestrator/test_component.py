@@ -1,6 +1,7 @@
 """The whole service over HTTP: real Redis, real environments, rollouts without a model and a fake trainer."""
 
 import asyncio
+import re
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
@@ -231,9 +232,8 @@ async def test_what_is_missing_is_named(tmp_path, redis, redis_url):
         assert (run["state"], run["reason"]) == ("waiting", "the trainer has not opened the queue")
         await begun(TicketQueue(redis, "demo"), 0, 0, 0, 0, [], 0)
         async with asyncio.timeout(60):
-            while (run := (await client.get("/runs/demo")).json())["chain"] != [
-                "orchestrator waits for a rollout server it can use (12 requests, none is known), to evaluate step 0"
-            ]:
+            wait = re.compile(r"orchestrator waits for a rollout server .* none is known\), to evaluate step 0")
+            while not any(map(wait.fullmatch, (run := (await client.get("/runs/demo")).json())["chain"])):
                 await asyncio.sleep(0.05)
         assert run["reason"] == "no rollout server is known"
         assert run["quiet_s"] >= 0

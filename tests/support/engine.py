@@ -203,8 +203,17 @@ class RolloutDouble:
         self.serve("e000001-s000000")
 
     def serve(self, version: str) -> None:
-        """As if these weights had been loaded."""
-        self.engine.version, self._updates.state = version, Serving(version)
+        """As if these weights had been loaded, once no other version is held."""
+        if self._updates.is_held(version):
+            self._late = asyncio.ensure_future(self._serve_late(version))
+        else:
+            self.engine.version, self._updates.state = version, Serving(version)
+
+    async def _serve_late(self, version: str) -> None:
+        while self._updates.is_held(version):
+            await asyncio.sleep(0.01)
+        if self._updates.current is None or version > self._updates.current:
+            self.serve(version)
 
     def silence(self, seconds: float) -> None:
         """The service answers, and takes no requests while its engine has been silent for so long."""

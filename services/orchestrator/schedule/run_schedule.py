@@ -180,12 +180,21 @@ class RunSchedule:
         self._status.evaluating_step = at.step
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {group.create_task(self._evaluator.run(at.step)), group.create_task(self._left(at))}
+                tasks = {group.create_task(self._measure(at)), group.create_task(self._left(at))}
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in tasks:
                     task.cancel()
         finally:
             self._status.evaluating_step = None
+
+    async def _measure(self, at: WeightVersion) -> None:
+        """Measure; if not one task succeeded, drop the evaluation if there are newer weights, else fail the run."""
+        try:
+            await self._evaluator.run(at.step)
+        except Unavailable as error:
+            if self.state is None or self.state.version == at.step:
+                raise
+            _log.warning("evaluation dropped", version=str(at), reason=str(error))
 
     async def _left(self, version: WeightVersion) -> None:
         """Return when these weights are undone, or no longer the newest and not held: no server may have them."""

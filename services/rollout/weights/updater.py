@@ -149,7 +149,7 @@ class WeightUpdater:
         while True:
             await self._holds.passed(version)
             async with self._turns.turn():
-                if not self._holds.blocks(version):
+                if not self.is_held(version):
                     return await self._commit(version, base_version, mode)
 
     async def update(
@@ -167,7 +167,7 @@ class WeightUpdater:
                 self._arriving = wanted.version if isinstance(wanted, WeightOffer) else None
                 try:
                     staged = await self._stage(wanted, name)
-                    if not self._holds.blocks(staged.version):
+                    if not self.is_held(staged.version):
                         timed = replace(staged, timings={**staged.timings, "held_s": held_s}) if held_s else staged
                         return timed, await self._commit(staged.version, None, mode)
                 finally:
@@ -175,6 +175,10 @@ class WeightUpdater:
             started = time.perf_counter()
             await self._holds.passed(staged.version)
             held_s += time.perf_counter() - started
+
+    def is_held(self, version: str) -> bool:
+        """True if another version is held, so that `version` cannot be committed now."""
+        return self._holds.blocks(version)
 
     def hold(self, holder: str, version: str, seconds: float) -> None:
         """Keep `version` serving for `seconds`, at most `MAX_S`; 0 releases it (see `VersionHolds`).
