@@ -1,0 +1,358 @@
+"""The bridge to verl: its configuration map, and one batch through the real package beside Volley's own numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from services.orchestrator.episodes.runner import EpisodeRunner
+from services.orchestrator.episodes.turn import SamplingSpec, TokenBounds, TokenBudget
+from services.orchestrator.servers.balancer import VersionBounds
+from services.orchestrator.status import RunStatus
+from services.trainer.algorithms.terms.advantages import group_relative
+from shared.clients.env import EnvClient, Opening
+from shared.clients.rollout import Generation
+from shared.models.chat import ChatTokenizer
+from shared.process.ports import free_port
+from shared.schema import RunConfig
+from shared.types import Trajectory, VersionSpan
+from tests.orchestrator.fakes import ScriptedEngine, balancer_of
+from tests.support import decoder_reference, models
+from tests.support.foreign import environment
+from tests.support.templates import published
+from tests.support.tokenizer import FOLDER
+
+ROOT = Path(__file__).parents[2]
+BRIDGE = ROOT / "bridges" / "verl"
+sys.path.insert(0, str(BRIDGE))
+
+from volley_verl import config as bridge  # noqa: E402
+from volley_verl.config_keys import ACTOR, VOLLEY_DEFAULTS  # noqa: E402
+from volley_verl.settings import SettingsError  # noqa: E402
+
+ADDRESSES: Mapping[str, Any] = {"env_url": "http://e", "servers": ["http://r"], "weights_dir": "/w"}
+CONTEXT, TURN, TURNS = 600, 12, 3
+MODEL = models.tiny_config(head_dim=16, vocab_size=512)
+STOPS = "Total available GPUs 0 is less than total desired GPUs 1"
+
+
+def translated(*overrides: Mapping[str, Any], legacy: bool = False) -> Mapping[str, Any]:
+    run: dict[str, Any] = {"model": {"path": "m"}, "data": {"env": "frozen_lake"}}
+    for one in overrides:
+        run = {**run, **{key: {**run.get(key, {}), **value} for key, value in one.items()}}
+    return bridge.translate(run, **ADDRESSES, legacy=legacy).overrides
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted keys of a section and those below it; the algorithm's stay whole, for they depend on its name."""
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from keys_of(inner, f"{prefix}{name}.")
+        elif name != "algorithm":
+            yield f"{prefix}{name}"
+
+
+@pytest.mark.parametrize("key", [*keys_of(RunConfig)])
+def test_every_key_of_a_run_is_mapped_left_out_or_refused(key: str) -> None:
+    assert bridge.is_known(key)
+
+
+def test_a_key_that_no_run_has_is_refused_by_name() -> None:
+    for wrong in (
+        {"trainer": {"max_step": 3}},
+        {"trianer": {"max_steps": 3}},
+        {"rollout": {"sampling": {"min_p": 0.1}}},
+    ):
+        with pytest.raises(SettingsError, match=next(iter(bridge._flat(wrong)))[0]):
+            translated(wrong)
+
+
+def test_defaults_are_those_of_a_run() -> None:
+    run = RunConfig.model_validate({"model": {"path": "m"}, "data": {"env": "frozen_lake"}}).model_dump(mode="json")
+    own = dict(bridge._flat(run))
+    assert {key: own[key] for key in VOLLEY_DEFAULTS} == VOLLEY_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"algorithm": {"name": "ppo", "whiten_advantages": False}}, "whiten_advantages"),
+        ({"algorithm": {"name": "on_policy_distillation"}}, "on_policy_distillation"),
+        ({"algorithm": {"credit": "turn"}}, "credit"),
+        ({"algorithm": {"mask_truncated": True}}, "mask_truncated"),
+        ({"algorithm": {"epsilon": None}}, "epsilon"),
+        ({"trainer": {"optimizer_config": {"schedule_type": "linear"}}}, "schedule_type=linear"),
+        ({"trainer": {"on_nonfinite": "skip"}}, "on_nonfinite"),
+        ({"data": {"env": "mine.py"}}, "data.env"),
+        ({"model": {"path": "runs/a@latest"}}, "model.path"),
+        ({"sft": {"max_steps": 3}}, "sft.max_steps"),
+        ({"orchestrator": {"generation": {"filters": {"min_reward": 0.1}}}}, "filters.min_reward"),
+    ],
+)
+def test_what_verl_has_no_counterpart_of_is_refused_by_name(given: Mapping[str, Any], named: str) -> None:
+    with pytest.raises(SettingsError, match=named):
+        translated(given)
+
+
+def test_algorithms_are_mapped() -> None:
+    found = {
+        name: translated({"algorithm": {"name": name}})
+        for name in ("grpo", "drgrpo", "rloo", "dapo", "gspo-token", "cispo", "reinforce_plus_plus", "ppo")
+    }
+    of = {name: made["algorithm.adv_estimator"] for name, made in found.items()}
+    assert of | {"ppo": "gae"} == of
+    assert [name for name, made in found.items() if not made["algorithm.norm_adv_by_std_in_grpo"]] == ["drgrpo"]
+
+    assert found["gspo-token"][f"{ACTOR}.policy_loss.loss_mode"] == "gspo"
+    assert found["gspo-token"][f"{ACTOR}.clip_ratio_high"] == 4e-4
+    assert found["drgrpo"][f"{ACTOR}.loss_scale_factor"] == 512
+    kl = translated({"algorithm": {"beta": 0.1, "kl_in": "reward"}})
+    assert kl["algorithm.kl_ctrl.kl_coef"] == 0.1
+
+
+def test_staleness_counts_from_one_in_verl() -> None:
+    made = translated({"grpo_config": {"off_policy_steps": 0}})
+    assert made["trainer.v1.sampler.max_off_policy_threshold"] == 1
+    with pytest.raises(SettingsError, match="off_policy_steps=1"):
+        translated(legacy=True)
+
+
+def test_an_address_that_is_missing_is_asked_for() -> None:
+    run = {"model": {"path": "m"}, "data": {"env": "frozen_lake"}}
+    with pytest.raises(SettingsError, match="--server"):
+        bridge.translate(run, env_url="http://e", weights_dir="/w")
+
+
+@contextmanager
+def running(*command: str, ready: str) -> Iterator[None]:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(retries=12), timeout=60, trust_env=False) as client:
+                assert client.get(ready).is_success
+            yield
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+
+
+def write_model(folder: Path) -> Path:
+    """A tiny random Qwen3 with the template of Qwen2.5, which knows tools."""
+    models.write_hf(folder, MODEL, models.random_weights(MODEL, 0))
+    settings = json.loads((FOLDER / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings["chat_template"] = published()["qwen2_5"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (folder / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
+    return folder
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """What happened in verl's environment, and what to compare it with."""
+
+    found: Mapping[str, Any]
+    model: Path
+    env_url: str
+    sent: models.Weights
+    turns: Sequence[Sequence[int]]
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Smoke]:
+    python = environment("verl", ["torch==2.13.0", "--editable", str(BRIDGE)])
+    folder = tmp_path_factory.mktemp("verl")
+    model, env_port, port = write_model(folder / "model"), free_port(), free_port()
+    sent = models.random_weights(MODEL, 1)
+    models.write_hf(folder / "sent", MODEL, sent)
+    run = run_of(model)
+    served = {**run, "run": {"name": "letters", "dir": str(folder)}, "services": {"env": {"port": env_port}}}
+    served["data"] = {"env": str(Path(__file__).with_name("letters.py")), "mixture": {"frozen_lake": TOOLS}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(served), encoding="utf-8")
+    (folder / "weights").mkdir()
+    tokenizer = ChatTokenizer(model)
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 3"}}\n</tool_call>'
+    turns = [[*tokenizer.encode(call), tokenizer.eos_id], tokenizer.encode("Right" * 9), [tokenizer.eos_id]]
+    addresses = {"env_url": f"http://127.0.0.1:{env_port}", "servers": [f"http://127.0.0.1:{port}"]}
+    addresses["weights_dir"] = str(folder / "weights")
+    case = {
+        "overrides": bridge.translate(run, **addresses).lines(),
+        "legacy": bridge.translate({**run, "grpo_config": SYNCHRONOUS}, **addresses, legacy=True).lines(),
+        "weights": str(folder / "sent" / "model.safetensors"),
+        "tool_task": {"env": "frozen_lake", "split": "train", "index": 0},
+        "turns": turns,
+    }
+    (folder / "case.json").write_text(json.dumps(case), encoding="utf-8")
+    env_service = [sys.executable, "-m", "services.env", "--config", str(folder / "run.yaml")]
+    server = [sys.executable, "-m", "volley", "serve", str(model), "--no-token", "--port", str(port)]
+    server += ["--context-length", str(CONTEXT), "--weights-root", str(folder / "weights")]
+    with (
+        running(*env_service, ready=f"http://127.0.0.1:{env_port}/ready"),
+        running(*server, ready=f"http://127.0.0.1:{port}/ready"),
+    ):
+        script, result = Path(__file__).with_name("verl_smoke.py"), folder / "result.json"
+        quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": "0" * 32, "RAY_memory_monitor_refresh_ms": "0"}
+        quiet["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # listen on the loopback interface alone
+        ended = subprocess.run(
+            [str(python), str(script), str(folder / "case.json"), str(result)],
+            cwd=folder,
+            env={**os.environ, **quiet},
+            capture_output=True,
+            encoding="utf-8",
+            timeout=280,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        found = json.loads(result.read_text(encoding="utf-8"))
+        yield Smoke(found, model, addresses["env_url"], sent, turns)
+
+
+TOOLS = {"weight": 0, "env_config": {"tools": ["calculator"]}}
+SYNCHRONOUS = {"num_generations": 4, "off_policy_steps": 0, "max_response_length": TURN}
+
+
+def run_of(model: Path) -> dict[str, Any]:
+    return {
+        "model": {"path": str(model)},
+        "data": {"env": "letters", "n_eval_tasks": 4},
+        "grpo_config": {"num_generations": 4, "off_policy_steps": 1, "max_response_length": TURN},
+        "trainer": {"max_steps": 2, "groups_per_step": 4, "length_buckets": [CONTEXT]},
+        "rollout": {"engine": {"context_length": CONTEXT}},
+        "orchestrator": {"max_turns": 4},
+    }
+
+
+class Replayed(ScriptedEngine):
+    """Gives the ids and log-probabilities that verl's agent loop recorded."""
+
+    def __init__(self, turns: Sequence[tuple[Sequence[int], Sequence[float]]]) -> None:
+        super().__init__()
+        self._turns = list(turns)
+
+    async def generate(self, input_ids: np.ndarray, sampling: Mapping[str, Any], *_: Any, **__: Any) -> Generation:
+        ids, logprobs = self._turns.pop(0)
+        assert len(ids) <= sampling["max_new_tokens"]
+        spans = (VersionSpan(str(self.version), 0, len(ids)),)
+        return Generation(np.array(ids, np.int32), np.array(logprobs, np.float32), spans, "stop")
+
+
+class Seeded(EnvClient):
+    """Opens episodes with a given seed."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        super().__init__(url)
+        self._seed = seed
+
+    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
+        return await super().create(request_id, env, split, index, seed=self._seed)
+
+
+def sampled_turns(episode: Mapping[str, Any]) -> list[tuple[list[int], list[float]]]:
+    rows = zip(episode["mask"], episode["response_ids"], episode["logprobs"], strict=True)
+    runs = [(own, list(part)) for own, part in itertools.groupby(rows, key=lambda row: row[0])]
+    return [([i for _, i, _ in part], [p for _, _, p in part]) for own, part in runs if own]
+
+
+def played_by_volley(smoke: Smoke, episode: Mapping[str, Any], task: Sequence[str]) -> Trajectory:
+    """Volley's own record of the episode: its runner, its tokenizer, a new episode in the same service."""
+    env, split, index = task
+
+    async def play() -> Trajectory:
+        bounds = TokenBounds(CONTEXT, TURN if env == "letters" else 512, 4, 60.0, 1)
+        balancer = balancer_of(Replayed(sampled_turns(episode)))
+        spec = SamplingSpec(env, split, int(index), 1, 0, 0, {"temperature": 1.0}, VersionBounds())
+        async with Seeded(smoke.env_url, episode["seed"]) as client:
+            runner = EpisodeRunner(ChatTokenizer(smoke.model), client, balancer, RunStatus(), bounds)
+            return await runner.run(spec, TokenBudget(1))
+
+    return asyncio.run(play())
+
+
+def assert_same(episode: Mapping[str, Any], own: Trajectory) -> None:
+    n_prompt = own.prompt_len
+    assert own.token_ids.tolist() == episode["prompt_ids"] + episode["response_ids"]
+    assert n_prompt == len(episode["prompt_ids"])
+    assert own.loss_mask[n_prompt:].tolist() == episode["mask"]
+    np.testing.assert_allclose(own.logprobs[n_prompt:], episode["logprobs"], atol=1e-6)
+    assert own.reward == pytest.approx(episode["reward"], abs=1e-6)
+    assert own.success == episode["success"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_episodes_are_those_that_volley_records(smoke: Smoke) -> None:
+    assert len(smoke.found["episodes"]) == 12
+    for episode in smoke.found["episodes"]:
+        assert len(episode["turn_scores"]) == TURNS
+        assert_same(episode, played_by_volley(smoke, episode, episode["task"].split("/")))
+
+
+@pytest.mark.long
+def test_log_probabilities_are_the_model_s(smoke: Smoke) -> None:
+    weights = models.random_weights(MODEL, 0)
+    for episode in smoke.found["episodes"][:2]:
+        ids = np.array(episode["prompt_ids"] + episode["response_ids"])
+        table = decoder_reference.log_softmax(decoder_reference.logits(weights, MODEL, ids))
+        exact = table[np.arange(len(ids) - 1), ids[1:]][len(episode["prompt_ids"]) - 1 :]
+        own = np.array(episode["mask"], bool)
+        np.testing.assert_allclose(np.array(episode["logprobs"])[own], exact[own], atol=1e-4)
+
+
+@pytest.mark.long
+def test_rewards_and_advantages_are_volley_s(smoke: Smoke) -> None:
+    episodes = smoke.found["episodes"]
+    rewards = np.array([episode["reward"] for episode in episodes])
+    assert len({*rewards.round(6)}) > 3
+    np.testing.assert_allclose(smoke.found["reward_manager"], rewards, atol=1e-6)
+    np.testing.assert_allclose(smoke.found["reward_function"], rewards, atol=1e-6)
+    for name, made in smoke.found["advantages"].items():
+        for at in range(0, len(episodes), 4):
+            wanted = group_relative(rewards[at : at + 4], name)
+            for advantages, one in zip(made[at : at + 4], wanted, strict=True):
+                np.testing.assert_allclose(advantages, one, atol=1e-6)
+
+
+@pytest.mark.long
+def test_a_tool_s_answer_is_continued_as_volley_does(smoke: Smoke) -> None:
+    script = smoke.found["script"]
+    assert sampled_turns(script)[0][0] == list(smoke.turns[0])
+    assert_same(script, played_by_volley(smoke, script, ("frozen_lake", "train", "0")))
+    assert "calculator" in ChatTokenizer(smoke.model).decode(script["prompt_ids"])
+
+
+@pytest.mark.long
+def test_weights_reach_the_server_by_verl_s_hook(smoke: Smoke) -> None:
+    found = smoke.found["weights"]
+    ids = np.array([1, 2, 3, *found["output_ids"]])
+    table = decoder_reference.log_softmax(decoder_reference.logits(smoke.sent, MODEL, ids))
+    np.testing.assert_allclose(found["logprobs"], table[np.arange(2, len(ids) - 1), ids[3:]], atol=1e-4)
+    assert found["step"] == 7
+    assert not [*(smoke.model.parent / "weights").iterdir()]
+
+
+@pytest.mark.long
+def test_both_trainers_start_up_to_their_gpus(smoke: Smoke) -> None:
+    found = smoke.found["trainers"]
+    assert STOPS in found["legacy"]
+    assert STOPS in found["v1"]
+    assert found["legacy_roles"] == ["actor_rollout"]
+    assert found["v1_roles"] == ["actor"]
+    assert found["pool"] == {"global_pool": [1]}
+    assert (found["n_train"], found["n_val"], found["steps"]) == (16, 4, 2)
