@@ -47,7 +47,7 @@ from volley_verl.config_keys import ACTOR, VOLLEY_DEFAULTS  # noqa: E402
 from volley_verl.settings import SettingsError  # noqa: E402
 
 ADDRESSES: Mapping[str, Any] = {"env_url": "http://e", "servers": ["http://r"], "weights_dir": "/w"}
-CONTEXT, TURN, TURNS = 600, 12, 3
+CONTEXT, TURN, TURNS = 900, 12, 3
 MODEL = models.tiny_config(head_dim=16, vocab_size=512)
 STOPS = "Total available GPUs 0 is less than total desired GPUs 1"
 
@@ -154,9 +154,21 @@ def running(*command: str, ready: str) -> Iterator[None]:
             process.kill()
 
 
+def write_weights(file: Path, weights: models.Weights) -> None:
+    """Writes float32 weights as safetensors: the format needs no library, and this environment has none."""
+    ends = itertools.accumulate(array.nbytes for array in weights.values())
+    header = {
+        name: {"dtype": "F32", "shape": array.shape, "data_offsets": [end - array.nbytes, end]}
+        for (name, array), end in zip(weights.items(), ends, strict=True)
+    }
+    head = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    file.write_bytes(len(head).to_bytes(8, "little") + head + b"".join(array.tobytes() for array in weights.values()))
+
+
 def write_model(folder: Path) -> Path:
     """A tiny random Qwen3 with the template of Qwen2.5, which knows tools."""
-    models.write_hf(folder, MODEL, models.random_weights(MODEL, 0))
+    models.write_hf(folder, MODEL)
+    write_weights(folder / "model.safetensors", models.random_weights(MODEL, 0))
     settings = json.loads((FOLDER / "tokenizer_config.json").read_text(encoding="utf-8"))
     settings["chat_template"] = published()["qwen2_5"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -180,58 +192,62 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Smoke]:
     python = environment("verl", ["torch==2.13.0", "--editable", str(BRIDGE)])
     folder = tmp_path_factory.mktemp("verl")
     model, env_port, port = write_model(folder / "model"), free_port(), free_port()
-    sent = models.random_weights(MODEL, 1)
-    models.write_hf(folder / "sent", MODEL, sent)
-    run = run_of(model)
-    served = {**run, "run": {"name": "letters", "dir": str(folder)}, "services": {"env": {"port": env_port}}}
-    served["data"] = {"env": str(Path(__file__).with_name("letters.py")), "mixture": {"frozen_lake": TOOLS}}
-    (folder / "run.yaml").write_text(yaml.safe_dump(served), encoding="utf-8")
-    (folder / "weights").mkdir()
-    tokenizer = ChatTokenizer(model)
-    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 3"}}\n</tool_call>'
-    turns = [[*tokenizer.encode(call), tokenizer.eos_id], tokenizer.encode("Right" * 9), [tokenizer.eos_id]]
-    addresses = {"env_url": f"http://127.0.0.1:{env_port}", "servers": [f"http://127.0.0.1:{port}"]}
-    addresses["weights_dir"] = str(folder / "weights")
-    case = {
-        "overrides": bridge.translate(run, **addresses).lines(),
-        "legacy": bridge.translate({**run, "grpo_config": SYNCHRONOUS}, **addresses, legacy=True).lines(),
-        "weights": str(folder / "sent" / "model.safetensors"),
-        "tool_task": {"env": "frozen_lake", "split": "train", "index": 0},
-        "turns": turns,
-    }
-    (folder / "case.json").write_text(json.dumps(case), encoding="utf-8")
+    sent, env_url, weights = models.random_weights(MODEL, 1), f"http://127.0.0.1:{env_port}", folder / "weights"
+    write_weights(folder / "sent.safetensors", sent)
+    weights.mkdir()
+    data = {"env": str(Path(__file__).with_name("letters.py")), "mixture": {"frozen_lake": TOOLS}}
+    service = {"run": {"name": "letters", "dir": str(folder)}, "services": {"env": {"port": env_port}}}
+    (folder / "run.yaml").write_text(yaml.safe_dump({**run_of(model, ""), **service, "data": data}), encoding="utf-8")
     env_service = [sys.executable, "-m", "services.env", "--config", str(folder / "run.yaml")]
     server = [sys.executable, "-m", "volley", "serve", str(model), "--no-token", "--port", str(port)]
-    server += ["--context-length", str(CONTEXT), "--weights-root", str(folder / "weights")]
-    with (
-        running(*env_service, ready=f"http://127.0.0.1:{env_port}/ready"),
-        running(*server, ready=f"http://127.0.0.1:{port}/ready"),
-    ):
-        script, result = Path(__file__).with_name("verl_smoke.py"), folder / "result.json"
-        quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": "0" * 32, "RAY_memory_monitor_refresh_ms": "0"}
-        quiet["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # listen on the loopback interface alone
-        ended = subprocess.run(
-            [str(python), str(script), str(folder / "case.json"), str(result)],
-            cwd=folder,
-            env={**os.environ, **quiet},
-            capture_output=True,
-            encoding="utf-8",
-            timeout=280,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        found = json.loads(result.read_text(encoding="utf-8"))
-        yield Smoke(found, model, addresses["env_url"], sent, turns)
+    server += ["--context-length", str(CONTEXT), "--weights-root", str(weights)]
+    with running(*env_service, ready=f"{env_url}/ready"), running(*server, ready=f"http://127.0.0.1:{port}/ready"):
+        rows = httpx.get(f"{env_url}/environments").json()["environments"]
+        name = next(row["name"] for row in rows if row["name"].startswith("letters"))
+        addresses = {"env_url": env_url, "servers": [f"http://127.0.0.1:{port}"], "weights_dir": str(weights)}
+        run, turns = run_of(model, name), scripted_turns(ChatTokenizer(model))
+        case = {
+            "overrides": bridge.translate(run, **addresses).lines(),
+            "legacy": bridge.translate({**run, "grpo_config": SYNCHRONOUS}, **addresses, legacy=True).lines(),
+            "weights": str(folder / "sent.safetensors"),
+            "tool_task": {"env": "frozen_lake", "split": "train", "index": 0},
+            "turns": turns,
+        }
+        yield Smoke(in_verl(python, folder, case), model, env_url, sent, turns)
+
+
+def scripted_turns(tokenizer: ChatTokenizer) -> Sequence[Sequence[int]]:
+    """A call of a tool, a turn that is cut, and an empty one."""
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2 + 3"}}\n</tool_call>'
+    return [*tokenizer.encode(call), tokenizer.eos_id], tokenizer.encode("Right" * 9), [tokenizer.eos_id]
+
+
+def in_verl(python: Path, folder: Path, case: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Run verl_smoke.py in verl's environment; Ray listens on the loopback interface alone."""
+    (folder / "case.json").write_text(json.dumps(case), encoding="utf-8")
+    script, result = Path(__file__).with_name("verl_smoke.py"), folder / "result.json"
+    ray = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": "0" * 32}
+    ended = subprocess.run(
+        [str(python), str(script), str(folder / "case.json"), str(result)],
+        cwd=folder,
+        env={**os.environ, **ray, "RAY_memory_monitor_refresh_ms": "0"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=400,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(result.read_text(encoding="utf-8"))
 
 
 TOOLS = {"weight": 0, "env_config": {"tools": ["calculator"]}}
 SYNCHRONOUS = {"num_generations": 4, "off_policy_steps": 0, "max_response_length": TURN}
 
 
-def run_of(model: Path) -> dict[str, Any]:
+def run_of(model: Path, env: str) -> dict[str, Any]:
     return {
         "model": {"path": str(model)},
-        "data": {"env": "letters", "n_eval_tasks": 4},
+        "data": {"env": env, "n_eval_tasks": 4},
         "grpo_config": {"num_generations": 4, "off_policy_steps": 1, "max_response_length": TURN},
         "trainer": {"max_steps": 2, "groups_per_step": 4, "length_buckets": [CONTEXT]},
         "rollout": {"engine": {"context_length": CONTEXT}},
@@ -275,7 +291,7 @@ def played_by_volley(smoke: Smoke, episode: Mapping[str, Any], task: Sequence[st
     env, split, index = task
 
     async def play() -> Trajectory:
-        bounds = TokenBounds(CONTEXT, TURN if env == "letters" else 512, 4, 60.0, 1)
+        bounds = TokenBounds(CONTEXT, 100 if env == "frozen_lake" else TURN, 4, 60.0, 1)
         balancer = balancer_of(Replayed(sampled_turns(episode)))
         spec = SamplingSpec(env, split, int(index), 1, 0, 0, {"temperature": 1.0}, VersionBounds())
         async with Seeded(smoke.env_url, episode["seed"]) as client:

@@ -171,6 +171,8 @@ class Scripted:
 
 async def play_script(config, task, turns):
     """Play an episode with tools; the model's answers are scripted."""
+    with open_dict(config):
+        config.actor_rollout_ref.rollout.custom.volley.max_response_length = 100
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
     loop = EnvironmentAgentLoop(
         trainer_config=DictConfigWrap(config),

@@ -13,7 +13,7 @@ OWN = f"{ROLLOUT}.custom.volley"
 ENGINE = f"{ROLLOUT}.checkpoint_engine"
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
-_FILE = "an environment of a file has no name yet: submit it (`volley env submit`) and name it"
+_FILE = "the environment service lists an environment of a file under another name: give that (`volley env list`)"
 
 
 def _splits(name: str) -> Overrides:
@@ -106,6 +106,7 @@ VOLLEY_DEFAULTS: Mapping[str, Any] = {
 
 MAPPED: dict[str, Callable[[Any], Overrides]] = {
     "run.name": _same("trainer.experiment_name"),
+    "run.trackers": lambda names: {"trainer.logger": ["console", *names]},
     "run.seed": _same("data.seed", f"{ROLLOUT}.seed", f"{ACTOR}.data_loader_seed"),
     "model.path": _model,
     "model.dtype": lambda dtype: {f"{ACTOR}.fsdp_config.model_dtype": _DTYPES[dtype]},
@@ -157,6 +158,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "trainer.filters.max_num_gen_batches": (10, "verl's present trainer ignores it"),
     "trainer.lora": (None, "name rank, alpha and target_modules"),
     "trainer.mesh.shape": ([1, 1], "choose verl's own parallelism: trainer.n_gpus_per_node, fsdp_config"),
+    "orchestrator.generation.truncation": ("none", "the agent loop ends an episode that fills the context"),
     "orchestrator.generation.mode": ("asynchronous", "set trainer.v1.trainer_mode"),
     "orchestrator.generation.over_sampling_factor": (None, "raise trainer.v1.separate_async.num_warmup_batches"),
     "orchestrator.generation.straggler": (None, "verl waits for all episodes"),

@@ -56,6 +56,7 @@ class VolleyServer:
 
         Args:
             sampling_params: verl's; `prompt_logprobs` (of teachers) is refused.
+            request_id: unused: verl's load balancer has chosen the server by it.
 
         Raises:
             SettingsError: the request asks for something that the server does not do.
@@ -67,7 +68,6 @@ class VolleyServer:
         body = {
             "input_ids": ids,
             "sampling_params": self._parameters(len(ids), sampling_params),
-            "rid": request_id,
             "return_logprob": True,
         }
         if self._routed:

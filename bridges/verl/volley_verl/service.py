@@ -48,7 +48,12 @@ class Service:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         verify = _tls(os.environ.get("VOLLEY_CA_FILE")) if self.url.startswith("https:") else False
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=headers, timeout=timeout_s, verify=verify, trust_env=False
+            base_url=self.url,
+            headers=headers,
+            timeout=timeout_s,
+            verify=verify,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=None),
         )
 
     async def __aenter__(self) -> Service:
