@@ -230,7 +230,7 @@ def in_verl(python: Path, folder: Path, case: Mapping[str, Any]) -> Mapping[str,
     ended = subprocess.run(
         [str(python), str(script), str(folder / "case.json"), str(result)],
         cwd=folder,
-        env={**os.environ, **ray, "RAY_memory_monitor_refresh_ms": "0"},
+        env={**os.environ, **ray, "RAY_memory_monitor_refresh_ms": "0", "RAY_raylet_start_wait_time_s": "180"},
         capture_output=True,
         encoding="utf-8",
         timeout=400,

@@ -196,5 +196,6 @@ LEFT_OUT = (
     "orchestrator.generation.partial_rollouts",
     "orchestrator.generation.eval_share",
     "services",
+    "tinker",
 )
 """Keys of the services, which run with this file, and of Volley's own trainer."""
