@@ -226,11 +226,23 @@ def start_trainers(config, legacy):
     return found
 
 
+def start_ray(attempts=4):
+    """Start Ray; it waits 30 s for its own processes, too short for a busy machine."""
+    for attempt in range(1, attempts + 1):
+        try:
+            return ray.init(num_cpus=16, num_gpus=0, include_dashboard=False)
+        except Exception as error:
+            ray.shutdown()
+            if attempt == attempts or "timed out" not in str(error):
+                raise
+    return None
+
+
 def main(case, result):
     case = SimpleNamespace(**json.loads(case.read_text(encoding="utf-8")))
     config = composed(case.overrides)
     os.environ["VOLLEY_ENV_URL"] = config.data.volley.env_url
-    ray.init(num_cpus=16, num_gpus=0, include_dashboard=False, _node_ip_address="127.0.0.1")
+    start_ray()
     try:
         servers = LLMServerManager.create(config=config)
         found = play_batch(config, servers.get_client())

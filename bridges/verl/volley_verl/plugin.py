@@ -5,11 +5,6 @@ verl only logs an error of a plugin at level debug: `python -m volley_verl check
 
 from __future__ import annotations
 
-import os
-
-from volley_verl import cpu  # before all else: verl asks for its platform as soon as it is imported
-
-# isort: split
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -29,5 +24,3 @@ def _replica() -> type:
 RolloutReplicaRegistry.register(BACKEND, _replica)
 # No function of verl adds to this table, which its hybrid engine asks for the trainer's side of a rollout.
 _ROLLOUT_REGISTRY[BACKEND, "async"] = "volley_verl.rollout.VolleyServerAdapter"
-if os.environ.get("VERL_PLATFORM") == cpu.NAME:
-    cpu.register_engines()
