@@ -183,6 +183,7 @@ LEFT_OUT = (
     "data.eval",
     "data.rewards",
     "data.sources",
+    "trainer.backend",
     "trainer.length_buckets",
     "trainer.offload_reference",
     "trainer.attention",
