@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from services.orchestrator import metrics
 from services.orchestrator.episodes.dispatch import Dispatcher
-from services.orchestrator.episodes.partials import NO_PARTIALS, TABLE, PartialRollouts
+from services.orchestrator.episodes.partials import TABLE, PartialRollouts
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.teacher import EpisodeTeaching, TeachingBudget
 from services.orchestrator.orchestrator import Orchestrator
@@ -106,6 +106,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         )
         door.state.environments = orchestrator.environments_played
         settlement = Settlement(door.sessions, trainer, door.calls, orchestrator.last_evaluated)
+        orchestrator.settle = settlement.settle
         yield RunningService(
             _application(settings, tokens, orchestrator, door),
             [fleet.watch, orchestrator.work, handover.watch, door.sessions.work, settlement.watch],
@@ -153,7 +154,7 @@ def _application(
 async def _partials(settings: OrchestratorSettings) -> AsyncIterator[PartialRollouts]:
     """Open the store of running episodes, if the run keeps them. Raises Unavailable and ConfigError."""
     if not settings.generation.partial_rollouts:
-        yield NO_PARTIALS
+        yield PartialRollouts(None)
         return
     store = await asyncio.to_thread(SessionStore, RunFolder(settings.folder).partials, TABLE)
     try:

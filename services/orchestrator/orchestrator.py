@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import GroupPlan, run_group
-from services.orchestrator.episodes.partials import NO_PARTIALS, PartialRollouts
+from services.orchestrator.episodes.partials import PartialRollouts
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, HeldOutTasks
 from services.orchestrator.evaluation.records import as_rows
 from services.orchestrator.mixture.log import MixtureLog
@@ -47,7 +47,7 @@ _log = telemetry.Log("run")
 class Orchestrator:
     """One run. `schedule` and `mixture` are None until the environment service has answered.
 
-    `sessions` are those of agents, if it records any.
+    `sessions` are those of agents, if it records any; `settle` settles those whose tickets have ended.
     """
 
     settings: OrchestratorSettings
@@ -60,9 +60,10 @@ class Orchestrator:
     dispatcher: Dispatcher
     handover: RecordHandover
     policy: GenerationPolicy = field(default_factory=GenerationPolicy)
-    partials: PartialRollouts = NO_PARTIALS
+    partials: PartialRollouts = field(default_factory=lambda: PartialRollouts(None))
     sinks: MetricsFanout = field(default_factory=MetricsFanout)
     sessions: Sessions | None = None
+    settle: Callable[[], Awaitable[None]] | None = None
     schedule: RunSchedule | None = None
     evaluator: Evaluator | None = None
     mixture: RunMixture | None = None
@@ -187,6 +188,11 @@ class Orchestrator:
             await self.schedule.follow()
             watching.cancel()
         await self.handover.finish()
+        if self.settle is not None and self.sessions is not None and self.sessions.tickets():
+            try:
+                await self.settle()
+            except VolleyError as error:
+                _log.warning("sessions of the last step are not settled", reason=str(error))
 
     async def _begun(self, beginning: str) -> None:
         """Follow a new epoch. At the start of this process, tickets of stored episodes are issued again at once."""

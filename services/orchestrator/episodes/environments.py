@@ -69,6 +69,13 @@ class EnvironmentCalls:
                     await self.environments.delete_episode(opening.episode_id)
             raise
 
+    async def renew(self, spec: SamplingSpec, request_id: str, episode_id: str) -> None:
+        """Keep an unused episode from expiring. Raises EpisodeLost if the service does not have it any more."""
+        opening = await self._create(spec, request_id)
+        if opening.episode_id != episode_id:
+            await self.delete(opening.episode_id)
+            raise EpisodeLost(f"the environment lost episode {episode_id}")
+
     async def _create(self, spec: SamplingSpec, request_id: str) -> Opening:
         seed = seeding.env_seed(spec.seed, spec.ticket, spec.sample_index)
         return await self.environments.create(request_id, spec.env, spec.split, spec.index, seed=seed)

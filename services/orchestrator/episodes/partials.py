@@ -60,11 +60,16 @@ class PartialRollouts:
 
     def keeps(self, spec: SamplingSpec) -> bool:
         """True if the environment's episode of a cancelled sample is kept for the next start."""
-        return self.is_stopping and spec.ticket > 0
+        return self.keeps_tokens and spec.ticket > 0
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """True if tokens of cancelled requests are kept for the next start."""
+        return self.is_stopping and self.store is not None
 
     def stop(self) -> None:
-        """Keep what is running: environments' episodes are not deleted from now on."""
-        self.is_stopping = self.store is not None
+        """Keep what is running: environments' episodes are not deleted from now on, if there is a store."""
+        self.is_stopping = True
 
     async def begin(self, beginning: str, low: int) -> list[int]:
         """Follow a beginning of the run; forget the records of others, and of tickets up to `low`, which are finished.
@@ -143,9 +148,6 @@ class PartialRollouts:
 
     def _place(self, spec: SamplingSpec) -> str:
         return f"{self._beginning}/{spec.env}/{spec.split}/{spec.index}/{spec.seed}"
-
-
-NO_PARTIALS = PartialRollouts(None)
 
 
 def _restored(

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 from services.orchestrator.episodes.environments import EnvironmentCalls, Environments
 from services.orchestrator.episodes.failures import EpisodeTimeout, PromptTooLong
-from services.orchestrator.episodes.partials import NO_PARTIALS, PartialRollouts
+from services.orchestrator.episodes.partials import PartialRollouts
 from services.orchestrator.episodes.recorder import Recorder
 from services.orchestrator.episodes.turn import EpisodeState, SamplingSpec, TokenBounds, TokenBudget, TurnSampler
 from services.orchestrator.servers.balancer import Balancer
@@ -59,11 +59,12 @@ class EpisodeRunner:
         status: RunStatus,
         bounds: TokenBounds,
         agents: Agents | None = None,
-        partials: PartialRollouts = NO_PARTIALS,
+        partials: PartialRollouts | None = None,
     ) -> None:
         self._tokenizer, self._balancer, self._bounds, self._agents = tokenizer, balancer, bounds, agents
+        partials = partials or PartialRollouts(None)
         self._calls, self._partials, self._status = EnvironmentCalls(environments, status), partials, status
-        self._sampler = TurnSampler(balancer, status, tokenizer.end_ids, bounds, lambda: partials.is_stopping)
+        self._sampler = TurnSampler(balancer, status, tokenizer.end_ids, bounds, lambda: partials.keeps_tokens)
 
     async def run(self, spec: SamplingSpec, budget: TokenBudget) -> Trajectory:
         """Run one episode; its environment's episode is deleted, unless this process stops and resumes it later.
@@ -126,7 +127,8 @@ class EpisodeRunner:
                 raise Unavailable(f"{spec.env} is played by an agent, and this orchestrator records none")
             trajectory = await self._agents.run(spec, budget, opening, request_id)
         except asyncio.CancelledError:
-            if budget.timer is not None and budget.timer.expired():
+            is_late = budget.timer is not None and budget.timer.expired()
+            if is_late or (spec.ticket and not self._partials.is_stopping):  # its group was given up
                 await self._calls.delete(opening.episode_id)
             raise
         except VolleyError:

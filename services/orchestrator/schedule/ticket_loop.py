@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.orchestrator import metrics
-from services.orchestrator.episodes.partials import NO_PARTIALS, PartialRollouts
+from services.orchestrator.episodes.partials import PartialRollouts
 from services.orchestrator.schedule.failure_judge import FailureJudge, OnlyEnvironment, SetsAside
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.policy import GenerationPolicy
@@ -124,9 +124,9 @@ class TicketLoop:
         run_group: RunGroup,
         mixture: SetsAside | None = None,
         policy: GenerationPolicy | None = None,
-        partials: PartialRollouts = NO_PARTIALS,
+        partials: PartialRollouts | None = None,
     ) -> None:
-        self._partials = partials
+        self._partials = partials or PartialRollouts(None)
         self._queue, self._gate, self._status = queue, gate, status
         self._judge = FailureJudge(status, mixture or OnlyEnvironment())
         self._terms, self._run_group, self._policy = terms, run_group, policy or GenerationPolicy()

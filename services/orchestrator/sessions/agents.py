@@ -23,8 +23,10 @@ from services.orchestrator.sessions.trajectories import tokens_of
 from shared.clients.env import Opening, ProgramReply, StepReply
 from shared.errors import VolleyError
 from shared.outcomes import End
+from shared.process import telemetry
 from shared.types import Trajectory, WeightVersion
 
+_log = telemetry.Log("agents")
 _POLL_S = 10.0
 _GRACE_S = 10.0
 """Time that an agent has for its end after it has used up its calls, in seconds."""
@@ -107,7 +109,7 @@ class SessionAgents:
                 reply = await self._program(session, spec, budget)
             else:
                 with budget.outage():
-                    await self._sessions.offer(session)
+                    await self._offer(session, spec)
                 _limit_time(session, budget)
                 await self._external(session)
             if session.state == "void":
@@ -141,6 +143,23 @@ class SessionAgents:
         if reply.state == "failed" and session.limit is None:
             raise AgentDied(f"the agent of {session.record.task} failed: {reply.detail}")
         return reply
+
+    async def _offer(self, session: Session, spec: SamplingSpec) -> None:
+        """Offer the session until an agent claims it; it is void if the environment loses its episode meanwhile."""
+        async with asyncio.TaskGroup() as group:
+            keeping = group.create_task(self._keep_episode(session, spec))
+            await self._sessions.offer(session)
+            keeping.cancel()
+
+    async def _keep_episode(self, session: Session, spec: SamplingSpec) -> None:
+        while True:
+            await asyncio.sleep(self._sessions.ttl_s / 2)
+            try:
+                await self._calls.renew(spec, session.record.request_id, session.record.episode_id)
+            except EpisodeLost as error:
+                await session.void(error.detail)
+            except VolleyError as error:
+                _log.debug("episode not renewed", reason=str(error))
 
     async def _external(self, session: Session) -> None:
         """Wait until the agent has ended its session, or used up its calls."""

@@ -47,7 +47,7 @@ class Sessions:
     """
 
     def __init__(self, path: Path, ttl_s: float, max_calls: int) -> None:
-        self._path, self._ttl_s, self._max_calls = path, ttl_s, max_calls
+        self._path, self.ttl_s, self._max_calls = path, ttl_s, max_calls
         self._store: SessionStore | None = None
         self._secret = b""
         self._sessions: dict[str, Session] = {}
@@ -96,7 +96,7 @@ class Sessions:
         """Begin the session of a sample."""
         store = await self._open()
         record = new_record(secrets.token_hex(8), spec, opening, request_id, time.time(), self.beginning)
-        row = (record.id, record.encode(), "running", "", None, "", "", expires := time.time() + self._ttl_s, 0)
+        row = (record.id, record.encode(), "running", "", None, "", "", expires := time.time() + self.ttl_s, 0)
         await store.write(("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row))
         session = Session(record, store, self._max_calls, self._spawn, expires=expires)
         self._sessions[record.id] = session
@@ -186,7 +186,7 @@ class Sessions:
             async with self._claiming:  # a repeated claim may wait beside the first one
                 session = next((one for one in self._open_ones() if one.claimed == by), None) or self._unclaimed(env)
                 if session is not None and not session.claimed:
-                    await session.claim(by, time.time() + self._ttl_s)
+                    await session.claim(by, time.time() + self.ttl_s)
             if session is not None:
                 return session
             left_s = deadline - time.monotonic()

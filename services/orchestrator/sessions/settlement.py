@@ -82,7 +82,7 @@ class Settlement:
     ) -> None:
         self._sessions, self._trainer, self._environments = sessions, trainer, environments
         self._evaluated, self._known, self._offset = evaluated, Dispositions(), 0
-        self._beginning = ""
+        self._beginning, self._alone = "", asyncio.Lock()
 
     async def watch(self) -> None:
         """Worker: settle sessions until cancelled."""
@@ -96,6 +96,10 @@ class Settlement:
 
     async def settle(self) -> None:
         """Settle the sessions of all tickets that have ended."""
+        async with self._alone:
+            await self._settle()
+
+    async def _settle(self) -> None:
         await self._read()
         for ticket in self._sessions.tickets() - {0}:
             if (disposition := self._known.of(ticket)) is not None:

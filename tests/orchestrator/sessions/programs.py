@@ -9,6 +9,7 @@ from pathlib import Path
 import openai
 
 from services.orchestrator.episodes.environments import EnvironmentCalls
+from services.orchestrator.episodes.partials import PartialRollouts
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.turn import TokenBounds, TurnSampler
 from services.orchestrator.sessions.agents import SessionAgents
@@ -79,7 +80,11 @@ class ProgramEnv(ScriptedEnv):
 
 @asynccontextmanager
 async def orchestrating(
-    folder: Path, env: ProgramEnv, bounds: TokenBounds = WIDE, engine: ScriptedEngine | None = None
+    folder: Path,
+    env: ProgramEnv,
+    bounds: TokenBounds = WIDE,
+    engine: ScriptedEngine | None = None,
+    partials: PartialRollouts | None = None,
 ):
     """A process of the orchestrator: yields its recorder and its runner."""
     async with recording(folder, bounds=bounds, engine=engine) as recorder:
@@ -89,7 +94,7 @@ async def orchestrating(
         agents = SessionAgents(
             recorder.sessions, env, EnvironmentCalls(env, status), sampler, "http://recorder/v1", MODEL
         )
-        yield recorder, EpisodeRunner(TOKENIZER, env, balancer, status, bounds, agents)
+        yield recorder, EpisodeRunner(TOKENIZER, env, balancer, status, bounds, agents, partials)
 
 
 def client_of(recorder: Recorder, key: str, **settings: object) -> openai.AsyncOpenAI:

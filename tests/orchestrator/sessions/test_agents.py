@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from services.orchestrator.episodes.failures import AgentDied, AgentSilent, EpisodeLost, EpisodeTimeout
+from services.orchestrator.episodes.partials import PartialRollouts
 from services.orchestrator.episodes.turn import TokenBudget
 from services.orchestrator.servers.balancer import ServerLoad
 from services.orchestrator.sessions import agents
@@ -127,8 +128,10 @@ async def keep_well(balancer):
         await asyncio.sleep(0.005)
 
 
-async def stop(running):
-    """End a task as the end of its process does."""
+async def stop(running, partials=None):
+    """End a task, as the end of its process does if there are `partials`."""
+    if partials is not None:
+        partials.stop()
     running.cancel()
     await asyncio.wait([running])
 
@@ -145,12 +148,12 @@ async def test_an_agent_goes_on_after_a_restart_of_the_orchestrator(tmp_path):
         return (await clients[0].chat.completions.create(model=MODEL, messages=messages)).choices[0].message.content
 
     env = ProgramEnv(play=waits)
-    async with orchestrating(tmp_path, env) as (recorder, runner):
+    async with orchestrating(tmp_path, env, partials=(partials := PartialRollouts(None))) as (recorder, runner):
         running = asyncio.create_task(runner.run(spec(), TokenBudget(3)))
         await asked.wait()
         session = await recorder.sessions.at(spec())
         key, first = recorder.sessions.key_of(session), recorder.engine.outputs[0]
-        await stop(running)
+        await stop(running, partials)
         assert len(env.open) == 1
     async with orchestrating(tmp_path, env) as (recorder, runner):
         clients.append(client_of(recorder, key))
@@ -311,18 +314,51 @@ async def test_a_claim_repeated_while_it_waits_gets_the_same_session(tmp_path):
 
 async def test_a_second_stop_leaves_the_agents_episode(tmp_path):
     env = ProgramEnv(play=idles)
-    async with orchestrating(tmp_path, env) as (_, runner):
+    async with orchestrating(tmp_path, env, partials=(partials := PartialRollouts(None))) as (_, runner):
         running = asyncio.create_task(runner.run(spec(), TokenBudget(3)))
         while not env.programs:
             await asyncio.sleep(0.01)
-        await stop(running)
-    async with orchestrating(tmp_path, env) as (recorder, runner):
+        await stop(running, partials)
+    async with orchestrating(tmp_path, env, partials=partials) as (recorder, runner):
         env.delay_s = 0.5
         running = asyncio.create_task(runner.run(spec(), TokenBudget(3)))
         await recorder.sessions.left()
         await asyncio.sleep(0.1)
         await stop(running)
         assert len(env.open) == 1
+
+
+async def test_an_episode_is_deleted_if_its_group_is_given_up(tmp_path):
+    env = ProgramEnv(play=idles)
+    async with orchestrating(tmp_path, env) as (_, runner):
+        running = asyncio.create_task(runner.run(spec(), TokenBudget(3)))
+        while not env.programs:
+            await asyncio.sleep(0.01)
+        await stop(running)
+        assert not env.open
+
+
+async def test_the_environment_keeps_an_episode_that_waits_for_a_claim(tmp_path):
+    env, created = ProgramEnv(kind="external"), []
+    bounds = replace(WIDE, timeout_s=0.2)
+    async with orchestrating(tmp_path, env, bounds) as (recorder, runner):
+        made = env.create
+
+        async def create(*args, **kwargs):
+            created.append(args)
+            return await made(*args, **kwargs)
+
+        env.create = create
+        running = asyncio.create_task(runner.run(spec(), TokenBudget(3)))
+        async with asyncio.timeout(30):
+            while len(created) < 4:
+                await asyncio.sleep(0.01)
+        assert len(set(created)) == 1
+        assert len(env.open) == 1
+        env.by_request.clear()  # the service has lost it
+        with pytest.raises(AgentDied, match="lost episode"):
+            await running
+        assert recorder.sessions.describe() == {"void": 1}
 
 
 async def test_calls_at_once_that_meet_one_outage_cost_one_attempt(tmp_path):

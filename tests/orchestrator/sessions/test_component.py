@@ -4,11 +4,15 @@ import textwrap
 from contextlib import AsyncExitStack
 
 import httpx
+import orjson
 import pytest
 
 from services.orchestrator.app import open_orchestrator
 from services.orchestrator.settings import from_config
 from shared.process.ports import free_port
+from shared.run import ledger
+from shared.run.folder import RunFolder
+from shared.types import WeightVersion
 from tests.orchestrator.sessions.sandboxed import serve_agent, why_no_programs
 from tests.orchestrator.test_component import TrainerClient, run_config, until
 from tests.support.asgi import served
@@ -63,6 +67,8 @@ async def test_a_run_of_programs_from_start_to_finish(tmp_path, redis, redis_url
         workers = agents.workers + [agents.tasks.create_task(worker()) for worker in service.workers]
         client = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
         await trainer.train(2)
+        trained = [ledger.line(ticket, ledger.TRAINED, WeightVersion(1, 1)) for ticket in range(1, 5)]
+        RunFolder(tmp_path / "demo").ledger.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in trained))
         run = await until(client, "finished", 120.0)
         assert len(agents.service.app.state.env.episodes) == 0
         for worker in workers:
@@ -75,4 +81,4 @@ async def test_a_run_of_programs_from_start_to_finish(tmp_path, redis, redis_url
         assert sum(turn.role == "assistant" for turn in trajectory.turns) == 2
         assert trajectory.failures == {}
     assert {e["failed"] for e in run["evaluations"]} == {0}
-    assert run["sessions"]["ended"] + run["sessions"].get("void", 0) == 12 + 2 * len(run["evaluations"])
+    assert run["sessions"] == {"trained": 12, "void": 2 * len(run["evaluations"])}
