@@ -19,7 +19,8 @@ NAMES = sorted(path.parent.name for path in FOLDER.glob("*/expected.json"))
 @dataclass(frozen=True)
 class FamilyCase:
     """`written` is the config.json of transformers, `config` the one this project makes of it; `logprobs` float64 [n -
-    1] are those of ids[1:] (int32 [n]) under `weights`.
+    1] are those of ids[1:] (int32 [n]) under `weights`. `gradient_norms` are those of the gradients of their negative
+    mean, by the names of tensors in files.
     """
 
     written: dict[str, Any]
@@ -27,6 +28,7 @@ class FamilyCase:
     weights: models.Weights
     ids: np.ndarray
     logprobs: np.ndarray
+    gradient_norms: dict[str, float]
 
 
 def case(name: str) -> FamilyCase:
@@ -34,4 +36,5 @@ def case(name: str) -> FamilyCase:
     known = json.loads((FOLDER / name / "expected.json").read_text(encoding="utf-8"))
     config = ModelConfig.parse(written).to_hf()
     weights = models.random_weights(config, known["seed"])
-    return FamilyCase(written, config, weights, np.array(known["ids"], np.int32), np.array(known["logprobs"]))
+    ids, logprobs = np.array(known["ids"], np.int32), np.array(known["logprobs"])
+    return FamilyCase(written, config, weights, ids, logprobs, known["gradient_norms"])

@@ -57,6 +57,26 @@ def test_the_trainer_computes_what_transformers_computes(name: str, tmp_path: Pa
     assert {names.hf_name(leaf) for leaf in params_of(model)} == named
 
 
+@pytest.mark.parametrize(
+    "name", [name if name == "deepseek-v3" else pytest.param(name, marks=pytest.mark.long) for name in families.NAMES]
+)
+def test_gradients_are_those_of_torch(name: str, tmp_path: Path) -> None:
+    """By the norm of each tensor's gradient; DeepSeek's bias of experts is no parameter in torch."""
+    case = families.case(name)
+    model, rows = load(models.write_hf(tmp_path / "hf", case.written, case.weights)), rows_of(case.ids)
+    batch = micro_batches(rows, row_weights(rows, "token-mean", 1), BatchLayout((48,), 1, 0), 1)[0]
+    gradient = jax.jit(jax.grad(lambda params: objective(model, supervised_loss, 1.0)(params, batch)[0]))
+    found = {
+        name: float(np.linalg.norm(part))
+        for leaf, value in gradient(params_of(model)).items()
+        for name, part in names.to_files(leaf, np.asarray(value)).items()
+        if not leaf.endswith("router_bias")
+    }
+    assert found.keys() == case.gradient_norms.keys()
+    for key, norm in case.gradient_norms.items():
+        assert found[key] == pytest.approx(norm, rel=2e-4, abs=1e-6), key
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["llama-tied", "qwen2", "gemma2"])
 def test_activations_in_bfloat16_stay_close(name: str, tmp_path: Path) -> None:
