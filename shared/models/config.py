@@ -105,13 +105,14 @@ class ModelConfig:
         if experts is not None:
             mlp = experts.num_experts * (d + 3 * (d + 1) * experts.moe_intermediate_size)
             mlp += d + experts.num_experts + 3 * (d + 1) * experts.shared_size
-            mlp = max(mlp, 3 * (d + 1) * self.intermediate_size)
         attention = (d + 1) * of_heads
         if self.latent is not None:
             attention = self.latent.n_numbers(d, self.num_attention_heads)
         block = attention + mlp + 4 * d + 2 * size
+        dense = 0 if experts is None else experts.first_k_dense_replace
+        shorter = dense * (mlp - 3 * (d + 1) * self.intermediate_size)
         embeddings = 1 if self.tie_word_embeddings else 2
-        return embeddings * self.vocab_size * d + self.num_hidden_layers * block + d
+        return embeddings * self.vocab_size * d + self.num_hidden_layers * block - shorter + d
 
     @classmethod
     def read(cls, folder: Path) -> Self:

@@ -27,7 +27,14 @@ FAMILY = Family(
         "topk_method": ("noaux_tc",),
         "auto_map": (),  # code of before transformers had this class
     },
-    written={"attention_bias": False, "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    written={
+        "attention_bias": False,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 0,
+        "output_router_logits": False,
+    },
     names={
         **_LINEAR,
         **_SHARED,
