@@ -46,7 +46,6 @@ COPIED: Mapping[str, tuple[str, ...]] = {
     "cluster.offload_to_cpu": ("trainer.offload_reference",),
     f"{_TRAINING}.training_micro_batch_size": ("trainer.train_micro_batch_size",),
     f"{_TRAINING}.checkpoint.save_interval_steps": ("trainer.checkpointing_options.save_interval_steps",),
-    f"{_SAMPLING}.total_generation_steps": ("grpo_config.max_response_length",),
     f"{_SAMPLING}.temperature": ("rollout.sampling.temperature",),
     f"{_SAMPLING}.top_p": ("rollout.sampling.top_p",),
     "trainer.ppo.num_ppo_epochs": ("grpo_config.num_iterations",),
@@ -63,7 +62,6 @@ COPIED: Mapping[str, tuple[str, ...]] = {
     **{f"trainer.optim.{key}": tuple(f"{one}.{key}" for one in _OPTIMIZERS) for key in ("b1", "b2", "weight_decay")},
     "trainer.optim.max_grad_norm": tuple(f"{one}.max_grad_norm" for one in _OPTIMIZERS),
     "trainer.optim.warmup_steps": tuple(f"{one}.warmup_steps" for one in _OPTIMIZERS),
-    "grpo.num_generations": ("grpo_config.num_generations",),
     "grpo.num_iterations": ("grpo_config.num_iterations",),
     "grpo.beta": ("algorithm.beta",),
     "grpo.epsilon": ("algorithm.epsilon",),
@@ -71,7 +69,7 @@ COPIED: Mapping[str, tuple[str, ...]] = {
     "lora.alpha": ("trainer.lora.alpha",),
     "model.repo_id": ("model.path",),
 }
-"""Keys with the same meaning here."""
+"""Keys with the same meaning here. Others, like lengths and numbers of groups, are translated together."""
 
 _NO_THREADS = "episodes run concurrently without threads of their own, up to orchestrator.max_concurrent_episodes"
 _NO_DATASET = "tasks come from the environments, so there is no dataset to load"
@@ -86,7 +84,6 @@ NEUTRAL: Mapping[str, str] = {
     "rollout.validation_seed": "held-out tasks are fixed, and disjoint from all training tasks",
     f"{_TRAINING}.rollout_micro_batch_size": _BATCHES,
     f"{_TRAINING}.compute_logps_micro_batch_size": _BATCHES,
-    "trainer.optim.gradient_accumulation_steps": "it follows from the step's episodes and train_micro_batch_size",
     f"{_SAMPLING}.kv_cache_size": "the engine sizes its pool, or rollout.engine.max_total_tokens does",
     "trainer.ppo.max_completion_length": "sequences are never cut; trainer.length_buckets are the compiled lengths",
     "trainer.ppo.vf_coef": "actor and critic are separate models with optimizers of their own",

@@ -41,13 +41,13 @@ def is_grl(tree: Mapping[str, Any]) -> bool:
 
 def translate(tree: Mapping[str, Any], read_file: ReadFile) -> Translation:
     """Translate a file with the files that its `defaults` name. Raises ConfigError naming the key."""
-    whole = _composed(tree, read_file)
-    own = whole.pop("volley", {})
-    if found := [section for section in VERL_SECTIONS if section in whole]:
+    if found := [section for section in VERL_SECTIONS if section in tree]:
         raise ConfigError(
             f"{found[0]} is a section of GRL's configuration for verl",
-            "give the one for Tunix (tunix_base.yaml); to train with verl on Volley's environments, see docs/bridges",
+            "give the configuration for Tunix, tunix_base.yaml",
         )
+    whole = _composed(tree, read_file)
+    own = whole.pop("volley", {})
     agents = {name: whole.pop(name) for name in [*whole] if _is_agent(whole[name])}
     keys = TakenKeys(_flat(whole))
     _algorithm(keys)
@@ -93,7 +93,7 @@ class TakenKeys:
     def number(self, name: str, default: int) -> int:
         """Take an integer. Raises ConfigError."""
         value = self.take(name, default)
-        if not isinstance(value, int) or isinstance(value, bool):
+        if type(value) is not int:
             raise refused(name, value, "it is not an integer", "give a number")
         return value
 
@@ -174,8 +174,9 @@ def _mesh(keys: TakenKeys) -> None:
 
 def _sampling(keys: TakenKeys) -> None:
     """The context holds the longest prompt and the longest answer after it."""
-    prompt, answer = keys.number(f"{_SAMPLING}.max_prompt_length", 2048), keys.tree.get("grpo_config", {})
-    length = prompt + answer.get("max_response_length", 100) + 1
+    answer = keys.number(f"{_SAMPLING}.total_generation_steps", 100)
+    length = keys.number(f"{_SAMPLING}.max_prompt_length", 2048) + answer + 1
+    keys.set(answer, "grpo_config.max_response_length")
     keys.set(length, "rollout.engine.context_length")
     keys.set([512, 1024, 2048, 4096] if length <= 4096 else [length], "trainer.length_buckets")
     keys.set(keys.take(f"{_SAMPLING}.top_k", -1), "rollout.sampling.top_k")
@@ -192,13 +193,13 @@ def _sampling(keys: TakenKeys) -> None:
 def _groups(keys: TakenKeys) -> int:
     """Groups of a round and of a step. Returns the number of episodes that a step trains."""
     nums, sizes = keys.numbers("rollout.agent_group_num", [4]), keys.numbers("rollout.agent_group_size", [2])
-    size = keys.tree.get("grpo_config", {}).get("num_generations", sizes[0])
+    size = keys.number("grpo.num_generations", sizes[0])
     if {*sizes} != {size}:
         hint = "give all agents one agent_group_size (and grpo.num_generations, if set, the same)"
         raise refused("rollout.agent_group_size", sizes, "all groups of a run have one size", hint)
     keys.set(size, "grpo_config.num_generations")
     ratio, n_round = keys.take("rollout.rollout_filter_ratio", 1.0), sum(nums)
-    if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+    if type(ratio) not in (int, float) or not 0 < ratio <= 1:
         raise refused("rollout.rollout_filter_ratio", ratio, "it is not a share", "give a number above 0, at most 1")
     n_kept = int(ratio * n_round + 1e-9)
     if n_kept < 1:
@@ -226,8 +227,10 @@ def _steps(keys: TakenKeys, n_trained: int) -> None:
         raise refused(f"{_TRAINING}.mini_batch_size", batch, "a step trains on all episodes that are kept", hint)
     steps = keys.number(f"{_TRAINING}.max_steps", -1)
     keys.set(steps if steps > 0 else _N_BATCHES, "trainer.max_steps")
-    period, n_micro = keys.number(f"{_TRAINING}.eval_every_n_steps", -1), keys.left.get(_ACCUMULATION) or 1
-    keys.set(max(1, period // int(n_micro)) if period > 0 else _EVAL_PERIOD, "orchestrator.eval_every_n_steps")
+    period, n_micro = keys.number(f"{_TRAINING}.eval_every_n_steps", -1), keys.number(_ACCUMULATION, 1)
+    if n_micro > 1:
+        keys.note(_ACCUMULATION, "it follows from the step's episodes and train_micro_batch_size")
+    keys.set(max(1, period // max(1, n_micro)) if period > 0 else _EVAL_PERIOD, "orchestrator.eval_every_n_steps")
     kept = keys.number(f"{_TRAINING}.checkpoint.max_to_keep", 2)
     if kept < 2:
         keys.note(f"{_TRAINING}.checkpoint.max_to_keep", "the two newest checkpoints are kept at least")

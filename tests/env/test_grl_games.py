@@ -10,6 +10,7 @@ from services.env.environments.games.grl import read_words, write_words
 from services.env.environments.games.sokoban import SokobanConfig, SokobanGame, sokoban
 from services.env.environments.games.sokoban_level import Level, Position, Room
 from services.env.environments.games.tetris import Piece, TetrisConfig, TetrisGame, TetrisLevel, tetris
+from shared.grl.agents import read_agent
 
 PLAYED = json.loads((Path(__file__).parents[1] / "fixtures/grl/played.json").read_text(encoding="utf-8"))
 SHAPES = {  # GRL's cells (x, y) and ours, with the column of GRL's anchor
@@ -97,6 +98,22 @@ def test_demonstrations_are_read_as_they_are_written(build, think):
     config = {sokoban: SokobanConfig, tetris: TetrisConfig, blocksworld: BlocksworldConfig}[build]
     shown = build(config(protocol="grl", think=think)).demonstration("train", 3)
     assert shown.success
+
+
+def test_small_games_have_the_held_out_tasks_that_a_translation_asks_for():
+    def read(kind, **env_config):
+        section = {"agent_type": kind, "agent_config": {"max_turns": 11}, "env_config": env_config}
+        section["agent_config"] |= {"max_actions_per_turn": 5, "max_actions_all_turns": 40}
+        return dict(read_agent("a", section, lambda *_: None).settings)
+
+    small = [blocksworld(BlocksworldConfig(**read("blocksworldAgent", num_blocks=n))) for n in (2, 3)]
+    for width, height, kind in ((3, 3, 1), (3, 3, 2), (3, 3, 3), (3, 4, 1)):
+        config = read("tetrisAgent", dim_x=width, dim_y=height, box_type=kind)
+        small.append(tetris(TetrisConfig(**config)))
+    for environment in small:
+        n = environment.num_tasks("eval")
+        assert n < 32
+        assert len({environment.task("eval", i) for i in range(n)}) == n
 
 
 def test_long_answers_take_linear_time():

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
@@ -11,7 +12,7 @@ import yaml
 from shared import config
 from shared.errors import ConfigError
 from shared.grl.keys import COPIED, FIXED, NEUTRAL, OLDER_KEYS
-from shared.grl.translation import is_grl
+from shared.grl.translation import is_grl, translate
 from shared.schema import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -250,3 +251,27 @@ def test_the_page_names_every_key_of_grl():
     words = {word.rpartition(".")[2] for one in named for word in re.split(r"[{}, ]+", one)}
     keys = {*COPIED, *NEUTRAL, *(name for name, *_ in FIXED), *OLDER_KEYS}
     assert sorted(key for key in keys if key.rpartition(".")[2] not in words) == []
+
+
+def paths_of(tree, at=()):
+    for key, value in tree.items():
+        yield (*at, key)
+        if isinstance(value, dict):
+            yield from paths_of(value, (*at, key))
+
+
+def test_any_value_at_any_key_is_translated_or_refused():
+    whole = {**BASE, **AGENTS, "defaults": []}
+    names = ["small", "blocks", "boxes", "words", "sql"]
+    whole["rollout"] = whole["rollout"] | {"training": names, "agent_group_num": [8] * 5, "agent_group_size": [16] * 5}
+    whole["cluster"]["training_config"] = whole["cluster"]["training_config"] | {"mini_batch_size": 160}
+    translate(whole, pytest.fail)
+    for path in paths_of(whole):
+        for value in (None, "x", {"a": {"b": 1}}, [None], 0, 1.5, True, [[1], 2]):
+            tree = copy.deepcopy(whole)
+            node = tree
+            for part in path[:-1]:
+                node = node[part]
+            node[path[-1]] = value
+            with suppress(ConfigError):
+                translate(tree, lambda name: {})
