@@ -6,7 +6,7 @@ A section holds only keys that its algorithm uses. Names and defaults are Tunix'
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Literal, NamedTuple, Self, get_args
 
 from pydantic import (
     Field,
@@ -61,18 +61,12 @@ class RewardNormalization(Section):
 class PolicyGradientSection(Section):
     """Keys of all algorithms.
 
-    Probability ratios are clipped to [1 - `epsilon`, 1 + `epsilon_high`] (`epsilon_high` null: as `epsilon`; `epsilon`
-    null: no clipping); `epsilon_c` is the bound of dual clip. `beta` weighs the KL to the reference, in the loss or in
-    the reward (`kl_in`). `sampler_is` weighs a token by the ratio of the trainer's policy to the engine's, capped at
-    `sampler_is_threshold`; `sampler_rs` removes tokens outside `sampler_rs_bounds` from the surrogate. With `credit:
-    turn`, each turn gets the rewards from that turn on. `teacher_kl_coef` weighs the reverse KL to a teacher, token by
-    token, in the advantages. `sequence-mean-token-scale` divides by `grpo_config.max_response_length`.
+    `beta` weighs the KL to the reference, in the loss or in the reward (`kl_in`). With `credit: turn`, each turn gets
+    the rewards from that turn on. `teacher_kl_coef` weighs the reverse KL to a teacher, token by token, in the
+    advantages. `sequence-mean-token-scale` divides by `grpo_config.max_response_length`.
     """
 
     name: str
-    epsilon: PositiveFloat | None = 0.2
-    epsilon_high: PositiveFloat | None = None
-    epsilon_c: Annotated[float, Field(gt=1)] | None = None
     loss_agg_mode: Aggregation = "token-mean"
     beta: NonNegativeFloat = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
@@ -82,42 +76,131 @@ class PolicyGradientSection(Section):
     reward_normalization: RewardNormalization = RewardNormalization()
     mask_truncated: bool = False
     teacher_kl_coef: NonNegativeFloat = 0.0
+
+    @model_validator(mode="after")
+    def _of_whole_episodes(self) -> Self:
+        if self.credit == "turn" and self.reward_normalization.method != "identity":
+            raise ValueError("reward_normalization works on whole episodes, so it cannot be combined with credit=turn")
+        return self
+
+    @property
+    def compares_group(self) -> bool:
+        """True if advantages are relative to the other episodes of a task."""
+        return False
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        """True if a group of episodes with equal rewards trains the policy."""
+        return not self.compares_group
+
+    @property
+    def is_unbounded(self) -> bool:
+        """True if nothing bounds the ratio to the policy that sampled, except a correction."""
+        return False
+
+    @property
+    def correction(self) -> SamplerCorrection:
+        """Off-policy correction of the loss."""
+        return SamplerCorrection()
+
+    @property
+    def critic(self) -> CriticSection | None:
+        """Keys of the critic; None for an algorithm without one."""
+        return None
+
+
+class SamplerCorrection(NamedTuple):
+    """Values of `sampler_is`, `sampler_is_threshold`, `sampler_rs` and `sampler_rs_bounds`."""
+
+    level: Literal["none", "token", "sequence"] = "none"
+    threshold: float = 2.0
+    rejection: Literal["none", "token", "sequence", "geometric"] = "none"
+    bounds: tuple[float, float] = (0.5, 2.0)
+
+    @property
+    def is_used(self) -> bool:
+        return self.level != "none" or self.rejection != "none"
+
+
+class CorrectedSection(PolicyGradientSection):
+    """Keys of algorithms whose loss may be corrected for the difference between trainer and engine.
+
+    `sampler_is` weighs a token by the ratio of the trainer's policy to the engine's, capped at `sampler_is_threshold`;
+    `sampler_rs` removes tokens outside `sampler_rs_bounds` from the surrogate.
+    """
+
     sampler_is: Literal["none", "token", "sequence"] = "none"
     sampler_is_threshold: Annotated[float, Field(ge=1)] = 2.0
     sampler_rs: Literal["none", "token", "sequence", "geometric"] = "none"
     sampler_rs_bounds: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 2.0)
 
     @model_validator(mode="after")
-    def _meant(self) -> Self:
+    def _around_1(self) -> Self:
         low, high = self.sampler_rs_bounds
         if not low < 1 < high:
             raise ValueError(f"sampler_rs_bounds={[low, high]} must include 1: low < 1 < high")
+        return self
+
+    @property
+    def correction(self) -> SamplerCorrection:
+        return SamplerCorrection(self.sampler_is, self.sampler_is_threshold, self.sampler_rs, self.sampler_rs_bounds)
+
+
+class ClippedSection(CorrectedSection):
+    """Keys of algorithms that clip probability ratios.
+
+    Ratios are clipped to [1 - `epsilon`, 1 + `epsilon_high`] (`epsilon_high` null: as `epsilon`; `epsilon` null: no
+    clipping); `epsilon_c` is the bound of dual clip.
+    """
+
+    epsilon: PositiveFloat | None = 0.2
+    epsilon_high: PositiveFloat | None = None
+    epsilon_c: Annotated[float, Field(gt=1)] | None = None
+
+    @model_validator(mode="after")
+    def _clipped(self) -> Self:
         given = [key for key in ("epsilon_high", "epsilon_c") if key in self.model_fields_set and getattr(self, key)]
         if self.epsilon is None and given:
             raise ValueError(f"{given[0]}={getattr(self, given[0])} has no effect: epsilon is null")
-        if self.credit == "turn" and self.reward_normalization.method != "identity":
-            raise ValueError("reward_normalization works on whole episodes, so it cannot be combined with credit=turn")
         return self
 
+    @property
+    def is_unbounded(self) -> bool:
+        return self.epsilon is None
 
-class GrpoSection(PolicyGradientSection):
+
+class GroupSection(PolicyGradientSection):
+    """Base of algorithms that compare the episodes of a task with each other."""
+
+    @property
+    def compares_group(self) -> bool:
+        return True
+
+
+class EstimatedSection(GroupSection):
+    """Keys of algorithms that leave the estimator of advantages open."""
+
+    advantage_estimator: Literal["grpo", "drgrpo", "rloo", "maxrl"] = "grpo"
+
+
+class GrpoSection(GroupSection, ClippedSection):
     name: Literal["grpo"] = "grpo"
 
 
-class DrGrpoSection(PolicyGradientSection):
+class DrGrpoSection(GroupSection, ClippedSection):
     name: Literal["drgrpo"]
     loss_agg_mode: Aggregation = "sequence-mean-token-scale"
 
 
-class RlooSection(PolicyGradientSection):
+class RlooSection(GroupSection, ClippedSection):
     name: Literal["rloo"]
 
 
-class _GroupRelativeSection(PolicyGradientSection):
-    advantage_estimator: Literal["grpo", "drgrpo", "rloo"] = "grpo"
+class MaxRlSection(GroupSection, ClippedSection):
+    name: Literal["maxrl"]
 
 
-class DapoSection(_GroupRelativeSection):
+class DapoSection(EstimatedSection, ClippedSection):
     """DAPO. Episodes of more than `overlong_length` - `overlong_buffer` sampled tokens lose up to `overlong_penalty`.
 
     `overlong_length` null means `grpo_config.max_response_length`, for episodes of one turn.
@@ -139,14 +222,14 @@ class DapoSection(_GroupRelativeSection):
         return self
 
 
-class GspoSection(_GroupRelativeSection):
+class GspoSection(EstimatedSection, ClippedSection):
     name: Literal["gspo-token"]
     epsilon: PositiveFloat | None = 3e-4
     epsilon_high: PositiveFloat | None = 4e-4
     loss_agg_mode: Aggregation = "sequence-mean-token-mean"
 
 
-class CispoSection(_GroupRelativeSection):
+class CispoSection(EstimatedSection, ClippedSection):
     """CISPO. The lower bound is 1 - `epsilon`, so the default of 1 means none."""
 
     name: Literal["cispo"]
@@ -160,7 +243,7 @@ class CispoSection(_GroupRelativeSection):
         return self
 
 
-class ReinforcePlusPlusSection(PolicyGradientSection):
+class ReinforcePlusPlusSection(ClippedSection):
     """REINFORCE++. `gamma` discounts per sampled token."""
 
     name: Literal["reinforce_plus_plus"]
@@ -173,8 +256,12 @@ class ReinforcePlusPlusSection(PolicyGradientSection):
             raise ValueError("baseline=group compares whole episodes: it cannot be combined with gamma or credit=turn")
         return self
 
+    @property
+    def compares_group(self) -> bool:
+        return self.baseline == "group"
 
-class OnPolicyDistillationSection(PolicyGradientSection):
+
+class OnPolicyDistillationSection(ClippedSection):
     """On-policy distillation: train on the reverse KL to the teacher alone; rewards are ignored.
 
     A token's advantage is its own KL and that of later tokens, discounted by `gamma`.
@@ -196,31 +283,162 @@ class OnPolicyDistillationSection(PolicyGradientSection):
         return self
 
 
-class PpoSection(PolicyGradientSection):
-    """PPO. `gamma` and `gae_lambda` apply per sampled token.
+class CriticSection(PolicyGradientSection):
+    """Keys of algorithms with a critic.
 
-    The first `critic_warmup_steps` steps train the critic alone. `clip_range_value` null does not clip values.
+    `gamma` and `gae_lambda` apply per sampled token; `gae_lambda_alpha` a replaces `gae_lambda` by 1 - 1 / (a l) for a
+    sequence of l sampled tokens; `critic_gae_lambda` is of the critic's targets (null: as the policy's). The first
+    `critic_warmup_steps` steps train the critic alone; it takes `critic_updates` updates for one of the policy.
+    `critic_frozen: attention` trains only its other parameters. `clip_range_value` null does not clip values.
     """
 
-    name: Literal["ppo"]
     gamma: Fraction = 1.0
     gae_lambda: Fraction = 0.95
+    gae_lambda_alpha: PositiveFloat | None = None
+    critic_gae_lambda: Fraction | None = None
     whiten_advantages: bool = True
     clip_range_value: PositiveFloat | None = 0.2
+    critic_updates: PositiveInt = 1
+    critic_frozen: Literal["none", "attention"] = "none"
     critic_warmup_steps: NonNegativeInt = 0
     critic_optimizer_config: OptimizerConfig = OptimizerConfig()
+
+    @property
+    def critic(self) -> CriticSection:
+        return self
+
+
+class PpoSection(CriticSection, ClippedSection):
+    name: Literal["ppo"]
+
+
+class SaoSection(CriticSection):
+    """SAO. Tokens whose ratio to the sampler is not between 1 - `epsilon` and 1 + `epsilon_high` leave the loss."""
+
+    name: Literal["sao"]
+    epsilon: Annotated[float, Field(gt=0, le=1)] = 0.3
+    epsilon_high: PositiveFloat = 5.0
+    gae_lambda_alpha: PositiveFloat | None = 1.5
+    critic_gae_lambda: Fraction | None = 1.0
+    whiten_advantages: bool = False
+    clip_range_value: PositiveFloat | None = None
+    critic_updates: PositiveInt = 2
+    critic_frozen: Literal["none", "attention"] = "attention"
+
+
+class DppoSection(EstimatedSection):
+    """DPPO. `epsilon` and `epsilon_high` bound a divergence from the sampler, not a ratio.
+
+    `epsilon` null means 0.15 of `tv` and 0.05 of `kl`; `epsilon_high` null as `epsilon`. Ratios count for at most
+    `ratio_cap`. `kl_tau` weighs the squared distance from the sampler, in nats.
+    """
+
+    name: Literal["dppo"]
+    divergence: Literal["tv", "kl"] = "tv"
+    epsilon: PositiveFloat | None = None
+    epsilon_high: PositiveFloat | None = None
+    ratio_cap: Annotated[float, Field(ge=1)] = 20.0
+    kl_tau: NonNegativeFloat = 0.0
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Bounds of the divergence downwards and upwards."""
+        low = self.epsilon if self.epsilon is not None else {"tv": 0.15, "kl": 0.05}[self.divergence]
+        return low, low if self.epsilon_high is None else self.epsilon_high
+
+
+class KpopSection(EstimatedSection):
+    """KPop. Tokens whose divergence from the sampler exceeds `epsilon` in either direction leave the loss."""
+
+    name: Literal["kpop"]
+    epsilon: PositiveFloat = 0.1
+    kl_tau: NonNegativeFloat = 0.0
+
+
+class SapoSection(EstimatedSection, CorrectedSection):
+    """SAPO. `tau_pos` and `tau_neg` say how fast the gate closes for tokens with positive and negative advantages."""
+
+    name: Literal["sapo"]
+    tau_pos: PositiveFloat = 1.0
+    tau_neg: PositiveFloat = 1.05
+    loss_agg_mode: Aggregation = "sequence-mean-token-mean"
+
+
+class EchoSection(EstimatedSection, ClippedSection):
+    """ECHO. `observation_coef` weighs the mean negative log-likelihood of the environment's tokens."""
+
+    name: Literal["echo"]
+    observation_coef: PositiveFloat = 0.1
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        return True
+
+
+class GdpoSection(GroupSection, ClippedSection):
+    """GDPO. `reward_components` are the weights of the components, by the name that the environment gives them."""
+
+    name: Literal["gdpo"]
+    reward_components: Annotated[dict[str, PositiveFloat], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _of_components(self) -> Self:
+        of_totals = {
+            "credit": self.credit == "turn",
+            "reward_normalization": self.reward_normalization.method != "identity",
+            "kl_in": bool(self.beta) and self.kl_in == "reward",
+        }
+        if meant := [key for key, is_meant in of_totals.items() if is_meant]:
+            raise ValueError(f"{meant[0]} applies to the reward of the episode; gdpo reads its components")
+        return self
+
+    @property
+    def learns_from_equal_rewards(self) -> bool:
+        return True
+
+
+class MopdSection(EstimatedSection):
+    """MOPD. Tokens whose ratio to the sampler is outside `ratio_bounds` leave the loss.
+
+    `outcome_coef` weighs the advantage from rewards, beside `teacher_kl_coef` for that from the teachers.
+    """
+
+    name: Literal["mopd"]
+    teacher_kl_coef: PositiveFloat = 1.0
+    outcome_coef: NonNegativeFloat = 0.0
+    ratio_bounds: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 5.0)
+    loss_agg_mode: Aggregation = "sequence-mean-token-mean"
+
+    @model_validator(mode="after")
+    def _bounded_around_1(self) -> Self:
+        low, high = self.ratio_bounds
+        if not low < 1 < high:
+            raise ValueError(f"ratio_bounds={[low, high]} must include 1: low < 1 < high")
+        return self
+
+    @property
+    def compares_group(self) -> bool:
+        return self.outcome_coef > 0
 
 
 AlgorithmSection = Annotated[
     GrpoSection
     | DrGrpoSection
     | RlooSection
+    | MaxRlSection
     | DapoSection
     | GspoSection
     | CispoSection
     | ReinforcePlusPlusSection
     | PpoSection
-    | OnPolicyDistillationSection,
+    | OnPolicyDistillationSection
+    | SaoSection
+    | DppoSection
+    | KpopSection
+    | SapoSection
+    | EchoSection
+    | GdpoSection
+    | MopdSection,
     Field(discriminator="name"),
 ]
 
@@ -229,60 +447,3 @@ def keys_of(name: str | None) -> Collection[str]:
     """Return the keys of the section of algorithm `name`; empty for an unknown name."""
     sections: tuple[type[PolicyGradientSection], ...] = get_args(get_args(AlgorithmSection)[0])
     return next((one.model_fields for one in sections if name in get_args(one.model_fields["name"].annotation)), ())
-
-
-def contradiction(algorithm: PolicyGradientSection, data: GrpoConfig, max_turns: int) -> str | None:
-    """Explain why the algorithm cannot train on such data, with at most `max_turns` turns; None if it can."""
-    return _of_groups(algorithm, data) or _of_ratios(algorithm, data) or _of_lengths(algorithm, data, max_turns)
-
-
-def _of_groups(algorithm: PolicyGradientSection, data: GrpoConfig) -> str | None:
-    if data.num_generations > 1:
-        return None
-    compares = isinstance(algorithm, GrpoSection | DrGrpoSection | RlooSection | _GroupRelativeSection)
-    if compares or getattr(algorithm, "baseline", "none") == "group":
-        return (
-            f"grpo_config.num_generations=1: {algorithm.name} compares the episodes of a task with each other, "
-            "so it needs at least two"
-        )
-    how = algorithm.reward_normalization
-    if how.method != "identity" and how.grouping == "state":
-        return (
-            f"algorithm.reward_normalization.method={how.method} with grpo_config.num_generations=1: each episode is "
-            "the only one of its task (grouping=state), so every reward becomes 0; choose grouping=batch or inductive"
-        )
-    return None
-
-
-def _of_ratios(algorithm: PolicyGradientSection, data: GrpoConfig) -> str | None:
-    if algorithm.epsilon is not None:
-        return None
-    if data.num_iterations > 1:
-        return (
-            f"algorithm.epsilon=null with grpo_config.num_iterations={data.num_iterations}: nothing bounds how far the "
-            "policy goes on the data of one step; set epsilon"
-        )
-    is_corrected = algorithm.sampler_is != "none" or algorithm.sampler_rs != "none"
-    if data.off_policy_steps and not is_corrected:
-        return (
-            f"algorithm.epsilon=null with grpo_config.off_policy_steps={data.off_policy_steps}: nothing bounds the "
-            "ratio to the policy that sampled, so one stale token can decide a step; set epsilon, or correct with "
-            "algorithm.sampler_is=token"
-        )
-    return None
-
-
-def _of_lengths(algorithm: PolicyGradientSection, data: GrpoConfig, max_turns: int) -> str | None:
-    if not isinstance(algorithm, DapoSection) or algorithm.overlong_buffer is None or algorithm.overlong_length:
-        return None
-    if max_turns > 1:
-        return (
-            f"algorithm.overlong_buffer={algorithm.overlong_buffer} with episodes of up to {max_turns} turns needs "
-            "algorithm.overlong_length: how many sampled tokens an episode may have in all of them"
-        )
-    if algorithm.overlong_buffer >= data.max_response_length:
-        return (
-            f"algorithm.overlong_buffer={algorithm.overlong_buffer} of "
-            f"grpo_config.max_response_length={data.max_response_length} penalizes every episode: it has to be less"
-        )
-    return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from shared.algorithm_schema import PpoSection
+from shared.algorithm_schema import ClippedSection
 from shared.engine_schema import EngineSection
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
@@ -56,10 +56,9 @@ def beyond_positions(config: RunConfig, model: ModelConfig) -> str | None:
 
 def _clipping(config: RunConfig) -> Iterator[str]:
     loss, n_updates = config.algorithm, config.grpo_config.num_iterations
-    if loss.epsilon is None:
+    if not isinstance(loss, ClippedSection) or loss.epsilon is None:
         return
-    is_corrected = loss.sampler_is != "none" or loss.sampler_rs != "none"
-    if is_corrected and n_updates == 1 and loss.name != "cispo":
+    if loss.correction.is_used and n_updates == 1 and loss.name != "cispo":
         how = f"sampler_is={loss.sampler_is}" if loss.sampler_is != "none" else f"sampler_rs={loss.sampler_rs}"
         yield (
             f"algorithm.epsilon={loss.epsilon:g} has no effect: with {how} the ratio is to the policy at the step's"
@@ -77,8 +76,8 @@ def _clipping(config: RunConfig) -> Iterator[str]:
 def _unused(config: RunConfig) -> Iterator[str]:
     loss = config.algorithm
     for key, needed, why in (
-        ("sampler_is_threshold", loss.sampler_is != "none", "sampler_is is none"),
-        ("sampler_rs_bounds", loss.sampler_rs != "none", "sampler_rs is none"),
+        ("sampler_is_threshold", loss.correction.level != "none", "sampler_is is none"),
+        ("sampler_rs_bounds", loss.correction.rejection != "none", "sampler_rs is none"),
         ("kl_loss_mode", loss.beta > 0, "beta is 0"),
         ("kl_in", loss.beta > 0, "beta is 0"),
         ("overlong_penalty", getattr(loss, "overlong_buffer", None) is not None, "overlong_buffer is not given"),
@@ -134,9 +133,9 @@ def _filters(config: RunConfig) -> Iterator[str]:
             "turn the filter off, or sample at least 2 episodes a task",
         )
     loss = config.algorithm
-    is_absolute = loss.name in ("ppo", "on_policy_distillation") or getattr(loss, "baseline", "group") == "none"
-    if filters.zero_variance and (is_absolute or loss.credit == "turn"):
-        why = f"algorithm.name={loss.name}" if is_absolute else "algorithm.credit=turn"
+    learns = loss.learns_from_equal_rewards
+    if filters.zero_variance and (learns or loss.credit == "turn"):
+        why = f"algorithm.name={loss.name}" if learns else "algorithm.credit=turn"
         yield (
             f"trainer.filters.zero_variance=true drops groups with a training signal: with {why}, equal rewards of"
             " whole episodes still give advantages other than 0"
@@ -172,7 +171,7 @@ def _periods(config: RunConfig) -> Iterator[str]:
             f"orchestrator.eval_every_n_steps={every} has no effect: the run has {steps} steps, and the"
             " first and last weights are always evaluated"
         )
-    critic = config.algorithm if isinstance(config.algorithm, PpoSection) else None
+    critic = config.algorithm.critic
     if critic is not None and critic.critic_warmup_steps >= steps:
         yield (
             f"algorithm.critic_warmup_steps={critic.critic_warmup_steps} never trains the policy: the run has {steps}"

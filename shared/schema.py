@@ -20,7 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from shared.algorithm_schema import AlgorithmSection, GrpoConfig, GrpoSection, OptimizerConfig, contradiction
+from shared.algorithm_rules import contradiction
+from shared.algorithm_schema import AlgorithmSection, GrpoConfig, GrpoSection, OptimizerConfig
 from shared.engine_schema import EngineSection
 from shared.files import buckets
 from shared.generation_schema import GenerationSection, defeated

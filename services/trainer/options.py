@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
-from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.registry import algorithm, taught
+from services.trainer.algorithms.terms.algorithm import ActorCritic, Algorithm
 from services.trainer.batches.batch import BatchLayout
 from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.optimizer import OptimizerOptions
@@ -15,7 +16,7 @@ from services.trainer.learner.tunix_options import TunixOptions
 from services.trainer.models.lora import LoraOptions
 from services.trainer.models.options import ModelOptions
 from services.trainer.settings import TokenLimits
-from shared.algorithm_schema import PpoSection
+from shared.algorithm_schema import PolicyGradientSection
 from shared.errors import ConfigError
 from shared.schema import OptimizerConfig, RunConfig
 
@@ -68,19 +69,13 @@ def layout(config: RunConfig, tokens: TokenLimits, rows_per_step: int) -> BatchL
 def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
     grpo, trainer = config.grpo_config, config.trainer
     rows, updates = trainer.groups_per_step * grpo.num_generations, trainer.max_steps * grpo.num_iterations
-    section, critic, waits = config.algorithm, None, 0
-    if isinstance(section, PpoSection):
-        waits = section.critic_warmup_steps
-        critic = CriticSetup(
-            Ppo.of(section, grpo.num_iterations, grpo.max_response_length),
-            optimizer_options(section.critic_optimizer_config, updates),
-            waits,
-        )
+    section = config.algorithm
+    made = algorithm(section, grpo.num_iterations, grpo.max_response_length)
+    critic, waits = _critic(section, made, updates), section.critic.critic_warmup_steps if section.critic else 0
     shape, tunix = layout(config, tokens, rows), None
     if trainer.backend == "tunix":
         n_micro, temperature = shape.n_micro(rows), config.rollout.sampling.temperature
         tunix = TunixOptions(section, temperature, n_micro, grpo.num_iterations, grpo.num_generations)
-    made = critic.algorithm if critic else algorithm(section, grpo.num_iterations, grpo.max_response_length)
     return PolicyOptions(
         algorithm=taught(made, section),
         aggregation=section.loss_agg_mode,
@@ -94,6 +89,19 @@ def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
         critic=critic,
         offload_reference=trainer.offload_reference,
         tunix=tunix,
+    )
+
+
+def _critic(section: PolicyGradientSection, made: Algorithm, updates: int) -> CriticSetup | None:
+    keys = section.critic
+    if keys is None:
+        return None
+    return CriticSetup(
+        cast("ActorCritic", made),  # the algorithm of a section with a critic
+        optimizer_options(keys.critic_optimizer_config, updates * keys.critic_updates),
+        keys.critic_warmup_steps,
+        keys.critic_updates,
+        trains_attention=keys.critic_frozen == "none",
     )
 
 

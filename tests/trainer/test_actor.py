@@ -14,65 +14,71 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.trainer.algorithms.registry import algorithm
 from services.trainer.algorithms.terms import statistics
-from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
-from services.trainer.algorithms.terms.importance import Correction
 from services.trainer.algorithms.terms.logprobs import TokenScores
-from services.trainer.algorithms.terms.surrogate import Clip
 from services.trainer.batches.batch import Batch
+from shared.algorithm_schema import (
+    CispoSection,
+    ClippedSection,
+    GrpoSection,
+    GspoSection,
+    PolicyGradientSection,
+    SamplerCorrection,
+)
 
-PPO = Clip(0.2, 0.28)
-FORMS = {
-    "ppo": ActorOptions(PPO),
-    "unclipped": ActorOptions(Clip(None, None)),
-    "dual clip": ActorOptions(Clip(0.2, 0.2, 1.5)),
-    "gspo": ActorOptions(Clip(3e-2, 4e-2), ratio="sequence"),
-    "cispo": ActorOptions(Clip(1.0, 0.3), surrogate="weighted"),
-    "tis by token": ActorOptions(PPO, correction=Correction("token", 1.1)),
-    "tis by sequence": ActorOptions(PPO, correction=Correction("sequence", 1.5)),
-    "mis by token": ActorOptions(PPO, correction=Correction("none", 2.0, "token", (0.8, 1.2))),
-    "mis by sequence": ActorOptions(PPO, correction=Correction("token", 2.0, "sequence", (0.5, 2.0))),
-    "mis by geometric mean": ActorOptions(PPO, correction=Correction("none", 2.0, "geometric", (0.95, 1.05))),
-    "kl": ActorOptions(PPO, beta=0.3, kl_mode="low_var_kl"),
-    "entropy": ActorOptions(PPO, entropy_coef=0.05),
+PPO: dict[str, Any] = {"epsilon": 0.2, "epsilon_high": 0.28}
+FORMS: dict[str, ClippedSection] = {
+    "ppo": GrpoSection(**PPO),
+    "unclipped": GrpoSection(epsilon=None),
+    "dual clip": GrpoSection(epsilon_c=1.5),
+    "gspo": GspoSection(name="gspo-token", epsilon=3e-2, epsilon_high=4e-2),
+    "cispo": CispoSection(name="cispo", epsilon=1.0, epsilon_high=0.3),
+    "tis by token": GrpoSection(**PPO, sampler_is="token", sampler_is_threshold=1.1),
+    "tis by sequence": GrpoSection(**PPO, sampler_is="sequence", sampler_is_threshold=1.5),
+    "mis by token": GrpoSection(**PPO, sampler_rs="token", sampler_rs_bounds=(0.8, 1.2)),
+    "mis by sequence": GrpoSection(**PPO, sampler_is="token", sampler_rs="sequence"),
+    "mis by geometric mean": GrpoSection(**PPO, sampler_rs="geometric", sampler_rs_bounds=(0.95, 1.05)),
+    "kl": GrpoSection(**PPO, beta=0.3),
+    "entropy": GrpoSection(**PPO, entropy_coef=0.05),
 }
 
 
 def reference(
-    options: ActorOptions, batch: Batch, present: np.ndarray, start: np.ndarray, entropy: np.ndarray
+    section: ClippedSection, batch: Batch, present: np.ndarray, start: np.ndarray, entropy: np.ndarray
 ) -> float:
     """In float64; `start` are the present log-probabilities where the loss takes them for constants."""
     m = batch.mask > 0
     behaviour, advantages = np.asarray(batch.behaviour, np.float64), np.asarray(batch.advantages, np.float64)
-    correction, total = options.correction, 0.0
+    correction, total = section.correction, 0.0
+    high = section.epsilon if section.epsilon_high is None else section.epsilon_high
     for i in range(len(m)):
         if not m[i].any():
             continue
         at = m[i]
         p, p0, b, a = present[i][at], start[i][at], behaviour[i][at], advantages[i][at]
         old = b
-        if correction.needs_old:
+        if correction.is_used:
             old = p0 if batch.old is None else np.asarray(batch.old, np.float64)[i][at]
-        ratio = np.exp(p - old) if options.ratio == "token" else np.exp(p - p0 + np.mean(p0 - old))
-        low = 1 - options.clip.low if options.clip.low is not None else -np.inf
-        high = 1 + options.clip.high if options.clip.high is not None else np.inf
-        if options.surrogate == "clipped":
-            loss = -np.minimum(ratio * a, np.clip(ratio, low, high) * a)
-            if options.clip.dual is not None:
-                loss = np.where(a < 0, np.minimum(loss, -options.clip.dual * a), loss)
+        ratio = np.exp(p - old) if section.name != "gspo-token" else np.exp(p - p0 + np.mean(p0 - old))
+        bounds = (-np.inf, np.inf) if section.epsilon is None or high is None else (1 - section.epsilon, 1 + high)
+        if section.name != "cispo":
+            loss = -np.minimum(ratio * a, np.clip(ratio, *bounds) * a)
+            if section.epsilon_c is not None:
+                loss = np.where(a < 0, np.minimum(loss, -section.epsilon_c * a), loss)
         else:
             fixed = np.exp(p0 - old)
-            loss = -np.clip(fixed, low, high) * a * p
+            loss = -np.clip(fixed, *bounds) * a * p
         loss = loss * weights(old - b, correction)
         if batch.reference is not None:
             d = np.asarray(batch.reference, np.float64)[i][at] - p
-            loss = loss + options.beta * (np.exp(d) - 1 - d)
-        loss = loss - options.entropy_coef * entropy[i][at]
+            loss = loss + section.beta * (np.exp(d) - 1 - d)
+        loss = loss - section.entropy_coef * entropy[i][at]
         total += float(batch.weight[i, 0]) * loss.sum()
     return total
 
 
-def weights(difference: np.ndarray, correction: Correction) -> np.ndarray:
+def weights(difference: np.ndarray, correction: SamplerCorrection) -> np.ndarray:
     def ratio(level: str) -> np.ndarray | np.floating[Any]:
         levels = {"token": difference, "sequence": difference.sum(), "geometric": difference.mean()}
         return np.exp(levels[level])
@@ -110,9 +116,11 @@ def batch_of(seed: int, rows: int, length: int, spread: float, *, old: bool = Fa
     return made, nearby[0]
 
 
-def value_and_gradient(options: ActorOptions, batch: Batch, present: np.ndarray, entropy: np.ndarray):
+def value_and_gradient(section: PolicyGradientSection, batch: Batch, present: np.ndarray, entropy: np.ndarray):
+    made = algorithm(section, 1, 8)
+
     def of(logprobs: jax.Array):
-        return actor_loss(TokenScores(logprobs, jnp.asarray(entropy, jnp.float32)), batch, options)
+        return made.loss(TokenScores(logprobs, jnp.asarray(entropy, jnp.float32)), batch)
 
     (value, told), gradient = jax.value_and_grad(of, has_aux=True)(jnp.asarray(present))
     return float(value), np.asarray(gradient, np.float64), statistics.values(jax.device_get(told))
@@ -121,18 +129,18 @@ def value_and_gradient(options: ActorOptions, batch: Batch, present: np.ndarray,
 @pytest.mark.parametrize("old", [False, True], ids=["first update", "later update"])
 @pytest.mark.parametrize("name", FORMS)
 def test_value_and_gradient_equal_the_float64_reference(name: str, old: bool):
-    options = FORMS[name]
+    section = FORMS[name]
     for seed in range(2):
         batch, present = batch_of(seed, 4, 9, 0.1, old=old)
         entropy = np.random.default_rng(seed).random(present.shape)
-        value, gradient, _ = value_and_gradient(options, batch, present, entropy)
+        value, gradient, _ = value_and_gradient(section, batch, present, entropy)
         start = present.astype(np.float64)
-        assert value == pytest.approx(reference(options, batch, start, start, entropy), rel=2e-5, abs=2e-6)
+        assert value == pytest.approx(reference(section, batch, start, start, entropy), rel=2e-5, abs=2e-6)
         h = 1e-6
         for i, t in np.argwhere(np.ones_like(present))[::5]:
             step = np.zeros_like(start)
             step[i, t] = h
-            ahead, behind = (reference(options, batch, start + s * step, start, entropy) for s in (1, -1))
+            ahead, behind = (reference(section, batch, start + s * step, start, entropy) for s in (1, -1))
             assert gradient[i, t] == pytest.approx((ahead - behind) / (2 * h), rel=2e-3, abs=2e-5)
 
 

@@ -3,9 +3,15 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from services.trainer.algorithms.terms.advantages import group_relative, moments
+from services.trainer.algorithms import estimators
+from services.trainer.algorithms.terms import advantages
+from services.trainer.algorithms.terms.advantages import moments
 
 ESTIMATORS = ["grpo", "drgrpo", "rloo"]
+
+
+def group_relative(rewards: np.ndarray, estimator: str) -> np.ndarray:
+    return advantages.group_relative(rewards, estimators.ESTIMATORS[estimator])
 
 
 def test_grpo_centres_and_divides_by_the_sample_deviation():

@@ -186,7 +186,7 @@ def test_gae_is_the_papers_over_the_sampled_tokens(seed: int, length: int, gamma
 
 
 def test_ppo_rewards_and_values_make_advantages_and_returns():
-    made = Ppo.of(schema.PpoSection(name="ppo", whiten_advantages=False, gamma=0.9, gae_lambda=0.8), 1, 8)
+    made = Ppo(schema.PpoSection(name="ppo", whiten_advantages=False, gamma=0.9, gae_lambda=0.8), 1, 8)
     values = np.where(SAMPLED, np.linspace(0, 1, N), 0).astype(np.float32)
     group = [Episode(trajectory(1.0, turns=(0.25, 0.75)), values=values)]
     rewards = np.zeros(8)
@@ -194,7 +194,7 @@ def test_ppo_rewards_and_values_make_advantages_and_returns():
     wanted = gae_of_the_paper(rewards, values[SAMPLED].astype(np.float64), 0.9, 0.8)
     np.testing.assert_allclose(made.advantages([group])[0][0][SAMPLED], wanted)
     np.testing.assert_allclose(made.returns([group])[0][0][SAMPLED], wanted + values[SAMPLED])
-    by_turn = Ppo.of(schema.PpoSection(name="ppo", whiten_advantages=False, credit="turn"), 1, 8)
+    by_turn = Ppo(schema.PpoSection(name="ppo", whiten_advantages=False, credit="turn"), 1, 8)
     rewards[[2, 7]] = 0.25, 0.75
     wanted = gae_of_the_paper(rewards, values[SAMPLED].astype(np.float64), 1.0, 0.95)
     np.testing.assert_allclose(by_turn.advantages([group])[0][0][SAMPLED], wanted)
@@ -236,7 +236,7 @@ def test_a_normalized_reward_of_a_failed_episode_is_at_its_last_sampled_token(na
     """Where nothing was rewarded, too."""
     how = schema.RewardNormalization(grouping="batch", method="mean_std")
     if name == "ppo":
-        made = Ppo.of(schema.PpoSection(name="ppo", reward_normalization=how, whiten_advantages=False), 1, 8)
+        made = Ppo(schema.PpoSection(name="ppo", reward_normalization=how, whiten_advantages=False), 1, 8)
     else:
         section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
         made = algorithm(section, 1, 8)
@@ -265,8 +265,8 @@ def test_episodes_that_do_not_count_move_no_other_when_advantages_are_whitened()
     section = schema.PpoSection(name="ppo", mask_truncated=True)
     values = np.where(SAMPLED, 0.5, 0.0).astype(np.float32)
     group = [Episode(trajectory(r), values=values) for r in (1.0, 0.0)]
-    alone = Ppo.of(section, 1, 8).advantages([group])[0]
-    beside = Ppo.of(section, 1, 8).advantages([[*group, Episode(cut, values=values)]])[0]
+    alone = Ppo(section, 1, 8).advantages([group])[0]
+    beside = Ppo(section, 1, 8).advantages([[*group, Episode(cut, values=values)]])[0]
     for a, b in zip(alone, beside, strict=False):
         np.testing.assert_allclose(a, b, rtol=1e-9)
     assert not beside[2].any()

@@ -206,7 +206,7 @@ def test_losses_and_gradients_of_packed_trees_are_those_of_each_sequence_by_itse
     section, model = SECTIONS[name], tiny()
     loss = objective(model, algorithm(section, 1, 16).loss, 0.9, "gradient")
     if name == "ppo's critic":
-        ppo = Ppo.of(schema.PpoSection(name="ppo"), 1, 16)
+        ppo = Ppo(schema.PpoSection(name="ppo"), 1, 16)
         loss = objective(model, lambda scores, batch: ppo.value_loss(scores.logprobs, batch), 1.0)
     gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
     found = []
@@ -334,7 +334,7 @@ def test_returns_and_gae_run_along_each_sequences_own_tokens():
     rng = np.random.default_rng(0)
     values = np.where(SAMPLED, rng.standard_normal(11), 0).astype(np.float32)
     one = conversation(1.0)
-    made = Ppo.of(schema.PpoSection(name="ppo", gamma=gamma, gae_lambda=lam, whiten_advantages=False), 1, 8)
+    made = Ppo(schema.PpoSection(name="ppo", gamma=gamma, gae_lambda=lam, whiten_advantages=False), 1, 8)
     (found,) = made.advantages([[replace(one, values=values)]])[0]
     for at in ([2, 3, 5, 6], [8, 9, 10]):
         wanted, after, expected = [], 0.0, 0.0

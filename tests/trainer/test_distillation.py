@@ -68,7 +68,7 @@ def test_beside_rewards_it_is_taken_from_each_advantage(name: str) -> None:
     }
     section = made[name](name=name, teacher_kl_coef=0.3)
     episodes = [replace(e, values=np.zeros(len(e.trajectory.token_ids), np.float32)) for e in EPISODES]
-    base = Ppo.of(section, 1, 8) if isinstance(section, schema.PpoSection) else algorithm(section, 1, 8)
+    base = Ppo(section, 1, 8) if isinstance(section, schema.PpoSection) else algorithm(section, 1, 8)
     algorithm_, plain = taught(base, section), base.advantages([episodes])[0]
     assert algorithm_.needs == replace(base.needs, teacher=True)
     for episode, with_teacher, without in zip(episodes, algorithm_.advantages([episodes])[0], plain, strict=True):

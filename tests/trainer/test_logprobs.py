@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
+from services.trainer.algorithms.registry import algorithm
 from services.trainer.algorithms.terms.logprobs import CHUNK, token_scores
-from services.trainer.algorithms.terms.surrogate import Clip
 from services.trainer.batches.batch import Batch
 from services.trainer.learner.scoring import objective, params_of
+from shared.algorithm_schema import GrpoSection
 from tests.support import models
 from tests.trainer.support import CONFIG, model_of
 
@@ -94,8 +94,8 @@ def test_no_buffer_of_the_compiled_step_holds_a_whole_sequence_of_logits():
     ints, floats = jnp.zeros((rows, length), jnp.int32), jnp.ones((rows, length), jnp.float32)
     batch = Batch(ints, ints, floats, floats, floats, floats, jnp.ones((rows, 1)))
     for entropy in ("value", "gradient"):
-        options = ActorOptions(Clip(0.2, 0.2), entropy_coef=0.1 * (entropy == "gradient"))
-        loss = objective(model, partial(actor_loss, options=options), 1.0, entropy)
+        made = algorithm(GrpoSection(entropy_coef=0.1 * (entropy == "gradient")), 1, 16)
+        loss = objective(model, made.loss, 1.0, entropy)
         gradient = jax.grad(lambda p, b, loss=loss: loss(p, b)[0])
         assert largest_with(vocab, gradient, params_of(model), batch) == rows * CHUNK * vocab
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from services.trainer.algorithms.registry import algorithm
 from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.algorithms.terms import statistics
-from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
-from services.trainer.algorithms.terms.importance import NONE, Correction
 from services.trainer.algorithms.terms.logprobs import TokenScores
-from services.trainer.algorithms.terms.surrogate import Clip
 from services.trainer.batches.batch import Batch, BatchLayout, Row, micro_batches, row_weights
 from services.trainer.learner.scoring import objective, params_of
+from shared.algorithm_schema import ClippedSection, GrpoSection, GspoSection
 from shared.models.names import from_hf, hf_name
 from tests.support import models
 from tests.trainer import grpo_ref
@@ -42,18 +41,15 @@ SPECS = {
 }
 
 
-def options(spec: ReferenceSpec) -> ActorOptions:
+def section(spec: ReferenceSpec) -> ClippedSection:
     return made(spec.epsilon, spec.epsilon_high, spec.beta, spec.algo, spec.kl, spec.threshold)
 
 
-def made(epsilon: float, high: float, beta: float, algo: str, kl_mode: Any, threshold: float | None) -> ActorOptions:
-    return ActorOptions(
-        clip=Clip(epsilon, high),
-        ratio="token" if algo == "grpo" else "sequence",
-        correction=NONE if threshold is None else Correction("token", threshold),
-        beta=beta,
-        kl_mode=kl_mode,
-    )
+def made(epsilon: float, high: float, beta: float, algo: str, kl_mode: Any, threshold: float | None) -> ClippedSection:
+    keys: dict[str, Any] = {"epsilon": epsilon, "epsilon_high": high, "beta": beta, "kl_loss_mode": kl_mode}
+    if threshold is not None:
+        keys |= {"sampler_is": "token", "sampler_is_threshold": threshold}
+    return GrpoSection(**keys) if algo == "grpo" else GspoSection(name="gspo-token", **keys)
 
 
 def batch_of(some: list[Row], spec: ReferenceSpec, layout: BatchLayout = LAYOUT, n_micro: int = 1) -> list[Batch]:
@@ -91,14 +87,14 @@ def model():
 
 
 @cache
-def evaluator(loss_options: ActorOptions | None, temperature: float):
+def evaluator(section: ClippedSection | None, temperature: float):
     """Compiled once for all batches of a shape; None stands for the supervised loss."""
-    loss = supervised_loss if loss_options is None else partial(actor_loss, options=loss_options)
+    loss = supervised_loss if section is None else algorithm(section, 1, 64).loss
     return jax.jit(jax.value_and_grad(objective(model(), loss, temperature), has_aux=True))
 
 
-def value_and_grad(loss_options: ActorOptions | None, batch: Batch, temperature: float):
-    (value, told), gradient = evaluator(loss_options, temperature)(params_of(model()), batch)
+def value_and_grad(section: ClippedSection | None, batch: Batch, temperature: float):
+    (value, told), gradient = evaluator(section, temperature)(params_of(model()), batch)
     return float(value), jax.device_get(told), {k: np.asarray(v) for k, v in gradient.items()}
 
 
@@ -107,7 +103,7 @@ def test_loss_and_gradient_equal_the_float64_reference(name: str):
     spec = SPECS[name]
     some, sequences, start = near_policy(spec)
     batch = with_reference(batch_of(some, spec)[0], sequences)
-    value, _, gradient = value_and_grad(options(spec), batch, spec.temperature)
+    value, _, gradient = value_and_grad(section(spec), batch, spec.temperature)
     assert value == pytest.approx(grpo_ref.loss(start, start, sequences, spec), rel=2e-5, abs=2e-6)
     for direction in directions():
         expected = grpo_ref.slope(WEIGHTS, CONFIG, direction, sequences, spec, start)
@@ -131,7 +127,7 @@ def test_reference_rejects_a_wrong_mask():
     spec = SPECS["plain"]
     some, sequences, start = near_policy(spec)
     wrong = [replace(row, mask=np.where(np.arange(len(row.mask)) < 4, 0, 1).astype(np.uint8)) for row in some]
-    value, _, _ = value_and_grad(options(spec), batch_of(wrong, spec)[0], 1.0)
+    value, _, _ = value_and_grad(section(spec), batch_of(wrong, spec)[0], 1.0)
     assert abs(value - grpo_ref.loss(start, start, sequences, spec)) > 1e-3
 
 
@@ -141,7 +137,7 @@ def test_reference_rejects_a_wrong_mask():
 def test_micro_batches_add_up_to_the_whole_batch(aggregation: str):
     spec = ReferenceSpec(aggregation=aggregation)
     some, _, _ = near_policy(spec, n=5)
-    loss = options(spec)
+    loss = section(spec)
     whole, told, gradient = value_and_grad(loss, batch_of(some, spec)[0], 1.0)
     parts = [
         value_and_grad(loss, b, 1.0)
@@ -168,7 +164,7 @@ def test_what_stands_at_masked_positions_does_not_matter(poison: float):
             for k in ("behaviour", "reference")
         },
     )
-    loss = options(spec)
+    loss = section(spec)
     (a, _, ga), (b, _, gb) = (value_and_grad(loss, x, spec.temperature) for x in (clean, dirty))
     assert a == b
     assert all(np.array_equal(ga[k], gb[k]) for k in ga)
@@ -177,7 +173,7 @@ def test_what_stands_at_masked_positions_does_not_matter(poison: float):
 def test_padding_changes_nothing():
     spec = SPECS["plain"]
     some, _, _ = near_policy(spec)
-    loss = options(spec)
+    loss = section(spec)
     short = value_and_grad(loss, batch_of(some, spec)[0], 1.0)
     long = value_and_grad(loss, batch_of(some, spec, BatchLayout((64,), 8, pad_id=5))[0], 1.0)
     assert short[0] == pytest.approx(long[0], rel=1e-5)
@@ -188,14 +184,14 @@ def test_importance_uses_the_given_old_logprobs_after_the_first_iteration():
     ones = jnp.ones((1, 2))
     batch = Batch(ones, ones, ones, -2 * ones, ones, ones, jnp.ones((1, 1)), old=-1.5 * ones)
     scores = type("Scores", (), {"logprobs": -ones, "entropy": ones})
-    value, _ = actor_loss(scores, batch, made(0.2, 0.2, 0.0, "grpo", "kl", 10.0))
+    value, _ = algorithm(made(0.2, 0.2, 0.0, "grpo", "kl", 10.0), 1, 64).loss(scores, batch)
     assert float(value) == pytest.approx(-2 * min(np.exp(0.5), 1.2) * np.exp(0.5), rel=1e-6)
 
 
 def test_metrics_are_sums_over_trainable_tokens():
     spec = ReferenceSpec()
     some, _, start = near_policy(spec)
-    _, told, _ = value_and_grad(options(spec), batch_of(some, spec)[0], 1.0)
+    _, told, _ = value_and_grad(section(spec), batch_of(some, spec)[0], 1.0)
     found = statistics.values(told)
     n = sum(row.n_tokens for row in some)
     delta = sum(np.abs(logp - row.behaviour)[row.mask > 0].sum() for logp, row in zip(start, some, strict=True))
@@ -218,10 +214,10 @@ def k3(distance: float) -> tuple[float, float, float]:
     batch = Batch(
         ones, ones, ones, -ones, 0 * ones, ones, jnp.ones((1, 1)), reference=jnp.full((1, 1), min(0.0, distance))
     )
-    loss = made(0.2, 0.2, 1.0, "grpo", "low_var_kl", None)
+    loss = algorithm(made(0.2, 0.2, 1.0, "grpo", "low_var_kl", None), 1, 64).loss
 
     def of(logprob: jax.Array):
-        return actor_loss(TokenScores(logprob, 0 * ones), batch, loss)
+        return loss(TokenScores(logprob, 0 * ones), batch)
 
     (value, told), gradient = jax.value_and_grad(of, has_aux=True)(jnp.full((1, 1), min(0.0, -distance)))
     return float(value), told["kl"].value(), float(gradient[0, 0])
@@ -259,10 +255,10 @@ def test_ratios_of_policies_far_apart_are_finite_and_so_are_their_gradients(algo
     behaviour = jnp.full((2, 3), min(0.0, -apart))
     advantages = jnp.array([[1e9] * 3, [-1e9] * 3])
     batch = Batch(ones, ones, ones, behaviour, advantages, ones, jnp.ones((2, 1)), reference=behaviour)
-    loss = made(0.2, 0.2, 0.1, algo, "low_var_kl", 2.0)
+    loss = algorithm(made(0.2, 0.2, 0.1, algo, "low_var_kl", 2.0), 1, 64).loss
 
     def of(logprobs: jax.Array):
-        return actor_loss(TokenScores(logprobs, 0 * ones), replace(batch, old=behaviour), loss)
+        return loss(TokenScores(logprobs, 0 * ones), replace(batch, old=behaviour))
 
     (value, told), gradient = jax.value_and_grad(of, has_aux=True)(jnp.full((2, 3), min(0.0, apart)))
     assert np.isfinite(float(value))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,14 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
-from services.trainer.algorithms.terms.surrogate import Clip
+from services.trainer.algorithms.registry import algorithm
 from services.trainer.batches.batch import Batch, BatchLayout, micro_batches, row_weights
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import Scorer, objective, params_of
 from services.trainer.learner.train_step import Learner
 from services.trainer.models import construction, family
 from services.trainer.models.initial_weights import leaves_of, random_leaves
+from shared.algorithm_schema import GrpoSection
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.models.names import hf_name
@@ -27,7 +26,7 @@ from tests.trainer.support import CONFIG, model_of, rows, write_shards
 
 WEIGHTS = models.random_weights(CONFIG, seed=2)
 OPTIMIZER = OptimizerOptions(1e-2, "constant", 0, 10, 0.9, 0.95, 0.0, 1.0)
-LOSS = partial(actor_loss, options=ActorOptions(Clip(0.2, 0.2)))
+LOSS = algorithm(GrpoSection(), 1, 16).loss
 
 
 def load(folder: Path, mesh: jax.sharding.Mesh, **options) -> family.Model:

@@ -20,7 +20,6 @@ from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.registry import algorithm
 from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.algorithms.terms import statistics
-from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.batches.batch import (
     Batch,
@@ -246,10 +245,10 @@ def test_every_loss_and_its_gradient_are_those_of_a_sequence_a_row(name: str):
 def total(name: str, said: Sequence[np.ndarray], batches: Sequence[Batch]) -> tuple[float, list[np.ndarray], Any]:
     def loss(found: jax.Array, batch: Batch) -> tuple[jax.Array, Any]:
         if name == CRITIC:
-            return Ppo.of(schema.PpoSection(name="ppo"), 1, 16).value_loss(found, batch)
+            return Ppo(schema.PpoSection(name="ppo"), 1, 16).value_loss(found, batch)
         scores = TokenScores(found, jnp.sin(found))
-        options: ActorOptions | None = test_actor.FORMS.get(name)
-        return supervised_loss(scores, batch) if options is None else actor_loss(scores, batch, options)
+        section = test_actor.FORMS.get(name)
+        return supervised_loss(scores, batch) if section is None else algorithm(section, 1, 16).loss(scores, batch)
 
     found = [
         jax.value_and_grad(loss, has_aux=True)(jnp.asarray(one), batch)

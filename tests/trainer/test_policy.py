@@ -12,10 +12,7 @@ import pytest
 from services.trainer.algorithms.grpo import Grpo
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.registry import algorithm
-from services.trainer.algorithms.terms.actor import ActorOptions
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
-from services.trainer.algorithms.terms.policy_gradient import RewardOptions
-from services.trainer.algorithms.terms.surrogate import Clip
 from services.trainer.batches.batch import BatchLayout
 from services.trainer.groups.group_buffer import ReadyGroup, ready_group
 from services.trainer.learner.critic import CriticSetup
@@ -145,7 +142,7 @@ def test_iterations_move_further_on_the_same_data():
 
 def ppo_options(**changes: Any) -> PolicyOptions:
     section = PpoSection(name="ppo", **changes)
-    made = Ppo.of(section, 1, 16)
+    made = Ppo(section, 1, 16)
     return replace(OPTIONS, algorithm=made, critic=CriticSetup(made, OPTIONS.optimizer, section.critic_warmup_steps))
 
 
@@ -208,7 +205,7 @@ def test_an_episode_that_is_left_out_of_the_loss_is_scored_like_any_other():
     groups = held(1, 2, 3, 4)
     first = groups[0].group
     cut = replace(first, trajectories=(replace(first.trajectories[0], status="truncated"), *first.trajectories[1:]))
-    listening = Listening(ActorOptions(Clip(0.2, 0.2)), RewardOptions(kl_coef=0.5, mask_truncated=True), 1)
+    listening = Listening(GrpoSection(beta=0.5, kl_in="reward", mask_truncated=True), 1, 16)
     found = policy(replace(OPTIONS, algorithm=listening)).step([ready_group(cut, b"", "1-0"), *groups[1:]], START)
     reference = listening.heard[0][0].reference
     assert reference is not None

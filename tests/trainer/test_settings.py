@@ -2,34 +2,40 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from services.trainer import options, settings
-from services.trainer.algorithms.terms.actor import ActorOptions
+from services.trainer.algorithms.registry import ALGORITHMS
 from services.trainer.algorithms.terms.importance import Correction
 from services.trainer.algorithms.terms.policy_gradient import PolicyGradient
+from services.trainer.algorithms.terms.surrogate import Clip
 from services.trainer.settings import TokenLimits
 from services.trainer.status import TrainerStatus
 from services.trainer.waiter import Waiter
 from shared import config
+from shared.algorithm_schema import AlgorithmSection
 from shared.errors import ConfigError
 from shared.routing import RoutingShape
 from tests.trainer.support import group
 
 ROOT = Path(__file__).parents[2]
 TOKENS = TokenLimits(vocab_size=512, pad_id=0)
+_TEACHER = "services.orchestrator.teacher.url=http://127.0.0.1:1"
+NEEDED = {"on_policy_distillation": (_TEACHER,), "mopd": (_TEACHER,), "gdpo": ("algorithm.reward_components.goal=1",)}
+"""Settings that an algorithm cannot do without."""
 
 
 def load(*overrides: str, name: str = "quickstart"):
     return config.load([ROOT / f"configs/{name}.yaml"], overrides).config
 
 
-def actor_of(*overrides: str) -> ActorOptions:
+def algorithm_of(*overrides: str) -> PolicyGradient[Any]:
     made = options.policy_options(load(*overrides), TOKENS).algorithm
     assert isinstance(made, PolicyGradient)
-    return made.actor
+    return made
 
 
 @pytest.mark.parametrize("name", [p.stem for p in (ROOT / "configs").glob("*.yaml")])
@@ -151,21 +157,23 @@ def test_splash_attention_is_asked_for_only_where_all_rows_can_have_it():
 
 
 def test_the_upper_clip_follows_the_lower_one_unless_given():
-    assert actor_of("algorithm.epsilon=0.1").clip.high == 0.1
-    assert actor_of("algorithm.epsilon_high=0.3").clip.high == 0.3
+    assert Clip.of(algorithm_of("algorithm.epsilon=0.1").section).high == 0.1
+    assert Clip.of(algorithm_of("algorithm.epsilon_high=0.3").section).high == 0.3
 
 
 def test_importance_sampling_is_off_unless_asked_for():
-    assert not actor_of().correction.needs_old
-    assert actor_of("algorithm.sampler_is=token").correction == Correction("token", 2.0)
+    assert not algorithm_of().actor.correction.needs_old
+    assert algorithm_of("algorithm.sampler_is=token").actor.correction == Correction("token", 2.0)
 
 
-@pytest.mark.parametrize(
-    "name", ["grpo", "drgrpo", "rloo", "dapo", "gspo-token", "cispo", "reinforce_plus_plus", "ppo"]
-)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_is_made_of_its_name(name: str):
-    made = options.policy_options(load(f"algorithm.name={name}", "algorithm.beta=0.1"), TOKENS)
+    settings = [f"algorithm.name={name}", *NEEDED.get(name, ())]
+    made = options.policy_options(load("algorithm.beta=0.1", *settings), TOKENS)
     assert made.algorithm.needs.reference
-    assert made.algorithm.needs.values == (made.critic is not None) == (name == "ppo")
-    actor = actor_of(f"algorithm.name={name}")
-    assert (actor.ratio == "sequence", actor.surrogate == "weighted") == (name == "gspo-token", name == "cispo")
+    assert made.algorithm.needs.values == (made.critic is not None) == (name in ("ppo", "sao"))
+
+
+def test_every_section_has_an_algorithm():
+    sections = get_args(get_args(AlgorithmSection)[0])
+    assert {get_args(one.model_fields["name"].annotation)[0] for one in sections} == set(ALGORITHMS)

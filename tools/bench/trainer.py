@@ -18,19 +18,19 @@ import numpy as np
 import optax
 import orjson
 
-from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
-from services.trainer.algorithms.terms.surrogate import Clip
+from services.trainer.algorithms.registry import algorithm
 from services.trainer.batches.batch import Batch, BatchLayout, Row, micro_batches, row_weights
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import objective, params_of
 from services.trainer.learner.train_step import Learner
 from services.trainer.models.family import Model, build, make_mesh
 from services.trainer.models.initial_weights import random_leaves
+from shared.algorithm_schema import GrpoSection
 from shared.models.config import ModelConfig
 
 N_ROWS, LENGTH, N_ROUNDS = 16, 128, 15
 PADDED, PACKED = BatchLayout((128, 256, 512), N_ROWS, 0), BatchLayout((512,), 1, 0, tokens=2048)
-LOSS = partial(actor_loss, options=ActorOptions(Clip(0.2, 0.2)))
+LOSS = algorithm(GrpoSection(), 1, 16).loss
 _OPTIMIZER = OptimizerOptions(1e-4, "constant", 0, 100, 0.9, 0.95, 0.0, 1.0)
 MODEL = ModelConfig.parse(
     {

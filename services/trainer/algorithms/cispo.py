@@ -7,20 +7,19 @@ so every token keeps a gradient: PPO's clipping drops the gradients of rare toke
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Self
+import jax
 
-from services.trainer.algorithms.terms.actor import ActorOptions
-from services.trainer.algorithms.terms.policy_gradient import GroupRelative, RewardOptions
+from services.trainer.algorithms.estimators import Estimated
+from services.trainer.algorithms.terms.surrogate import Clip, TokenLoss, Tokens
 from shared.algorithm_schema import CispoSection
 
 
-class Cispo(GroupRelative[CispoSection]):
+class Cispo(Estimated[CispoSection]):
     """GRPO with clipped importance weights in place of a clipped objective."""
 
-    estimator = "grpo"
-
-    @classmethod
-    def of(cls, section: CispoSection, n_updates: int, max_response_length: int) -> Self:
-        actor = replace(ActorOptions.of(section), surrogate="weighted")
-        return cls(actor, RewardOptions.of(section), n_updates, section.advantage_estimator)
+    def surrogate(self, tokens: Tokens) -> TokenLoss:
+        """Compute equation 4 of the paper. The ratio has no gradient, so clipping removes no token's gradient."""
+        ratio = tokens.ratio()
+        weight = jax.lax.stop_gradient(Clip.of(self.section).bounded(ratio))
+        loss = -weight * tokens.advantages * tokens.logprobs
+        return TokenLoss(loss, ratio, jax.lax.stop_gradient(weight != ratio))

@@ -5,24 +5,36 @@ tokens can grow; equal weight for every token of the step (`token-mean`); and a 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Self
+from dataclasses import dataclass, replace
 
-from services.trainer.algorithms.terms.actor import ActorOptions
-from services.trainer.algorithms.terms.policy_gradient import GroupRelative, RewardOptions
-from services.trainer.algorithms.terms.rewards import Overlong
+from services.trainer.algorithms.estimators import Estimated
+from services.trainer.algorithms.terms.policy_gradient import Clipped, RewardOptions
 from shared.algorithm_schema import DapoSection
 
 
-class Dapo(GroupRelative[DapoSection]):
+@dataclass(frozen=True, slots=True)
+class Overlong:
+    """Soft overlong penalty (the paper's eq. 13).
+
+    It grows linearly from 0 at `longest` - `buffer` sampled tokens to `penalty` at `longest`, and stays there.
+    """
+
+    longest: int
+    buffer: int
+    penalty: float
+
+    def of(self, n_sampled: int) -> float:
+        """Compute the term to add to the reward, 0 or less."""
+        over = n_sampled - (self.longest - self.buffer)
+        return -self.penalty * min(1.0, max(0.0, over / self.buffer))
+
+
+class Dapo(Estimated[DapoSection], Clipped[DapoSection]):
     """GRPO with a penalty for overlong episodes; the other differences are defaults of its section."""
 
-    estimator = "grpo"
-
-    @classmethod
-    def of(cls, section: DapoSection, n_updates: int, max_response_length: int) -> Self:
-        rewards = RewardOptions.of(section)
-        if section.overlong_buffer is not None:
-            longest = section.overlong_length or max_response_length
-            rewards = replace(rewards, overlong=Overlong(longest, section.overlong_buffer, section.overlong_penalty))
-        return cls(ActorOptions.of(section), rewards, n_updates, section.advantage_estimator)
+    def reward_options(self, max_response_length: int) -> RewardOptions:
+        section, options = self.section, super().reward_options(max_response_length)
+        if section.overlong_buffer is None:
+            return options
+        longest = section.overlong_length or max_response_length
+        return replace(options, penalty=Overlong(longest, section.overlong_buffer, section.overlong_penalty).of)

@@ -8,11 +8,23 @@ constant (`sequence-mean-token-scale`), so a long wrong answer costs no less per
 
 from __future__ import annotations
 
-from services.trainer.algorithms.terms.policy_gradient import GroupRelative
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.trainer.algorithms.terms.advantages import GroupRewards
+from services.trainer.algorithms.terms.algorithm import EpisodeGroup
+from services.trainer.algorithms.terms.policy_gradient import Clipped
 from shared.algorithm_schema import DrGrpoSection
 
 
-class DrGrpo(GroupRelative[DrGrpoSection]):
+def centred(rewards: GroupRewards) -> np.ndarray:
+    """Compute the advantages of a group, float64 [G]."""
+    return rewards.in_units(rewards.r - rewards.r.mean())
+
+
+class DrGrpo(Clipped[DrGrpoSection]):
     """GRPO without the division by the standard deviation."""
 
-    estimator = "drgrpo"
+    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+        return self.within_groups(groups, centred)

@@ -11,11 +11,24 @@ and the loss is the sum over tokens, weighted by `loss_agg_mode`, of
 
 from __future__ import annotations
 
-from services.trainer.algorithms.terms.policy_gradient import GroupRelative
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.trainer.algorithms.terms.advantages import GroupRewards
+from services.trainer.algorithms.terms.algorithm import EpisodeGroup
+from services.trainer.algorithms.terms.policy_gradient import Clipped
 from shared.algorithm_schema import GrpoSection
 
 
-class Grpo(GroupRelative[GrpoSection]):
-    """Group-relative advantages and the clipped loss."""
+def standardized(rewards: GroupRewards) -> np.ndarray:
+    """Compute the advantages of a group, float64 [G]."""
+    r = rewards.r
+    return (r - r.mean()) / (r.std(ddof=1) + rewards.epsilon)
 
-    estimator = "grpo"
+
+class Grpo(Clipped[GrpoSection]):
+    """Standardized rewards of a group, and the clipped loss."""
+
+    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+        return self.within_groups(groups, standardized)

@@ -10,20 +10,32 @@ mean of ratios is much closer to 1 than a single ratio: epsilons are about 4e-4,
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Self
+import jax
+import jax.numpy as jnp
 
-from services.trainer.algorithms.terms.actor import ActorOptions
-from services.trainer.algorithms.terms.policy_gradient import GroupRelative, RewardOptions
+from services.trainer.algorithms.estimators import Estimated
+from services.trainer.algorithms.terms.importance import clipped_difference, of_sequences
+from services.trainer.algorithms.terms.surrogate import Clip, TokenLoss, Tokens
 from shared.algorithm_schema import GspoSection
 
+_MOST_NATS = 10.0
 
-class Gspo(GroupRelative[GspoSection]):
+
+class Gspo(Estimated[GspoSection]):
     """GRPO with one importance ratio for a whole sequence."""
 
-    estimator = "grpo"
+    def surrogate(self, tokens: Tokens) -> TokenLoss:
+        return Clip.of(self.section).of_ratio(sequence_ratio(tokens), tokens.advantages)
 
-    @classmethod
-    def of(cls, section: GspoSection, n_updates: int, max_response_length: int) -> Self:
-        actor = replace(ActorOptions.of(section), ratio="sequence")
-        return cls(actor, RewardOptions.of(section), n_updates, section.advantage_estimator)
+
+def sequence_ratio(tokens: Tokens) -> jax.Array:
+    """Compute GSPO-token's ratio float32 [B, T] (the paper's eq. 14).
+
+    Its value at every token is the geometric mean of the sequence's ratios; its gradient is that of the token's own
+    log-probability.
+    """
+    token = clipped_difference(tokens.logprobs, tokens.old)
+    n = jnp.maximum(of_sequences(tokens.mask, tokens.packing), 1.0)
+    mean = of_sequences(token * tokens.mask, tokens.packing) / n
+    sequence = tokens.logprobs - jax.lax.stop_gradient(tokens.logprobs) + jax.lax.stop_gradient(mean)
+    return jnp.exp(jnp.minimum(sequence, _MOST_NATS))

@@ -12,37 +12,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Self
 
 import numpy as np
 
-from services.trainer.algorithms.terms.actor import ActorOptions
 from services.trainer.algorithms.terms.advantages import returns_to_go
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup, Needs
 from services.trainer.algorithms.terms.distillation import penalty
-from services.trainer.algorithms.terms.policy_gradient import PolicyGradient, RewardOptions, sampled
+from services.trainer.algorithms.terms.policy_gradient import Clipped, sampled
 from services.trainer.algorithms.terms.rewards import each_sequence
 from shared.algorithm_schema import OnPolicyDistillationSection
 
 
-class OnPolicyDistillation(PolicyGradient[OnPolicyDistillationSection]):
+class OnPolicyDistillation(Clipped[OnPolicyDistillationSection]):
     """The actor's loss on advantages from a teacher."""
-
-    def __init__(self, actor: ActorOptions, rewards: RewardOptions, n_updates: int, coef: float, gamma: float) -> None:
-        super().__init__(actor, rewards, n_updates)
-        self._coef, self._gamma = coef, gamma
-
-    @classmethod
-    def of(cls, section: OnPolicyDistillationSection, n_updates: int, max_response_length: int) -> Self:
-        actor, rewards = ActorOptions.of(section), RewardOptions.of(section)
-        return cls(actor, rewards, n_updates, section.teacher_kl_coef, section.gamma)
 
     @property
     def needs(self) -> Needs:
         return replace(super().needs, teacher=True)
 
     def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        of = partial(returns_to_go, gamma=self._gamma)
-        return [
-            [each_sequence(e.trajectory, of, penalty(e, self._coef), sampled(e)) for e in group] for group in groups
-        ]
+        of, coef = partial(returns_to_go, gamma=self.section.gamma), self.section.teacher_kl_coef
+        return [[each_sequence(e.trajectory, of, penalty(e, coef), sampled(e)) for e in group] for group in groups]

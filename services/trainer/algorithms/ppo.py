@@ -5,7 +5,9 @@ the critic's values V_t before token t, generalized advantage estimation (arXiv:
 
     delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lambda A_{t+1},    return_t = A_t + V_t
 
-where t + 1 is the next *sampled* token: the environment's tokens between two turns are not steps. Advantages are
+where t + 1 is the next *sampled* token: the environment's tokens between two turns are not steps. lambda may depend on
+the length (`gae_lambda_alpha` a, VAPO, arXiv:2504.05118, eq. 10), for a sequence of l sampled tokens 1 - 1 / (a l); the
+critic's targets may have their own (`critic_gae_lambda`, decoupled GAE, arXiv:2503.01491). Advantages are
 normalized to mean 0 and standard deviation 1 over the tokens of the step (`whiten_advantages`). The critic learns the
 returns; each value is clipped to within `clip_range_value` of its value at the start of the step:
 
@@ -18,63 +20,44 @@ episode's reward, as in CompactionRL (arXiv:2607.05378), where a summary's token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from services.trainer.algorithms.terms import statistics
-from services.trainer.algorithms.terms.actor import ActorOptions
 from services.trainer.algorithms.terms.advantages import bounded, gae, whitened
 from services.trainer.algorithms.terms.algorithm import Episode, EpisodeGroup, Needs
-from services.trainer.algorithms.terms.policy_gradient import PolicyGradient, RewardOptions, sampled
+from services.trainer.algorithms.terms.policy_gradient import Clipped, PolicyGradient, sampled
 from services.trainer.algorithms.terms.rewards import each_sequence
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
-from shared.algorithm_schema import PpoSection
+from shared.algorithm_schema import CriticSection, PpoSection
 
 
-@dataclass(frozen=True, slots=True)
-class CriticOptions:
-    """Options of the critic; `clip_range` limits how far a value moves in one step, None does not."""
-
-    gamma: float
-    lam: float
-    whiten: bool
-    clip_range: float | None
-
-
-class Ppo(PolicyGradient[PpoSection]):
-    """The actor's loss on advantages from a critic."""
-
-    def __init__(self, actor: ActorOptions, rewards: RewardOptions, n_updates: int, critic: CriticOptions) -> None:
-        super().__init__(actor, rewards, n_updates)
-        self.critic = critic
-
-    @classmethod
-    def of(cls, section: PpoSection, n_updates: int, max_response_length: int) -> Self:
-        critic = CriticOptions(section.gamma, section.gae_lambda, section.whiten_advantages, section.clip_range_value)
-        return cls(ActorOptions.of(section), RewardOptions.of(section), n_updates, critic)
+class WithCritic[S: CriticSection](PolicyGradient[S]):
+    """Advantages from a critic, and the critic's own targets and loss."""
 
     @property
     def needs(self) -> Needs:
         return replace(super().needs, values=True)
 
     def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        made = self._unscaled(groups)
-        if not self.critic.whiten:
+        made = self._unscaled(groups, self.section.gae_lambda, self.section.gae_lambda_alpha)
+        if not self.section.whiten_advantages:
             return [[bounded(one) for one in group] for group in made]
         following = iter(whitened([one for group in made for one in group], self.in_loss(groups)))
         return [[next(following) for _ in group] for group in made]
 
     def returns(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         """Compute the critic's targets, float64 [N] for each episode; 0 at tokens that were not sampled."""
+        own = self.section.critic_gae_lambda
+        lam, alpha = (self.section.gae_lambda, self.section.gae_lambda_alpha) if own is None else (own, None)
         return [
             [bounded(a + _values(e)) for a, e in zip(made, group, strict=True)]
-            for made, group in zip(self._unscaled(groups), groups, strict=True)
+            for made, group in zip(self._unscaled(groups, lam, alpha), groups, strict=True)
         ]
 
     def value_loss(self, values: jax.Array, batch: Batch) -> tuple[jax.Array, Statistics]:
@@ -84,8 +67,8 @@ class Ppo(PolicyGradient[PpoSection]):
         mask, was = batch.mask, batch.values
         error = jnp.where(mask > 0, values - batch.returns, 0.0)
         squared, is_clipped = jnp.square(error), jnp.zeros_like(mask, bool)
-        if self.critic.clip_range is not None:
-            near = jnp.clip(values, was - self.critic.clip_range, was + self.critic.clip_range)
+        if self.section.clip_range_value is not None:
+            near = jnp.clip(values, was - self.section.clip_range_value, was + self.section.clip_range_value)
             held = jnp.square(jnp.where(mask > 0, near - batch.returns, 0.0))
             is_clipped, squared = held > squared, jnp.maximum(held, squared)
         loss = (0.5 * squared * mask * batch.weight).sum()
@@ -97,8 +80,8 @@ class Ppo(PolicyGradient[PpoSection]):
             "critic/explained_variance": statistics.explained_variance(values, jnp.asarray(batch.returns), mask),
         }
 
-    def _unscaled(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        of = partial(gae, gamma=self.critic.gamma, lam=self.critic.lam)
+    def _unscaled(self, groups: Sequence[EpisodeGroup], lam: float, alpha: float | None) -> list[list[np.ndarray]]:
+        of = partial(_gae_of_sequence, gamma=self.section.gamma, lam=lam, alpha=alpha)
         return [
             [
                 each_sequence(e.trajectory, of, r.along_sequences(), _values(e), sampled(e))
@@ -106,6 +89,18 @@ class Ppo(PolicyGradient[PpoSection]):
             ]
             for rewards, group in zip(self.token_rewards(groups), groups, strict=True)
         ]
+
+
+class Ppo(WithCritic[PpoSection], Clipped[PpoSection]):
+    """The clipped loss on advantages from a critic."""
+
+
+def _gae_of_sequence(
+    rewards: np.ndarray, values: np.ndarray, sampled: np.ndarray, *, gamma: float, lam: float, alpha: float | None
+) -> np.ndarray:
+    if alpha is not None:
+        lam = max(0.0, 1.0 - 1.0 / (alpha * max(1, int(sampled.sum()))))
+    return gae(rewards, values, sampled, gamma, lam)
 
 
 def _values(episode: Episode) -> np.ndarray:

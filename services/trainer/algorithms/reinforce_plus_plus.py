@@ -13,33 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal, Self
 
 import numpy as np
 
-from services.trainer.algorithms.terms.actor import ActorOptions
+from services.trainer.algorithms.drgrpo import centred
 from services.trainer.algorithms.terms.advantages import group_relative, returns_to_go, whitened
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
-from services.trainer.algorithms.terms.policy_gradient import PolicyGradient, RewardOptions, sampled
+from services.trainer.algorithms.terms.policy_gradient import Clipped, sampled
 from services.trainer.algorithms.terms.rewards import TokenRewards, each_sequence
 from shared.algorithm_schema import ReinforcePlusPlusSection
 
-Baseline = Literal["none", "group"]
 
-
-class ReinforcePlusPlus(PolicyGradient[ReinforcePlusPlusSection]):
+class ReinforcePlusPlus(Clipped[ReinforcePlusPlusSection]):
     """PPO's loss on returns."""
-
-    def __init__(
-        self, actor: ActorOptions, rewards: RewardOptions, n_updates: int, gamma: float, baseline: Baseline
-    ) -> None:
-        super().__init__(actor, rewards, n_updates)
-        self._gamma, self._baseline = gamma, baseline
-
-    @classmethod
-    def of(cls, section: ReinforcePlusPlusSection, n_updates: int, max_response_length: int) -> Self:
-        actor, rewards = ActorOptions.of(section), RewardOptions.of(section)
-        return cls(actor, rewards, n_updates, section.gamma, section.baseline)
 
     def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         made = self.token_rewards(groups)
@@ -48,11 +34,11 @@ class ReinforcePlusPlus(PolicyGradient[ReinforcePlusPlusSection]):
         return [[next(following) for _ in group] for group in returns]
 
     def _of_group(self, group: EpisodeGroup, rewards: Sequence[TokenRewards]) -> list[np.ndarray]:
-        if self._baseline == "none":
-            of = partial(returns_to_go, gamma=self._gamma)
+        if self.section.baseline == "none":
+            of = partial(returns_to_go, gamma=self.section.gamma)
             return [
                 each_sequence(e.trajectory, of, r.along_sequences(), sampled(e))
                 for e, r in zip(group, rewards, strict=True)
             ]
-        scale = group_relative(np.array([r.total for r in rewards]), "drgrpo")
+        scale = group_relative(np.array([r.total for r in rewards]), centred)
         return [a * sampled(e) for a, e in zip(scale, group, strict=True)]

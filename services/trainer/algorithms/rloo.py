@@ -7,11 +7,24 @@ which is unbiased. The ratio to the sampling policy is clipped as in PPO, unless
 
 from __future__ import annotations
 
-from services.trainer.algorithms.terms.policy_gradient import GroupRelative
+from collections.abc import Sequence
+
+import numpy as np
+
+from services.trainer.algorithms.terms.advantages import GroupRewards
+from services.trainer.algorithms.terms.algorithm import EpisodeGroup
+from services.trainer.algorithms.terms.policy_gradient import Clipped
 from shared.algorithm_schema import RlooSection
 
 
-class Rloo(GroupRelative[RlooSection]):
+def leave_one_out(rewards: GroupRewards) -> np.ndarray:
+    """Compute the advantages of a group, float64 [G]."""
+    r = rewards.r
+    return rewards.in_units(r - (r.sum() - r) / (len(r) - 1))
+
+
+class Rloo(Clipped[RlooSection]):
     """GRPO with the mean of the other episodes as baseline."""
 
-    estimator = "rloo"
+    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+        return self.within_groups(groups, leave_one_out)

@@ -41,6 +41,7 @@ class Batch:
     packing: places of the packed sequences; None if a row is one sequence.
     reference, old: float32 [B, T], log-probabilities of the reference and of the policy at the start of the step.
     values, returns: float32 [B, T], the critic's value before the token at the start of the step, and its target.
+    observed: float32 [B, T], weights of the environment's tokens, which add up to 1 over the step; 0 elsewhere.
     routed: int16 or int32 [B, T, L, k], the experts to which the engine sent the token at t in each layer, -1 if not
         known. Sequences share a packed prefix only if its experts are the same too.
 
@@ -59,10 +60,11 @@ class Batch:
     old: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
+    observed: np.ndarray | None = None
     routed: np.ndarray | None = None
 
 
-_OPTIONAL = ("reference", "old", "values", "returns")
+_OPTIONAL = ("reference", "old", "values", "returns", "observed")
 jax.tree_util.register_dataclass(
     Batch,
     data_fields=[
@@ -98,6 +100,7 @@ class Row:
     old: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
+    observed: np.ndarray | None = None
     routed: np.ndarray | None = None
     parent: int = 0
     shared: int = 0
@@ -107,9 +110,14 @@ class Row:
         return int(self.mask[1:].sum())
 
     @property
+    def predicted(self) -> np.ndarray:
+        """Bool [T]: true for tokens whose prediction is in the loss, sampled ones and observed ones."""
+        return self.mask > 0 if self.observed is None else (self.mask > 0) | (self.observed > 0)
+
+    @property
     def own_from(self) -> int:
         """Number of leading tokens that predict no token of the loss."""
-        counted = np.flatnonzero(self.mask[1:])
+        counted = np.flatnonzero(self.predicted[1:])
         return int(counted[0]) if len(counted) else len(self.ids)
 
 
@@ -147,6 +155,29 @@ def policy_rows(trajectory: Trajectory, trained: WeightVersion) -> list[Row]:
     return [_policy_row(one, number, trained) for number, one in enumerate(trajectory.sequences())]
 
 
+def with_observations(rows: Sequence[Row]) -> list[Row]:
+    """Mark the tokens that the environment wrote after the first sampled token of each of an episode's sequences.
+
+    `observed` becomes 1 there, at own tokens of the row.
+    """
+    made, firsts = list[Row](), list[int]()
+    for number, row in enumerate(rows):
+        before = firsts[number - row.parent] if row.parent else len(row.ids)
+        own = np.flatnonzero(row.mask)
+        first = min(before if before < row.shared else len(row.ids), int(own[0]) if len(own) else len(row.ids))
+        places = np.arange(len(row.ids))
+        observed = (places > first) & (places >= row.shared) & (row.mask == 0)
+        made.append(replace(row, observed=observed.astype(np.float32)))
+        firsts.append(first)
+    return made
+
+
+def weigh_observations(rows: Sequence[Row]) -> list[Row]:
+    """Divide `observed` by the number of the step's observed tokens that something predicts."""
+    n = sum(float(row.observed[1:].sum()) for row in rows if row.observed is not None)
+    return [row if row.observed is None else replace(row, observed=row.observed / max(1.0, n)) for row in rows]
+
+
 def _policy_row(one: EpisodeSequence, number: int, trained: WeightVersion) -> Row:
     n = len(one.token_ids)
     current = np.zeros(n, np.uint8)
@@ -175,7 +206,8 @@ def by_sequence(values: np.ndarray, rows: Sequence[Row]) -> list[np.ndarray]:
 
 def left_out(row: Row) -> Row:
     """Mask all tokens of a row."""
-    return replace(row, mask=np.zeros_like(row.mask))
+    none = None if row.observed is None else np.zeros_like(row.observed)
+    return replace(row, mask=np.zeros_like(row.mask), observed=none)
 
 
 def supervised_row(ids: Sequence[int] | np.ndarray, mask: Sequence[int] | np.ndarray) -> Row:
@@ -247,7 +279,7 @@ def _prefix_keys(rows: Sequence[Row]) -> tuple[list[np.ndarray], list[int]]:
     parents = [i - row.parent if row.parent else None for i, row in enumerate(rows)]
     return tree_keys(
         [
-            TreeRow(ids, row.mask, parent, row.shared, own)
+            TreeRow(ids, row.predicted, parent, row.shared, own)
             for ids, row, parent, own in zip(numbers, rows, parents, own_from, strict=True)
         ]
     )
@@ -306,10 +338,11 @@ def _assemble(rows: Sequence[Row], weights: np.ndarray, part: MicroBatch, pad_id
     shape = part.shape
     ids, targets = np.full(shape, pad_id, np.int32), np.full(shape, pad_id, np.int32)
     mask, behaviour, advantages, current = (np.zeros(shape, np.float32) for _ in range(4))
+    taken = np.zeros(shape, bool)
     weight = np.zeros(shape if part.packed else (shape[0], 1), np.float32)
     for place in part.places:
         row = rows[place.sequence]
-        t, at = _predicted(row, place, mask)
+        t, at = _predicted(row, place, taken)
         ids[place.row, place.columns], targets[at] = row.ids, row.ids[t]
         mask[at], current[at] = row.mask[t], row.current[t] * row.mask[t]
         behaviour[at] = np.where(row.mask[t] > 0, row.behaviour[t], 0.0)
@@ -320,13 +353,15 @@ def _assemble(rows: Sequence[Row], weights: np.ndarray, part: MicroBatch, pad_id
     return Batch(ids, targets, mask, behaviour, advantages, current, weight, packing, **tables)
 
 
-def _predicted(row: Row, place: Place, mask: np.ndarray) -> tuple[np.ndarray, tuple[int, np.ndarray]]:
-    """Return the tokens t >= 1 that this row writes, and the places of their predictions; `mask` is that so far.
+def _predicted(row: Row, place: Place, taken: np.ndarray) -> tuple[np.ndarray, tuple[int, np.ndarray]]:
+    """Return the tokens t >= 1 that this row writes, and the places of their predictions.
 
-    A place that rows share predicts at most one token of the loss: no other row overwrites it.
+    A place that rows share predicts at most one token of the loss: no other row overwrites it. `taken`, bool [B, T], is
+    true at places that predict one, and is brought up to date.
     """
-    columns = place.columns[:-1]
-    writes = (row.mask[1:] > 0) | (mask[place.row, columns] == 0)
+    columns, of_loss = place.columns[:-1], row.predicted[1:]
+    writes = of_loss | ~taken[place.row, columns]
+    taken[place.row, columns] |= of_loss
     return 1 + np.flatnonzero(writes), (place.row, columns[writes])
 
 
@@ -334,10 +369,10 @@ def _packing(rows: Sequence[Row], part: MicroBatch) -> Packing:
     """Describe the packing for attention; filler positions attend to themselves."""
     positions, sequences = np.zeros(part.shape, np.int32), np.zeros(part.shape, np.int32)
     visible_until = np.broadcast_to(np.arange(1, part.shape[1] + 1, dtype=np.int32), part.shape).copy()
-    mask = np.zeros(part.shape, np.float32)
+    taken = np.zeros(part.shape, bool)
     for number, place in enumerate(part.places):
-        t, predicted = _predicted(rows[place.sequence], place, mask)
-        mask[predicted], sequences[predicted] = rows[place.sequence].mask[t], number % part.shape[1]
+        _, predicted = _predicted(rows[place.sequence], place, taken)
+        sequences[predicted] = number % part.shape[1]
         at = (place.row, place.columns)
         positions[at] = np.arange(len(place.columns))
         visible_until[at] = np.maximum(visible_until[at], place.columns[-1] + 1)
@@ -345,11 +380,11 @@ def _packing(rows: Sequence[Row], part: MicroBatch) -> Packing:
 
 
 def _table(rows: Sequence[Row], name: str, part: MicroBatch) -> np.ndarray:
-    made, mask = np.zeros(part.shape, np.float32), np.zeros(part.shape, np.float32)
+    made, taken = np.zeros(part.shape, np.float32), np.zeros(part.shape, bool)
     for place in part.places:
         row = rows[place.sequence]
-        t, at = _predicted(row, place, mask)
-        made[at], mask[at] = getattr(row, name)[t], row.mask[t]
+        t, at = _predicted(row, place, taken)
+        made[at] = getattr(row, name)[t]
     return made
 
 

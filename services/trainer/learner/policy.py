@@ -28,6 +28,8 @@ from services.trainer.batches.batch import (
     policy_rows,
     row_weights,
     stored,
+    weigh_observations,
+    with_observations,
 )
 from services.trainer.batches.packing import MicroBatch
 from services.trainer.groups.group_buffer import ReadyGroup
@@ -231,7 +233,10 @@ class Policy:
         """Make the micro-batches of a step, and measure how much of them is padding."""
         options, groups = self._options, [h.group.trajectories for h in held]
         every = [trajectory for group in groups for trajectory in group]
-        of_episodes = self._scored([policy_rows(trajectory, before) for trajectory in every])
+        made_rows = [policy_rows(trajectory, before) for trajectory in every]
+        if options.algorithm.needs.observations:
+            made_rows = [with_observations(its) for its in made_rows]
+        of_episodes = self._scored(made_rows)
         known = iter(of_episodes)
         episodes = [[_episode(trajectory, next(known)) for trajectory in group] for group in groups]
         made = [one for group in options.algorithm.advantages(episodes) for one in group]
@@ -244,6 +249,7 @@ class Policy:
             for trajectory, its in zip(every, of_episodes, strict=True)
             for row in its
         ]
+        rows = weigh_observations(rows)
         owners = [number for number, its in enumerate(of_episodes) for _ in its]
         weights = row_weights(rows, options.aggregation, options.max_response_length, owners)
         parts = self._arranged(rows)

@@ -135,6 +135,10 @@ class Learner:
         """Restore the values of `trained`, bit for bit."""
         self._params = placed_as(self._params, values)
 
+    def load_frozen(self, values: Mapping[str, Any]) -> None:
+        """Replace some of the values of `frozen`."""
+        self._frozen = self._frozen | placed_as({name: self._frozen[name] for name in values}, values)
+
     def load_optimizer_state(self, values: Mapping[str, Any]) -> None:
         """Restore the values of `optimizer_state`, bit for bit. Raises WeightsError if names or shapes differ."""
         expected, values = self.optimizer_state(), _present_names(values)

@@ -22,7 +22,7 @@ from services.trainer.batches.batch import BatchLayout, micro_batches, routed_dt
 from services.trainer.learner.policy import PolicyOptions
 from services.trainer.learner.scoring import divided, objective, params_of
 from services.trainer.learner.train_step import gradient
-from services.trainer.models.family import Model, abstract, leaf_name, make_mesh
+from services.trainer.models.family import Model, abstract, is_of_attention, leaf_name, make_mesh
 from services.trainer.models.lora import LoraOptions
 from services.trainer.models.options import ModelOptions, Remat
 from services.trainer.models.splash import uses_splash
@@ -93,15 +93,18 @@ def estimate(
     """
     needs, n_micro = policy.algorithm.needs, policy.layout.n_micro(policy.rows_per_step)
     leaves = _leaves(described, model)
-    trained = [n for name, (n, _) in leaves.items() if model.lora is None or adapter.is_adapter(name)]
+    trained = [n for name, (n, _) in leaves.items() if _is_trained(name, model)]
     n_trained, n_params = sum(trained), sum(n * size for n, size in leaves.values())
     critic = n_trained if policy.critic else 0
+    unmoved = 0
+    if policy.critic and not policy.critic.trains_attention:
+        unmoved = sum(n for name, (n, _) in leaves.items() if is_of_attention(name) and _is_trained(name, model))
     reference = n_params if needs.reference and model.lora is None else 0
     kept = {
         "parameters": n_params,
         "optimizer": 4 * _MOMENTS * n_trained,
         "reference": 0 if policy.offload_reference else reference,  # its pass ends before the gradients
-        "critic": 4 * (1 + _MOMENTS) * critic,
+        "critic": 4 * (1 + _MOMENTS) * critic - 4 * _MOMENTS * unmoved,
     }
     activations = _activations(described, model, policy)
     rounded = (
@@ -118,6 +121,10 @@ def estimate(
     on_host = jax.devices()[0].platform == "cpu"
     aside = reference - kept["reference"]
     return MemoryEstimate(kept, step, warming, rounded * n_trained, copies, on_host, aside)
+
+
+def _is_trained(name: str, model: ModelOptions) -> bool:
+    return model.lora is None or adapter.is_adapter(name)
 
 
 def _warm_start(
@@ -280,6 +287,7 @@ def micro_batch(described: ModelConfig, model: ModelOptions, policy: PolicyOptio
     row, some = supervised_row([0] * length, [1] * length), np.zeros(length, np.float32)
     row = replace(row, reference=some if needs.reference else None, old=some if needs.old else None)
     row = replace(row, values=some, returns=some) if needs.values else row
+    row = replace(row, observed=some) if needs.observations else row
     rows = [row] * max(1, n_rows)
     layout = replace(policy.layout, rows=len(rows), shards=1)
     layout = replace(layout, tokens=len(rows) * length) if layout.tokens else layout

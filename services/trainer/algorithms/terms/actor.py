@@ -6,32 +6,25 @@ A surrogate of ratio and advantage, corrected for off-policy data, with a KL pen
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 
-from services.trainer.algorithms.terms import importance, kl, statistics, surrogate
+from services.trainer.algorithms.terms import importance, kl, statistics
 from services.trainer.algorithms.terms.importance import NONE, Correction
 from services.trainer.algorithms.terms.kl import KlMode
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.statistics import Statistic, Statistics
-from services.trainer.algorithms.terms.surrogate import Clip
+from services.trainer.algorithms.terms.surrogate import Surrogate, Tokens
 from services.trainer.batches.batch import Batch
 from shared.algorithm_schema import PolicyGradientSection
 
 
 @dataclass(frozen=True, slots=True)
 class ActorOptions:
-    """Options of the policy loss.
+    """Options of the policy loss beside its surrogate; `beta` and `kl_mode` are of the KL penalty in the loss."""
 
-    `ratio` is of tokens, or of whole sequences (GSPO); `surrogate` is PPO's (`clipped`) or CISPO's (`weighted`). `beta`
-    and `kl_mode` belong to the KL penalty in the loss.
-    """
-
-    clip: Clip
-    ratio: Literal["token", "sequence"] = "token"
-    surrogate: Literal["clipped", "weighted"] = "clipped"
     correction: Correction = NONE
     beta: float = 0.0
     kl_mode: KlMode = "low_var_kl"
@@ -40,22 +33,20 @@ class ActorOptions:
     @classmethod
     def of(cls, section: PolicyGradientSection) -> Self:
         """Read the options that all algorithms share from a section of the configuration."""
-        high = section.epsilon if section.epsilon is None or section.epsilon_high is None else section.epsilon_high
         return cls(
-            clip=Clip(section.epsilon, high, section.epsilon_c),
-            correction=Correction(
-                section.sampler_is, section.sampler_is_threshold, section.sampler_rs, section.sampler_rs_bounds
-            ),
+            correction=Correction.of(section),
             beta=section.beta if section.kl_in == "loss" else 0.0,
             kl_mode=section.kl_loss_mode,
             entropy_coef=section.entropy_coef,
         )
 
 
-def actor_loss(scores: TokenScores, batch: Batch, options: ActorOptions) -> tuple[jax.Array, Statistics]:
+def actor_loss(
+    scores: TokenScores, batch: Batch, options: ActorOptions, surrogate: Surrogate
+) -> tuple[jax.Array, Statistics]:
     """Compute the loss, float32 scalar, and statistics over trainable tokens.
 
-    loss = sum over tokens of batch.weight * (correction * surrogate(ratio, A) + beta * KL - entropy_coef * entropy).
+    loss = sum over tokens of batch.weight * (correction * surrogate + beta * KL - entropy_coef * entropy).
 
     Without a correction, the ratio's denominator is the behaviour's probability. With one it is the trainer's at the
     start of the step (`batch.old`, or the present one if there is one update a step).
@@ -66,11 +57,8 @@ def actor_loss(scores: TokenScores, batch: Batch, options: ActorOptions) -> tupl
     if options.correction.needs_old:
         old = jax.lax.stop_gradient(logprobs) if batch.old is None else _masked(batch.old, mask)
         weights = importance.weights(old, behaviour, mask, options.correction, batch.packing)
-    ratio = _ratio(logprobs, old, batch, options)
-    if options.surrogate == "clipped":
-        per_token, is_clipped = surrogate.clipped(ratio, batch.advantages, options.clip)
-    else:
-        per_token, is_clipped = surrogate.weighted(logprobs, ratio, batch.advantages, options.clip)
+    tokens = Tokens(logprobs, old, behaviour, batch.advantages, mask, batch.packing)
+    per_token, ratio, is_clipped = surrogate(tokens)
     per_token = per_token * weights
     penalty = jnp.zeros_like(mask)
     if batch.reference is not None:
@@ -86,12 +74,6 @@ def actor_loss(scores: TokenScores, batch: Batch, options: ActorOptions) -> tupl
         "clip_fraction_high": statistics.mean(is_clipped & (ratio > 1), mask),
         **(_of_weights(weights, mask) if options.correction.needs_old else {}),
     }
-
-
-def _ratio(logprobs: jax.Array, old: jax.Array, batch: Batch, options: ActorOptions) -> jax.Array:
-    if options.ratio == "sequence":
-        return importance.sequence_ratio(logprobs, old, batch.mask, batch.packing)
-    return jnp.exp(importance.clipped_difference(logprobs, old))
 
 
 def _statistics(scores: TokenScores, batch: Batch, logprobs: jax.Array, behaviour: jax.Array) -> dict[str, Statistic]:

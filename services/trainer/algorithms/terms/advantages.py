@@ -1,7 +1,6 @@
 """Advantages in float64, of episodes against their group and of tokens against a critic.
 
-Formulas and names as in Tunix: `grpo` (DeepSeekMath, arXiv:2402.03300), `drgrpo` (arXiv:2503.20783), `rloo`
-(arXiv:2402.14740); generalized advantage estimation (GAE) is arXiv:1506.02438.
+Generalized advantage estimation (GAE) is arXiv:1506.02438; estimates within a group are those of the algorithms.
 
 Invariants: for any finite float64 rewards, advantages are finite in float32, and so is the square of the loss that they
 give with the largest importance ratio; rewards that are equal up to rounding have advantage exactly 0.
@@ -9,17 +8,16 @@ give with the largest importance ratio; rewards that are equal up to rounding ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from shared.group_rules import are_equal
 
-Estimator = Literal["grpo", "drgrpo", "rloo"]
 _EPSILON = 1e-6
 _MOST = 1e9
-"""Largest advantage. `drgrpo` and `rloo` are in units of the reward; a group with a larger advantage is scaled down as
+"""Largest advantage. Some estimates are in units of the reward; a group with a larger advantage is scaled down as
 a whole. This value times the largest ratio (e^20, see `importance`), squared (the gradient's norm), is still finite in
 float32. A norm of that size is clipped anyway.
 """
@@ -27,22 +25,36 @@ _PLAIN = 256
 """Numbers of magnitude below 2^256 can be squared and summed in float64 without scaling."""
 
 
-def group_relative(rewards: np.ndarray, estimator: Estimator) -> np.ndarray:
+class GroupRewards(NamedTuple):
+    """Finite rewards of a group, not all equal: `r` float64 [G] times 2^`exponent`, so that squares do not overflow."""
+
+    r: np.ndarray
+    exponent: int
+
+    @property
+    def epsilon(self) -> float:
+        """The 1e-6 that is added to a divisor, in units of `r`."""
+        return float(np.ldexp(_EPSILON, -self.exponent))
+
+    def in_units(self, difference: np.ndarray) -> np.ndarray:
+        """Convert differences of `r` [G] to the rewards' own unit; if one is too large, all are scaled down."""
+        largest = float(np.abs(difference).max())
+        if largest > np.ldexp(_MOST, -self.exponent):
+            return difference / largest * _MOST
+        return np.ldexp(difference, self.exponent)
+
+
+type Estimate = Callable[[GroupRewards], np.ndarray]
+"""Advantages float64 [G] of the episodes of one group."""
+
+
+def group_relative(rewards: np.ndarray, estimate: Estimate) -> np.ndarray:
     """Compute advantages float64 [G] from the finite rewards [G] of one group.
 
     All are 0 in a group of one, or of rewards that are equal up to rounding.
     """
-    given = np.asarray(rewards, np.float64)
-    r, exponent = _scaled(given)
-    if len(r) < 2 or are_equal(r):
-        return np.zeros(len(r))
-    if estimator == "grpo":
-        return (r - r.mean()) / (r.std(ddof=1) + np.ldexp(_EPSILON, -exponent))
-    difference = r - r.mean() if estimator == "drgrpo" else r - (r.sum() - r) / (len(r) - 1)
-    largest = float(np.abs(difference).max())
-    if largest > np.ldexp(_MOST, -exponent):
-        return difference / largest * _MOST
-    return np.ldexp(difference, exponent)
+    made = GroupRewards(*_scaled(np.asarray(rewards, np.float64)))
+    return np.zeros(len(made.r)) if len(made.r) < 2 or are_equal(made.r) else estimate(made)
 
 
 def returns_to_go(rewards: np.ndarray, sampled: np.ndarray, gamma: float) -> np.ndarray:

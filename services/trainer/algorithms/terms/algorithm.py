@@ -1,7 +1,7 @@
 """Protocol of an algorithm: token values that it needs, advantages, and a loss.
 
 A new algorithm is a module in algorithms/, a section of the configuration in shared/algorithm_schema.py, and a row of
-`registry.ALGORITHMS` that joins both. A new statistic is one more entry in the mapping that a loss returns.
+`registry.ALGORITHMS` under the section's name. A new statistic is one more entry in the mapping that a loss returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Needs:
 
     Computed for each token before advantages and loss: log-probabilities of the frozen `reference`, those of the policy
     at the start of the step (`old`), and the critic's `values`. `entropy`: the loss needs the gradient of the policy's
-    entropy. `teacher`: trajectories need a teacher's log-probabilities.
+    entropy. `teacher`: trajectories need a teacher's log-probabilities. `observations`: the loss needs the weights of
+    the environment's tokens (`Batch.observed`).
     """
 
     reference: bool = False
@@ -33,6 +34,7 @@ class Needs:
     values: bool = False
     entropy: bool = False
     teacher: bool = False
+    observations: bool = False
 
 
 @dataclass(frozen=True, slots=True)

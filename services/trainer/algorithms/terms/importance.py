@@ -12,17 +12,17 @@ float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
 
 from services.trainer.models.attention import Packing
+from shared.algorithm_schema import PolicyGradientSection
 
 Level = Literal["none", "token", "sequence"]
 RejectionLevel = Literal["none", "token", "sequence", "geometric"]
 _MAX_LOG_RATIO = 20.0
-_MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,11 @@ class Correction:
     rejection: RejectionLevel = "none"
     bounds: tuple[float, float] = (0.5, 2.0)
 
+    @classmethod
+    def of(cls, section: PolicyGradientSection) -> Self:
+        """Read the correction of a section; those without its keys have none."""
+        return cls(*section.correction)
+
     @property
     def needs_old(self) -> bool:
         return self.level != "none" or self.rejection != "none"
@@ -50,6 +55,11 @@ NONE = Correction()
 def clipped_difference(ahead: jax.Array, behind: jax.Array) -> jax.Array:
     """Compute log(ahead / behind) [B, T] from log-probabilities, clipped to ±20."""
     return jnp.clip(ahead - behind, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+
+
+def squared_distance(ahead: jax.Array, behind: jax.Array) -> jax.Array:
+    """Compute log(ahead / behind)^2 [B, T], finite; beyond 20 nats it has no gradient."""
+    return jnp.square(clipped_difference(ahead, behind))
 
 
 def of_sequences(x: jax.Array, packing: Packing | None) -> jax.Array:
@@ -64,18 +74,6 @@ def of_sequences(x: jax.Array, packing: Packing | None) -> jax.Array:
         return jax.ops.segment_sum(row, sequences, len(row))[sequences]
 
     return jax.vmap(of_row)(x, packing.sequences)
-
-
-def sequence_ratio(logprobs: jax.Array, old: jax.Array, mask: jax.Array, packing: Packing | None = None) -> jax.Array:
-    """Compute GSPO-token's ratio float32 [B, T] (arXiv:2507.18071, eq. 14).
-
-    Its value at every token is the geometric mean of the sequence's ratios; its gradient is that of the token's own
-    log-probability.
-    """
-    token = clipped_difference(logprobs, old)
-    mean = of_sequences(token * mask, packing) / jnp.maximum(of_sequences(mask, packing), 1.0)
-    sequence = logprobs - jax.lax.stop_gradient(logprobs) + jax.lax.stop_gradient(mean)
-    return jnp.exp(jnp.minimum(sequence, _MAX_SEQUENCE_LOG_RATIO))
 
 
 def weights(

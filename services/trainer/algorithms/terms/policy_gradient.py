@@ -1,9 +1,9 @@
-"""Base classes of policy-gradient algorithms: token rewards, group-relative advantages, the actor's loss."""
+"""Base classes of policy-gradient algorithms: token rewards, advantages within a group, the actor's loss."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,13 +12,14 @@ import numpy as np
 
 from services.trainer.algorithms.terms import rewards as token_rewards
 from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
-from services.trainer.algorithms.terms.advantages import Estimator, group_relative
+from services.trainer.algorithms.terms.advantages import Estimate, group_relative
 from services.trainer.algorithms.terms.algorithm import Episode, EpisodeGroup, Needs
 from services.trainer.algorithms.terms.logprobs import TokenScores
-from services.trainer.algorithms.terms.rewards import Credit, Normalization, Overlong, TokenRewards
+from services.trainer.algorithms.terms.rewards import Credit, Normalization, TokenRewards
 from services.trainer.algorithms.terms.statistics import Statistics
+from services.trainer.algorithms.terms.surrogate import Clip, TokenLoss, Tokens
 from services.trainer.batches.batch import Batch
-from shared.algorithm_schema import PolicyGradientSection
+from shared.algorithm_schema import ClippedSection, PolicyGradientSection
 from shared.types import Trajectory
 
 
@@ -27,12 +28,13 @@ class RewardOptions:
     """Options of token rewards.
 
     `kl_coef` scales a KL penalty in the reward: k1 from the sampling policy (as the trainer computes it, if known) to
-    the reference. `mask_truncated` excludes the tokens of truncated episodes from the loss.
+    the reference. `penalty` of the number of an episode's sampled tokens is added to its reward. `mask_truncated`
+    excludes the tokens of truncated episodes from the loss.
     """
 
     credit: Credit = "episode"
     normalization: Normalization | None = None
-    overlong: Overlong | None = None
+    penalty: Callable[[int], float] | None = None
     kl_coef: float = 0.0
     mask_truncated: bool = False
 
@@ -49,30 +51,25 @@ class RewardOptions:
 
 
 class PolicyGradient[S: PolicyGradientSection](ABC):
-    """The actor's loss on advantages that a subclass computes.
+    """The actor's loss, with a surrogate and on advantages that a subclass computes.
 
     Args:
+        section: the algorithm's section of the configuration.
         n_updates: optimizer updates on the data of one step.
+        max_response_length: most tokens of a turn.
     """
 
-    def __init__(self, actor: ActorOptions, rewards: RewardOptions, n_updates: int) -> None:
-        self.actor, self.rewards = actor, rewards
+    def __init__(self, section: S, n_updates: int, max_response_length: int) -> None:
+        self.section = section
+        self.actor, self.rewards = ActorOptions.of(section), self.reward_options(max_response_length)
         self._needs = Needs(
-            reference=bool(actor.beta or rewards.kl_coef),
-            old=n_updates > 1 and actor.correction.needs_old,
-            entropy=bool(actor.entropy_coef),
+            reference=bool(self.actor.beta or self.rewards.kl_coef),
+            old=n_updates > 1 and self.actor.correction.needs_old,
+            entropy=bool(self.actor.entropy_coef),
         )
 
-    @classmethod
-    def of(cls, section: S, n_updates: int, max_response_length: int) -> Self:
-        """Make the algorithm of a section of the configuration.
-
-        Args:
-            section: of the type that the registry lists for this class.
-            n_updates: optimizer updates on the data of one step.
-            max_response_length: most tokens of a turn.
-        """
-        return cls(ActorOptions.of(section), RewardOptions.of(section), n_updates)
+    def reward_options(self, max_response_length: int) -> RewardOptions:
+        return RewardOptions.of(self.section)
 
     @property
     def needs(self) -> Needs:
@@ -85,8 +82,26 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
     def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         """See `Algorithm.advantages`."""
 
+    @abstractmethod
+    def surrogate(self, tokens: Tokens) -> TokenLoss:
+        """Compute the loss of each token before corrections, KL penalty and entropy bonus."""
+
     def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Statistics]:
-        return actor_loss(scores, batch, self.actor)
+        return actor_loss(scores, batch, self.actor, self.surrogate)
+
+    def within_groups(self, groups: Sequence[EpisodeGroup], estimate: Estimate) -> list[list[np.ndarray]]:
+        """Compute advantages relative to the other episodes of the same task, as `advantages` does.
+
+        All sampled tokens of an episode, in all its sequences, have the episode's advantage; an episode counts once in
+        the statistics of its group, with any number of sequences.
+
+        With credit by turn, a turn has the reward of it and of all later turns of its sequence, compared with the same
+        sum at the other episodes' turn of the same number (as in MT-GRPO, arXiv:2505.11821). Turns count from the
+        beginning of the whole sequence; if several sequences of an episode have a turn of their own with that number,
+        the episode is compared by the mean of their sums, and they share its advantage.
+        """
+        of_group = _of_episodes if self.rewards.credit == "episode" else _of_turns
+        return [of_group(group, made, estimate) for group, made in zip(groups, self.token_rewards(groups), strict=True)]
 
     def in_loss(self, groups: Sequence[EpisodeGroup]) -> list[np.ndarray]:
         """Return bool [N] for each episode, group by group: true for tokens in the loss."""
@@ -108,14 +123,14 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
 
     def _token_rewards(self, episode: Episode) -> TokenRewards:
         options, trajectory = self.rewards, episode.trajectory
-        overlong = 0.0 if options.overlong is None else options.overlong.of(trajectory.n_sampled)
-        made = token_rewards.of_tokens(trajectory, options.credit, overlong)
+        added = 0.0 if options.penalty is None else options.penalty(trajectory.n_sampled)
+        made = token_rewards.of_tokens(trajectory, options.credit, added)
         if options.kl_coef:
             assert episode.reference is not None
             of_policy = trajectory.stored("logprobs") if episode.old is None else episode.old
-            penalty = of_policy.astype(np.float64) - episode.reference.astype(np.float64)
+            above = of_policy.astype(np.float64) - episode.reference.astype(np.float64)
             at = sampled(episode)
-            made.tokens[at] -= options.kl_coef * penalty[at]
+            made.tokens[at] -= options.kl_coef * above[at]
         return made
 
 
@@ -124,48 +139,29 @@ def sampled(episode: Episode) -> np.ndarray:
     return episode.trajectory.stored("loss_mask").astype(bool)
 
 
-class GroupRelative[S: PolicyGradientSection](PolicyGradient[S]):
-    """Advantages relative to the other episodes of the same task.
+class Clipped[S: ClippedSection](PolicyGradient[S]):
+    """PPO's clipped surrogate."""
 
-    All sampled tokens of an episode, in all its sequences, have the episode's advantage; an episode counts once in the
-    statistics of its group, with any number of sequences.
+    def surrogate(self, tokens: Tokens) -> TokenLoss:
+        return Clip.of(self.section).of_tokens(tokens)
 
-    With credit by turn, a turn has the reward of it and of all later turns of its sequence, compared with the same sum
-    at the other episodes' turn of the same number (as in MT-GRPO, arXiv:2505.11821). Turns count from the beginning of
-    the whole sequence; if several sequences of an episode have a turn of their own with that number, the episode is
-    compared by the mean of their sums, and they share its advantage.
 
-    Args:
-        estimator: None takes the class's own.
-    """
+def _of_episodes(group: EpisodeGroup, made: Sequence[TokenRewards], estimate: Estimate) -> list[np.ndarray]:
+    scale = group_relative(np.array([r.total for r in made]), estimate)
+    return [a * sampled(e).astype(np.float64) for a, e in zip(scale, group, strict=True)]
 
-    estimator: Estimator
 
-    def __init__(
-        self, actor: ActorOptions, rewards: RewardOptions, n_updates: int, estimator: Estimator | None = None
-    ) -> None:
-        super().__init__(actor, rewards, n_updates)
-        self._estimator: Estimator = estimator or self.estimator
-
-    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        of_group = self._of_episodes if self.rewards.credit == "episode" else self._of_turns
-        return [of_group(group, made) for group, made in zip(groups, self.token_rewards(groups), strict=True)]
-
-    def _of_episodes(self, group: EpisodeGroup, made: Sequence[TokenRewards]) -> list[np.ndarray]:
-        scale = group_relative(np.array([r.total for r in made]), self._estimator)
-        return [a * sampled(e).astype(np.float64) for a, e in zip(scale, group, strict=True)]
-
-    def _of_turns(self, group: EpisodeGroup, made: Sequence[TokenRewards]) -> list[np.ndarray]:
-        turns = [token_rewards.turn_of_tokens(e.trajectory) for e in group]
-        rewards = [r.along_sequences() for r in made]
-        ends = [np.cumsum(e.trajectory.own_lengths())[:-1] for e in group]
-        advantages = [np.zeros(len(r)) for r in rewards]
-        for k in range(1 + max(int(t.max()) for t in turns)):
-            there = [i for i, t in enumerate(turns) if (t == k).any()]
-            left = np.array([_left(rewards[i], turns[i], ends[i], k) for i in there])
-            for i, advantage in zip(there, group_relative(left, self._estimator), strict=True):
-                advantages[i][turns[i] == k] = advantage
-        return advantages
+def _of_turns(group: EpisodeGroup, made: Sequence[TokenRewards], estimate: Estimate) -> list[np.ndarray]:
+    turns = [token_rewards.turn_of_tokens(e.trajectory) for e in group]
+    rewards = [r.along_sequences() for r in made]
+    ends = [np.cumsum(e.trajectory.own_lengths())[:-1] for e in group]
+    advantages = [np.zeros(len(r)) for r in rewards]
+    for k in range(1 + max(int(t.max()) for t in turns)):
+        there = [i for i, t in enumerate(turns) if (t == k).any()]
+        left = np.array([_left(rewards[i], turns[i], ends[i], k) for i in there])
+        for i, advantage in zip(there, group_relative(left, estimate), strict=True):
+            advantages[i][turns[i] == k] = advantage
+    return advantages
 
 
 def _left(rewards: np.ndarray, turns: np.ndarray, ends: np.ndarray, k: int) -> float:

@@ -25,23 +25,6 @@ _MOST_NATS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Overlong:
-    """DAPO's soft overlong penalty (arXiv:2503.14476, eq. 13).
-
-    It grows linearly from 0 at `longest` - `buffer` sampled tokens to `penalty` at `longest`, and stays there.
-    """
-
-    longest: int
-    buffer: int
-    penalty: float
-
-    def of(self, n_sampled: int) -> float:
-        """Compute the term to add to the reward, 0 or less."""
-        over = n_sampled - (self.longest - self.buffer)
-        return -self.penalty * min(1.0, max(0.0, over / self.buffer))
-
-
-@dataclass(frozen=True, slots=True)
 class Normalization:
     """Normalization of episode rewards, as in GRL and RAGEN.
 

@@ -1,11 +1,47 @@
-"""Policy-gradient losses of one token."""
+"""Policy-gradient losses of one token: their inputs, and PPO's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+
+from services.trainer.algorithms.terms.importance import clipped_difference
+from services.trainer.models.attention import Packing
+from shared.algorithm_schema import ClippedSection
+
+
+class Tokens(NamedTuple):
+    """Inputs of a surrogate, float32 [B, T], 0 at masked tokens; only `logprobs` has a gradient.
+
+    `logprobs` is of the present policy, `behaviour` of the one that sampled. `old` is the denominator of ratios: the
+    behaviour or, with a correction (see `importance`), the trainer's policy at the start of the step.
+    """
+
+    logprobs: jax.Array
+    old: jax.Array
+    behaviour: jax.Array
+    advantages: jax.Array
+    mask: jax.Array
+    packing: Packing | None = None
+
+    def ratio(self) -> jax.Array:
+        """Compute present / old of each token, finite for any log-probabilities."""
+        return jnp.exp(clipped_difference(self.logprobs, self.old))
+
+
+class TokenLoss(NamedTuple):
+    """Loss float32 [B, T], ratios float32 [B, T], and bool [B, T]: true where a bound applies."""
+
+    loss: jax.Array
+    ratio: jax.Array
+    is_clipped: jax.Array
+
+
+type Surrogate = Callable[[Tokens], TokenLoss]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,35 +55,36 @@ class Clip:
     high: float | None
     dual: float | None = None
 
+    @classmethod
+    def of(cls, section: ClippedSection) -> Self:
+        high = section.epsilon if section.epsilon is None or section.epsilon_high is None else section.epsilon_high
+        return cls(section.epsilon, high, section.epsilon_c)
+
     def bounded(self, ratio: jax.Array) -> jax.Array:
         low = None if self.low is None else 1 - self.low
         high = None if self.high is None else 1 + self.high
         return ratio if low is None and high is None else jnp.clip(ratio, low, high)
 
+    def of_tokens(self, tokens: Tokens) -> TokenLoss:
+        """Compute PPO's loss of the tokens' own ratios."""
+        return self.of_ratio(tokens.ratio(), tokens.advantages)
 
-def clipped(ratio: jax.Array, advantages: jax.Array, clip: Clip) -> tuple[jax.Array, jax.Array]:
-    """Compute PPO's clipped loss (arXiv:1707.06347, eq. 7) from ratios and advantages [B, T].
+    def of_ratio(self, ratio: jax.Array, advantages: jax.Array) -> TokenLoss:
+        """Compute PPO's clipped loss (arXiv:1707.06347, eq. 7) from ratios and advantages [B, T]."""
+        free = -advantages * ratio
+        held = -advantages * self.bounded(ratio)
+        loss, is_clipped = jnp.maximum(free, held), held > free
+        if self.dual is not None:
+            most = -advantages * self.dual
+            is_dual = (advantages < 0) & (loss > most)
+            loss, is_clipped = jnp.where(is_dual, most, loss), is_clipped | is_dual
+        return TokenLoss(loss, ratio, is_clipped)
 
-    Returns:
-        Loss float32 [B, T], and bool [B, T]: true where the clip applies.
+
+def masked_reinforce(tokens: Tokens, weight: jax.Array, keep: jax.Array) -> TokenLoss:
+    """Compute REINFORCE weighted by ratios [B, T]: -weight A log p, and 0 where `keep`, bool [B, T], is false.
+
+    Neither weight nor mask has a gradient. A masked token stays in the loss's denominator.
     """
-    free = -advantages * ratio
-    held = -advantages * clip.bounded(ratio)
-    loss, is_clipped = jnp.maximum(free, held), held > free
-    if clip.dual is not None:
-        most = -advantages * clip.dual
-        is_dual = (advantages < 0) & (loss > most)
-        loss, is_clipped = jnp.where(is_dual, most, loss), is_clipped | is_dual
-    return loss, is_clipped
-
-
-def weighted(logprobs: jax.Array, ratio: jax.Array, advantages: jax.Array, clip: Clip) -> tuple[jax.Array, jax.Array]:
-    """Compute CISPO's loss (arXiv:2506.13585, eq. 4): REINFORCE weighted by the clipped ratio.
-
-    The ratio has no gradient, so clipping removes no token's gradient.
-
-    Returns:
-        Loss float32 [B, T], and bool [B, T]: true where the clip applies.
-    """
-    weight = jax.lax.stop_gradient(clip.bounded(ratio))
-    return -weight * advantages * logprobs, jax.lax.stop_gradient(weight != ratio)
+    weight = jax.lax.stop_gradient(jnp.where(keep, weight, 0.0))
+    return TokenLoss(-weight * tokens.advantages * tokens.logprobs, tokens.ratio(), jax.lax.stop_gradient(~keep))
