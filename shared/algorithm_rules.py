@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shared.algorithm_schema import DapoSection, GrpoConfig, PolicyGradientSection
+from shared.algorithm_base import GrpoConfig, PolicyGradientSection
+from shared.algorithm_schema import DapoSection
 
 
 def contradiction(algorithm: PolicyGradientSection, data: GrpoConfig, max_turns: int) -> str | None:

@@ -5,182 +5,22 @@ A section holds only keys that its algorithm uses. Names and defaults are Tunix'
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Annotated, Literal, NamedTuple, Self, get_args
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic.fields import FieldInfo
+
+from shared.algorithm_base import (
+    Aggregation,
+    ClippedSection,
+    CorrectedSection,
+    CriticSection,
+    EstimatedSection,
+    Fraction,
+    GroupSection,
+    PolicyGradientSection,
 )
-
-from shared.section import Section
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Aggregation = Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale", "seq-mean-token-sum"]
-
-
-class OptimizerConfig(Section):
-    learning_rate: PositiveFloat = 1e-5
-    schedule_type: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    b1: Decay = 0.9
-    b2: Decay = 0.95
-    weight_decay: NonNegativeFloat = 0.0
-    max_grad_norm: PositiveFloat = 1.0
-
-
-class GrpoConfig(Section):
-    """The data of a step: `num_generations` episodes per task, `num_iterations` updates on them.
-
-    `off_policy_steps` is the staleness bound in steps (0: synchronous). `max_response_length` bounds one turn, in
-    tokens. `algorithm` decides what is computed from the data.
-    """
-
-    num_generations: PositiveInt = 8
-    num_iterations: PositiveInt = 1
-    off_policy_steps: NonNegativeInt = 1
-    max_response_length: PositiveInt = 512
-
-
-class RewardNormalization(Section):
-    """Normalize the episodes' rewards before computing advantages.
-
-    The statistics are over the episodes of one task (`state`), of one environment (`inductive`) or of the step
-    (`batch`).
-    """
-
-    grouping: Literal["state", "inductive", "batch"] = "state"
-    method: Literal["identity", "mean_std", "asym_clip"] = "identity"
-
-
-class PolicyGradientSection(Section):
-    """Keys of all algorithms.
-
-    `beta` weighs the KL to the reference, in the loss or in the reward (`kl_in`). With `credit: turn`, each turn gets
-    the rewards from that turn on. `teacher_kl_coef` weighs the reverse KL to a teacher, token by token, in the
-    advantages. `sequence-mean-token-scale` divides by `grpo_config.max_response_length`.
-    """
-
-    name: str
-    loss_agg_mode: Aggregation = "token-mean"
-    beta: NonNegativeFloat = 0.0
-    kl_in: Literal["loss", "reward"] = "loss"
-    kl_loss_mode: Literal["kl", "mse_kl", "low_var_kl"] = "low_var_kl"
-    entropy_coef: NonNegativeFloat = 0.0
-    credit: Literal["episode", "turn"] = "episode"
-    reward_normalization: RewardNormalization = RewardNormalization()
-    mask_truncated: bool = False
-    teacher_kl_coef: NonNegativeFloat = 0.0
-
-    @model_validator(mode="after")
-    def _of_whole_episodes(self) -> Self:
-        if self.credit == "turn" and self.reward_normalization.method != "identity":
-            raise ValueError("reward_normalization works on whole episodes, so it cannot be combined with credit=turn")
-        return self
-
-    @property
-    def compares_group(self) -> bool:
-        """True if advantages are relative to the other episodes of a task."""
-        return False
-
-    @property
-    def learns_from_equal_rewards(self) -> bool:
-        """True if a group of episodes with equal rewards trains the policy."""
-        return not self.compares_group
-
-    @property
-    def is_unbounded(self) -> bool:
-        """True if nothing bounds the ratio to the policy that sampled, except a correction."""
-        return False
-
-    @property
-    def correction(self) -> SamplerCorrection:
-        """Off-policy correction of the loss."""
-        return SamplerCorrection()
-
-    @property
-    def critic(self) -> CriticSection | None:
-        """Keys of the critic; None for an algorithm without one."""
-        return None
-
-
-class SamplerCorrection(NamedTuple):
-    """Values of `sampler_is`, `sampler_is_threshold`, `sampler_rs` and `sampler_rs_bounds`."""
-
-    level: Literal["none", "token", "sequence"] = "none"
-    threshold: float = 2.0
-    rejection: Literal["none", "token", "sequence", "geometric"] = "none"
-    bounds: tuple[float, float] = (0.5, 2.0)
-
-    @property
-    def is_used(self) -> bool:
-        return self.level != "none" or self.rejection != "none"
-
-
-class CorrectedSection(PolicyGradientSection):
-    """Keys of algorithms whose loss may be corrected for the difference between trainer and engine.
-
-    `sampler_is` weighs a token by the ratio of the trainer's policy to the engine's, capped at `sampler_is_threshold`;
-    `sampler_rs` removes tokens outside `sampler_rs_bounds` from the surrogate.
-    """
-
-    sampler_is: Literal["none", "token", "sequence"] = "none"
-    sampler_is_threshold: Annotated[float, Field(ge=1)] = 2.0
-    sampler_rs: Literal["none", "token", "sequence", "geometric"] = "none"
-    sampler_rs_bounds: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 2.0)
-
-    @model_validator(mode="after")
-    def _around_1(self) -> Self:
-        low, high = self.sampler_rs_bounds
-        if not low < 1 < high:
-            raise ValueError(f"sampler_rs_bounds={[low, high]} must include 1: low < 1 < high")
-        return self
-
-    @property
-    def correction(self) -> SamplerCorrection:
-        return SamplerCorrection(self.sampler_is, self.sampler_is_threshold, self.sampler_rs, self.sampler_rs_bounds)
-
-
-class ClippedSection(CorrectedSection):
-    """Keys of algorithms that clip probability ratios.
-
-    Ratios are clipped to [1 - `epsilon`, 1 + `epsilon_high`] (`epsilon_high` null: as `epsilon`; `epsilon` null: no
-    clipping); `epsilon_c` is the bound of dual clip.
-    """
-
-    epsilon: PositiveFloat | None = 0.2
-    epsilon_high: PositiveFloat | None = None
-    epsilon_c: Annotated[float, Field(gt=1)] | None = None
-
-    @model_validator(mode="after")
-    def _clipped(self) -> Self:
-        given = [key for key in ("epsilon_high", "epsilon_c") if key in self.model_fields_set and getattr(self, key)]
-        if self.epsilon is None and given:
-            raise ValueError(f"{given[0]}={getattr(self, given[0])} has no effect: epsilon is null")
-        return self
-
-    @property
-    def is_unbounded(self) -> bool:
-        return self.epsilon is None
-
-
-class GroupSection(PolicyGradientSection):
-    """Base of algorithms that compare the episodes of a task with each other."""
-
-    @property
-    def compares_group(self) -> bool:
-        return True
-
-
-class EstimatedSection(GroupSection):
-    """Keys of algorithms that leave the estimator of advantages open."""
-
-    advantage_estimator: Literal["grpo", "drgrpo", "rloo", "maxrl"] = "grpo"
 
 
 class GrpoSection(GroupSection, ClippedSection):
@@ -283,31 +123,6 @@ class OnPolicyDistillationSection(ClippedSection):
         return self
 
 
-class CriticSection(PolicyGradientSection):
-    """Keys of algorithms with a critic.
-
-    `gamma` and `gae_lambda` apply per sampled token; `gae_lambda_alpha` a replaces `gae_lambda` by 1 - 1 / (a l) for a
-    sequence of l sampled tokens; `critic_gae_lambda` is of the critic's targets (null: as the policy's). The first
-    `critic_warmup_steps` steps train the critic alone; it takes `critic_updates` updates for one of the policy.
-    `critic_frozen: attention` trains only its other parameters. `clip_range_value` null does not clip values.
-    """
-
-    gamma: Fraction = 1.0
-    gae_lambda: Fraction = 0.95
-    gae_lambda_alpha: PositiveFloat | None = None
-    critic_gae_lambda: Fraction | None = None
-    whiten_advantages: bool = True
-    clip_range_value: PositiveFloat | None = 0.2
-    critic_updates: PositiveInt = 1
-    critic_frozen: Literal["none", "attention"] = "none"
-    critic_warmup_steps: NonNegativeInt = 0
-    critic_optimizer_config: OptimizerConfig = OptimizerConfig()
-
-    @property
-    def critic(self) -> CriticSection:
-        return self
-
-
 class PpoSection(CriticSection, ClippedSection):
     name: Literal["ppo"]
 
@@ -393,6 +208,10 @@ class GdpoSection(GroupSection, ClippedSection):
         return self
 
     @property
+    def component_names(self) -> tuple[str, ...]:
+        return tuple(self.reward_components)
+
+    @property
     def learns_from_equal_rewards(self) -> bool:
         return True
 
@@ -445,5 +264,16 @@ AlgorithmSection = Annotated[
 
 def keys_of(name: str | None) -> Collection[str]:
     """Return the keys of the section of algorithm `name`; empty for an unknown name."""
+    return _fields(name)
+
+
+def default_of(name: str | None, key: str) -> Any:
+    """Return the default of a key of the section of algorithm `name`, as JSON has it; None if there is none."""
+    field = _fields(name).get(key)
+    default = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
+    return default if isinstance(default, bool | int | float | str) else None
+
+
+def _fields(name: str | None) -> Mapping[str, FieldInfo]:
     sections: tuple[type[PolicyGradientSection], ...] = get_args(get_args(AlgorithmSection)[0])
-    return next((one.model_fields for one in sections if name in get_args(one.model_fields["name"].annotation)), ())
+    return next((one.model_fields for one in sections if name in get_args(one.model_fields["name"].annotation)), {})

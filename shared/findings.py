@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from shared.algorithm_schema import ClippedSection
+from shared.algorithm_base import ClippedSection
 from shared.engine_schema import EngineSection
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
@@ -24,6 +24,9 @@ _OWN_ENGINE = (
     "precompile_bs_paddings",
 )
 """Settings of the engine that Volley starts itself."""
+_STALE_STEPS = 3
+"""Staleness from which unclipped importance sampling is unstable."""
+_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 _MOST_LOGPROB = 10.0
 """Nats per token by which even random weights with a vocabulary of 22,000 differ less."""
 
@@ -70,6 +73,36 @@ def _clipping(config: RunConfig) -> Iterator[str]:
         yield (
             f"algorithm.epsilon={loss.epsilon:g} clips almost nothing: with name=gspo-token the ratio is a"
             " geometric mean over a whole sequence; the paper uses 0.0003 (epsilon_high 0.0004)"
+        )
+
+
+def _stale(config: RunConfig) -> Iterator[str]:
+    loss, staleness = config.algorithm, config.grpo_config.off_policy_steps
+    if loss.is_unbounded and staleness >= _STALE_STEPS:
+        yield (
+            f"algorithm.epsilon=null with grpo_config.off_policy_steps={staleness}: importance weights of data that is"
+            f" {_STALE_STEPS} steps old or more have a large variance, and nothing clips them; set epsilon, or use"
+            " an algorithm that masks tokens far from the sampler: dppo, kpop or sao"
+        )
+
+
+def _critic_keys(config: RunConfig) -> Iterator[str]:
+    critic, lora = config.algorithm.critic, config.trainer.lora
+    if critic is None:
+        return
+    plain = type(critic).model_fields["gae_lambda"].default
+    if critic.gae_lambda_alpha is not None and critic.gae_lambda != plain:
+        yield f"algorithm.gae_lambda={critic.gae_lambda:g} has no effect: gae_lambda_alpha is set"
+    if critic.name == "sao" and (n := config.grpo_config.num_generations) > 1:
+        yield (
+            f"grpo_config.num_generations={n} makes episodes wait for the others of their task, and"
+            " algorithm.name=sao does not compare them: set it to 1, and trainer.groups_per_step to the episodes of a"
+            " step"
+        )
+    if lora is not None and critic.critic_frozen == "attention" and _ATTENTION.issuperset(lora.target_modules):
+        yield (
+            "algorithm.critic_frozen=attention leaves the critic nothing but its last layer to train:"
+            " trainer.lora.target_modules are all of attention"
         )
 
 
@@ -207,6 +240,8 @@ def _engine(config: RunConfig) -> Iterator[str]:
 
 _EXAMINERS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _clipping,
+    _stale,
+    _critic_keys,
     _unused,
     _sampling,
     _filters,

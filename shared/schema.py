@@ -20,8 +20,9 @@ from pydantic import (
     model_validator,
 )
 
+from shared.algorithm_base import GrpoConfig, OptimizerConfig
 from shared.algorithm_rules import contradiction
-from shared.algorithm_schema import AlgorithmSection, GrpoConfig, GrpoSection, OptimizerConfig
+from shared.algorithm_schema import AlgorithmSection, GrpoSection
 from shared.engine_schema import EngineSection
 from shared.files import buckets
 from shared.generation_schema import GenerationSection, defeated

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shared.algorithm_schema import OptimizerConfig
+from shared.algorithm_base import OptimizerConfig
 from shared.section import Section
 
 

@@ -16,7 +16,7 @@ from services.trainer.learner.tunix_options import TunixOptions
 from services.trainer.models.lora import LoraOptions
 from services.trainer.models.options import ModelOptions
 from services.trainer.settings import TokenLimits
-from shared.algorithm_schema import PolicyGradientSection
+from shared.algorithm_base import PolicyGradientSection
 from shared.errors import ConfigError
 from shared.schema import OptimizerConfig, RunConfig
 

@@ -97,6 +97,7 @@ def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -
             group_size=grpo.num_generations,
             filters=filter_options(trainer.filters),
             has_teacher=config.algorithm.teacher_kl_coef > 0,
+            components=config.algorithm.component_names,
             routing=tokens.routing,
         ),
         settings=pinned.relevant(config),

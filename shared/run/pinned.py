@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from shared import moved_keys
-from shared.algorithm_schema import keys_of
+from shared.algorithm_schema import default_of, keys_of
 from shared.errors import ConfigError
 from shared.files.reading import read_file
 from shared.schema import RunConfig
@@ -31,6 +31,11 @@ type Settings = tuple[tuple[int, Flat], ...]
 MAX_STEPS = "trainer.max_steps"
 _ALGORITHM = "algorithm."
 _BETA, _NAME, _TEACHER = "algorithm.beta", "algorithm.name", "algorithm.teacher_kl_coef"
+_WITH_CRITIC = ("ppo", "sao")
+_OF_CRITIC = {
+    "algorithm.critic_frozen": "the critic's optimizer has a state for each parameter that it trains",
+    "algorithm.critic_updates": "the schedule of the critic's optimizer counts its updates",
+}
 _ONE_MODE = (("rl", "sft+rl"), ("sft+rl", "rl"))
 """Modes that are interchangeable: the pinned `sft` section decides if there is a warm start."""
 _PATHS = ("model.path", "data.train", "data.eval")
@@ -292,8 +297,10 @@ def _objection(change: Change, step: int) -> str | None:
         return rule.reason
     if change.key == MAX_STEPS and change.now < step:
         return f"{step} steps are already trained"
-    if change.key == _NAME and "ppo" in (change.was, change.now):
-        return "PPO's critic has to be trained from the first step"
+    if change.key == _NAME and not {change.was, change.now}.isdisjoint(_WITH_CRITIC):
+        return "a critic has to be trained from the first step"
+    if change.key in _OF_CRITIC:
+        return _OF_CRITIC[change.key]
     if change.key == _BETA and not (change.was and change.now):
         return "the KL term's reference, the weights of step 0, is only kept if beta is set from the start"
     if change.key == _TEACHER and not (change.was and change.now):
@@ -310,7 +317,9 @@ def _flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
 
 
 def _value(flat: Flat, key: str) -> Any:
-    return flat[key] if key in flat else _defaults().get(key)
+    if key in flat:
+        return flat[key]
+    return _defaults().get(key, default_of(flat.get(_NAME), key.removeprefix(_ALGORITHM)))
 
 
 @cache

@@ -18,17 +18,20 @@ from services.trainer.algorithms.registry import algorithm
 from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.batches.batch import Batch
+from shared.algorithm_base import PolicyGradientSection, SamplerCorrection
 from shared.algorithm_schema import (
     CispoSection,
-    ClippedSection,
+    DppoSection,
     GrpoSection,
     GspoSection,
-    PolicyGradientSection,
-    SamplerCorrection,
+    KpopSection,
+    MopdSection,
+    SaoSection,
+    SapoSection,
 )
 
 PPO: dict[str, Any] = {"epsilon": 0.2, "epsilon_high": 0.28}
-FORMS: dict[str, ClippedSection] = {
+FORMS: dict[str, PolicyGradientSection] = {
     "ppo": GrpoSection(**PPO),
     "unclipped": GrpoSection(epsilon=None),
     "dual clip": GrpoSection(epsilon_c=1.5),
@@ -41,17 +44,23 @@ FORMS: dict[str, ClippedSection] = {
     "mis by geometric mean": GrpoSection(**PPO, sampler_rs="geometric", sampler_rs_bounds=(0.95, 1.05)),
     "kl": GrpoSection(**PPO, beta=0.3),
     "entropy": GrpoSection(**PPO, entropy_coef=0.05),
+    "dppo, tv": DppoSection(name="dppo", epsilon=0.01, epsilon_high=0.02, ratio_cap=1.05),
+    "dppo, kl, and a pull": DppoSection(name="dppo", divergence="kl", epsilon=1e-3, kl_tau=0.1),
+    "kpop": KpopSection(name="kpop", epsilon=1e-3, kl_tau=0.1),
+    "sapo": SapoSection(name="sapo", tau_neg=2.0),
+    "sapo, tis": SapoSection(name="sapo", sampler_is="token", sampler_is_threshold=1.1),
+    "sao": SaoSection(name="sao", epsilon=0.05, epsilon_high=0.1),
+    "mopd": MopdSection(name="mopd", ratio_bounds=(0.9, 1.1)),
 }
 
 
 def reference(
-    section: ClippedSection, batch: Batch, present: np.ndarray, start: np.ndarray, entropy: np.ndarray
+    section: PolicyGradientSection, batch: Batch, present: np.ndarray, start: np.ndarray, entropy: np.ndarray
 ) -> float:
     """In float64; `start` are the present log-probabilities where the loss takes them for constants."""
     m = batch.mask > 0
     behaviour, advantages = np.asarray(batch.behaviour, np.float64), np.asarray(batch.advantages, np.float64)
     correction, total = section.correction, 0.0
-    high = section.epsilon if section.epsilon_high is None else section.epsilon_high
     for i in range(len(m)):
         if not m[i].any():
             continue
@@ -60,15 +69,7 @@ def reference(
         old = b
         if correction.is_used:
             old = p0 if batch.old is None else np.asarray(batch.old, np.float64)[i][at]
-        ratio = np.exp(p - old) if section.name != "gspo-token" else np.exp(p - p0 + np.mean(p0 - old))
-        bounds = (-np.inf, np.inf) if section.epsilon is None or high is None else (1 - section.epsilon, 1 + high)
-        if section.name != "cispo":
-            loss = -np.minimum(ratio * a, np.clip(ratio, *bounds) * a)
-            if section.epsilon_c is not None:
-                loss = np.where(a < 0, np.minimum(loss, -section.epsilon_c * a), loss)
-        else:
-            fixed = np.exp(p0 - old)
-            loss = -np.clip(fixed, *bounds) * a * p
+        loss = surrogate(section, p, p0, old, b, a)
         loss = loss * weights(old - b, correction)
         if batch.reference is not None:
             d = np.asarray(batch.reference, np.float64)[i][at] - p
@@ -76,6 +77,43 @@ def reference(
         loss = loss - section.entropy_coef * entropy[i][at]
         total += float(batch.weight[i, 0]) * loss.sum()
     return total
+
+
+def surrogate(section: Any, p: np.ndarray, p0: np.ndarray, old: np.ndarray, b: np.ndarray, a: np.ndarray) -> np.ndarray:
+    """The papers' losses of one sequence's tokens; `p0` is p where a formula stops the gradient."""
+    ratio, fixed, d = np.exp(p - old), np.exp(p0 - b), np.exp(p0) - np.exp(b)
+    match section.name:
+        case "grpo" | "gspo-token" | "cispo":
+            high = section.epsilon if section.epsilon_high is None else section.epsilon_high
+            bounds = (-np.inf, np.inf) if section.epsilon is None else (1 - section.epsilon, 1 + high)
+            if section.name == "cispo":
+                return -np.clip(np.exp(p0 - old), *bounds) * a * p
+            if section.name == "gspo-token":
+                ratio = np.exp(p - p0 + np.mean(p0 - old))
+            loss = -np.minimum(ratio * a, np.clip(ratio, *bounds) * a)
+            return (
+                loss if section.epsilon_c is None else np.where(a < 0, np.minimum(loss, -section.epsilon_c * a), loss)
+            )
+        case "dppo":
+            far = np.abs(d) if section.divergence == "tv" else bernoulli_kl(np.exp(b), np.exp(p0))
+            low, high = section.epsilon, section.epsilon_high or section.epsilon
+            masked = np.where(a > 0, (d > 0) & (far > high), (d < 0) & (far > low))
+            return -np.minimum(fixed, section.ratio_cap) * ~masked * a * p + section.kl_tau * (p - b) ** 2
+        case "kpop":
+            both = bernoulli_kl(np.exp(b), np.exp(p0)), bernoulli_kl(np.exp(p0), np.exp(b))
+            return -fixed * (np.maximum(*both) <= section.epsilon) * a * p + section.kl_tau * (p - b) ** 2
+        case "sapo":
+            tau = np.where(a > 0, section.tau_pos, section.tau_neg)
+            return -4 / tau / (1 + np.exp(-tau * (ratio - 1))) * a
+        case "sao":
+            return -fixed * ((fixed > 1 - section.epsilon) & (fixed < 1 + section.epsilon_high)) * a * p
+        case _:
+            low, high = section.ratio_bounds
+            return -fixed * ((fixed >= low) & (fixed <= high)) * a * p
+
+
+def bernoulli_kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    return p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
 
 
 def weights(difference: np.ndarray, correction: SamplerCorrection) -> np.ndarray:

@@ -16,6 +16,7 @@ from services.trainer.algorithms.terms.advantages import gae, returns_to_go, whi
 from services.trainer.algorithms.terms.algorithm import Episode
 from services.trainer.algorithms.terms.rewards import of_tokens, turn_of_tokens
 from shared import algorithm_schema as schema
+from shared.algorithm_base import PolicyGradientSection, RewardNormalization
 from shared.types import Trajectory, Turn, VersionSpan
 
 N = 14
@@ -51,7 +52,7 @@ def episodes(*rewards: float) -> list[Episode]:
     return [Episode(trajectory(reward)) for reward in rewards]
 
 
-def advantages(section: schema.PolicyGradientSection, *groups: Sequence[Episode]) -> list[list[np.ndarray]]:
+def advantages(section: PolicyGradientSection, *groups: Sequence[Episode]) -> list[list[np.ndarray]]:
     return algorithm(section, 1, 8).advantages(groups)
 
 
@@ -133,13 +134,13 @@ def test_rewards_are_normalized_over_those_that_belong_together():
     groups = [[Episode(trajectory(r, task=i)) for r in one] for i, one in enumerate(rewards)]
     every = np.concatenate(rewards)
     for grouping, pools in (("state", rewards), ("batch", [every, every]), ("inductive", [every, every])):
-        how = schema.RewardNormalization(grouping=grouping, method="mean_std")
+        how = RewardNormalization(grouping=grouping, method="mean_std")
         section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
         made = algorithm(section, 1, 8).token_rewards(groups)
         for group, given_rewards, pool in zip(made, rewards, pools, strict=True):
             wanted = (given_rewards - pool.mean()) / (pool.std() + 1e-6)
             assert [one.total for one in group] == pytest.approx(wanted.tolist(), rel=1e-6)
-    how = schema.RewardNormalization(grouping="batch", method="asym_clip")
+    how = RewardNormalization(grouping="batch", method="asym_clip")
     section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
     made = algorithm(section, 1, 8).token_rewards([episodes(*[0.0] * 30, 100.0, -5.0)])
     totals = [one.total for one in made[0]]
@@ -234,7 +235,7 @@ def test_rewards_of_any_size_give_finite_advantages(name: str, scale: float):
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "ppo"])
 def test_a_normalized_reward_of_a_failed_episode_is_at_its_last_sampled_token(name: str):
     """Where nothing was rewarded, too."""
-    how = schema.RewardNormalization(grouping="batch", method="mean_std")
+    how = RewardNormalization(grouping="batch", method="mean_std")
     if name == "ppo":
         made = Ppo(schema.PpoSection(name="ppo", reward_normalization=how, whiten_advantages=False), 1, 8)
     else:
@@ -249,7 +250,7 @@ def test_a_normalized_reward_of_a_failed_episode_is_at_its_last_sampled_token(na
 
 
 def test_normalizing_enormous_rewards_keeps_their_proportions():
-    how = schema.RewardNormalization(grouping="state", method="mean_std")
+    how = RewardNormalization(grouping="state", method="mean_std")
     made = algorithm(schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how), 1, 8)
     small, large = (
         [one.total for one in made.token_rewards([episodes(*(scale * r for r in (0.0, 1.0, 2.0, 5.0)))])[0]]

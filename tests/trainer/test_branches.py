@@ -34,6 +34,7 @@ from services.trainer.groups.group_buffer import ReadyGroup, ready_group
 from services.trainer.learner.scoring import objective, params_of
 from services.trainer.models.attention import seen
 from shared import algorithm_schema as schema
+from shared.algorithm_base import PolicyGradientSection
 from shared.errors import DecodeError
 from shared.sequences import spans
 from shared.types import Branch, Group, Trajectory, Turn, WeightVersion
@@ -186,7 +187,7 @@ def test_episodes_of_one_sequence_are_placed_as_before():
 
 TIS = "tis by sequence"
 """The product of a sequence's ratios amplifies rounding."""
-SECTIONS: dict[str, schema.PolicyGradientSection] = {
+SECTIONS: dict[str, PolicyGradientSection] = {
     "grpo": schema.GrpoSection(beta=0.1, entropy_coef=0.01),
     "gspo-token": schema.GspoSection(name="gspo-token"),
     TIS: schema.RlooSection(name="rloo", sampler_is="sequence", sampler_rs="geometric"),

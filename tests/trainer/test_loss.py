@@ -17,7 +17,8 @@ from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.batches.batch import Batch, BatchLayout, Row, micro_batches, row_weights
 from services.trainer.learner.scoring import objective, params_of
-from shared.algorithm_schema import ClippedSection, GrpoSection, GspoSection
+from shared.algorithm_base import ClippedSection
+from shared.algorithm_schema import GrpoSection, GspoSection
 from shared.models.names import from_hf, hf_name
 from tests.support import models
 from tests.trainer import grpo_ref

@@ -38,6 +38,7 @@ from services.trainer.learner.train_step import Params
 from services.trainer.models import attention
 from services.trainer.models.family import Model, make_mesh
 from shared import algorithm_schema as schema
+from shared.algorithm_base import PolicyGradientSection
 from shared.errors import DecodeError
 from tests.support import families, models
 from tests.trainer import test_actor, test_policy
@@ -86,7 +87,7 @@ def both(rows: Sequence[Row]) -> list[tuple[list[MicroBatch], list[Batch]]]:
 
 CRITIC = "ppo's critic"
 OF_SEQUENCES = ("gspo", "tis by sequence", "mis by geometric mean", CRITIC)
-SECTIONS: dict[str, schema.PolicyGradientSection | None] = {
+SECTIONS: dict[str, PolicyGradientSection | None] = {
     "grpo": schema.GrpoSection(beta=0.1, entropy_coef=0.01),
     "drgrpo": schema.DrGrpoSection(name="drgrpo"),
     "rloo": schema.RlooSection(name="rloo", sampler_is="sequence", sampler_rs="geometric"),

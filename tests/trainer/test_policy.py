@@ -12,13 +12,14 @@ import pytest
 from services.trainer.algorithms.grpo import Grpo
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.registry import algorithm
+from services.trainer.algorithms.sao import Sao
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
 from services.trainer.batches.batch import BatchLayout
 from services.trainer.groups.group_buffer import ReadyGroup, ready_group
 from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.optimizer import OptimizerOptions, schedule
 from services.trainer.learner.policy import Policy, PolicyOptions
-from shared.algorithm_schema import GrpoSection, PpoSection
+from shared.algorithm_schema import GrpoSection, PpoSection, SaoSection
 from shared.errors import NonFinite, WeightsError
 from shared.types import WeightVersion
 from tests.support import decoder_reference, models
@@ -161,6 +162,35 @@ def test_ppo_goes_on_from_a_checkpoint_bit_by_bit_with_its_critic():
     assert first.more["critic/value_mean"] == 0
     assert second.more["critic/value_mean"] != 0
     assert 0 < second.more["critic/value_loss"] < first.more["critic/value_loss"]
+
+
+def test_sao_takes_more_updates_of_the_critic_and_leaves_its_attention():
+    """And goes on from a checkpoint bit by bit, frozen attention included."""
+    options = sao_options()
+    straight = policy(options)
+    initial = {k: np.asarray(v) for k, v in straight.contents().optimizer.items()}
+    straight.step(held(1, 2, 3, 4), START)
+    saved = straight.contents()
+    weights, training = ({k: np.asarray(v) for k, v in x.items()} for x in (saved.params, saved.optimizer))
+    critic = {name: value for name, value in training.items() if name.startswith("critic.params.")}
+    moved = {name for name, value in critic.items() if not np.array_equal(value, initial[name])}
+    assert {name for name in critic if ".attn." in name}.isdisjoint(moved)
+    assert {"critic.params.value_head", "critic.params.layers.0.mlp.gate_proj.kernel"} <= moved
+    counts = [int(value) for name, value in training.items() if name.startswith("critic.") and name.endswith("count")]
+    assert set(counts) == {2}
+    assert not any(".attn." in name for name in training if name.startswith("critic.opt_state"))
+    second = straight.step(held(5, 6, 7, 8), WeightVersion(1, 1))
+    resumed = Policy(model_of_leaves(weights), options, CONFIG_1, None)
+    resumed.load_optimizer(training)
+    assert resumed.step(held(5, 6, 7, 8), WeightVersion(1, 1)) == second
+    assert resumed.optimizer_checksum() == straight.optimizer_checksum()
+
+
+def sao_options(**changes: Any) -> PolicyOptions:
+    section = SaoSection(name="sao", **changes)
+    made = Sao(section, 1, 16)
+    critic = CriticSetup(made, OPTIONS.optimizer, 0, section.critic_updates, section.critic_frozen == "none")
+    return replace(OPTIONS, algorithm=made, critic=critic)
 
 
 def test_a_checkpoint_without_a_critic_is_no_start_for_ppo():

@@ -25,6 +25,7 @@ from volley.run_arguments import add_trust
 from volley.runs.record import read_record
 
 _NOT_COMPARED = ("run.name",)
+_CONFIG = "config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar=("KEY", "VALUE"),
         help="train a run for each value of a setting, in sequence, e.g. --vary algorithm.name grpo ppo;"
-        " repeatable: a run for each combination",
+        " repeatable: a run for each combination. `--vary config FILE.yaml …` trains a run with each file after --config",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="file of the plot (default: compare-RUNS.png)")
     add_trust(parser)
@@ -78,7 +79,7 @@ def varied(paths: Sequence[str], overrides: Sequence[str], variations: Sequence[
     Finished runs are not trained again. Raises as `volley train`, and ConfigError for a variation without values.
 
     Args:
-        variations: each a key and its values.
+        variations: each a key and its values; the key `config` has files, which follow `paths`.
     """
     for key, *values in variations:
         if not values or any("=" in value for value in (key, *values)):
@@ -89,15 +90,16 @@ def varied(paths: Sequence[str], overrides: Sequence[str], variations: Sequence[
                 "each variation gets a name and a bucket of its own, derived from those given",
             )
     run = config.load(paths, overrides).config.run
-    wanted = dict[Path, list[str]]()
+    wanted = dict[Path, tuple[list[str], list[str]]]()
     for chosen in itertools.product(*[[(key, value) for value in values] for key, *values in variations]):
         name = "-".join([run.name, *(_slug(key, value) for key, value in chosen)])
-        settings = [*overrides, *(f"{key}={value}" for key, value in chosen), f"run.name={name}"]
+        files = [*paths, *(value for key, value in chosen if key == _CONFIG)]
+        settings = [*overrides, *(f"{key}={value}" for key, value in chosen if key != _CONFIG), f"run.name={name}"]
         settings += [f"run.bucket={run.bucket}/{name}"] if run.bucket else []  # runs never share a bucket
-        loaded = config.rooted(config.load(paths, settings), Path.cwd())
-        wanted[loaded.config.run.folder] = settings
-    for folder, settings in wanted.items():
-        if not train.is_finished(RunFolder(folder)) and (code := train.main(paths, settings)):
+        loaded = config.rooted(config.load(files, settings), Path.cwd())
+        wanted[loaded.config.run.folder] = files, settings
+    for folder, (files, settings) in wanted.items():
+        if not train.is_finished(RunFolder(folder)) and (code := train.main(files, settings)):
             raise SystemExit(code)
     return list(wanted)
 
@@ -171,5 +173,7 @@ def _label(run: ComparedRun) -> str:
 
 def _slug(key: str, value: str) -> str:
     """Name of a setting: `algorithm.name`, `ppo` -> ppo; `grpo_config.off_policy_steps`, `2` -> off_policy_steps-2."""
+    if key == _CONFIG:
+        return Path(value).stem
     last = key.rpartition(".")[2]
     return re.sub(r"[^A-Za-z0-9._]+", "-", value if last == "name" else f"{last}-{value}").strip("-")

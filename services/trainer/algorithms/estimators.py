@@ -13,7 +13,7 @@ from services.trainer.algorithms.rloo import leave_one_out
 from services.trainer.algorithms.terms.advantages import Estimate
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
 from services.trainer.algorithms.terms.policy_gradient import PolicyGradient
-from shared.algorithm_schema import EstimatedSection
+from shared.algorithm_base import EstimatedSection
 
 ESTIMATORS: Mapping[str, Estimate] = {
     "grpo": standardized,

@@ -34,7 +34,8 @@ from services.trainer.algorithms.terms.policy_gradient import Clipped, PolicyGra
 from services.trainer.algorithms.terms.rewards import each_sequence
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
-from shared.algorithm_schema import CriticSection, PpoSection
+from shared.algorithm_base import CriticSection
+from shared.algorithm_schema import PpoSection
 
 
 class WithCritic[S: CriticSection](PolicyGradient[S]):

@@ -25,7 +25,7 @@ from services.trainer.algorithms.sapo import Sapo
 from services.trainer.algorithms.terms.algorithm import Algorithm
 from services.trainer.algorithms.terms.distillation import Taught
 from services.trainer.algorithms.terms.policy_gradient import PolicyGradient
-from shared.algorithm_schema import PolicyGradientSection
+from shared.algorithm_base import PolicyGradientSection
 
 ALGORITHMS: Mapping[str, type[PolicyGradient[Any]]] = {
     "cispo": Cispo,

@@ -34,7 +34,8 @@ class AdmissionRules:
     """Requirements for groups.
 
     `max_staleness` is in steps, `longest` in tokens; ids are below `vocab_size`; a group has at most `group_size`
-    episodes. With `has_teacher` episodes need a teacher's log-probabilities. Experts, if present, must match `routing`.
+    episodes. With `has_teacher` episodes need a teacher's log-probabilities; they need the reward `components`.
+    Experts, if present, must match `routing`.
     """
 
     order: Order
@@ -44,6 +45,7 @@ class AdmissionRules:
     group_size: int
     filters: FilterOptions = NO_FILTERS
     has_teacher: bool = False
+    components: tuple[str, ...] = ()
     routing: RoutingShape | None = None
 
 
@@ -238,6 +240,12 @@ class GroupBuffer:
                 raise DecodeError(f"token id {highest} is outside the vocabulary")
             if self._rules.has_teacher and trajectory.teacher_logprobs is None:
                 raise DecodeError("an episode has no teacher log-probabilities")
+            if missing := [name for name in self._rules.components if name not in trajectory.reward_components]:
+                raise DecodeError(
+                    f"an episode has no reward component {missing[0]!r}; it has"
+                    f" {', '.join(sorted(trajectory.reward_components)[:8]) or 'none'}",
+                    "algorithm.reward_components names components that every episode of the environment has",
+                )
 
     def _drop(
         self,

@@ -18,7 +18,7 @@ from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.statistics import Statistic, Statistics
 from services.trainer.algorithms.terms.surrogate import Surrogate, Tokens
 from services.trainer.batches.batch import Batch
-from shared.algorithm_schema import PolicyGradientSection
+from shared.algorithm_base import PolicyGradientSection
 
 
 @dataclass(frozen=True, slots=True)

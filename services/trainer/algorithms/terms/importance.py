@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from services.trainer.models.attention import Packing
-from shared.algorithm_schema import PolicyGradientSection
+from shared.algorithm_base import PolicyGradientSection
 
 Level = Literal["none", "token", "sequence"]
 RejectionLevel = Literal["none", "token", "sequence", "geometric"]

@@ -19,7 +19,7 @@ from services.trainer.algorithms.terms.rewards import Credit, Normalization, Tok
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.algorithms.terms.surrogate import Clip, TokenLoss, Tokens
 from services.trainer.batches.batch import Batch
-from shared.algorithm_schema import ClippedSection, PolicyGradientSection
+from shared.algorithm_base import ClippedSection, PolicyGradientSection
 from shared.types import Trajectory
 
 

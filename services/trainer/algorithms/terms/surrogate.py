@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from services.trainer.algorithms.terms.importance import clipped_difference
 from services.trainer.models.attention import Packing
-from shared.algorithm_schema import ClippedSection
+from shared.algorithm_base import ClippedSection
 
 
 class Tokens(NamedTuple):
