@@ -49,7 +49,6 @@ _PATHS = (
     "services.env.folder",
     "services.env.remote_tokens_file",
     *(f"services.token_files.{role}" for role in TokenFiles.model_fields),
-    "services.orchestrator.teacher.token_file",
     *(f"services.tls.{file}" for file in Tls.model_fields),
 )
 _FOUND_BESIDE = (_MODEL, "data.train", "data.eval")
@@ -233,6 +232,9 @@ def rooted(loaded: LoadedConfig, base: Path) -> LoadedConfig:
             value = getattr(value, part, None)  # of a section that is not given
         if value is not None and not Path(value).is_absolute() and (key != _MODEL or is_folder(str(value), base)):
             values[key] = os.path.normpath(base.absolute() / value)
+    for key, server in loaded.config.services.orchestrator.all_teachers().items():
+        if server.token_file is not None and not server.token_file.is_absolute():
+            values[f"{key}.token_file"] = os.path.normpath(base.absolute() / server.token_file)
     for key in _LISTS:
         paths: Sequence[Path] = getattr(loaded.config.sft, key.removeprefix("sft."))
         if any(not path.is_absolute() for path in paths):

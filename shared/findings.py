@@ -186,9 +186,10 @@ def _filters(config: RunConfig) -> Iterator[str]:
 
 
 def _teacher(config: RunConfig) -> Iterator[str]:
-    loss, server, sampling = config.algorithm, config.services.orchestrator.teacher, config.rollout.sampling
-    if server is not None and not loss.teacher_kl_coef:
-        yield f"services.orchestrator.teacher.url={server.url} has no effect: algorithm.teacher_kl_coef is 0"
+    loss, sampling = config.algorithm, config.rollout.sampling
+    for key, server in config.services.orchestrator.all_teachers().items():
+        if not loss.teacher_kl_coef:
+            yield f"{key}.url={server.url} has no effect: algorithm.teacher_kl_coef is 0"
     if loss.teacher_kl_coef and sampling.temperature != 1:
         yield (
             f"rollout.sampling.temperature={sampling.temperature:g} with algorithm.teacher_kl_coef"

@@ -410,11 +410,9 @@ class RunConfig(Section):
                 "orchestrator.generation.truncation=left divides an episode into several sequences, and"
                 " algorithm.credit=turn counts rewards within one: choose credit=episode"
             )
-        if self.algorithm.teacher_kl_coef and self.services.orchestrator.teacher is None:
-            raise ValueError(
-                f"algorithm.teacher_kl_coef={self.algorithm.teacher_kl_coef:g} needs a teacher: set "
-                "services.orchestrator.teacher.url"
-            )
+        servers, played = self.services.orchestrator, list(self.data.environments)
+        if problem := servers.missing_teacher(played, self.algorithm.teacher_kl_coef):
+            raise ValueError(problem)
         n_groups = max(1, self.orchestrator.max_concurrent_episodes // self.grpo_config.num_generations)
         limits = self.trainer.groups_per_step, self.grpo_config.off_policy_steps, n_groups
         if problem := defeated(self.orchestrator.generation, *limits):

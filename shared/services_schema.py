@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -74,10 +75,37 @@ class RolloutEndpoint(Endpoint):
 
 
 class OrchestratorEndpoint(Endpoint):
-    """`teacher` is the server to ask if `algorithm.teacher_kl_coef` is above 0."""
+    """`teacher` is the server to ask if `algorithm.teacher_kl_coef` is above 0.
+
+    `teachers` are those of some environments by name, each with a budget of its own; `teacher` is that of the others.
+    """
 
     port: Port = SERVICES["orchestrator"].port
     teacher: TeacherServer | None = None
+    teachers: dict[str, TeacherServer] = Field(default_factory=dict[str, TeacherServer])
+
+    def all_teachers(self) -> dict[str, TeacherServer]:
+        """Return the servers by key of the configuration."""
+        one = {} if self.teacher is None else {"services.orchestrator.teacher": self.teacher}
+        return one | {f"services.orchestrator.teachers.{env}": server for env, server in self.teachers.items()}
+
+    def teacher_of(self, env: str) -> str | None:
+        """Return the key of the environment's teacher; None if it has none. A name may be NAME@DIGEST."""
+        for name in (env, env.partition("@")[0]):
+            if name in self.teachers:
+                return f"services.orchestrator.teachers.{name}"
+        return None if self.teacher is None else "services.orchestrator.teacher"
+
+    def missing_teacher(self, played: Sequence[str], coef: float) -> str | None:
+        """Explain which environment lacks a teacher though `coef` needs one, or which teacher has no environment."""
+        names = {*played, *(env.partition("@")[0] for env in played)}
+        if idle := [name for name in self.teachers if name not in names]:
+            return f"services.orchestrator.teachers.{idle[0]}: the run has no such environment, only {list(played)}"
+        untaught = [env for env in played if self.teacher_of(env) is None]
+        if not coef or not untaught:
+            return None
+        of = f" of {untaught[0]}" if self.teachers else ""
+        return f"algorithm.teacher_kl_coef={coef:g} needs a teacher{of}: set services.orchestrator.teacher.url"
 
 
 class TrainerEndpoint(Endpoint):

@@ -13,7 +13,12 @@ from services.orchestrator import metrics
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.partials import TABLE, PartialRollouts
 from services.orchestrator.episodes.runner import EpisodeRunner
-from services.orchestrator.episodes.teacher import EpisodeTeaching, TeachingBudget
+from services.orchestrator.episodes.teacher import (
+    EpisodeTeaching,
+    Teaching,
+    TeachingBudget,
+    TeachingByEnvironment,
+)
 from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.routes import ROLES, router
 from services.orchestrator.schedule.gate import ReservationGate
@@ -166,21 +171,25 @@ async def _partials(settings: OrchestratorSettings) -> AsyncIterator[PartialRoll
 @asynccontextmanager
 async def _teaching(
     settings: OrchestratorSettings, tokenizer: ChatTokenizer, status: RunStatus
-) -> AsyncIterator[EpisodeTeaching | None]:
-    """Open the teacher, if one is configured. Raises ConfigError."""
-    server = settings.teacher
-    if server is None:
+) -> AsyncIterator[Teaching | None]:
+    """Open the teachers, if any are configured. Raises ConfigError."""
+    if settings.teachers is None:
         yield None
         return
-    key = read_key(server.token_file, "services.orchestrator.teacher.token_file")
-    limits = server.max_requests, server.max_tokens
+    servers, made = settings.teachers.all_teachers(), dict[str, EpisodeTeaching]()
     async with AsyncExitStack() as stack:
-        client = TeacherClient(server, tokenizer.token, key=key, ca_file=settings.ca_file)
-        teacher, budget = await stack.enter_async_context(client), None
-        if any(limits):
-            store = await asyncio.to_thread(SpendingStore, RunFolder(settings.folder).teacher)
-            budget = TeachingBudget(stack.enter_context(store), *limits)
-        yield EpisodeTeaching(teacher, status, server.max_concurrent, budget)
+        store: SpendingStore | None = None
+        if any(server.max_requests or server.max_tokens for server in servers.values()):
+            store = stack.enter_context(await asyncio.to_thread(SpendingStore, RunFolder(settings.folder).teacher))
+        for key, server in servers.items():
+            token = read_key(server.token_file, f"{key}.token_file")
+            client = TeacherClient(server, tokenizer.token, key=token, ca_file=settings.ca_file)
+            limits, budget = (server.max_requests, server.max_tokens), None
+            if store is not None and any(limits):
+                budget = TeachingBudget(store, *limits, key)
+            teacher = await stack.enter_async_context(client)
+            made[key] = EpisodeTeaching(teacher, status, server.max_concurrent, budget)
+        yield TeachingByEnvironment(settings.teachers.teacher_of, made)
 
 
 def _discover(registry: Registry, fixed_urls: Sequence[str]) -> Discover:

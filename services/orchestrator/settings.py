@@ -14,8 +14,7 @@ from shared.errors import ConfigError
 from shared.generation_schema import GenerationSection, has_fresh_rounds, round_size, started_ahead
 from shared.run.shares import Member, configured
 from shared.schema import CurriculumConfig, RunConfig
-from shared.server_schema import TeacherServer
-from shared.services_schema import Limits, TokenFiles
+from shared.services_schema import Limits, OrchestratorEndpoint, TokenFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +23,8 @@ class OrchestratorSettings:
 
     `folder` is the run's folder on this host; the trainer at `trainer_url` may have another one. `sampling` holds
     temperature, top_p and top_k of training episodes. `env` is the main environment, `members` are all that the run
-    starts with. `teacher` is None if it is not used. With `routing_replay`, training episodes record experts, if the
-    model has any.
+    starts with. `teachers` are None if they are not used. With `routing_replay`, training episodes record experts, if
+    the model has any.
     """
 
     run: str
@@ -52,7 +51,7 @@ class OrchestratorSettings:
     max_steps: int
     n_eval_tasks: int
     eval_every: int | None
-    teacher: TeacherServer | None = None
+    teachers: OrchestratorEndpoint | None = None
     routing_replay: bool = False
     generation: GenerationSection = field(default_factory=GenerationSection)
     model_content: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -121,7 +120,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         max_steps=trainer.max_steps,
         n_eval_tasks=config.data.n_eval_tasks,
         eval_every=orchestrator.eval_every_n_steps,
-        teacher=services.orchestrator.teacher if config.algorithm.teacher_kl_coef else None,
+        teachers=services.orchestrator if config.algorithm.teacher_kl_coef else None,
         routing_replay=config.model.routing_replay,
     )
 

@@ -133,6 +133,21 @@ def test_a_run_is_trained_for_each_combination_unless_it_is_finished(
     assert trained[-1][:-1] == [*given, "algorithm.name=ppo", "run.seed=1"]
 
 
+def test_a_run_is_trained_with_each_file_after_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = list[tuple[Sequence[str], Sequence[str]]]()
+
+    def remembered(paths: Sequence[str], overrides: Sequence[str]) -> int:
+        trained.append((paths, overrides))
+        return 0
+
+    monkeypatch.setattr(train, "main", remembered)
+    given, files = [f"run.dir={tmp_path}"], [f"configs/algorithms/{name}.yaml" for name in ("grpo", "dppo", "sao")]
+    folders = compare.varied(["configs/quickstart.yaml"], given, [["config", *files]])
+    assert [folder.name for folder in folders] == ["quickstart-grpo", "quickstart-dppo", "quickstart-sao"]
+    assert [paths for paths, _ in trained] == [["configs/quickstart.yaml", file] for file in files]
+    assert trained[2][1] == [*given, "run.name=quickstart-sao"]
+
+
 def test_a_run_that_fails_ends_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "main", lambda paths, overrides: 1)
     with pytest.raises(SystemExit):

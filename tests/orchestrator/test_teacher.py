@@ -15,13 +15,14 @@ from services.orchestrator import disk
 from services.orchestrator.episodes import teacher as episode_teacher
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import run_group
-from services.orchestrator.episodes.teacher import EpisodeTeaching, TeachingBudget
+from services.orchestrator.episodes.teacher import EpisodeTeaching, TeachingBudget, TeachingByEnvironment
 from services.orchestrator.episodes.turn import TokenBudget
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
 from shared.clients.teacher import TeacherAway, TeacherFailed, TeacherRefused, TeacherUnusable
 from shared.errors import RateLimited, StorageFull, VolleyError
 from shared.files.spending import SpendingStore
+from shared.services_schema import OrchestratorEndpoint
 from shared.types import Branch, Group, VersionSpan
 from tests.orchestrator.fakes import BOUNDS, ScriptedEngine, ScriptedEnv, balancer_of, plan, runner_of, spec
 
@@ -71,6 +72,30 @@ async def test_what_the_teacher_says_of_sampled_tokens_travels_with_the_episode(
         assert (len(one.token_ids), one.prompt_len) in teacher.asked
         assert (one.attempt, dict(one.failures)) == (0, {})
     assert len(teacher.asked) == 4
+
+
+async def test_the_teacher_of_an_environment_grades_its_episodes_within_its_own_budget(tmp_path: Path) -> None:
+    maths, others, status = ScriptedTeacher(), ScriptedTeacher(), RunStatus()
+    plain = await dispatcher_with(others, ScriptedEngine()).episode(spec(), "eval")
+    servers = OrchestratorEndpoint.model_validate(
+        {"teacher": {"url": "http://a"}, "teachers": {"maths": {"url": "http://b"}}}
+    )
+    with SpendingStore(tmp_path / "teacher.sqlite3") as store:
+        budgets = {key: TeachingBudget(store, 1, None, key) for key in servers.all_teachers()}
+        of = {
+            key: EpisodeTeaching(teacher, status, 8, budgets[key])
+            for key, teacher in zip(servers.all_teachers(), (others, maths), strict=True)
+        }
+        teaching = TeachingByEnvironment(servers.teacher_of, of)
+        for env, asked in (("maths@1f2e", (1, 0)), ("chess", (1, 1))):
+            taught = await teaching.taught(replace(plain, env=env), TokenBudget(4))
+            assert taught.teacher_logprobs is not None
+            assert (len(maths.asked), len(others.asked)) == asked
+        with pytest.raises(TeacherRefused) as caught:
+            await teaching.taught(replace(plain, env="maths"), TokenBudget(4))
+        assert "teachers.maths.max_requests" in caught.value.hint
+    with pytest.raises(TeacherRefused):
+        await TeachingByEnvironment(lambda _: None, {}).taught(plain, TokenBudget(4))
 
 
 async def test_each_sequence_of_an_episode_is_shown_whole_and_scored_from_its_first_sampled_token() -> None:

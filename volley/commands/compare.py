@@ -53,7 +53,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar=("KEY", "VALUE"),
         help="train a run for each value of a setting, in sequence, e.g. --vary algorithm.name grpo ppo;"
-        " repeatable: a run for each combination. `--vary config FILE.yaml …` trains a run with each file after --config",
+        " repeatable: a run for each combination. The KEY config has files, each of which follows those of --config",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="file of the plot (default: compare-RUNS.png)")
     add_trust(parser)

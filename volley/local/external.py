@@ -98,13 +98,13 @@ async def _engines_are_there(config: RunConfig) -> None:
 
 
 async def _teacher_is_there(config: RunConfig) -> None:
-    """Raises TeacherAway, TeacherRefused, ConfigError (its key)."""
-    server = config.services.orchestrator.teacher
-    if server is None or not config.algorithm.teacher_kl_coef or config.is_supervised:
+    """Raises TeacherAway, TeacherRefused, ConfigError (a key)."""
+    if not config.algorithm.teacher_kl_coef or config.is_supervised:
         return
-    key, ca_file = read_key(server.token_file, "services.orchestrator.teacher.token_file"), config.services.tls.ca_file
-    async with TeacherClient(server, str, key=key, ca_file=ca_file) as teacher:
-        await teacher.ready()
+    for name, server in config.services.orchestrator.all_teachers().items():
+        key, ca_file = read_key(server.token_file, f"{name}.token_file"), config.services.tls.ca_file
+        async with TeacherClient(server, str, key=key, ca_file=ca_file) as teacher:
+            await teacher.ready()
 
 
 def _refused(what: str, error: Forbidden, role: Role, *, given: bool) -> ConfigError:

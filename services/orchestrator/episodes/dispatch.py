@@ -12,7 +12,7 @@ import random
 
 from services.orchestrator import metrics
 from services.orchestrator.episodes.runner import EpisodeRunner
-from services.orchestrator.episodes.teacher import EpisodeTeaching
+from services.orchestrator.episodes.teacher import Teaching
 from services.orchestrator.episodes.turn import SamplingSpec, TokenBudget
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.servers.slots import Purpose, Slots
@@ -41,7 +41,7 @@ class Dispatcher:
         *,
         slots: Slots,
         max_attempts: int,
-        teaching: EpisodeTeaching | None = None,
+        teaching: Teaching | None = None,
     ) -> None:
         self._runner, self._balancer, self._status, self._teaching = runner, balancer, status, teaching
         self._slots = slots

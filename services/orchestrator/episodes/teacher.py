@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -30,6 +31,7 @@ _AGAIN_S, _MOST_S = 0.1, 30.0
 """Pause between two requests, in seconds: the first, and the longest."""
 _TELL_S = 60.0
 _TEACHER = "teacher"
+_KEY = "services.orchestrator.teacher"
 _log = telemetry.Log("teacher")
 
 
@@ -40,22 +42,60 @@ class Teacher(Protocol):
 
 
 class TeachingBudget:
-    """The teacher's budget; requests are counted on disk before they are sent."""
+    """A teacher's budget; requests are counted on disk before they are sent.
 
-    def __init__(self, store: SpendingStore, max_requests: int | None, max_tokens: int | None) -> None:
-        self._store, self._limits = store, (max_requests, max_tokens)
+    Args:
+        key: of the teacher in the configuration.
+    """
+
+    def __init__(self, store: SpendingStore, max_requests: int | None, max_tokens: int | None, key: str = _KEY) -> None:
+        self._store, self._limits, self._key = store, (max_requests, max_tokens), key
+        self._name = _TEACHER if key == _KEY else key
 
     def spend(self, n_tokens: int) -> None:
         """Count a request; blocks. Raises TeacherRefused if the budget is used up, StorageUnavailable."""
-        used_up = self._store.count_request(_TEACHER, *self._limits)
+        used_up = self._store.count_request(self._name, *self._limits)
         if used_up is not None:
-            hint = f"raise services.orchestrator.teacher.{used_up.partition('=')[0]}"
+            hint = f"raise {self._key}.{used_up.partition('=')[0]}"
             raise TeacherRefused(f"the budget of the teacher is used up: {used_up}", hint)
-        self._store.count_tokens(_TEACHER, n_tokens)
+        self._store.count_tokens(self._name, n_tokens)
+
+
+class Teaching(Protocol):
+    """Asks a teacher about an episode."""
+
+    async def taught(self, trajectory: Trajectory, budget: TokenBudget) -> Trajectory:
+        """Return the episode with a teacher's log-probabilities of each of its sequences.
+
+        Raises VolleyError if the attempts are used up, or another one cannot help.
+        """
+        ...
+
+
+class TeachingByEnvironment:
+    """Asks the teacher of the episode's environment (multi-teacher distillation).
+
+    Args:
+        choose: returns the key of an environment's teacher.
+        teachers: by that key.
+    """
+
+    def __init__(self, choose: Callable[[str], str | None], teachers: Mapping[str, EpisodeTeaching]) -> None:
+        self._choose, self._teachers = choose, teachers
+
+    async def taught(self, trajectory: Trajectory, budget: TokenBudget) -> Trajectory:
+        """Ask as `Teaching.taught`. Raises TeacherRefused for an environment without a teacher too."""
+        key = self._choose(trajectory.env)
+        if key is None:
+            raise TeacherRefused(
+                f"the environment {trajectory.env} has no teacher",
+                "set services.orchestrator.teacher.url, or one for it in services.orchestrator.teachers",
+            )
+        return await self._teachers[key].taught(trajectory, budget)
 
 
 class EpisodeTeaching:
-    """Asks the teacher about episodes.
+    """Asks one teacher about episodes.
 
     Args:
         max_concurrent: number of requests at once.
@@ -69,10 +109,7 @@ class EpisodeTeaching:
         self._budget, self._warned_at = budget, -_TELL_S
 
     async def taught(self, trajectory: Trajectory, budget: TokenBudget) -> Trajectory:
-        """Return the episode with the teacher's log-probabilities of each of its sequences.
-
-        Raises VolleyError if the attempts are used up, or another one cannot help.
-        """
+        """Ask as `Teaching.taught`."""
         made = [await self._logprobs(one, budget) for one in trajectory.sequences()]
         of_branches = zip(trajectory.branches, made[1:], strict=True)
         taught = replace(
