@@ -11,6 +11,7 @@ from shared.run.shares import configured, weights_of
 from shared.schema import RunConfig, Section
 
 ROOT = Path(__file__).parents[2]
+_TEACHERS = "services.orchestrator.teachers"
 MINIMAL = "model: {path: m}\ndata: {env: frozen_lake}\n"
 
 
@@ -107,6 +108,12 @@ def test_the_written_config_is_the_same_config(tmp_path):
             "how far the policy",
         ),
         (["algorithm.epsilon=null", "algorithm.epsilon_c=3"], "epsilon_c=3.0 has no effect"),
+        (["algorithm.name=dppo", "algorithm.sampler_is=token"], r"unknown key algorithm\.sampler_is"),
+        (["algorithm.name=gdpo"], r"algorithm\.reward_components"),
+        (["algorithm.name=gdpo", "algorithm.reward_components.a=1", "algorithm.credit=turn"], "gdpo reads"),
+        (["algorithm.name=maxrl", "grpo_config.num_generations=1"], "maxrl compares the episodes"),
+        (["algorithm.name=mopd", f"{_TEACHERS}.frozen_lake.url=http://t", "algorithm.ratio_bounds=[2,3]"], "include 1"),
+        (["algorithm.name=mopd", f"{_TEACHERS}.chess.url=http://t"], r"teachers\.chess: the run has no such"),
         (["algorithm.sampler_is_threshold=0.01"], r"algorithm\.sampler_is_threshold=0\.01"),
         (["trainer.optimizer_config.b2=1"], r"trainer\.optimizer_config\.b2=1"),
         (

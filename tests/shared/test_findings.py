@@ -14,6 +14,7 @@ from shared.findings import beyond_positions, findings
 from shared.models.config import ModelConfig
 from shared.schema import RunConfig
 
+ALONE = {"grpo_config__num_generations": 1}
 DISTILLED, TEACHER = "on_policy_distillation", {"services__orchestrator__teacher__url": "http://t"}
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -50,6 +51,21 @@ def test_defaults_mean_what_they_say():
         ),
         ({"algorithm__name": "ppo", "algorithm__critic_warmup_steps": 10}, "algorithm.critic_warmup_steps=10 never"),
         ({"algorithm__kl_loss_mode": "kl"}, "algorithm.kl_loss_mode=kl has no effect"),
+        (
+            {"algorithm__epsilon": None, "algorithm__sampler_is": "token", "grpo_config__off_policy_steps": 3},
+            "algorithm.epsilon=null with grpo_config.off_policy_steps=3: importance weights",
+        ),
+        ({"algorithm__name": "sao", "algorithm__gae_lambda": 0.5, **ALONE}, "algorithm.gae_lambda=0.5 has no effect"),
+        ({"algorithm__name": "sao"}, "grpo_config.num_generations=8 makes episodes wait"),
+        (
+            {"algorithm__name": "sao", "trainer__lora": {"rank": 2, "target_modules": ["q_proj"]}, **ALONE},
+            "algorithm.critic_frozen=attention leaves the critic nothing",
+        ),
+        ({"trainer__filters__zero_variance": True, "algorithm__name": "echo"}, "trainer.filters.zero_variance=true"),
+        (
+            {"services__orchestrator__teachers": {"e": {"url": "http://t"}}},
+            "services.orchestrator.teachers.e.url=http://t has no effect",
+        ),
         ({"rollout__sampling__top_p": 0.9}, "rollout.sampling.top_p=0.9: the engine samples from"),
         ({"rollout__sampling__top_k": 50}, "rollout.sampling.top_k=50: the engine samples from"),
         ({"trainer__filters__zero_variance": True, "algorithm__name": "ppo"}, "trainer.filters.zero_variance=true"),

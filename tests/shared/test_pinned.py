@@ -121,6 +121,17 @@ def test_a_run_of_random_weights_that_is_older_than_their_key_goes_on():
     assert pinned.permitted(older, flat(), step=3) == []
 
 
+def test_a_critic_keeps_what_its_optimizer_has_a_state_of():
+    """A record that is older than a key of its algorithm had the default of that key."""
+    now = flat(algorithm={"name": "ppo"})
+    newer = ("algorithm.critic_updates", "algorithm.critic_frozen")
+    older = {key: value for key, value in now.items() if key not in newer}
+    assert pinned.permitted(older, now, step=3) == []
+    for key, value in (("critic_frozen", "attention"), ("critic_updates", 2), ("name", "sao")):
+        with pytest.raises(ConfigError, match=key):
+            pinned.permitted(now, flat(algorithm={"name": "ppo", key: value}), step=3)
+
+
 def test_a_key_that_an_older_record_lacks_had_its_default():
     was = {key: value for key, value in flat().items() if key != "algorithm.beta"}
     assert pinned.changes(was, flat()) == []

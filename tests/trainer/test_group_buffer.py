@@ -70,6 +70,7 @@ def test_all_sequences_of_an_episode_are_checked_and_dated():
         ({}, {"routed_experts": experts}, "the model has none"),
         ({"routing": RoutingShape(2, 4, 3)}, {"routed_experts": experts}, "experts of 2 layers"),
         ({"has_teacher": True}, {}, "no teacher"),
+        ({"components": ("goal",)}, {}, "no reward component 'goal'"),
     ):
         dropped = buffer(**rules).offer(entry(with_branch(**changes)))
         assert dropped is not None
