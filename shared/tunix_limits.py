@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.algorithm_schema import CispoSection, PolicyGradientSection, PpoSection
+from shared.algorithm_base import ClippedSection, PolicyGradientSection
+from shared.algorithm_schema import CispoSection, EchoSection, PpoSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +54,8 @@ def _of_batches(settings: TunixSettings) -> str | None:
 
 def _of_loss(settings: TunixSettings) -> str | None:
     section = settings.section
-    if isinstance(section, CispoSection):
-        return "it has no CISPO; choose another algorithm.name"
+    if not isinstance(section, ClippedSection) or isinstance(section, CispoSection | EchoSection):
+        return f"it has no {section.name}; choose another algorithm.name"
     if section.epsilon is None:
         return "its losses always clip; set algorithm.epsilon"
     if section.sampler_rs != "none":
@@ -75,6 +76,8 @@ def _of_ppo(section: PpoSection, temperature: float) -> str | None:
         return "its PPO loss is a mean over tokens; set algorithm.loss_agg_mode=token-mean"
     if section.sampler_is != "none":
         return "its PPO loss has no importance weights; set algorithm.sampler_is=none"
+    if section.critic_updates > 1 or section.critic_frozen != "none":
+        return "it updates the whole critic once a step; set algorithm.critic_updates=1 and critic_frozen=none"
     if section.critic_warmup_steps:
         return "its train step always updates the policy; set algorithm.critic_warmup_steps=0"
     if _penalty(section) and section.kl_loss_mode != "kl":

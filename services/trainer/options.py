@@ -16,7 +16,7 @@ from services.trainer.learner.tunix_options import TunixOptions
 from services.trainer.models.lora import LoraOptions
 from services.trainer.models.options import ModelOptions
 from services.trainer.settings import TokenLimits
-from shared.algorithm_base import PolicyGradientSection
+from shared.algorithm_base import ClippedSection, PolicyGradientSection
 from shared.errors import ConfigError
 from shared.schema import OptimizerConfig, RunConfig
 
@@ -75,7 +75,8 @@ def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
     shape, tunix = layout(config, tokens, rows), None
     if trainer.backend == "tunix":
         n_micro, temperature = shape.n_micro(rows), config.rollout.sampling.temperature
-        tunix = TunixOptions(section, temperature, n_micro, grpo.num_iterations, grpo.num_generations)
+        clipped = cast("ClippedSection", section)  # the configuration refuses others
+        tunix = TunixOptions(clipped, temperature, n_micro, grpo.num_iterations, grpo.num_generations)
     return PolicyOptions(
         algorithm=taught(made, section),
         aggregation=section.loss_agg_mode,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.trainer.algorithms.terms.importance import Correction
-from shared.algorithm_schema import PolicyGradientSection, PpoSection
+from shared.algorithm_base import ClippedSection
+from shared.algorithm_schema import PpoSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class TunixOptions:
     `n_micro` is the number of micro-batches that make a step.
     """
 
-    section: PolicyGradientSection
+    section: ClippedSection
     temperature: float
     n_micro: int
     n_iterations: int
