@@ -23,7 +23,7 @@ from shared import algorithm_schema as schema
 from shared.algorithm_base import PolicyGradientSection
 from tests.trainer.test_algorithms import SAMPLED, advantages, trajectory
 
-FOUND: dict[str, Any] = json.loads((Path(__file__).parents[1] / "fixtures/verl/core_algos.json").read_text())
+FOUND: dict[str, Any] = json.loads((Path(__file__).parents[1] / "fixtures/verl/core_algos.json").read_text("utf-8"))
 GIVEN = {name: np.array(value) for name, value in FOUND["inputs"].items()}
 SECTIONS: dict[str, PolicyGradientSection] = {
     "vanilla": schema.GrpoSection(epsilon=0.2, epsilon_high=0.28, epsilon_c=3.0),
