@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,9 @@ from flax import nnx
 
 from services.trainer.algorithms.terms.token_losses import token_loss
 from services.trainer.learner.checksum import checksum
-from services.trainer.learner.scoring import objective, params_of
+from services.trainer.learner.scoring import Loss, objective, params_of
 from services.trainer.learner.train_step import ROW_AXES, Params, gradient, placed_as
-from services.trainer.models.family import abstract, build, fill, leaf_name, make_mesh
+from services.trainer.models.family import Model, abstract, build, fill, leaf_name, make_mesh
 from services.trainer.models.initial_weights import leaves_of
 from services.trainer.models.lora import LoraOptions, initial_adapter
 from services.trainer.models.options import ModelOptions
@@ -51,6 +51,36 @@ class Adam:
         return np.array(names, np.float32)
 
 
+class Programs:
+    """Compiled programs of clients with one kind of adapter.
+
+    All arrays have the same shardings before and after each program: with others JAX would compile another variant,
+    whose results may differ in their last bits.
+    """
+
+    def __init__(self, model: Model, like: Mapping[str, jax.sharding.Sharding], mesh: jax.sharding.Mesh) -> None:
+        self._model, self._like, self._everywhere = model, dict(like), replicated(mesh)
+        self.add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0, out_shardings=self._like)
+        kept = (self._like, self._like, self._like, self._everywhere)
+        self.step = jax.jit(_stepped, donate_argnums=(0, 1, 2, 3), out_shardings=kept)
+        self._passes: dict[str, tuple[Any, Any]] = {}
+
+    def passes(self, loss: str) -> tuple[Any, Any]:
+        """Return a forward pass with a loss, and one with its gradient."""
+        if loss not in self._passes:
+            of = objective(self._model, cast("Loss", token_loss(loss)), 1.0, "none")
+
+            def forward(params: Params, frozen: Params, batch: Any) -> Any:
+                return of(frozen | params, batch)
+
+            both = (self._everywhere, self._everywhere)
+            self._passes[loss] = (
+                jax.jit(forward, out_shardings=both),
+                jax.jit(gradient(of), out_shardings=(both, self._like)),
+            )
+        return self._passes[loss]
+
+
 class Base:
     """The base model, loaded once, and the programs of its clients."""
 
@@ -58,6 +88,7 @@ class Base:
         self.options, self.described = options, described
         self.mesh = make_mesh(options.mesh_shape, options.mesh_axes)
         self._frozen: Params | None = None
+        self._programs: dict[LoraOptions | None, Programs] = {}
 
     def initial(self, lora: LoraOptions | None, seed: int) -> Params:
         """Make the first trained parameters of a client: its adapters, or all. Raises ConfigError, WeightsError."""
@@ -90,16 +121,12 @@ class Base:
     def _abstract(self, lora: LoraOptions | None) -> tuple[Any, Any]:
         return abstract(self.described, self.options.dtype, self.options.remat, self.mesh, lora)
 
-    @cache  # noqa: B019 - there is one base, which lives as long as the process
-    def programs(self, lora: LoraOptions | None, loss: str) -> tuple[Any, Any]:
-        """Compile, for adapters of this kind, a forward pass and one with its gradient."""
-        model = nnx.merge(*self._abstract(lora))
-        of = objective(model, token_loss(loss), 1.0, "none")  # type: ignore[arg-type]
-
-        def forward(params: Params, frozen: Params, batch: Any) -> Any:
-            return of(frozen | params, batch)
-
-        return jax.jit(forward), jax.jit(gradient(of))
+    def programs(self, lora: LoraOptions | None, like: Params) -> Programs:
+        """Return the programs of clients with adapters of this kind; `like` are parameters of one."""
+        if lora not in self._programs:
+            model = nnx.merge(*self._abstract(lora))
+            self._programs[lora] = Programs(model, {name: value.sharding for name, value in like.items()}, self.mesh)
+        return self._programs[lora]
 
     def weights(self, params: Mapping[str, Any], lora: LoraOptions | None) -> dict[str, np.ndarray]:
         """Return whole weights on the host in the model's dtype, adapters merged."""
@@ -128,6 +155,7 @@ class ClientModel:
         self.base, self.lora, self._shapes = base, lora, shapes
         self._rows = jax.sharding.NamedSharding(base.mesh, jax.sharding.PartitionSpec(*ROW_AXES))
         self._params = base.initial(lora, seed)
+        self._programs = base.programs(lora, self._params)
         self._begin_optimizer()
         self._gradient: Any = None
         if arrays is not None:
@@ -135,12 +163,14 @@ class ClientModel:
 
     def _begin_optimizer(self) -> None:
         like = self._params
-        self._first, self._second = ({k: jnp.zeros_like(v) for k, v in like.items()} for _ in range(2))
+        self._first, self._second = (
+            {k: jnp.zeros_like(v, device=v.sharding) for k, v in like.items()} for _ in range(2)
+        )
         self._count = jax.device_put(np.int32(0), replicated(self.base.mesh))
 
     def run(self, request: PassRequest) -> PassOutput:
         """Run a checked pass; with its gradient, add that to the accumulated one."""
-        forward, with_gradient = self.base.programs(self.lora, request.loss)
+        forward, with_gradient = self._programs.passes(request.loss)
         frozen, total, tables = self.base.frozen(self.lora), 0.0, list[tuple[PlacedBatch, np.ndarray]]()
         added: Any = None
         with self.base.mesh:
@@ -150,11 +180,11 @@ class ClientModel:
                     loss, logprobs = forward(self._params, frozen, batch)
                 else:
                     (loss, logprobs), found = with_gradient(self._params, frozen, batch)
-                    added = found if added is None else _add(added, found)
+                    added = found if added is None else self._programs.add(added, found)
                 total += float(loss)
                 tables.append((placed, np.asarray(logprobs)))
             if added is not None:
-                self._gradient = added if self._gradient is None else _add(self._gradient, added)
+                self._gradient = added if self._gradient is None else self._programs.add(self._gradient, added)
         n = sum(one.inputs["target_tokens"].size for one in request.data)
         return PassOutput(gathered(request, tables), {"loss:sum": total, "tokens:sum": float(n)})
 
@@ -163,13 +193,13 @@ class ClientModel:
 
         Raises NonFinite; the weights are then unchanged.
         """
-        found = self._gradient or {k: jnp.zeros_like(v) for k, v in self._params.items()}
+        found = self._gradient or {k: jnp.zeros_like(v, device=v.sharding) for k, v in self._params.items()}
         self._gradient = None
         with self.base.mesh:
             norm = float(_norm(found))
             if not np.isfinite(norm):
                 raise NonFinite("the gradient is not finite; the weights are unchanged", "lower the learning rate")
-            made = _stepped(self._params, self._first, self._second, self._count, found, adam.values())
+            made = self._programs.step(self._params, self._first, self._second, self._count, found, adam.values())
         self._params, self._first, self._second, self._count = made
         return {"grad_norm:mean": norm}
 
@@ -231,17 +261,11 @@ def _part(arrays: Mapping[str, Any], prefix: str, like: Params) -> dict[str, Any
     return found
 
 
-@partial(jax.jit, donate_argnums=0)
-def _add(total: Params, more: Params) -> Params:
-    return jax.tree.map(jnp.add, total, more)
-
-
 @jax.jit
 def _norm(found: Params) -> jax.Array:
     return optax.global_norm(found)
 
 
-@partial(jax.jit, donate_argnums=(0, 1, 2, 3))
 def _stepped(
     params: Params, first: Params, second: Params, count: jax.Array, found: Params, settings: jax.Array
 ) -> Any:
