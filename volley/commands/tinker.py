@@ -127,7 +127,7 @@ def prepare(target: str, options: TinkerOptions) -> TinkerServer:
         "rollout": {"engine": {"device": options.device}, "weights_root": str(samplers)},
         "services": {
             "trainer": {"host": options.host, "port": find_port(options.host, options.port, _TRAINER.port)},
-            "rollout": {"port": find_port("127.0.0.1", None, _ROLLOUT.port)},
+            "rollout": {"port": find_port("127.0.0.1", 0, 0)},  # any free one: only the trainer calls it
             "token_files": {role: str(path) for role, path in files.items()},
         },
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ from shared.run.futures import file_digest
 
 _SMALL_BYTES = 64 * 2**20
 _STEPS, _SECONDS = 16, 60.0
-_MOST_LOADED = 16
+_MOST_LOADED, _MOST_EXPORTED = 16, 4
 _log = telemetry.Log("tinker")
 
 type FindCheckpoint = Callable[[str], Checkpoint]
@@ -222,10 +223,17 @@ class TrainEngine:
             spec = ModelSpec.from_json(checkpoint.spec)
             weights = self.base.weights(saved_params(load_file(self._folder / checkpoint.file)), lora_of(spec))
         folder.mkdir(exist_ok=True)
+        _remove_all_but_newest(folder.parent)
         write_arrays(
             folder / WEIGHTS, {n: t for leaf, value in weights.items() for n, t in to_files(leaf, value).items()}
         )
         return folder
+
+
+def _remove_all_but_newest(root: Path) -> None:
+    exported = sorted(root.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    for path in exported[:-_MOST_EXPORTED]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def lora_of(spec: ModelSpec) -> LoraOptions | None:

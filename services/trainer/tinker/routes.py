@@ -132,9 +132,8 @@ async def session_heartbeat(request: Request, tinker: Here) -> Response:
 async def finish(request: Request, session: str, tinker: Here) -> Response:
     """Finish a session; the first reason stays. Its models can be trained no more; checkpoints stay."""
     reason = (await read_body(request)).get("reason")
-    await tinker.db(tinker.store.session, session)
     kind = reason.get("type") if isinstance(reason, dict) else reason
-    await tinker.db(tinker.store.finish_session, session, str(kind)[:200])
+    await tinker.finish_session(session, str(kind)[:200])
     return respond(request, {})
 
 

@@ -47,6 +47,8 @@ class Engine(Protocol):
 
     def has(self, model: str) -> bool: ...
 
+    def forget(self, model: str) -> None: ...
+
     def load(self, model: str, history: History) -> None: ...
 
     def execute(self, future: Future) -> Settlement: ...
@@ -125,6 +127,14 @@ class TinkerService:
         future = await self.db(self.store.add_model, model, session, spec, json_request(model, 0, "load_weights", body))
         self._work.set()
         return future
+
+    async def finish_session(self, session: str, reason: str) -> None:
+        """Finish a session, and drop its models from memory. Raises NotFound."""
+        await self.db(self.store.session, session)
+        await self.db(self.store.finish_session, session, reason)
+        for model in await self.db(self.store.models, session):
+            if self.engine is not None:
+                await self._train(self.engine.forget, model)
 
     async def _session(self, body: Mapping[str, Any]) -> tuple[str, int]:
         session = specs.text(body, "session_id")
@@ -207,19 +217,24 @@ class TinkerService:
     async def settle(self, future: Future, made: Settlement) -> None:
         """Settle a future, and wake those who wait for it."""
         await self.db(self.store.settle, future, made)
-        if (event := self._settled.pop(future.id, None)) is not None:
-            event.set()
+        self._wake(future.id)
 
     async def wait(self, future: str, timeout_s: float) -> Future:
         """Return a future when it is settled, or after a time. Raises NotFound."""
-        found = await self.db(self.store.future, future)
-        if found.outcome is not None:
+        if (found := await self.db(self.store.future, future)).outcome is not None:
             return found
         event = self._settled.setdefault(future, asyncio.Event())
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await event.wait()
-        return await self.db(self.store.future, future)
+        if (found := await self.db(self.store.future, future)).outcome is None:  # or it was settled meanwhile
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await event.wait()
+            return await self.db(self.store.future, future)
+        self._wake(future)
+        return found
+
+    def _wake(self, future: str) -> None:
+        if (event := self._settled.pop(future, None)) is not None:
+            event.set()
 
     async def export(self, checkpoint: Checkpoint | None, name: str) -> Path:
         """Write whole weights for a rollout server."""
@@ -229,7 +244,7 @@ class TinkerService:
     async def run(self) -> None:
         """Worker that loads the base model, then executes the models' requests."""
         self.engine = await self._train(self.open_engine)
-        for future in await self.db(self.store.pending, "samplers"):
+        for future in await self.db(self.store.pending_samples):
             await self._again(future)
         self._work.set()
         while True:
@@ -250,12 +265,10 @@ class TinkerService:
 
     async def _next(self) -> Future | None:
         """Return the next request to execute: of the model that has waited longest, if its predecessors are settled."""
-        first: dict[str, Future] = {}
-        for one in await self.db(self.store.pending, "models"):
-            first.setdefault(one.owner, one)
+        first = await self.db(self.store.first_pending)
         for model in sorted(first, key=lambda model: self._served.get(model, 0.0)):
-            if first[model].seq == await self.db(self.store.next_seq, model):
-                return first[model]
+            if first[model] == await self.db(self.store.next_seq, model):
+                return await self.db(self.store.future, f"{model}:{first[model]}")
         return None
 
     async def _execute(self, future: Future) -> None:

@@ -122,10 +122,6 @@ def failed(error: VolleyError) -> Settlement:
 
 _FUTURES = "SELECT id, owner, seq, kind, body, media, outcome, result FROM futures"
 _CHECKPOINTS = "SELECT * FROM checkpoints"
-_PENDING = {
-    "models": " WHERE outcome IS NULL AND owner IN (SELECT id FROM models) ORDER BY owner, seq LIMIT ?",
-    "samplers": " WHERE outcome IS NULL AND owner NOT IN (SELECT id FROM models) ORDER BY created LIMIT ?",
-}
 
 
 class FutureStore:
@@ -254,9 +250,19 @@ class FutureStore:
             return Future(*row)
         raise NotFound(f"there is no future {future[:80]}", "send the request again")
 
-    def pending(self, owners: Literal["models", "samplers"], limit: int = 1000) -> list[Future]:
-        """Return requests that are not settled, of models by number, or of samplers in the order of their arrival."""
-        return [Future(*row) for row in self._rows(_FUTURES + _PENDING[owners], limit)]
+    def pending_samples(self) -> list[Future]:
+        """Return sampling requests that are not settled, in the order of their arrival."""
+        unsettled = " WHERE outcome IS NULL AND owner NOT IN (SELECT id FROM models) ORDER BY created"
+        return [Future(*row) for row in self._rows(_FUTURES + unsettled)]
+
+    def first_pending(self) -> dict[str, int]:
+        """Return the number of the first unsettled request of each model that has one."""
+        return dict(
+            self._rows(
+                "SELECT owner, min(seq) FROM futures WHERE outcome IS NULL AND owner IN (SELECT id FROM models)"
+                " GROUP BY owner"
+            )
+        )
 
     def n_pending(self, owner: str) -> int:
         return self._rows("SELECT count(*) FROM futures WHERE owner = ? AND outcome IS NULL", owner)[0][0]
