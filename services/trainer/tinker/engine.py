@@ -253,7 +253,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[str, int
     """Write arrays as safetensors, durably; return digest and size of the file. Raises StorageFull."""
     draft = path.with_name(f".{path.name}.tmp")
     with storage.storage(path.parent):
-        save_file({name: np.ascontiguousarray(value) for name, value in arrays.items()}, draft, {"format": "pt"})
+        save_file({name: np.asarray(value, order="C") for name, value in arrays.items()}, draft, {"format": "pt"})
         storage.fsync(draft)
         digest, size = file_digest(draft), draft.stat().st_size
         os.replace(draft, path)

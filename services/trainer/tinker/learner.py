@@ -237,7 +237,7 @@ class ClientModel:
         if optimizer:
             self._first = placed_as(self._first, _part(arrays, _FIRST, self._params))
             self._second = placed_as(self._second, _part(arrays, _SECOND, self._params))
-            self._count = jax.device_put(np.asarray(arrays[_COUNT], np.int32), replicated(self.base.mesh))
+            self._count = jax.device_put(np.asarray(arrays[_COUNT], np.int32).reshape(()), replicated(self.base.mesh))
 
 
 def saved_params(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from shared.models.config import ModelConfig
 from tests.support import models
 
 CONFIG = models.tiny_config(head_dim=16, vocab_size=64)
-SHAPES = BatchShapes(context=48, vocab_size=64, pad_id=0, tokens=128)
+SHAPES = BatchShapes(context=48, vocab_size=64, pad_id=0, tokens=32)  # one row of 32: one compiled shape
 
 
 def base(folder: Path) -> Base:

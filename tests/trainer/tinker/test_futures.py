@@ -73,7 +73,7 @@ def plan(model: str) -> list[Request]:
     return [*made, step(model, 5), pass_request(model, 6, 4), step(model, 7)]
 
 
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 4])
 async def test_a_restart_between_pass_and_step_changes_no_bit(tmp_path: Path, tiny: Base, rank: int):
     """Also when saved states are older than the last step."""
     checksums = []

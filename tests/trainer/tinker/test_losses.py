@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.token_losses import ARRAYS, LOSSES, TokenBatch, token_loss
 from services.trainer.models.lora import LoraOptions
 from services.trainer.tinker import batches
+from services.trainer.tinker.engine import write_arrays
 from services.trainer.tinker.learner import Adam, Base, ClientModel
 from shared.errors import InputError, NonFinite
 from tests.trainer.tinker.support import SHAPES, base, datum, passed
@@ -70,7 +74,8 @@ def test_passes_add_up_and_targets_may_have_columns(tiny: Base):
     """Several passes before a step, and several targets of a token, are the sum of each alone."""
     ids = datum(3, 12)
     both = np.stack([ids.inputs["target_tokens"], ids.inputs["target_tokens"][::-1]], 1)
-    whole, parts = (ClientModel(tiny, SHAPES, LORA, 5) for _ in range(2))
+    several = replace(SHAPES, tokens=128)
+    whole, parts = (ClientModel(tiny, shapes, LORA, 5) for shapes in (several, SHAPES))
     made = whole.run(passed(batches.Datum(ids.ids, {"target_tokens": both}), datum(4, 3)))
     for k in range(2):
         one = parts.run(passed(batches.Datum(ids.ids, {"target_tokens": both[:, k]})))
@@ -81,6 +86,7 @@ def test_passes_add_up_and_targets_may_have_columns(tiny: Base):
     assert made.metrics["loss:sum"] == pytest.approx(-sum(float(p.sum()) for p in made.logprobs), rel=1e-5)
 
 
+@pytest.mark.long
 def test_clients_of_one_base_do_not_change_each_other(tiny: Base):
     alone, other, full = (ClientModel(tiny, SHAPES, lora, 7) for lora in (LORA, LORA, None))
     first = alone.checksum()
@@ -98,11 +104,14 @@ def test_clients_of_one_base_do_not_change_each_other(tiny: Base):
     assert set(merged) == set(tiny.weights(full.params(), None))
 
 
-def test_a_saved_state_continues_bit_for_bit(tiny: Base):
+def test_a_saved_state_continues_bit_for_bit(tmp_path: Path, tiny: Base):
     one = ClientModel(tiny, SHAPES, LORA, 5)
     one.run(passed(datum(6, 8)))
     one.step(Adam())
-    two = ClientModel(tiny, SHAPES, LORA, 99, one.state())
+    file = tmp_path / "state.safetensors"
+    write_arrays(file, one.state())
+    two = ClientModel(tiny, SHAPES, LORA, 99, load_file(file))
+    assert {k: v.shape for k, v in two.state().items()} == {k: v.shape for k, v in one.state().items()}
     for client in (one, two):
         client.run(passed(datum(7, 8)))
         client.step(Adam(grad_clip_norm=0.1, weight_decay=0.01))
