@@ -62,7 +62,8 @@ class RunSection(Section):
     The folder `dir/name` holds configuration, checkpoints, ledger, metrics and plots. `bucket` is `s3://BUCKET/PREFIX`
     or `gs://BUCKET/PREFIX`, used by this run alone: the trainer also keeps checkpoints and log there, and rollout
     servers may load checkpoints from there. `date` is the date that chat templates write; the first start of a run sets
-    it to today's date in UTC. `trackers` are the experiment trackers that `volley train` reports to.
+    it to today's date in UTC. `trackers` are the experiment trackers that `volley train` reports to;
+    with `dashboard` it offers a page to look at the run.
     """
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
@@ -71,6 +72,7 @@ class RunSection(Section):
     seed: NonNegativeInt = 0
     date: datetime.date | None = None
     trackers: tuple[TrackerName, ...] = ()
+    dashboard: bool = True
 
     @property
     def folder(self) -> Path:

@@ -38,6 +38,9 @@ COMMANDS: Mapping[str, Command] = {
     "export": Command("commands.export", "write a run's weights as a folder that transformers loads"),
     "report": Command("reporting.report", "write a run's summary.json and plot, and print its table"),
     "compare": Command("commands.compare", "compare runs in a table and one plot; with --vary, train them first"),
+    "dashboard": Command(
+        "commands.dashboard", "look at runs in a browser: curves, services, every token of every episode"
+    ),
     "track": Command("commands.track", "report a run to TensorBoard, W&B, trackio or MLflow, live or afterwards"),
     "status": Command("commands.status", "show the services of a run: readiness, weight versions, who waits for whom"),
     "access": Command("commands.access", "print a running run's addresses and token files as shell variables"),

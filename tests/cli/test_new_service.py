@@ -20,12 +20,12 @@ from shared.run.folder import RunFolder
 from shared.run.wedge import ServiceReport
 from shared.services import SERVICES, ServiceInfo
 from shared.services_schema import Endpoint, ServicesSection
-from volley.commands import access, evaluate, status
+from volley.commands import access, evaluate
 from volley.local import external, stack
 from volley.local.processes import Reaper
 from volley.local.stack import LocalStack, StackSeams
 from volley.local.supervisor import RestartPolicy
-from volley.runs import addresses, identity
+from volley.runs import addresses, identity, observing
 from volley.runs.record import claimed
 
 SCORER = ServiceInfo("scorer", 8105, "base", 30.0, ("env",), ("/scores",), run_key="run")
@@ -77,7 +77,7 @@ async def test_it_is_started_supervised_asked_and_told_from_strangers(tmp_path: 
 
         found = addresses.read(run.folder)
         assert (await identity.find_answering(run.folder, found)) == dict.fromkeys(run.stack.urls, True)
-        seen, _ = await status._of_run(run.folder)
+        seen, _ = await observing.of_run(run.folder)
         (report,) = (one for one in seen if one.kind == "scorer")
         assert (report.error, report.not_ready, report.facts["path"]) == (None, None, "/scores")
         assert access.variables(run.folder, found)["VOLLEY_SCORER_URL"] == run.stack.urls["scorer"]

@@ -25,9 +25,8 @@ from shared.run.progress import TicketProgress
 from shared.types import WeightVersion
 from tests.fuzz.test_msgpack import GROUP
 from tests.fuzz.values import EXAMPLES, JSON, WIRE, as_json, changed
-from volley.commands import status
 from volley.reporting import jsonl
-from volley.runs import addresses
+from volley.runs import addresses, observing
 from volley.runs import record as runs
 
 MANIFEST = orjson.loads(
@@ -195,7 +194,7 @@ def test_process_lists(tmp_path_factory: pytest.TempPathFactory, data: bytes) ->
     folder = RunFolder(tmp_path_factory.getbasetemp())
     folder.processes.write_bytes(data)
     with suppress(ConfigError):
-        status._services(addresses.read(folder))
+        observing._services(addresses.read(folder))
 
 
 @pytest.mark.parametrize(

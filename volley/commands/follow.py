@@ -18,6 +18,7 @@ from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
 from shared.web.access import Role, token_for
 from volley.commands import train
+from volley.dashboard.beside import in_browser
 from volley.local import stack
 from volley.printing import print_lines
 from volley.reporting import report
@@ -65,6 +66,7 @@ async def _watch(loaded: LoadedConfig, folder: RunFolder) -> None:
     running = stack.LocalStack(urls, token_for(services.token_files, Role.VIEWER), services.tls.ca_file, [])
     async with train.stopping_on_signal():
         with (
+            in_browser(folder, print_lines, wanted=loaded.config.run.dashboard),
             tracked(folder, loaded.config.run.trackers, print_text),
             shown(loaded.config.trainer.max_steps) as display,
         ):

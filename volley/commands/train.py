@@ -26,7 +26,7 @@ from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
 from shared.services import kind_of
 from volley.commands import sft_run
-from volley.commands.status import ServiceStatus, ask_all, unready
+from volley.dashboard.beside import in_browser
 from volley.local import external, stack
 from volley.local.processes import Reaper
 from volley.local.supervisor import RestartPolicy, Say, Seen, ServiceFailed, ServiceState, unseen
@@ -38,6 +38,7 @@ from volley.reporting.progress import Activity, ProgressDisplay, RecordTails, pr
 from volley.runs import survey
 from volley.runs.answers import fetch_status
 from volley.runs.elapsed import counting
+from volley.runs.observing import ServiceStatus, ask_all, unready
 from volley.runs.record import RunClaim, RunRecord, claimed, mark_finished, read_record, stored
 from volley.tracking.beside import tracked
 from volley.verify import command
@@ -117,6 +118,7 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
         tails, started = RecordTails(folder), dict[str, ServiceState]()
         try:
             with (
+                in_browser(folder, say, wanted=loaded.config.run.dashboard),
                 tracked(folder, loaded.config.run.trackers, print_text),
                 shown(max_steps) as display,
             ):

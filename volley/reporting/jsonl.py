@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,6 +52,15 @@ class JsonlTail:
 def read(path: Path) -> list[dict[str, Any]]:
     """All complete lines."""
     return JsonlTail(path).new()
+
+
+def numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a line; those of a nested mapping are named KEY/NAME."""
+    for key, value in line.items():
+        if isinstance(value, dict):
+            yield from numbers(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield prefix + key, value
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

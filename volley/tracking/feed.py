@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 from shared.files.storage import replace
 from shared.run import commits
 from shared.run.folder import RunFolder
-from volley.reporting.jsonl import JsonlTail
+from volley.reporting.jsonl import JsonlTail, numbers
 from volley.runs.record import read_record
 
 type Message = dict[str, Any]
@@ -117,20 +117,11 @@ class Feed:
 def _scalars(group: str, line: Mapping[str, Any]) -> Message:
     env = line.get("env")
     return {
-        "scalars": dict(_numbers(line)),
+        "scalars": {key: value for key, value in numbers(line) if key not in _NOT_METRICS},
         "group": f"{group}/{env}" if isinstance(env, str) else group,
         "step": line.get("step", 0),
         "time": line.get("time", time.time()),
     }
-
-
-def _numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a line; those of a nested mapping are named KEY/NAME."""
-    for key, value in line.items():
-        if isinstance(value, dict):
-            yield from _numbers(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and key not in _NOT_METRICS:
-            yield prefix + key, value
 
 
 def _cell(value: Any) -> Any:

@@ -1,0 +1,272 @@
+"""The dashboard's routes over a run that the trainer's own loop wrote, and over damaged and hostile folders."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from shared.run.folder import RunFolder
+from shared.types import WeightVersion
+from tests.support.asgi import served
+from tests.support.small_run import make
+from volley.dashboard.advice import advise
+from volley.dashboard.app import make_app
+from volley.dashboard.beside import in_browser
+from volley.dashboard.entrance import Entrance
+from volley.dashboard.episodes import read_group
+from volley.dashboard.index import EpisodeIndex, Filters, Listing
+from volley.dashboard.runs import Runs
+from volley.reporting.intervals import SuccessRate
+
+HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m\x00"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("dashboard") / "runs"
+    make(root / "r")
+    return root
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the run, in a folder of its own; its index lies there too."""
+    shutil.copytree(made, tmp_path / "runs")
+    monkeypatch.setattr("volley.dashboard.index.CACHE", tmp_path / "cache")
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+async def page(root: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A browser that the link has admitted."""
+    entrance = Entrance()
+    async with served(make_app(Runs([root]), entrance)) as url, httpx.AsyncClient(base_url=url) as client:
+        answer = await client.get(f"/login?code={entrance.code}", follow_redirects=False)
+        assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        yield client
+
+
+async def get(page: httpx.AsyncClient, path: str, **query: Any) -> Any:
+    answer = await page.get(path, params=query)
+    assert answer.status_code == 200, answer.text
+    return orjson.loads(answer.content)
+
+
+async def test_only_the_link_admits_and_only_once(root: Path) -> None:
+    entrance = Entrance()
+    async with served(make_app(Runs([root]), entrance)) as url, httpx.AsyncClient(base_url=url) as stranger:
+        assert (await stranger.get("/")).status_code == 200  # the page without any data
+        for path in ("/api/runs", "/api/runs/r", "/api/runs/r/episodes", "/api/runs/r/tickets/0", "/metrics"):
+            assert (await stranger.get(path)).status_code == 401
+        assert (await stranger.get("/login?code=wrong")).status_code == 403
+        used = entrance.code
+        cookie = (await stranger.get(f"/login?code={used}")).headers["set-cookie"]
+        assert {"HttpOnly", "SameSite=Strict"} <= {part.strip() for part in cookie.split(";")}
+        assert (await stranger.get("/api/runs")).status_code == 200
+        assert (await stranger.get(f"/login?code={used}")).status_code == 403
+        assert (await stranger.post("/api/runs")).status_code == 405
+        stranger.cookies.clear()
+        assert (await stranger.get("/api/runs", headers={b"cookie": b"volley_dashboard=\xff;a"})).status_code == 401
+
+
+async def test_each_answer_forbids_what_is_not_from_here(page: httpx.AsyncClient) -> None:
+    for path in ("/", "/static/app.js", "/api/runs", "/api/runs/none", "/static/../app.py"):
+        policy = (await page.get(path)).headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+    for file in await asyncio.to_thread(lambda: list((Path("volley/dashboard/static")).iterdir())):
+        text = file.read_text(encoding="utf-8")
+        assert "innerHTML" not in text or file.name == "uplot.js"
+        assert "https://" not in text.replace("https://github.com/leeoniya/uPlot", "")
+
+
+async def test_a_run_is_shown_with_its_curves_and_ledger(page: httpx.AsyncClient) -> None:
+    (row,) = await get(page, "/api/runs")
+    assert (row["name"], row["state"], row["step"], row["problem"]) == ("r", "finished", 5, None)
+    found = await get(page, "/api/runs/r")
+    assert found["curves"]["train"]["step"] == [1, 2, 3, 4, 5]
+    assert len(found["curves"]["train"]["columns"]["reward_mean"]) == 5
+    assert found["dispositions"]["trained"] >= 10
+    assert {"stale", "failed"} <= found["dispositions"].keys()
+    assert len(found["chain"]) == 64
+    assert (await page.get("/api/runs/other")).status_code == 404
+
+
+async def test_episodes_are_listed_filtered_and_sorted(page: httpx.AsyncClient) -> None:
+    found = await get(page, "/api/runs/r/episodes")
+    assert found["total"] == len(found["rows"]) == 20
+    assert found["rows"][0]["step"] == 5
+    assert (found["waiting"], found["damaged"], found["choices"]["env"]) == (0, {}, ["toy"])
+    by_reward = await get(page, "/api/runs/r/episodes", sort="reward", descending=False)
+    rewards = [row["reward"] for row in by_reward["rows"]]
+    assert rewards == sorted(rewards)
+    one = found["rows"][3]
+    assert {row["ticket"] for row in (await get(page, "/api/runs/r/episodes", ticket=one["ticket"]))["rows"]} == {
+        one["ticket"]
+    }
+    assert (await get(page, "/api/runs/r/episodes", step_min=2, step_max=3))["total"] == 8
+    assert (await get(page, "/api/runs/r/episodes", text="TRAIN/", reward_min=0.5))["total"] > 0
+    assert (await get(page, "/api/runs/r/episodes", text="' OR 1=1 --"))["total"] == 0
+    assert len((await get(page, "/api/runs/r/episodes", limit=3, offset=18))["rows"]) == 2
+
+
+@pytest.mark.parametrize(
+    "query", [{"sort": "step; DROP"}, {"limit": 10**6}, {"nothing": 1}, {"ticket": 10**30}, {"reward_min": "nan"}]
+)
+async def test_wrong_filters_are_refused(page: httpx.AsyncClient, query: dict[str, Any]) -> None:
+    answer = await page.get("/api/runs/r/episodes", params=query)
+    assert answer.status_code == 400 or answer.status_code == 422
+    assert answer.json()["detail"]
+
+
+async def test_a_ticket_is_shown_token_by_token(page: httpx.AsyncClient, root: Path) -> None:
+    row = (await get(page, "/api/runs/r/episodes", sort="sequences"))["rows"][0]
+    found = await get(page, f"/api/runs/r/tickets/{row['ticket']}")
+    version = WeightVersion.parse(row["version"])
+    group = read_group(RunFolder(root / "r"), "r", version, row["ticket"])
+    for shown, one in zip(found["trajectories"], group.trajectories, strict=True):
+        assert (shown["reward"], shown["success"], shown["sample"]) == (one.reward, one.success, one.sample_index)
+        for sequence, whole in zip(shown["sequences"], one.sequences(), strict=True):
+            assert sequence["ids"] == whole.token_ids.tolist()
+            assert sequence["mask"] == whole.loss_mask.tolist()
+            assert sequence["logprobs"] == pytest.approx(whole.logprobs.tolist(), abs=1e-5)
+            assert len(sequence["texts"]) == len(sequence["ids"])
+    assert [line["disposition"] for line in found["ledger"]] == ["trained"]
+    assert (await page.get("/api/runs/r/tickets/99999")).status_code == 404
+    assert (await page.get(f"/api/runs/r/tickets/{row['ticket']}", params={"version": "e9-s9"})).status_code == 400
+
+
+async def test_an_export_holds_the_listed_episodes(page: httpx.AsyncClient) -> None:
+    answer = await page.get("/api/runs/r/episodes.jsonl", params={"step_min": 5})
+    lines = [orjson.loads(line) for line in answer.content.splitlines()]
+    assert [(line["step"], line["sample"]) for line in lines] == [(5, 0), (5, 1), (5, 0), (5, 1)]
+    assert all(turn["text"] for line in lines for turn in line["turns"])
+
+
+async def test_hostile_text_and_numbers_stay_data(page: httpx.AsyncClient, root: Path) -> None:
+    with (root / "r" / "metrics.jsonl").open("ab") as file:
+        file.write(orjson.dumps({"step": 5, "version": "e000002-s000005", HOSTILE: 1.0, "loss": "NaN"}) + b"\n")
+        file.write(b'{"step": 1e999}\nnot json\n{"half')
+    found = await get(page, "/api/runs/r")
+    assert found["curves"]["train"]["step"] == [1, 2, 3, 4, 5]
+    assert HOSTILE in found["curves"]["train"]["columns"]
+
+
+async def test_damaged_and_foreign_folders_are_named_not_read(page: httpx.AsyncClient, root: Path) -> None:
+    damaged = sorted((root / "r" / "archive").glob("e*/*.zst"))[-1]
+    damaged.write_bytes(damaged.read_bytes()[:-20])
+    assert list((await get(page, "/api/runs/r/episodes"))["damaged"]) == ["e000002-s000005"]
+    shutil.copytree(root / "r", root / "strange")
+    (root / "strange" / "metrics.jsonl").unlink()
+    os.mkfifo(root / "strange" / "metrics.jsonl")
+    (root / "empty").mkdir()
+    (root / "empty" / "run.json").write_text("{", encoding="utf-8")
+    rows = {row["name"]: row for row in await get(page, "/api/runs")}
+    assert rows["strange"]["state"] == "refused"
+    assert "metrics.jsonl" in rows["strange"]["problem"]
+    assert rows["empty"]["state"] == "unreadable"
+    assert (await page.get("/api/runs/strange/episodes")).status_code == 403
+
+
+async def test_events_follow_the_files_and_end_with_the_server(root: Path) -> None:
+    entrance = Entrance()
+    app = make_app(Runs([root]), entrance)
+    headers = {"authorization": f"Bearer {entrance.token}"}
+    async with served(app) as url, httpx.AsyncClient(base_url=url, headers=headers) as client:
+        async with client.stream("GET", "/api/runs/r/events") as stream:
+            lines = stream.aiter_lines()
+            assert await anext(lines) == "event: records"
+            with (root / "r" / "evals.jsonl").open("ab") as file:
+                file.write(b'{"step": 5, "success": 1.0, "n_tasks": 4, "reward_mean": 1.0}\n')
+            while (line := await anext(lines)) != "event: records":
+                assert not line.startswith("event")
+            app.state.dashboard.ended.set()
+            assert [line async for line in lines if line.startswith("event")] == []
+        assert app.state.dashboard.streams == 0
+
+
+def test_the_index_is_kept_and_an_unwritable_cache_is_no_error(root: Path, tmp_path: Path) -> None:
+    folder = RunFolder(root / "r")
+    first = EpisodeIndex(folder, "r", tmp_path / "kept")
+    assert first.refresh(most_files=2) == 3
+    assert EpisodeIndex(folder, "r", tmp_path / "kept").refresh() == 0
+    (tmp_path / "file").touch()
+    beside = EpisodeIndex(folder, "r", tmp_path / "file")
+    beside.refresh()
+    assert beside.page(Listing())["total"] == len(list(beside.every(Filters()))) == 20
+
+
+STEADY = {"entropy": 1.0, "success": 0.2, "zero_variance_groups": 0.1, "wait_s": 1.0, "step_s": 2.0, "grad_norm": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("late", "metric"),
+    [
+        ({"entropy": 0.01}, "entropy"),
+        ({"zero_variance_groups": 0.6}, "zero_variance_groups"),
+        ({"wait_s": 9.0}, "wait_s"),
+        ({"wait_s": 0.0}, "step_s"),
+        ({"grad_norm": 40.0}, "grad_norm"),
+        ({"clip_fraction": 0.5}, "clip_fraction"),
+        ({"effective_share": 0.1}, "effective_share"),
+        ({"truncation_rate": 0.9}, "truncation_rate"),
+        ({"logprob_abs_diff_current": 0.1}, "logprob_abs_diff_current"),
+        ({"failed_attempts": {"EngineError": 5}, "episodes": 8}, "failed_attempts"),
+    ],
+)
+def test_advice_names_what_changed_and_a_steady_run_gets_none(late: dict[str, Any], metric: str) -> None:
+    steps = [{"step": n, **STEADY} for n in range(1, 31)]
+    assert advise(steps, []) == []
+    changed = [*steps, *({"step": n, **STEADY, **late} for n in range(31, 37))]
+    (found,) = advise(changed, [])
+    assert found.metric == metric
+    if metric in ("entropy", "logprob_abs_diff_current"):
+        assert "31" in found.text
+
+
+def test_advice_on_a_fall_needs_intervals_apart() -> None:
+    def rate(step: int, success: float) -> SuccessRate:
+        row = SuccessRate.of({"step": step, "success": success, "n_tasks": 100})
+        assert row is not None
+        return row
+
+    assert advise([], [rate(0, 0.5), rate(2, 0.45)]) == []
+    (found,) = advise([], [rate(0, 0.9), rate(2, 0.3)])
+    assert (found.level, found.metric) == ("warning", "success")
+
+
+def test_the_server_beside_a_run_starts_with_the_first_visitor_and_ends_with_the_run(root: Path) -> None:
+    folder, said = RunFolder(root / "r"), list[str]()
+    folder.logs.mkdir(exist_ok=True)
+    with in_browser(folder, said.append):
+        link = said[0].partition(" ")[2]
+        assert not (folder.logs / "dashboard.log").exists()
+        with httpx.Client(follow_redirects=True, timeout=60) as browser:
+            assert browser.get(link).status_code == 200
+            address = httpx.URL(link)
+            assert browser.get(address.copy_with(path="/api/runs", query=None)).json()[0]["name"] == "r"
+    with pytest.raises(OSError), socket.create_connection((address.host, address.port or 0), 1):
+        pass
+    with in_browser(folder, said.append, wanted=False):
+        assert len(said) == 1
+
+
+@pytest.mark.parametrize("arguments", [["nowhere"], ["--port", "99999"], ["--host", "8.8.8.8"]])
+def test_what_cannot_be_served_is_refused_at_once(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "volley", "dashboard", *arguments], cwd=tmp_path, capture_output=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert b"Traceback" not in done.stderr

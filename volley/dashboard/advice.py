@@ -1,0 +1,215 @@
+"""Advice on a run's health, from its metrics: what is seen, since when, and which settings help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from volley.reporting.intervals import SuccessRate
+
+type Rows = Sequence[Mapping[str, Any]]
+
+_WINDOW = 5
+"""Steps over which a figure has to persist."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """`metric` is the curve that shows it; `help` names settings."""
+
+    level: Literal["warning", "note"]
+    text: str
+    help: str
+    metric: str
+
+
+def advise(steps: Rows, evals: Sequence[SuccessRate]) -> list[Advice]:
+    """Return advice, warnings first.
+
+    Args:
+        steps: lines of metrics.jsonl that count, by step.
+        evals: held-out success of the main environment, by step.
+    """
+    found = [advice for rule in _RULES for advice in rule(steps)] + list(_fell(evals))
+    return sorted(found, key=lambda one: one.level != "warning")
+
+
+def _mean(steps: Rows, key: str, last: int = _WINDOW) -> float | None:
+    """Mean of the last values; None if the run has fewer."""
+    values = [row[key] for row in steps if isinstance(row.get(key), int | float)]
+    return sum(values[-last:]) / last if len(values) >= last else None
+
+
+def _since(steps: Rows, key: str, holds: Callable[[float], bool]) -> int:
+    """First step of the last unbroken stretch in which a condition holds."""
+    first = 0
+    for row in reversed(steps):
+        value = row.get(key)
+        if not isinstance(value, int | float):
+            continue
+        if not holds(value):
+            break
+        first = int(row["step"])
+    return first
+
+
+def _entropy(steps: Rows) -> Iterator[Advice]:
+    values = [row["entropy"] for row in steps if isinstance(row.get("entropy"), int | float)]
+    now = _mean(steps, "entropy")
+    if now is None or len(values) < 2 * _WINDOW:
+        return
+    before = sum(values[:_WINDOW]) / _WINDOW
+    limit = before / 10
+    if before > 0 and now < limit and (_mean(steps, "success") or 0.0) < 0.9:
+        since = _since(steps, "entropy", lambda value: value < limit)
+        yield Advice(
+            "warning",
+            f"entropy collapsed at step {since}: {before:.3g} → {now:.3g} nats a token, and success is below 90 %",
+            "lower trainer.optimizer_config.learning_rate, raise grpo_config.epsilon_high (DAPO's clip-higher), "
+            "or set algorithm.entropy_coef",
+            "entropy",
+        )
+
+
+def _no_variance(steps: Rows) -> Iterator[Advice]:
+    share = _mean(steps, "zero_variance_groups")
+    if share is not None and share >= 0.5:
+        solved = (_mean(steps, "success") or 0.0) > 0.5
+        yield Advice(
+            "warning",
+            f"{share:.0%} of the groups have no variance: all their rewards are equal, so they teach nothing",
+            (
+                "tasks are too easy: add harder ones, or a curriculum (data.curriculum)"
+                if solved
+                else "tasks are too hard: "
+            )
+            + (
+                ""
+                if solved
+                else "start with a warm start (mode: sft+rl), easier tasks, or more grpo_config.num_generations"
+            )
+            + "; orchestrator.generation.filters drops such groups before they are trained on",
+            "zero_variance_groups",
+        )
+
+
+def _waiting(steps: Rows) -> Iterator[Advice]:
+    wait, step = _mean(steps, "wait_s"), _mean(steps, "step_s")
+    if wait is None or step is None or wait + step <= 0:
+        return
+    share = wait / (wait + step)
+    if share > 0.6:
+        yield Advice(
+            "note",
+            f"the trainer waits for groups {share:.0%} of the time",
+            "add rollout servers (services.rollout_replicas), or raise grpo_config.off_policy_steps",
+            "wait_s",
+        )
+    if share < 0.05:
+        yield Advice(
+            "note",
+            f"servers wait for the trainer: it waits for groups only {share:.0%} of the time",
+            "fewer rollout servers do as well; trainer.micro_batch_tokens and packing make steps faster",
+            "step_s",
+        )
+
+
+def _mismatch(steps: Rows) -> Iterator[Advice]:
+    difference = _mean(steps, "logprob_abs_diff_current")
+    if difference is not None and difference > 0.02:
+        since = _since(steps, "logprob_abs_diff_current", lambda value: value > 0.02)
+        yield Advice(
+            "warning",
+            f"engine and trainer disagree since step {since}: {difference:.2g} nats a token for the same weights",
+            "use one dtype for both, or correct it: grpo_config.sampler_is: token",
+            "logprob_abs_diff_current",
+        )
+
+
+def _clipped(steps: Rows) -> Iterator[Advice]:
+    share = _mean(steps, "clip_fraction")
+    if share is not None and share > 0.3:
+        yield Advice(
+            "warning",
+            f"{share:.0%} of the tokens are clipped",
+            "lower trainer.optimizer_config.learning_rate, grpo_config.num_iterations or grpo_config.off_policy_steps",
+            "clip_fraction",
+        )
+
+
+def _off_policy(steps: Rows) -> Iterator[Advice]:
+    share = _mean(steps, "effective_share")
+    if share is not None and share < 0.3:
+        yield Advice(
+            "warning",
+            f"the importance weights leave {share:.0%} of the tokens effective",
+            "lower grpo_config.off_policy_steps or the learning rate",
+            "effective_share",
+        )
+
+
+def _truncated(steps: Rows) -> Iterator[Advice]:
+    share = _mean(steps, "truncation_rate")
+    if share is not None and share > 0.3:
+        yield Advice(
+            "note",
+            f"{share:.0%} of the episodes are cut by a limit",
+            "raise grpo_config.max_response_length, orchestrator.max_turns or the environment's own limit; "
+            "the curve ends/… shows which",
+            "truncation_rate",
+        )
+
+
+def _attempts(steps: Rows) -> Iterator[Advice]:
+    recent = steps[-_WINDOW:]
+    failures: dict[str, int] = {}
+    for row in recent:
+        for name, n in (row.get("failed_attempts") or {}).items():
+            failures[name] = failures.get(name, 0) + n
+    episodes = sum(row.get("episodes") or 0 for row in recent)
+    total = sum(failures.values())
+    if episodes and total > 0.1 * episodes:
+        named = ", ".join(f"{name} {n}" for name, n in sorted(failures.items(), key=lambda item: -item[1]))
+        yield Advice(
+            "warning",
+            f"{total} attempts of {episodes} episodes failed in the last {len(recent)} steps: {named}",
+            "no reward is given for them, but they cost time: see the logs of the named part",
+            "failed_attempts",
+        )
+
+
+def _gradients(steps: Rows) -> Iterator[Advice]:
+    values = [(int(row["step"]), row["grad_norm"]) for row in steps if isinstance(row.get("grad_norm"), int | float)]
+    if len(values) < 4 * _WINDOW:
+        return
+    middle = sorted(value for _, value in values)[len(values) // 2]
+    last = [(step, value) for step, value in values[-_WINDOW:] if middle > 0 and value > 10 * middle]
+    if last:
+        step, value = last[-1]
+        yield Advice(
+            "warning",
+            f"the gradient at step {step} is {value / middle:.0f} times the median",
+            "set trainer.optimizer_config.max_grad_norm, or lower the learning rate",
+            "grad_norm",
+        )
+
+
+def _fell(evals: Sequence[SuccessRate]) -> Iterator[Advice]:
+    if len(evals) < 2:
+        return
+    best, last = max(evals, key=lambda one: one.success), evals[-1]
+    if last.high < best.low:
+        yield Advice(
+            "warning",
+            f"held-out success: from {best.success:.1%} (step {best.step}) to {last.success:.1%} (step {last.step})",
+            "`volley export` writes the best version; `volley up` continues, a new run with model.path=RUN@VERSION "
+            "starts from there",
+            "success",
+        )
+
+
+_RULES: Sequence[Callable[[Rows], Iterator[Advice]]] = (
+    *(_entropy, _no_variance, _mismatch, _clipped, _off_policy, _gradients, _attempts),
+    *(_waiting, _truncated),
+)

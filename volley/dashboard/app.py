@@ -1,0 +1,236 @@
+"""Routes of the dashboard. It reads run folders and asks services for their state; it changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi.responses import FileResponse, RedirectResponse, Response, StreamingResponse
+
+from shared.errors import Forbidden, NotFound, RateLimited
+from shared.services_schema import Limits
+from shared.types import WeightVersion
+from shared.web.access import AccessTokens, Role
+from shared.web.http import create_app
+from volley.dashboard import episodes
+from volley.dashboard.advice import advise
+from volley.dashboard.entrance import CookieAccess, Entrance
+from volley.dashboard.index import EpisodeIndex, Filters, Listing, undone
+from volley.dashboard.live import Fleet, events
+from volley.dashboard.runs import RunFiles, Runs
+from volley.reporting.intervals import SuccessRate
+from volley.reporting.jsonl import read
+
+STATIC = Path(__file__).with_name("static")
+_FILES = frozenset(path.name for path in STATIC.iterdir()) if STATIC.is_dir() else frozenset[str]()
+_MOST_STREAMS = 32
+_MOST_OPEN = 8
+_MOST_FILES = 24
+"""Archived files that one request indexes; the page asks again while files are waiting."""
+
+ROLES = {
+    "GET /": Role.ANYONE,
+    "GET /login": Role.ANYONE,
+    "GET /static/{name}": Role.ANYONE,
+    "GET /api/runs": Role.VIEWER,
+    "GET /api/runs/{run}": Role.VIEWER,
+    "GET /api/runs/{run}/fleet": Role.VIEWER,
+    "GET /api/runs/{run}/events": Role.VIEWER,
+    "GET /api/runs/{run}/episodes": Role.VIEWER,
+    "GET /api/runs/{run}/episodes.jsonl": Role.VIEWER,
+    "GET /api/runs/{run}/tickets/{ticket}": Role.VIEWER,
+}
+router = APIRouter()
+
+
+class DashboardState:
+    """Open runs, their indexes and fleets; the least recently opened index is closed beyond `_MOST_OPEN`."""
+
+    def __init__(self, runs: Runs, entrance: Entrance) -> None:
+        self.runs, self.entrance = runs, entrance
+        self.ended = asyncio.Event()
+        self.streams = 0
+        self._indexes: dict[str, EpisodeIndex] = {}
+        self._fleets: dict[str, Fleet] = {}
+
+    def index(self, files: RunFiles) -> EpisodeIndex:
+        key = str(files.folder.path)
+        index = self._indexes.pop(key, None) or EpisodeIndex(files.folder, files.folder.name)
+        self._indexes[key] = index
+        while len(self._indexes) > _MOST_OPEN:
+            del self._indexes[next(iter(self._indexes))]
+        return index
+
+    def fleet(self, files: RunFiles) -> Fleet:
+        return self._fleets.setdefault(str(files.folder.path), Fleet(files.folder))
+
+
+def make_app(runs: Runs, entrance: Entrance) -> FastAPI:
+    app = create_app(
+        "dashboard",
+        limits=Limits(),
+        tokens=AccessTokens({Role.VIEWER: entrance.token}),
+        ready=lambda: None,
+        roles=ROLES,
+    )
+    app.state.dashboard = DashboardState(runs, entrance)
+    app.include_router(router)
+    app.add_middleware(CookieAccess)
+    return app
+
+
+def _state(request: Request) -> DashboardState:
+    return request.app.state.dashboard
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
+
+
+@router.get("/static/{name}", include_in_schema=False)
+async def static(name: str) -> Response:
+    if name not in _FILES:
+        raise NotFound(f"there is no file {name[:100]}")
+    return FileResponse(STATIC / name, headers={"Cache-Control": "no-cache"})
+
+
+@router.get("/login", include_in_schema=False)
+async def login(request: Request, code: str = "") -> Response:
+    """Exchange the code of the printed link for a cookie, once."""
+    entrance = _state(request).entrance
+    if not entrance.admits(code):
+        raise Forbidden("this link was used before, or is wrong", "`volley dashboard` prints a new one")
+    return RedirectResponse("/", 303, {"Set-Cookie": entrance.cookie, "Cache-Control": "no-store"})
+
+
+@router.get("/api/runs", tags=["dashboard"])
+async def list_runs(request: Request) -> Response:
+    return _json(await asyncio.to_thread(_state(request).runs.summaries))
+
+
+@router.get("/api/runs/{run}", tags=["dashboard"])
+async def one_run(request: Request, run: str) -> Response:
+    """Summary, curves, advice, dispositions of tickets, and hand-overs of a run."""
+    files = await asyncio.to_thread(_state(request).runs.open, run)
+    return _json(await asyncio.to_thread(_described, files))
+
+
+def _described(files: RunFiles) -> dict[str, Any]:
+    summary = files.summary()
+    record = files.record
+    rates = [rate for row in files.rows("eval") if not row.get("env") and (rate := SuccessRate.of(row)) is not None]
+    found = {"summary": dataclasses.asdict(summary), "config": dict(record.config) if record else {}}
+    if files.problem is not None:
+        return found
+    dispositions: dict[str, int] = {}
+    for line in read(files.folder.ledger):
+        if isinstance(name := line.get("disposition"), str):
+            dispositions[name] = dispositions.get(name, 0) + 1
+    head = files.head
+    return found | {
+        "curves": files.curves(),
+        "advice": [dataclasses.asdict(one) for one in advise(files.rows("train"), rates)],
+        "dispositions": dispositions,
+        "chain": head.chain.steps if head is not None and head.chain is not None else None,
+        "version": None if head is None else str(head.version),
+    }
+
+
+@router.get("/api/runs/{run}/fleet", tags=["dashboard"])
+async def fleet(request: Request, run: str) -> Response:
+    """State of the run's services, and who waits for whom."""
+    files = await asyncio.to_thread(_state(request).runs.open, run)
+    return _json(await _state(request).fleet(files).report())
+
+
+@router.get("/api/runs/{run}/events", tags=["dashboard"])
+async def follow(request: Request, run: str) -> Response:
+    """Server-sent events of a run: `records` and `fleet`."""
+    state = _state(request)
+    files = await asyncio.to_thread(state.runs.open, run)
+    if state.streams >= _MOST_STREAMS:
+        raise RateLimited(f"{_MOST_STREAMS} pages are open", "close some", 10.0)
+
+    async def counted() -> AsyncIterator[bytes]:
+        state.streams += 1
+        try:
+            async for event in events(files, state.fleet(files), state.ended):
+                yield event
+        finally:
+            state.streams -= 1
+
+    return StreamingResponse(counted(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+@router.get("/api/runs/{run}/episodes", tags=["dashboard"])
+async def list_episodes(request: Request, run: str, asked: Annotated[Listing, Query()]) -> Response:
+    """Archived episodes that meet the filters. `waiting`: archived files that are not indexed yet."""
+    state = _state(request)
+    files = await asyncio.to_thread(state.runs.open, run)
+    return _json(await asyncio.to_thread(_listed, files, state.index(files), asked))
+
+
+def _listed(files: RunFiles, index: EpisodeIndex, asked: Listing) -> dict[str, Any]:
+    if files.problem is not None:
+        raise Forbidden(f"{files.folder.path}: {files.problem}", "the folder holds files that no run writes")
+    waiting = index.refresh(most_files=_MOST_FILES)
+    page = index.page(asked)
+    for row, is_undone in zip(page["rows"], undone(page["rows"], files.head), strict=True):
+        row["undone"] = is_undone
+    return page | {"waiting": waiting, "damaged": index.damaged, "choices": index.choices()}
+
+
+@router.get("/api/runs/{run}/episodes.jsonl", tags=["dashboard"])
+async def export_episodes(request: Request, run: str, asked: Annotated[Filters, Query()]) -> Response:
+    """Archived episodes that meet the filters, with their texts, a JSON line for each."""
+    state = _state(request)
+    files = await asyncio.to_thread(state.runs.open, run)
+    lines = await asyncio.to_thread(lambda: _exported(files, state.index(files), asked))
+    headers = {"Content-Disposition": 'attachment; filename="episodes.jsonl"'}
+    return StreamingResponse(lines, media_type="application/x-ndjson", headers=headers)
+
+
+def _exported(files: RunFiles, index: EpisodeIndex, asked: Filters) -> Iterator[bytes]:
+    index.refresh()
+    tokenizer, run = episodes.tokenizer_of(files.folder), files.folder.name
+    wanted: dict[tuple[str, int], set[int]] = {}
+    for row in index.every(asked):
+        wanted.setdefault((row["version"], row["ticket"]), set()).add(row["sample"])
+    for (name, ticket), samples in wanted.items():
+        version = WeightVersion.parse(name)
+        group = episodes.shown(episodes.read_group(files.folder, run, version, ticket), version, tokenizer)
+        yield from (orjson.dumps(one) + b"\n" for one in episodes.record_of(group) if one["sample"] in samples)
+
+
+@router.get("/api/runs/{run}/tickets/{ticket}", tags=["dashboard"])
+async def one_ticket(request: Request, run: str, ticket: int, version: str = "") -> Response:
+    """All episodes of a ticket, token by token, with its line in the ledger."""
+    state = _state(request)
+    files = await asyncio.to_thread(state.runs.open, run)
+    return _json(await asyncio.to_thread(_ticket, files, state.index(files), ticket, version))
+
+
+def _ticket(files: RunFiles, index: EpisodeIndex, ticket: int, version: str) -> dict[str, Any]:
+    lines = [line for line in read(files.folder.ledger) if line.get("ticket") == ticket]
+    if version:
+        found = [WeightVersion.parse(version)]
+    else:
+        named = [line["version"] for line in lines if line.get("disposition") == "trained"]
+        found = [WeightVersion.parse(name) for name in reversed(named)] or index.versions_of(ticket)
+    if not found:
+        raise NotFound(f"no step was trained on ticket {ticket}", "only groups that were trained on are archived")
+    group = episodes.read_group(files.folder, files.folder.name, found[0], ticket)
+    return episodes.shown(group, found[0], episodes.tokenizer_of(files.folder)) | {
+        "ledger": lines,
+        "path": str(files.folder.path),
+    }

@@ -1,0 +1,91 @@
+"""The dashboard beside a run: `volley train` listens, and starts the server when a browser connects.
+
+So it takes neither time nor memory of a run that nobody looks at.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from shared.process.ports import hold_free
+from shared.run.folder import RunFolder
+from volley.dashboard.entrance import link, new_code
+
+PORT = 8100
+CODE = "VOLLEY_DASHBOARD_CODE"
+"""Variable with the code of the link, for the server's process."""
+_STOP_S = 5.0
+
+
+@contextmanager
+def in_browser(folder: RunFolder, say: Callable[[str], None], *, wanted: bool = True) -> Iterator[None]:
+    """Offer the dashboard inside the context; `say` gets its link."""
+    if not wanted:
+        yield
+        return
+    try:
+        listener = hold_free("127.0.0.1", PORT)
+        listener.listen(16)
+    except OSError as error:
+        say(f"no dashboard: {error.strerror}")
+        yield
+        return
+    code = new_code()
+    say(f"dashboard: {link(listener, code)}")
+    with listener, _serving(listener, folder, code):
+        yield
+
+
+@contextmanager
+def _serving(listener: socket.socket, folder: RunFolder, code: str) -> Iterator[None]:
+    started = list[subprocess.Popen[bytes]]()
+    woken, wake = socket.socketpair()
+
+    def wait() -> None:
+        readable, _, _ = select.select([listener, woken], [], [])
+        if listener in readable and woken not in readable:
+            started.append(_start(listener, folder, code))
+
+    thread = threading.Thread(target=wait, name="dashboard", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        wake.close()
+        thread.join()
+        woken.close()
+        for process in started:
+            _stop(process)
+
+
+def _start(listener: socket.socket, folder: RunFolder, code: str) -> subprocess.Popen[bytes]:
+    number = listener.fileno()
+    with (folder.logs / "dashboard.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "volley", "dashboard", str(folder.path.parent), "--listener", str(number)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[number],
+            env={**os.environ, CODE: code},
+            start_new_session=True,
+        )
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server: it ends with its standard input, also if this process is killed."""
+    assert process.stdin is not None
+    with suppress(OSError):
+        process.stdin.close()
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

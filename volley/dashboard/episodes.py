@@ -1,0 +1,113 @@
+"""Archived episodes, token by token, as the trajectory viewer shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from shared.dialects.decoding import TokenDecoder
+from shared.errors import ConfigError, NotFound, VolleyError
+from shared.models.chat import ChatTokenizer
+from shared.models.hub import model_folder
+from shared.run import archive
+from shared.run.folder import RunFolder
+from shared.sequences import EpisodeSequence
+from shared.types import Group, Trajectory, WeightVersion
+from volley.runs.record import stored
+
+_MOST_TOKENIZERS = 4
+
+
+def read_group(folder: RunFolder, run: str, version: WeightVersion, ticket: int) -> Group:
+    """Read the group of a ticket from the step that made `version`. Raises NotFound, DecodeError."""
+    for payload in archive.read(folder.archive, run, version):
+        group = Group.decode(payload)
+        if group.ticket == ticket:
+            return group
+    raise NotFound(f"{version} was not trained on ticket {ticket}", "the ledger names the step of each ticket")
+
+
+def shown(group: Group, version: WeightVersion, tokenizer: ChatTokenizer | None) -> dict[str, Any]:
+    """Return a group as JSON. Without a tokenizer, tokens are shown by their ids."""
+    return {
+        "ticket": group.ticket,
+        "env": group.env,
+        "task": group.task,
+        "version": str(version),
+        "step": version.step,
+        "trajectories": [_trajectory(one, tokenizer) for one in group.trajectories],
+    }
+
+
+def _trajectory(one: Trajectory, tokenizer: ChatTokenizer | None) -> dict[str, Any]:
+    return {
+        "sample": one.sample_index,
+        "attempt": one.attempt,
+        "reward": one.reward,
+        "components": dict(one.reward_components),
+        "success": one.success,
+        "status": one.status,
+        "end": one.end,
+        "faults": dict(one.faults),
+        "failures": dict(one.failures),
+        "timings": dict(one.timings),
+        "prompt_len": one.prompt_len,
+        "sequences": [_sequence(sequence, tokenizer) for sequence in one.sequences()],
+    }
+
+
+def _sequence(one: EpisodeSequence, tokenizer: ChatTokenizer | None) -> dict[str, Any]:
+    ids = one.token_ids.tolist()
+    return {
+        "parent": one.parent,
+        "shared": one.shared,
+        "ids": ids,
+        "texts": texts(ids, tokenizer),
+        "mask": one.loss_mask.tolist(),
+        "logprobs": [round(value, 5) for value in one.logprobs.tolist()],
+        "teacher": None if one.teacher_logprobs is None else [round(v, 5) for v in one.teacher_logprobs.tolist()],
+        "versions": [[span.version, span.start, span.end] for span in one.versions],
+        "turns": [[turn.start, turn.end, turn.role, turn.reward] for turn in one.turns],
+    }
+
+
+def texts(ids: Sequence[int], tokenizer: ChatTokenizer | None) -> list[str]:
+    """Return the text that each token adds; empty for a token that only begins a character."""
+    if tokenizer is None:
+        return [f"{one} " for one in ids]
+    decoder = TokenDecoder(tokenizer, skip_special=False)
+    return [decoder.add([one]) for one in ids]
+
+
+def tokenizer_of(folder: RunFolder) -> ChatTokenizer | None:
+    """Return the tokenizer of a run's model; None if the model's folder is gone, or cannot be trusted."""
+    path: Path | None = None
+    with suppress(VolleyError):
+        path = model_folder(stored(folder.path)[0].config.model.path, folder.path)
+    return None if path is None else _tokenizer(path)
+
+
+@lru_cache(maxsize=_MOST_TOKENIZERS)
+def _tokenizer(path: Path) -> ChatTokenizer | None:
+    try:
+        return ChatTokenizer(path, needs_template=False)
+    except ConfigError:
+        return None
+
+
+def record_of(group: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a line for each episode of a group, for an export: its fields, with texts joined by turn."""
+    rows: list[dict[str, Any]] = []
+    for one in group["trajectories"]:
+        turns = [
+            {"role": role, "text": "".join(sequence["texts"][start:end]), "reward": reward, "sequence": i}
+            for i, sequence in enumerate(one["sequences"])
+            for start, end, role, reward in sequence["turns"]
+        ]
+        fields = ("sample", "reward", "components", "success", "status", "end", "faults", "failures")
+        named = {key: group[key] for key in ("ticket", "env", "task", "version", "step")}
+        rows.append(named | {key: one[key] for key in fields} | {"turns": turns})
+    return rows

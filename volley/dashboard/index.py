@@ -1,0 +1,226 @@
+"""Index of a run's archived episodes, for lists and filters.
+
+A row for each episode lies in a SQLite file in the user's cache, never in the run's folder. Archived files do not
+change, so each is read once. A damaged file is left out and named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shared.errors import DecodeError, InputError
+from shared.files.reading import read_file
+from shared.run import archive
+from shared.run.counted import is_step
+from shared.run.folder import RunFolder
+from shared.run.state import TrainerState
+from shared.types import Group, Trajectory, WeightVersion
+from volley.layout import CACHE
+
+_COLUMNS: Mapping[str, str] = {
+    "version": "TEXT",
+    "step": "INTEGER",
+    "ticket": "INTEGER",
+    "sample": "INTEGER",
+    "env": "TEXT",
+    "task": "TEXT",
+    "reward": "REAL",
+    "success": "INTEGER",
+    "status": "TEXT",
+    "end": "TEXT",
+    "sampled": "INTEGER",
+    "tokens": "INTEGER",
+    "turns": "INTEGER",
+    "sequences": "INTEGER",
+    "staleness": "INTEGER",
+    "attempt": "INTEGER",
+    "failures": "TEXT",
+    "logprob": "REAL",
+}
+SORTS = frozenset(_COLUMNS)
+MOST_ROWS = 500
+_SCHEMA = 1
+type Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
+
+
+class Filters(BaseModel):
+    """Conditions that all rows of a list meet; None for no condition.
+
+    `text` is a part of environment, task, end or failure, or a ticket's number. Bounds are inclusive.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    text: str | None = Field(None, max_length=200)
+    env: str | None = Field(None, max_length=200)
+    end: str | None = Field(None, max_length=100)
+    success: bool | None = None
+    failed: bool | None = None
+    ticket: Integer | None = None
+    step_min: Integer | None = None
+    step_max: Integer | None = None
+    reward_min: float | None = None
+    reward_max: float | None = None
+    tokens_min: Integer | None = None
+    tokens_max: Integer | None = None
+    staleness_min: Integer | None = None
+
+    def sql(self) -> tuple[str, list[Any]]:
+        """Return a WHERE clause and its parameters."""
+        parts: list[tuple[str, Any]] = []
+        for column, low, high in (
+            ("step", self.step_min, self.step_max),
+            ("reward", self.reward_min, self.reward_max),
+            ("tokens", self.tokens_min, self.tokens_max),
+            ("staleness", self.staleness_min, None),
+        ):
+            parts += [(f"{column} >= ?", low)] if low is not None else []
+            parts += [(f"{column} <= ?", high)] if high is not None else []
+        for column in ("env", "end", "ticket"):
+            parts += [(f'"{column}" = ?', value)] if (value := getattr(self, column)) is not None else []
+        parts += [("success = ?", int(self.success))] if self.success is not None else []
+        clauses, values = [clause for clause, _ in parts], [value for _, value in parts]
+        if self.failed is not None:
+            clauses.append("failures != ''" if self.failed else "failures = ''")
+        if self.text:
+            columns = ("env", "task", '"end"', "failures", "CAST(ticket AS TEXT)")
+            clauses.append(f"({' OR '.join(f'instr(lower({column}), ?)' for column in columns)})")
+            values += [self.text.lower()] * len(columns)
+        return (f"WHERE {' AND '.join(clauses)}" if clauses else ""), values
+
+
+class Listing(Filters):
+    """A page of a filtered list, and its order."""
+
+    sort: str = "step"
+    descending: bool = True
+    offset: int = Field(0, ge=0, le=2**53)
+    limit: int = Field(100, ge=1, le=MOST_ROWS)
+
+
+class EpisodeIndex:
+    """Index of one run. Its methods may be called from several threads."""
+
+    def __init__(self, folder: RunFolder, run: str, cache: Path = CACHE / "dashboard") -> None:
+        self._folder, self._run = folder, run
+        self._lock = threading.Lock()
+        self._path = _database(folder, cache)
+        self._memory: sqlite3.Connection | None = None
+        self.damaged: dict[str, str] = {}
+        with self._opened() as database:
+            database.execute("CREATE TABLE IF NOT EXISTS files (version TEXT PRIMARY KEY)")
+            names = ", ".join(f'"{name}" {kind}' for name, kind in _COLUMNS.items())
+            database.execute(f"CREATE TABLE IF NOT EXISTS episodes ({names}, PRIMARY KEY (version, ticket, sample))")
+            database.execute("CREATE INDEX IF NOT EXISTS by_step ON episodes (step, ticket, sample)")
+
+    def refresh(self, *, most_files: int | None = None) -> int:
+        """Index new files, newest first, at most `most_files`. Returns how many remain."""
+        with self._lock, self._opened() as database:
+            known = {row[0] for row in database.execute("SELECT version FROM files")}
+            waiting = [v for v in archive.versions(self._folder.archive) if str(v) not in known]
+            waiting = [v for v in reversed(waiting) if str(v) not in self.damaged]
+            for version in waiting[:most_files]:
+                self._add(database, version)
+            return max(0, len(waiting) - (len(waiting) if most_files is None else most_files))
+
+    def _add(self, database: sqlite3.Connection, version: WeightVersion) -> None:
+        marks = ", ".join("?" * len(_COLUMNS))
+        try:
+            groups = [Group.decode(one) for one in archive.read(self._folder.archive, self._run, version)]
+        except DecodeError as error:
+            self.damaged[str(version)] = str(error)
+            return
+        rows = [_row(version, one) for group in groups for one in group.trajectories]
+        database.executemany(f"INSERT OR REPLACE INTO episodes VALUES ({marks})", rows)  # noqa: S608 - only marks
+        database.execute("INSERT OR REPLACE INTO files VALUES (?)", (str(version),))
+        database.commit()
+
+    def page(self, asked: Listing) -> dict[str, Any]:
+        """Return `{"total", "rows"}` of the episodes that meet the filters. Raises InputError for an unknown column."""
+        if asked.sort not in SORTS:
+            raise InputError(f"no column is called {asked.sort[:50]}", f"sort by one of {', '.join(sorted(SORTS))}")
+        where, values = asked.sql()
+        order = f'ORDER BY "{asked.sort}" {"DESC" if asked.descending else "ASC"}, step DESC, ticket, sample'
+        with self._opened() as database:
+            total = database.execute(f"SELECT count(*) FROM episodes {where}", values).fetchone()[0]  # noqa: S608
+            found = database.execute(
+                f"SELECT * FROM episodes {where} {order} LIMIT ? OFFSET ?",  # noqa: S608 - names of columns are ours
+                [*values, asked.limit, asked.offset],
+            ).fetchall()
+        return {"total": total, "rows": [dict(zip(_COLUMNS, row, strict=True)) for row in found]}
+
+    def every(self, filters: Filters) -> Iterator[dict[str, Any]]:
+        """Yield all rows that meet the filters, by step, ticket and sample."""
+        where, values = filters.sql()
+        with self._opened() as database:
+            rows = database.execute(f"SELECT * FROM episodes {where} ORDER BY step, ticket, sample", values)  # noqa: S608
+            for row in rows:
+                yield dict(zip(_COLUMNS, row, strict=True))
+
+    def choices(self) -> dict[str, list[str]]:
+        """Return the values of `env` and `end`, and the range of steps."""
+        with self._opened() as database:
+            found = {
+                column: [row[0] for row in database.execute(f'SELECT DISTINCT "{column}" FROM episodes ORDER BY 1')]  # noqa: S608
+                for column in ("env", "end")
+            }
+        return {column: [value for value in values if value] for column, values in found.items()}
+
+    def versions_of(self, ticket: int) -> list[WeightVersion]:
+        """Return the versions whose step trained on the ticket, newest first; several if steps were undone."""
+        with self._opened() as database:
+            rows = database.execute("SELECT DISTINCT version FROM episodes WHERE ticket = ?", (ticket,))
+            return sorted((WeightVersion.parse(row[0]) for row in rows), reverse=True)
+
+    @contextmanager
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        if self._memory is not None:
+            yield self._memory
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            database = sqlite3.connect(self._path, timeout=30.0)
+            database.execute("PRAGMA journal_mode=WAL")
+            database.execute("PRAGMA synchronous=OFF")  # an index that is lost is made again
+        except (OSError, sqlite3.Error):  # the cache cannot be written
+            self._memory = sqlite3.connect(":memory:", check_same_thread=False)
+            yield self._memory
+            return
+        with closing(database):
+            yield database
+            database.commit()
+
+
+def undone(rows: Sequence[Mapping[str, Any]], head: TrainerState | None) -> list[bool]:
+    """Tell for each row if its step was undone after a crash."""
+    return [head is not None and not is_step(WeightVersion.parse(row["version"]), head) for row in rows]
+
+
+def _row(version: WeightVersion, one: Trajectory) -> tuple[Any, ...]:
+    sampled = one.stored("loss_mask").astype(bool)
+    logprobs = one.stored("logprobs")[sampled]
+    return (
+        *(str(version), version.step, one.ticket, one.sample_index, one.env, one.task),
+        *(one.reward, int(one.success), one.status, one.end or "", int(sampled.sum()), one.n_stored),
+        sum(turn.role == "assistant" for sequence in one.sequences() for turn in sequence.turns),
+        *(1 + len(one.branches), version.step - 1 - one.oldest().step, one.attempt),
+        ", ".join(f"{name} {n}" for name, n in one.failures.items()),
+        float(logprobs.mean()) if len(logprobs) else None,
+    )
+
+
+def _database(folder: RunFolder, cache: Path) -> Path:
+    """Path of a run's index: it changes if the folder is emptied and a run begins in it again."""
+    began = b""
+    with suppress(OSError):
+        began = read_file(folder.beginning, 1024)
+    identity = f"{_SCHEMA}\n{folder.path}\n".encode() + began
+    return cache / f"{hashlib.sha256(identity).hexdigest()[:24]}.sqlite3"

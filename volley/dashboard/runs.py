@@ -1,0 +1,220 @@
+"""Runs below the folders that a dashboard shows, and the curves of each.
+
+Only files are read: a finished run needs no service, and a running one is not disturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.errors import DecodeError, NotFound, VolleyError
+from shared.files.locks import existing_lock_file, try_lock
+from shared.run import commits, counted, trust
+from shared.run.folder import RunFolder
+from shared.run.pinned import MAX_STEPS
+from shared.run.state import TrainerState
+from volley.reporting.intervals import SuccessRate
+from volley.reporting.jsonl import JsonlTail, numbers
+from volley.runs import survey
+from volley.runs.record import RunRecord, read_record
+
+type Kind = str
+KINDS: tuple[Kind, ...] = ("train", "eval", "sft")
+_MOST_RUNS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """One row of the table of runs. `created`: seconds since 1970. `problem`: reason why the folder is not read."""
+
+    name: str
+    path: str
+    created: float
+    state: str
+    step: int
+    max_steps: int | None
+    success: float | None
+    reward: float | None
+    env: str
+    algorithm: str
+    model: str
+    origin: Mapping[str, str] | None
+    problem: str | None = None
+
+
+class Runs:
+    """Runs in folders; a folder may be that of one run, or hold those of several."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self._roots = [root.absolute() for root in roots]
+        self._open: dict[str, RunFiles] = {}
+
+    def names(self) -> dict[str, Path]:
+        """Folders by the name under which they are shown, newest run first."""
+        found = sorted(self._folders(), key=lambda path: -_modified(path))[:_MOST_RUNS]
+        names: dict[str, Path] = {}
+        for path in found:
+            name, n = path.name, 2
+            while name in names:
+                name, n = f"{path.name}~{n}", n + 1
+            names[name] = path
+        return names
+
+    def _folders(self) -> Iterator[Path]:
+        for root in self._roots:
+            inner = [root] if (root / "run.json").exists() else list(_children(root))
+            yield from (path for path in inner if (path / "run.json").is_file())
+
+    def open(self, name: str) -> RunFiles:
+        """Raises NotFound."""
+        path = self.names().get(name)
+        if path is None:
+            raise NotFound(f"there is no run {name[:100]}", "the page `/` lists the runs")
+        if name not in self._open or self._open[name].folder.path != path:
+            self._open[name] = RunFiles(name, RunFolder(path))
+        return self._open[name]
+
+    def summaries(self) -> list[RunSummary]:
+        return [self.open(name).summary() for name in self.names()]
+
+
+class RunFiles:
+    """Records of one run, each line read once.
+
+    Lines of undone steps are left out of curves, as in `volley report`.
+    """
+
+    def __init__(self, name: str, folder: RunFolder) -> None:
+        self.name, self.folder = name, folder
+        files = {"train": folder.metrics, "eval": folder.evals, "sft": folder.sft}
+        self._tails = {kind: JsonlTail(path) for kind, path in files.items()}
+        self._rows: dict[Kind, list[Mapping[str, Any]]] = {kind: [] for kind in files}
+        self._size = 0
+        self.problem: str | None = None
+        if not trust.is_accepted(folder) and (found := survey.look(folder).problems):
+            self.problem = f"{found[0][0]} {found[0][1]}"
+
+    def refresh(self) -> bool:
+        """Read new lines. Returns True if there are any, or lines were undone."""
+        if self.problem is not None:
+            return False
+        has_new = False
+        for kind, tail in self._tails.items():
+            if tail.offset > _size(self._path(kind)):  # a crash undid steps: the file is shorter
+                self._rows[kind], tail.offset, has_new = [], 0, True
+            new = tail.new()
+            self._rows[kind] += new
+            has_new |= bool(new)
+        return has_new
+
+    def _path(self, kind: Kind) -> Path:
+        return {"train": self.folder.metrics, "eval": self.folder.evals, "sft": self.folder.sft}[kind]
+
+    @property
+    def head(self) -> TrainerState | None:
+        with suppress(VolleyError, DecodeError):
+            return commits.newest(self.folder)
+        return None
+
+    @property
+    def record(self) -> RunRecord | None:
+        return read_record(self.folder)
+
+    def rows(self, kind: Kind) -> list[Mapping[str, Any]]:
+        """Lines that count, the last one of each step and environment, ordered by step."""
+        head = self.head
+        counts = counted.of_weights if kind == "eval" else counted.of_steps
+        last: dict[tuple[int, str], Mapping[str, Any]] = {}
+        for row in counts(self._rows[kind], head if kind != "sft" else None):
+            if isinstance(step := row.get("step"), int):
+                last[step, str(row.get("env") or "")] = row
+        return [last[key] for key in sorted(last)]
+
+    def curves(self) -> dict[Kind, dict[str, Any]]:
+        """Return by kind `{"step": [N], "columns": {KEY: [N]}}`; a value that a line lacks is None."""
+        found = {kind: columns(self.rows(kind)) for kind in KINDS}
+        rates = [SuccessRate.of(row) for row in self.rows("eval") if not row.get("env")]
+        of_main = [rate for rate in rates if rate is not None]
+        found["success"] = {
+            "step": [rate.step for rate in of_main],
+            "columns": {key: [getattr(rate, key) for rate in of_main] for key in ("success", "low", "high", "tasks")},
+        }
+        return found
+
+    def summary(self) -> RunSummary:
+        self.refresh()
+        record = self.record
+        config: Mapping[str, Any] = record.config if record else {}
+        steps, evals, sft = self.rows("train"), self.rows("eval"), self.rows("sft")
+        last: Mapping[str, Any] = steps[-1] if steps else sft[-1] if sft else {}
+        success = next((row.get("success") for row in reversed(evals) if not row.get("env")), None)
+        return RunSummary(
+            name=self.name,
+            path=str(self.folder.path),
+            created=record.created if record else 0.0,
+            state=self._state(record),
+            step=int(last.get("step", 0)),
+            max_steps=config.get(MAX_STEPS),
+            success=success,
+            reward=last.get("reward_mean"),
+            env=str(config.get("data.env") or ""),
+            algorithm=str(config.get("algorithm.name") or config.get("mode") or ""),
+            model=Path(str(config.get("model.path") or "")).name,
+            origin=record.origin if record else None,
+            problem=self.problem,
+        )
+
+    def _state(self, record: RunRecord | None) -> str:
+        if self.problem is not None:
+            return "refused"
+        if record is None:
+            return "unreadable"
+        return "finished" if record.finished else "running" if self.is_held else "stopped"
+
+    @property
+    def is_held(self) -> bool:
+        """True if a process on this machine works on the run."""
+        import os
+
+        descriptor = existing_lock_file(self.folder.path / ".lock")
+        if descriptor is None:
+            return False
+        try:
+            return not try_lock(descriptor, shared=True)
+        finally:
+            os.close(descriptor)
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Turn lines into columns. Lines of a further environment have keys ENV/KEY."""
+    flat = [{_key(row, key): value for key, value in numbers(row) if key != "step"} for row in rows]
+    keys = sorted({key for one in flat for key in one})
+    return {"step": [row["step"] for row in rows], "columns": {key: [one.get(key) for one in flat] for key in keys}}
+
+
+def _key(row: Mapping[str, Any], key: str) -> str:
+    env = row.get("env")
+    return f"{env}/{key}" if isinstance(env, str) else key
+
+
+def _children(root: Path) -> list[Path]:
+    try:
+        return [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    except OSError:
+        return []
+
+
+def _modified(path: Path) -> float:
+    record = read_record(RunFolder(path))
+    return record.created if record else 0.0
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
