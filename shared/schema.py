@@ -149,7 +149,9 @@ class DataSection(Section):
 
     env: str = ""
     env_config: dict[str, Any] = Field(default_factory=dict)
-    mixture: dict[str, Annotated[MixtureEntry, BeforeValidator(_entry)]] = Field(default_factory=dict)
+    mixture: dict[
+        str, Annotated[MixtureEntry, BeforeValidator(_entry, json_schema_input_type=float | MixtureEntry)]
+    ] = Field(default_factory=dict)
     curriculum: CurriculumConfig | None = None
     rewards: dict[str, EnvironmentRewards] = Field(default_factory=dict)
     sources: dict[str, EnvironmentSource] = Field(default_factory=dict)

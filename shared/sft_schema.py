@@ -15,7 +15,7 @@ def _several(value: Any) -> Any:
     return [value] if isinstance(value, str | Path) else value
 
 
-Files = Annotated[tuple[Path, ...], BeforeValidator(_several)]
+Files = Annotated[tuple[Path, ...], BeforeValidator(_several, json_schema_input_type=str | list[str])]
 """One path or several: JSONL, Parquet, or folders of them."""
 
 

@@ -43,6 +43,10 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "track": Command("commands.track", "report a run to TensorBoard, W&B, trackio or MLflow, live or afterwards"),
     "status": Command("commands.status", "show the services of a run: readiness, weight versions, who waits for whom"),
+    "config": Command(
+        "commands.configuration", "show a configuration with the source of each value, or its JSON schema"
+    ),
+    "doctor": Command("commands.doctor", "check what is installed and usable on this machine"),
     "access": Command("commands.access", "print a running run's addresses and token files as shell variables"),
     "verify": Command("verify.command", "prove that no ticket of a run was lost or trained twice, from its folder"),
     "replay": Command(

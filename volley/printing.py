@@ -32,6 +32,12 @@ def print_for_shell(*lines: str) -> None:
         print("\n".join(lines), flush=True)
 
 
+def clear_screen() -> None:
+    """Begin a terminal's screen anew; elsewhere do nothing."""
+    if sys.stdout.isatty():
+        print("\x1b[H\x1b[2J", end="", flush=True)
+
+
 def complain(line: object) -> None:
     """Write one line to standard error."""
     print(visible(line), file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from shared.run import wedge
 from shared.run.folder import RunFolder
 from shared.run.wedge import ServiceReport, Verdict
 from shared.web.access import read_token
-from volley.printing import format_json, join_lines, print_block
+from volley.printing import clear_screen, format_json, join_lines, print_block
 from volley.reporting.environments import format_mixture
 from volley.run_arguments import add_trust
 from volley.runs import addresses
@@ -31,13 +32,29 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_trust(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--watch", type=float, nargs="?", const=2.0, metavar="S", help="repeat every S seconds (default 2) until Ctrl-C"
+    )
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="viewer token for services given by address")
     parser.add_argument("--ca-file", type=Path, metavar="FILE", help="CA certificate for services given by address")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises as `main`."""
-    return main(arguments.targets, as_json=arguments.json, token_file=arguments.token_file, ca_file=arguments.ca_file)
+
+    def once() -> int:
+        return main(
+            arguments.targets, as_json=arguments.json, token_file=arguments.token_file, ca_file=arguments.ca_file
+        )
+
+    if arguments.watch is None:
+        return once()
+    if not 0 < arguments.watch < 86_400:
+        raise ConfigError(f"--watch {arguments.watch:g} is not a number of seconds", "give one above 0, such as 2")
+    while True:
+        clear_screen()
+        once()
+        time.sleep(arguments.watch)
 
 
 def main(

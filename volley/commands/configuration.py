@@ -1,0 +1,95 @@
+"""`volley config`: show a run's configuration with the source of each value, or its JSON schema."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shared import config, moved_keys
+from shared.run.folder import RunFolder
+from shared.schema import RunConfig
+from volley.printing import print_json, print_lines
+
+_DEFAULT, _LINE = "default", "command line"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="config_command")
+    show = commands.add_parser("show", help="print every key, its value, and the file or default it comes from")
+    show.add_argument(
+        "--config", action="append", metavar="FILE.yaml | RUN_DIR", required=True, help="repeatable; later files win"
+    )
+    show.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the files")
+    show.add_argument("--set", action="store_true", dest="only_set", help="leave out defaults")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    commands.add_parser("schema", help="print the JSON schema of configuration files, for editors")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigError."""
+    if arguments.config_command == "schema":
+        print_json(schema())
+        return 0
+    rows = sources(arguments.config, arguments.overrides)
+    if arguments.only_set:
+        rows = {key: row for key, row in rows.items() if row["source"] != _DEFAULT}
+    if arguments.json:
+        print_json(rows)
+        return 0
+    width = max((len(key) for key in rows), default=0)
+    shown = [(key, _text(row["value"]), row["source"]) for key, row in rows.items()]
+    values = min(40, max((len(value) for _, value, _ in shown), default=0))
+    print_lines(*(f"{key:{width}}  {value:{values}}  {source}" for key, value, source in shown))
+    return 0
+
+
+def schema() -> dict[str, Any]:
+    found = RunConfig.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Volley run", **found}
+
+
+def sources(paths: Sequence[str], overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return `{"value", "source"}` of each key of the validated configuration. Raises ConfigError."""
+    files = [RunFolder(Path(path)).config if Path(path).is_dir() else Path(path) for path in paths]
+    loaded = config.load(files, overrides)
+    named: dict[str, str] = {}
+    for path in files:
+        tree = moved_keys.in_tree(config.read_tree(path))
+        named |= {key: str(path) for key, _ in _leaves(tree)}
+    for override in overrides:
+        tree = moved_keys.in_tree(_tree_of(override))
+        named |= {key: _LINE for key, _ in _leaves(tree)}
+    values = dict(_leaves(loaded.config.model_dump(mode="json")))
+    return {key: {"value": value, "source": _source(key, named)} for key, value in values.items()}
+
+
+def _tree_of(override: str) -> dict[str, Any]:
+    key = override.partition("=")[0]
+    tree: Any = None
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    return tree
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values; an empty mapping is a value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _source(key: str, named: Mapping[str, str]) -> str:
+    """Source of a key, or of the mapping that holds it."""
+    while key:
+        if key in named:
+            return named[key]
+        key = key.rpartition(".")[0]
+    return _DEFAULT
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "null" if value is None else str(value)
