@@ -1,0 +1,74 @@
+"""Files for Prometheus and Grafana name only metrics and labels that the services have."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docker" / "observability"
+_ROW = re.compile(r"^\| `(volley_\w+)` \| (\w+) \| ([^|]*) \|", re.MULTILINE)
+_NAME = re.compile(r"\bvolley_\w+")
+_LABELS = re.compile(r"by \(([^)]*)\)|\{\{ ?(?:\$labels\.)?(\w+) ?\}\}")
+_COMMON = {"instance", "job", "le"}
+
+
+def metrics() -> dict[str, set[str]]:
+    """Names of series as Prometheus sees them, with their labels; a test compares the page with the services."""
+    found: dict[str, set[str]] = {}
+    for name, kind, labels in _ROW.findall((ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")):
+        of = {one.strip() for one in labels.split(",") if one.strip()}
+        for suffix in ("_bucket", "_sum", "_count") if kind == "histogram" else ("",):
+            found[name + suffix] = of
+    return found
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Expressions with the text that shows their labels."""
+    for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text(encoding="utf-8"))["groups"]:
+        for rule in group["rules"]:
+            yield rule["expr"], " ".join(rule["annotations"].values())
+    for panel in json.loads((FOLDER / "grafana.json").read_text(encoding="utf-8"))["panels"]:
+        yield from ((target["expr"], target["legendFormat"]) for target in panel.get("targets", ()))
+
+
+def test_each_expression_uses_metrics_and_labels_that_exist() -> None:
+    known, n = metrics(), 0
+    for expression, shown in expressions():
+        names = set(_NAME.findall(expression))
+        assert names <= known.keys(), expression
+        labels = {one for name in names for one in known[name]} | _COMMON
+        for several, single in _LABELS.findall(f"{expression} {shown}"):
+            assert {one.strip() for one in (several or single).split(",")} <= labels, (expression, shown)
+        n += 1
+    assert n > 30
+
+
+def test_panels_do_not_overlap() -> None:
+    panels = json.loads((FOLDER / "grafana.json").read_text(encoding="utf-8"))["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken
+        taken |= cells
+        assert at["x"] + at["w"] <= 24
+
+
+def test_promtool_accepts_the_files(tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    shutil.copytree(FOLDER, tmp_path / "files")
+    (tmp_path / "files" / "token_viewer").write_text("t" * 32, encoding="utf-8")
+    for command in (["check", "config", "prometheus.yaml"], ["check", "rules", "alerts.yaml"]):
+        done = subprocess.run([promtool, *command], cwd=tmp_path / "files", capture_output=True, encoding="utf-8")
+        assert done.returncode == 0, done.stderr
