@@ -18,48 +18,121 @@ class Command:
 
     module: str
     help: str
+    example: str
     aliases: tuple[str, ...] = ()
 
 
-COMMANDS: Mapping[str, Command] = {
-    "train": Command(
-        "commands.train",
-        "start or continue training: starts all services on this machine and stops them at the end",
-        aliases=("up",),
-    ),
-    "quickstart": Command("commands.quickstart", "train with configs/quickstart.yaml"),
-    "follow": Command("commands.follow", "watch a run whose services run elsewhere, and report at its end"),
-    "sft": Command("commands.sft", "train on conversations: files, or an environment's demonstrations"),
-    "dpo": Command("commands.sft", "train on preference pairs (direct preference optimization)"),
-    "env": Command("commands.environments", "write, test, submit and manage your own environments"),
-    "model": Command("commands.model", "download a model"),
-    "serve": Command("commands.serve", "serve a model or a run's version by HTTP, alone"),
-    "tinker": Command("commands.tinker", "train a model for clients of Tinker's interface (the tinker SDK)"),
-    "export": Command("commands.export", "write a run's weights as a folder that transformers loads"),
-    "report": Command("reporting.report", "write a run's summary.json and plot, and print its table"),
-    "compare": Command("commands.compare", "compare runs in a table and one plot; with --vary, train them first"),
-    "dashboard": Command(
-        "commands.dashboard", "look at runs in a browser: curves, services, every token of every episode"
-    ),
-    "track": Command("commands.track", "report a run to TensorBoard, W&B, trackio or MLflow, live or afterwards"),
-    "status": Command("commands.status", "show the services of a run: readiness, weight versions, who waits for whom"),
-    "config": Command(
-        "commands.configuration", "show a configuration with the source of each value, or its JSON schema"
-    ),
-    "doctor": Command("commands.doctor", "check what is installed and usable on this machine"),
-    "access": Command("commands.access", "print a running run's addresses and token files as shell variables"),
-    "verify": Command("verify.command", "prove that no ticket of a run was lost or trained twice, from its folder"),
-    "replay": Command(
-        "commands.replay", "train archived groups again from a retained checkpoint, and compare bit for bit"
-    ),
-    "reverify": Command(
-        "reverify.command", "replay archived episodes in the current environments, and compare their rewards"
-    ),
-    "eval": Command(
-        "commands.evaluate",
-        "evaluate a run's version or a model on a configuration's held-out tasks, without training",
-    ),
+GROUPS: Mapping[str, Mapping[str, Command]] = {
+    "Train": {
+        "quickstart": Command("commands.quickstart", "train a tiny model in a minute", "quickstart"),
+        "train": Command(
+            "commands.train",
+            "start or continue training, with all services on this machine",
+            "train --config configs/quickstart.yaml run.name=mine",
+            aliases=("up",),
+        ),
+        "sft": Command(
+            "commands.sft",
+            "train on conversations: files, or an environment's demonstrations",
+            "sft talks.jsonl run.name=talks --model models/smollm2",
+        ),
+        "dpo": Command(
+            "commands.sft",
+            "train on preference pairs (direct preference optimization)",
+            "dpo pairs.jsonl run.name=pairs --model models/smollm2",
+        ),
+        "follow": Command(
+            "commands.follow",
+            "watch a run whose services run elsewhere, and report at its end",
+            "follow --config configs/quickstart.yaml",
+        ),
+        "tinker": Command(
+            "commands.tinker",
+            "train a model for clients of Tinker's interface (the tinker SDK)",
+            "tinker models/smollm2",
+        ),
+    },
+    "Look": {
+        "dashboard": Command(
+            "commands.dashboard", "look at runs in a browser: curves, services, every token", "dashboard runs"
+        ),
+        "status": Command(
+            "commands.status", "readiness, weight versions, who waits for whom", "status runs/quickstart --watch"
+        ),
+        "report": Command("reporting.report", "table, plot.png and summary.json of a run", "report runs/quickstart"),
+        "compare": Command(
+            "commands.compare",
+            "several runs in a table and one plot; with --vary, train them first",
+            "compare runs/a runs/b",
+        ),
+        "track": Command(
+            "commands.track",
+            "report a run to TensorBoard, W&B, trackio or MLflow",
+            "track runs/quickstart --to tensorboard",
+        ),
+        "eval": Command(
+            "commands.evaluate",
+            "evaluate a run's version or a model on held-out tasks, without training",
+            "eval runs/quickstart --json result.json",
+        ),
+    },
+    "Prove": {
+        "verify": Command("verify.command", "prove that no ticket was lost or trained twice", "verify runs/quickstart"),
+        "replay": Command(
+            "commands.replay",
+            "train archived groups again, and compare bit for bit",
+            "replay runs/quickstart --from-step 14",
+        ),
+        "reverify": Command(
+            "reverify.command",
+            "replay archived episodes in today's environments, and compare rewards",
+            "reverify runs/quickstart",
+        ),
+    },
+    "Models and environments": {
+        "env": Command(
+            "commands.environments", "write, test, submit and manage your own environments", "env init maze.py"
+        ),
+        "model": Command("commands.model", "download a model", "model get smollm2 models/smollm2"),
+        "serve": Command("commands.serve", "serve a model or a run's version by HTTP, alone", "serve runs/quickstart"),
+        "export": Command(
+            "commands.export",
+            "write a run's weights as a folder that transformers loads",
+            "export runs/quickstart models/mine",
+        ),
+    },
+    "This machine": {
+        "doctor": Command("commands.doctor", "check what is installed and usable here", "doctor"),
+        "config": Command(
+            "commands.configuration",
+            "a configuration with the source of each value, or its JSON schema",
+            "config show --config configs/quickstart.yaml --set",
+        ),
+        "access": Command(
+            "commands.access",
+            "addresses and token files of a run, as shell variables",
+            'eval "$(volley access runs/quickstart)"',
+        ),
+    },
 }
+COMMANDS: Mapping[str, Command] = {name: one for group in GROUPS.values() for name, one in group.items()}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser of the whole command line; its help lists the commands by group, each with an example."""
+
+    def format_help(self) -> str:
+        width = max(map(len, COMMANDS))
+        lines = [f"usage: {self.prog} COMMAND ...", "", str(self.description)]
+        for group, commands in GROUPS.items():
+            lines += ["", f"{group}:"]
+            for name, command in commands.items():
+                lines += [f"  {name:{width}}  {command.help}", f"  {'':{width}}    {_example(command)}"]
+        return "\n".join([*lines, "", f"`{self.prog} COMMAND --help` lists the arguments of a command.", ""])
+
+
+def _example(command: Command) -> str:
+    return command.example if "volley " in command.example else f"volley {command.example}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -91,12 +164,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def parser(called: str | None = None) -> argparse.ArgumentParser:
     """Parser of the whole command line, with the arguments of the command `called`, or of all."""
-    whole = argparse.ArgumentParser(
-        prog="volley", description="Reinforcement-learning post-training for language-model agents."
-    )
-    commands = whole.add_subparsers(required=True, metavar="COMMAND")
+    whole = _Parser(prog="volley", description="Reinforcement-learning post-training for language-model agents.")
+    commands = whole.add_subparsers(required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser)
     for name, command in COMMANDS.items():
-        part = commands.add_parser(name, aliases=command.aliases, help=command.help)
+        part = commands.add_parser(
+            name, aliases=command.aliases, help=command.help, epilog=f"example: {_example(command)}"
+        )
         if called is None or called in (name, *command.aliases):
             module = import_module(f"volley.{command.module}")
             module.add(part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from shared.errors import ConfigError
 from shared.models.hub import model_folder
 from shared.process.ports import free_port
 from shared.services_schema import Endpoint, ServicesSection
-from volley.__main__ import COMMANDS, main
+from volley.__main__ import COMMANDS, _example, main, parse_arguments
 from volley.layout import PROJECT
 from volley.local import ports
 from volley.runs import record as runs
@@ -87,8 +88,19 @@ def test_help_lists_the_commands_and_imports_none_of_them() -> None:
     heavy = "{'aiohttp', 'numpy', 'pydantic'} & set(sys.modules)"
     code = f"import sys; from volley.__main__ import parser; parser('').print_help(); sys.exit({heavy} and 1 or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, encoding="utf-8", check=True)
-    assert all(f"\n    {name} " in done.stdout for name in COMMANDS if name != "quickstart")
-    assert "train (up)" in done.stdout
+    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+    assert all(example_of(name) in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_example_of_the_help_is_accepted(name: str) -> None:
+    words = shlex.split(example_of(name).partition("$(")[2].rstrip(')"') or example_of(name))
+    parsed = parse_arguments(words[1:])
+    assert parsed.called == name
+
+
+def example_of(name: str) -> str:
+    return _example(COMMANDS[name])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
