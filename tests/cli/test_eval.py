@@ -119,3 +119,8 @@ def test_a_folder_without_weights_is_not_measured_from_random_ones(tmp_path: Pat
     """Though the configuration's own model starts from them."""
     with pytest.raises(ConfigError, match=r"configs/models/tiny holds no model\.safetensors"):
         evaluate.main(MODEL, [CONFIG], [f"run.dir={tmp_path}"], None)
+
+
+def test_nothing_is_generated_for_training_beside_the_evaluation():
+    loaded, _ = evaluate._configured(MODEL, [CONFIG], [RANDOM])
+    assert loaded.config.orchestrator.generation.eval_share is None

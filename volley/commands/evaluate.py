@@ -41,13 +41,17 @@ _TOLD_S = 10.0
 
 
 def _alone() -> Mapping[str, Any]:
-    """Overrides that detach the temporary run from the evaluated one: bucket, warm start, queue, servers and ports."""
+    """Overrides that detach the temporary run from the evaluated one: bucket, warm start, queue, servers and ports.
+
+    No group is generated, because none is before an evaluation that stops training has ended.
+    """
     return {
         "run.name": _NAME,
         "run.bucket": None,
         "mode": "rl",
         "sft.max_steps": 0,
         "sft.epochs": None,
+        "orchestrator.generation.eval_share": None,
         "services.redis_url": None,
         **{f"services.{name}.port": 0 for name in SERVICES},
         **{f"services.{name}.url": None for name, info in SERVICES.items() if not info.shared},
