@@ -128,6 +128,7 @@ tinker        service POST /api/v1/optim_step
 tinker        service POST /api/v1/save_weights
 tinker        service POST /api/v1/load_weights
 tinker        service POST /api/v1/save_weights_for_sampler
+tinker        service POST /api/v1/save_weights_external
 tinker        service POST /api/v1/create_sampling_session
 tinker        service POST /api/v1/join_sampling_session
 tinker        service POST /api/v1/asample
@@ -138,7 +139,6 @@ tinker        service GET /api/v1/auth/token
 tinker        service GET /api/v1/create_custom_loss
 tinker        service GET /api/v1/retrieve_futures
 tinker        service GET /api/v1/copy_weights
-tinker        service GET /api/v1/save_weights_external
 tinker        service GET /api/v1/billing/usage/events
 tinker        service GET /api/v1/billing/usage/checkpoints/current
 tinker        service GET /api/v1/audit_log
@@ -147,7 +147,6 @@ tinker        service POST /api/v1/auth/token
 tinker        service POST /api/v1/create_custom_loss
 tinker        service POST /api/v1/retrieve_futures
 tinker        service POST /api/v1/copy_weights
-tinker        service POST /api/v1/save_weights_external
 tinker        service POST /api/v1/billing/usage/events
 tinker        service POST /api/v1/billing/usage/checkpoints/current
 tinker        service POST /api/v1/audit_log
@@ -161,6 +160,8 @@ tinker        service GET /api/v1/training_runs/{model}/checkpoints
 tinker        service GET /api/v1/checkpoints
 tinker        service GET /api/v1/whoami
 tinker        service POST /api/v1/weights_info
+tinker        service GET /api/v1/training_runs/{model}/checkpoints/{kind}/{name}/external_weights_urls
+tinker        anyone  GET /api/v1/external_weights/{signature}/{expires}/{folder}/{file}
 tinker        service DELETE /api/v1/training_runs/{model}/checkpoints/{kind}/{name}
 tinker        service POST /api/v1/training_runs/{model}/checkpoints/{kind}/{name}/publish
 tinker        service DELETE /api/v1/training_runs/{model}/checkpoints/{kind}/{name}/publish

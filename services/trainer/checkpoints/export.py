@@ -35,7 +35,7 @@ from shared.models.names import to_files
 from shared.models.weight_files import WEIGHTS, weight_files
 from shared.run import state as states
 from shared.run import trust
-from shared.run.checkpoint_files import Adapter, Manifest
+from shared.run.checkpoint_files import Manifest
 from shared.run.folder import RunFolder
 
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
@@ -121,7 +121,9 @@ def _write_adapter(
         named = folder.absolute() / "base"
         (draft / "base").mkdir()
         warning = _write_model(draft / "base", manifest.model, model, _hugging_face(base))
-    exported_files.write_json(draft / "adapter_config.json", _peft_config(manifest.adapter, named, tensors))
+    exported_files.write_json(
+        draft / "adapter_config.json", peft_config(manifest.adapter.rank, manifest.adapter.alpha, str(named), tensors)
+    )
     save_file(dict(tensors), draft / "adapter_model.safetensors", metadata={"format": "pt"})
     return warning
 
@@ -183,14 +185,14 @@ def _write_model(
     return exported_files.difference(draft) if has_tokenizer else None
 
 
-def _peft_config(found: Adapter, base: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Make the content of adapter_config.json."""
+def peft_config(rank: int, alpha: float, base: str, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Make the content of adapter_config.json for adapters of the base model `base`, with PEFT's names."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": found.rank,
-        "lora_alpha": found.alpha,
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted({name.rsplit(".", 3)[1] for name in tensors}),

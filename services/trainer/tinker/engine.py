@@ -21,6 +21,8 @@ import numpy as np
 import orjson
 from safetensors.numpy import load_file, save_file
 
+from services.trainer.checkpoints.export import peft_config
+from services.trainer.checkpoints.exported_files import write_json
 from services.trainer.models.lora import LoraOptions
 from services.trainer.tinker import batches, messages, specs
 from services.trainer.tinker.batches import BatchShapes
@@ -30,6 +32,8 @@ from services.trainer.tinker.specs import ModelSpec
 from services.trainer.tinker.store import JSON, UNNAMED, Checkpoint, Future, History, Settlement, failed
 from shared.errors import InputError, NotFound, VolleyError, WeightsError
 from shared.files import storage
+from shared.models import adapter
+from shared.models.config import CONFIG
 from shared.models.names import to_files
 from shared.models.weight_files import WEIGHTS
 from shared.process import telemetry
@@ -39,6 +43,8 @@ _SMALL_BYTES = 64 * 2**20
 _STEPS, _SECONDS = 16, 60.0
 _MOST_LOADED, _MOST_EXPORTED = 16, 4
 _log = telemetry.Log("tinker")
+
+_KINDS = {"save_weights": "training", "save_weights_for_sampler": "sampler", "save_weights_external": "external"}
 
 type FindCheckpoint = Callable[[str], Checkpoint]
 
@@ -139,6 +145,8 @@ class TrainEngine:
                 return self._changed(loaded, answer, urgent=True)
             case "save_weights" | "save_weights_for_sampler":
                 return self._save(future, loaded, orjson.loads(future.body))
+            case "save_weights_external":
+                return self._save_external(future, loaded, orjson.loads(future.body))
             case _:
                 raise InputError(f"{future.kind} is not executed on a model")
 
@@ -163,21 +171,7 @@ class TrainEngine:
         arrays = loaded.model.state() if training else params_only(loaded.model.params())
         file = f"checkpoints/{hashlib.sha256(f'{path} {future.seq}'.encode()).hexdigest()[:32]}.safetensors"
         digest, size = write_arrays(self._folder / file, arrays)
-        now, ttl = time.time(), specs.ttl(body.get("ttl_seconds"))
-        checkpoint = Checkpoint(
-            path,
-            model,
-            "training" if training else "sampler",
-            name,
-            file,
-            digest,
-            size,
-            now,
-            None if ttl is None else now + ttl,
-            public=False,
-            spec=loaded.spec.to_json(),
-            metadata=specs.metadata(body.get("user_metadata")),
-        )
+        checkpoint = self._checkpoint_of(future, path, file, digest, size)
         answer, sampler = {"path": path, "type": future.kind}, None
         if not training and session_seq is not None:
             session = model.rpartition(":train:")[0]
@@ -188,6 +182,48 @@ class TrainEngine:
             )
             answer |= {"sampling_session_id": sampler[0]}
         return Settlement("done", orjson.dumps(answer), checkpoint=checkpoint, sampler=sampler)
+
+    def _save_external(self, future: Future, loaded: _Loaded, body: Mapping[str, Any]) -> Settlement:
+        """Write adapters as PEFT does, or all parameters as a Hugging Face folder."""
+        if body.get("age_encryption_recipients"):
+            raise InputError("age_encryption_recipients is not supported", "encrypt the files after their download")
+        name = specs.name(body.get("path"), f"external-{future.seq}")
+        path, spec, params = f"tinker://{future.owner}/external_weights/{name}", loaded.spec, loaded.model.params()
+        if not self._is_free(path):
+            raise InputError(f"{path} exists", "choose another name")
+        folder = self._folder / "external" / hashlib.sha256(f"{path} {future.seq}".encode()).hexdigest()[:32]
+        folder.mkdir(parents=True, exist_ok=True)
+        if spec.rank:
+            tensors = dict(adapter.peft(*item) for item in params.items())
+            file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+            described = peft_config(spec.rank, specs.ALPHA, spec.base, tensors)
+        else:
+            whole = self.base.weights(params, None)
+            tensors = {n: t for leaf, value in whole.items() for n, t in to_files(leaf, value).items()}
+            file, config, described = folder / WEIGHTS, folder / CONFIG, self.base.described.to_hf()
+        write_json(config, described)
+        digest, size = write_arrays(file, tensors)
+        checkpoint = self._checkpoint_of(future, path, str(file.relative_to(self._folder)), digest, size)
+        answer = {"path": path, "size_bytes": size, "type": future.kind}
+        return Settlement("done", orjson.dumps(answer), checkpoint=checkpoint)
+
+    def _checkpoint_of(self, future: Future, path: str, file: str, digest: str, size: int) -> Checkpoint:
+        body, now = orjson.loads(future.body or b"{}"), time.time()
+        ttl = specs.ttl(body.get("ttl_seconds"))
+        return Checkpoint(
+            path,
+            future.owner,
+            _KINDS[future.kind],
+            path.rpartition("/")[2],
+            file,
+            digest,
+            size,
+            now,
+            None if ttl is None else now + ttl,
+            public=False,
+            spec=self._loaded[future.owner].spec.to_json(),
+            metadata=specs.metadata(body.get("user_metadata")),
+        )
 
     def _is_free(self, path: str) -> bool:
         try:

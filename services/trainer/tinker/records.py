@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
+import hmac
+import secrets
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request
-from fastapi.responses import Response
+from fastapi.responses import FileResponse, Response
 
 from services.trainer.tinker import schemas, specs
 from services.trainer.tinker.service import TinkerService
 from services.trainer.tinker.store import Checkpoint
+from shared.errors import Expired, Forbidden, InputError
 from shared.web.access import Role
 from shared.web.http import read_body, respond
-from shared.web.openapi import declares
+from shared.web.openapi import declares, declares_bytes
 
 router = APIRouter(prefix="/api/v1", tags=["records"])
-_KINDS = {"training": "weights", "sampler": "sampler_weights"}
+_KINDS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
+_URL_S = 3600
 _CHECKPOINT = "training_runs/{model}/checkpoints/{kind}/{name}"
 ROLES = {
     **{
@@ -34,11 +40,15 @@ ROLES = {
         )
     },
     "POST /api/v1/weights_info": Role.SERVICE,
+    f"GET /api/v1/{_CHECKPOINT}/external_weights_urls": Role.SERVICE,
+    "GET /api/v1/external_weights/{signature}/{expires}/{folder}/{file}": Role.ANYONE,
     f"DELETE /api/v1/{_CHECKPOINT}": Role.SERVICE,
     f"POST /api/v1/{_CHECKPOINT}/publish": Role.SERVICE,
     f"DELETE /api/v1/{_CHECKPOINT}/publish": Role.SERVICE,
     f"PUT /api/v1/{_CHECKPOINT}/ttl": Role.SERVICE,
 }
+_KEY = secrets.token_bytes(32)
+"""Signs addresses; those of an earlier process are not accepted."""
 _ANSWER = declares(answer=schemas.OBJECT)
 
 
@@ -136,6 +146,34 @@ async def set_ttl(request: Request, model: str, kind: str, name: str, tinker: He
     expires = None if ttl is None else time.time() + ttl
     await tinker.db(tinker.store.expire_checkpoint, _path(model, kind, name), expires)
     return respond(request, {})
+
+
+@router.get(f"/{_CHECKPOINT}/external_weights_urls", openapi_extra=_ANSWER)
+async def external_weights_urls(request: Request, model: str, kind: str, name: str, tinker: Here) -> Response:
+    """Signed addresses of a checkpoint's files, which need no API key and expire after an hour."""
+    found = await tinker.db(tinker.store.checkpoint, _path(model, kind, name))
+    if found.kind != "external":
+        raise InputError(f"{found.path} was not saved for download", "call save_weights_external")
+    folder, expires = Path(found.file).parent.name, int(time.time() + _URL_S)
+    files = await asyncio.to_thread(lambda: [one.name for one in (tinker.store.folder / "external" / folder).iterdir()])
+    root = f"{request.base_url}api/v1/external_weights"
+    urls = {file: f"{root}/{_signature(expires, folder, file)}/{expires}/{folder}/{file}" for file in sorted(files)}
+    return respond(request, {"urls": urls, "expires": _time(expires)})
+
+
+@router.get("/external_weights/{signature}/{expires}/{folder}/{file}", openapi_extra=declares_bytes(200))
+async def external_weights(signature: str, expires: int, folder: str, file: str, tinker: Here) -> Response:
+    """A file of an exported checkpoint. The signature takes the place of an API key."""
+    if not hmac.compare_digest(signature, _signature(expires, folder, file)):
+        raise Forbidden("the address is not one that this server has signed", "ask for external_weights_urls again")
+    path = tinker.store.folder / "external" / folder / file
+    if expires < time.time() or not await asyncio.to_thread(path.is_file):
+        raise Expired("the address, or its checkpoint, has expired", "ask for external_weights_urls again")
+    return FileResponse(path, media_type="application/octet-stream")
+
+
+def _signature(expires: int, folder: str, file: str) -> str:
+    return hmac.new(_KEY, f"{expires} {folder} {file}".encode("utf-8", "replace"), "sha256").hexdigest()
 
 
 def _path(model: str, kind: str, name: str) -> str:

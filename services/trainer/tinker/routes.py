@@ -38,6 +38,7 @@ _POSTS = (
     "save_weights",
     "load_weights",
     "save_weights_for_sampler",
+    "save_weights_external",
     "create_sampling_session",
     "join_sampling_session",
     "asample",
@@ -52,7 +53,6 @@ REFUSED: Mapping[str, tuple[str, str]] = {
     "create_custom_loss": _NO_UPLOADED_LOSS,
     "retrieve_futures": ("futures are retrieved one by one", "call retrieve_future"),
     "copy_weights": ("there are no projects to copy weights into", "load the checkpoint by its tinker:// path"),
-    "save_weights_external": ("weights are not exported to a bucket", "save_weights keeps them in the server's folder"),
     "billing/usage/events": _NO_BILLING,
     "billing/usage/checkpoints/current": _NO_BILLING,
     "audit_log": ("there is no audit log", "the ledger of futures is checked by `volley verify FOLDER`"),
@@ -198,6 +198,14 @@ async def save_weights(request: Request, tinker: Here) -> Response:
 async def save_weights_for_sampler(request: Request, tinker: Here) -> Response:
     """Save parameters as tinker://MODEL/sampler_weights/NAME, and open a session of them if it is numbered."""
     return await _of_model(request, tinker, "save_weights_for_sampler")
+
+
+@router.post(
+    "/save_weights_external", tags=["weights"], openapi_extra=declares(body=schemas.SAVE, answer=schemas.FUTURE)
+)
+async def save_weights_external(request: Request, tinker: Here) -> Response:
+    """Save adapters as PEFT does, or all parameters as a Hugging Face folder, for download."""
+    return await _of_model(request, tinker, "save_weights_external")
 
 
 @router.post("/load_weights", tags=["weights"], openapi_extra=declares(body=schemas.LOAD, answer=schemas.FUTURE))

@@ -121,7 +121,7 @@ class TinkerService:
         if body.get("base_model") is not None:
             self.check_base(body["base_model"])
         specs.check_optimizer(body.get("optimizer_config"))
-        found = await self.db(self.store.checkpoint, specs.text(body, "path"))
+        found = await self._loadable(specs.text(body, "path"))
         model = f"{session}:train:{seq}"
         spec = dict(found.spec) | {"metadata": specs.metadata(body.get("user_metadata"))}
         future = await self.db(self.store.add_model, model, session, spec, json_request(model, 0, "load_weights", body))
@@ -193,7 +193,14 @@ class TinkerService:
         path = body.get("model_path")
         if body.get("sampling_session_id") is not None:
             path = await self.db(self.store.sampler, body["sampling_session_id"])
-        return None if path is None else await self.db(self.store.checkpoint, path)
+        return None if path is None else await self._loadable(path)
+
+    async def _loadable(self, path: str) -> Checkpoint:
+        """Find saved weights. Raises NotFound, and InputError if they were saved for download only."""
+        found = await self.db(self.store.checkpoint, path)
+        if found.kind == "external":
+            raise InputError(f"{path} was saved for download", "save_weights and save_weights_for_sampler are loaded")
+        return found
 
     def _server(self, checkpoint: Checkpoint | None) -> SampleServer:
         return self.servers[hash(version_of(checkpoint)) % len(self.servers)]
@@ -209,7 +216,7 @@ class TinkerService:
         if path is None:
             self.check_base(body.get("base_model"))
         else:
-            await self.db(self.store.checkpoint, specs.text(body, "model_path"))
+            await self._loadable(specs.text(body, "model_path"))
         sampler = f"{session}:sample:{seq}"
         await self.db(self.store.add_sampler, sampler, session, path)
         return sampler

@@ -11,6 +11,7 @@ bodies of requests that a model's saved state does not cover are kept.
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -370,6 +371,8 @@ class FutureStore:
         with self._transaction() as db:
             db.execute("DELETE FROM checkpoints WHERE path = ?", (path,))
         (self.folder / found.file).unlink(missing_ok=True)
+        if found.kind == "external":
+            shutil.rmtree((self.folder / found.file).parent, ignore_errors=True)
 
 
 def _checkpoint(row: tuple[Any, ...]) -> Checkpoint:

@@ -26,6 +26,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Base:
     return base(tmp_path_factory.mktemp("tinker"))
 
 
+PEFT_FILES = ["adapter_config.json", "adapter_model.safetensors"]
+
+
 def pass_request(
     model: str, seq: int, seed: int, kind: str = "forward_backward", loss: str = "cross_entropy"
 ) -> Request:
@@ -139,6 +142,25 @@ async def test_saved_weights_are_loaded(tmp_path: Path, tiny: Base):
         assert refused.outcome == "failed"
     assert weights(tmp_path, created.owner)[-1] == weights(tmp_path, model)[-1]
     assert not [*futures.problems(tmp_path)]
+
+
+@pytest.mark.parametrize(("rank", "files"), [(4, PEFT_FILES), (0, ["config.json", "model.safetensors"])])
+async def test_weights_are_exported_for_download(tmp_path: Path, tiny: Base, rank: int, files: list[str]):
+    async with service(tmp_path, tiny) as tinker:
+        model = await new_model(tinker, rank)
+        (saved,) = await results(tinker, [json_request(model, 1, "save_weights_external", {"path": "out"})])
+        answer = orjson.loads(saved.result or b"")
+        assert answer["path"] == f"tinker://{model}/external_weights/out"
+        found = tinker.store.folder / (await tinker.db(tinker.store.checkpoint, answer["path"])).file
+        assert sorted(one.name for one in found.parent.iterdir()) == files
+        assert found.stat().st_size == answer["size_bytes"]
+        session = model.partition(":")[0]
+        with pytest.raises(InputError):
+            await tinker.create_sampler(
+                {"session_id": session, "sampling_session_seq_id": 0, "model_path": answer["path"]}
+            )
+        with pytest.raises(InputError):
+            await tinker.create_model_from({"session_id": session, "model_seq_id": 1, "path": answer["path"]})
 
 
 LIES: list[Callable[[Any], Any]] = [

@@ -48,9 +48,10 @@ async def test_no_body_breaks_a_route(tmp_path: Path, tiny: Base):
             "forward_backward_input": {"data": [], "loss_fn": "ppo"},
             "adam_params": {},
         }
+        link = {"signature": "0" * 64, "expires": 9, "folder": "..", "file": "a"}
         for key, role in (routes.ROLES | records.ROLES).items():
             method, _, path = key.partition(" ")
-            url = path.format(session=session, model=model, sampler="s", kind="weights", name="a")
+            url = path.format(session=session, model=model, sampler="s", kind="weights", name="a", **link)
             for i, value in enumerate(HOSTILE):
                 name = NAMES[(i * 7 + len(path)) % len(NAMES)]
                 body = {**known, name: value} if i % 3 else value
