@@ -84,7 +84,7 @@ def test_the_probe_is_that_of_the_merged_weights(mesh: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("llama-tied", "gemma2")), "qwen2"]
+    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("llama-tied", "gemma2", "gemma3")), "qwen2"]
 )
 def test_every_family_has_adapters_of_its_projections(name: str, tmp_path: Path) -> None:
     case = families.case(name)

@@ -282,7 +282,7 @@ def test_a_step_of_the_whole_policy_is_that_of_a_sequence_a_row(name: str):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["llama-scaled", "qwen2", "qwen3-moe", "gemma3", "mistral-windowed"])
+@pytest.mark.parametrize("family", ["llama-scaled", "qwen2", "qwen3-moe", "gemma3", "mistral-windowed", "deepseek-v3"])
 def test_every_family_turns_by_the_positions_in_the_sequence(family: str, tmp_path):
     from services.trainer.batches.batch import micro_batches
     from tests.trainer.test_families import load

@@ -31,6 +31,7 @@ from shared.models import adapter
 from shared.models.config import ModelConfig
 
 _MOMENTS = 2  # of AdamW
+_TUNIX_LOGITS = 5  # arrays of all logits that are live at once, as measured (docs/measurements.md)
 _OPERATIONS = (
     "abs add add_any and broadcast_in_dim clamp convert_element_type copy cos div eq exp exp2 expand_dims ge gt "
     "integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or pad pow rem reshape rsqrt select_n "
@@ -116,6 +117,8 @@ def estimate(
         "activations": activations,
         "micro-batch": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch)),
     }
+    if policy.tunix is not None:
+        step["logits of Tunix's loss"] = 4 * _TUNIX_LOGITS * batch.ids.size * described.vocab_size
     copies = sum(n for n in (4 * n_trained, kept["optimizer"], kept["critic"], rounded * n_trained))
     warming = _warm_start(described, model, policy, activations, warm_start)
     on_host = jax.devices()[0].platform == "cpu"
