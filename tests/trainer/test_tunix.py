@@ -7,13 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.registry import algorithm
 from services.trainer.algorithms.terms.advantages import group_relative
 from services.trainer.batches.batch import BatchLayout
+from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.policy import Policy
 from services.trainer.learner.tunix_options import TunixOptions
 from services.trainer.metrics.step_metrics import StepMetrics
-from shared.algorithm_schema import GrpoSection, GspoSection, PolicyGradientSection
+from shared.algorithm_schema import GrpoSection, GspoSection, PolicyGradientSection, PpoSection
 from shared.errors import ConfigError, WeightsError
 from shared.types import WeightVersion
 from tests.trainer.test_policy import OPTIONS, START, held, params, policy
@@ -66,6 +68,23 @@ def test_losses_and_gradients_are_ours(section: PolicyGradientSection, n_micro: 
     differ = [np.abs(before[name] - after[name]) > 1e-5 for name in before]
     assert sum(map(np.sum, differ)) < 0.02 * sum(map(np.size, differ))
     assert all(np.abs(before[name] - after[name]).max() < 5e-3 for name in before)
+
+
+@pytest.mark.long
+def test_ppo_with_our_critic_is_ours() -> None:
+    section = PpoSection(name="ppo", epsilon_high=0.3, beta=0.1, kl_loss_mode="kl")
+    critic = CriticSetup(Ppo.of(section, 1, 16), OPTIONS.optimizer, 0)
+    layout = BatchLayout((16,), ROWS, 0)
+    own = replace(
+        OPTIONS, algorithm=critic.algorithm, critic=critic, temperature=1.0, layout=layout, rows_per_step=ROWS
+    )
+    theirs = replace(own, tunix=TunixOptions(section, 1.0, 1, 1, 2))
+    for a, b in zip(
+        *([step(one, number) for number in range(2)] for one in (policy(own), policy(theirs))), strict=True
+    ):
+        for name in ("loss", "grad_norm", "kl", "clip_fraction"):
+            assert getattr(b, name) == pytest.approx(getattr(a, name), rel=1e-3, abs=1e-5), name
+        assert b.more["critic/value_loss"] == pytest.approx(a.more["critic/value_loss"], rel=1e-5)
 
 
 @pytest.mark.long

@@ -9,6 +9,8 @@ under which Tunix's numbers are wrong are refused before the run (`shared.tunix_
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -51,8 +53,7 @@ def algorithm_config(options: TunixOptions) -> Any:
             epsilon_c=section.epsilon_c,
             entropy_coef=section.entropy_coef or None,
         )
-        made.kl_coef = beta  # the loss reads it, the class lacks it
-        return made
+        return SimpleNamespace(**asdict(made), kl_coef=beta)  # the loss reads kl_coef, which the class lacks
     made = GRPOConfig(
         num_generations=options.num_generations,
         num_iterations=options.n_iterations,
