@@ -149,8 +149,9 @@ class RunFiles:
         self.refresh()
         record = self.record
         config: Mapping[str, Any] = record.config if record else {}
-        steps, evals, sft = self.rows("train"), self.rows("eval"), self.rows("sft")
-        last: Mapping[str, Any] = steps[-1] if steps else sft[-1] if sft else {}
+        is_supervised = config.get("mode") in ("sft", "dpo")
+        steps, evals = self.rows("sft" if is_supervised else "train"), self.rows("eval")
+        last: Mapping[str, Any] = steps[-1] if steps else {}
         success = next((row.get("success") for row in reversed(evals) if not row.get("env")), None)
         return RunSummary(
             name=self.name,
@@ -158,7 +159,7 @@ class RunFiles:
             created=record.created if record else 0.0,
             state=self._state(record),
             step=int(last.get("step", 0)),
-            max_steps=config.get(MAX_STEPS),
+            max_steps=config.get("sft.max_steps" if is_supervised else MAX_STEPS),
             success=success,
             reward=last.get("reward_mean"),
             env=str(config.get("data.env") or ""),
