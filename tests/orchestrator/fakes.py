@@ -234,9 +234,15 @@ class MemoryQueue:
 
     async def state(self) -> QueueState:
         await self._reach()
-        zeros = dict.fromkeys(("low", "depth", "leased", "done", "dead", "reissued", "duplicates", "strays"), 0)
+        zeros = dict.fromkeys(("low", "depth", "done", "dead", "reissued", "duplicates", "strays"), 0)
         return QueueState(
-            issued=self.issued, version=self.version, epoch=self.epoch, ready=self.ready, void=self.void, **zeros
+            issued=self.issued,
+            version=self.version,
+            epoch=self.epoch,
+            ready=self.ready,
+            void=self.void,
+            leased=len(self.given_back),
+            **zeros,
         )
 
     async def _reach(self) -> None:

@@ -117,13 +117,12 @@ def test_a_round_that_cannot_run_at_once_is_refused_with_the_key():
     assert defeated(SYNCHRONOUS, 8, 1, 8) is None
 
 
-async def test_a_filtered_round_is_whole_and_starts_when_the_trainer_lacks_groups():
-    """Like GRL's: 4 groups are sampled by one version, one of them is trained, and makes the next version."""
-    queue, env, generation = MemoryQueue(limit=10**6), UnequalEnv(), FILTERED
+def filtering_loop(queue, rounds, engine):
+    """Loop of rounds of 4 groups, of which one is kept; `rounds` gets (ticket, wanted step, step)."""
     terms = Admission(batch=1, max_staleness=3, total=5, lease_s=60, patience_s=5.0, round=4)
-    gate, dispatcher = ReservationGate(), dispatcher_of(env, balancer_of(ScriptedEngine()))
+    gate, dispatcher = ReservationGate(), dispatcher_of(UnequalEnv(), balancer_of(engine))
     gate.release(ReservationGate.START)
-    policy, rounds = GenerationPolicy(generation, 1, 2), []
+    policy = GenerationPolicy(FILTERED, 1, 2)
 
     async def run(ticket, need):
         rounds.append((ticket, need.min_step, queue.version))
@@ -133,25 +132,42 @@ async def test_a_filtered_round_is_whole_and_starts_when_the_trainer_lacks_group
             pytest.fail,
         )
 
-    async def train():
-        seen = set()
-        while True:
-            for ticket in sorted(queue.published.keys() - seen):
-                seen.add(ticket)
-                if Group.decode(queue.published[ticket]).rule is not None:
-                    queue.void += 1
-                else:
-                    await asyncio.sleep(0.02)
-                    queue.version += 1
-            await asyncio.sleep(0.001)
+    return TicketLoop(queue, gate, RunStatus(), terms, n_groups=4, run_group=run, policy=policy)
 
-    loop = TicketLoop(queue, gate, RunStatus(), terms, n_groups=4, run_group=run, policy=policy)
+
+async def train(queue):
+    seen = set()
+    while True:
+        for ticket in sorted(queue.published.keys() - seen):
+            seen.add(ticket)
+            if Group.decode(queue.published[ticket]).rule is not None:
+                queue.void += 1
+            else:
+                await asyncio.sleep(0.02)
+                queue.version += 1
+        await asyncio.sleep(0.001)
+
+
+async def test_a_filtered_round_is_whole_and_starts_when_the_trainer_lacks_groups():
+    """Like GRL's: 4 groups are sampled by one version, one of them is trained, and makes the next version."""
+    queue, rounds = MemoryQueue(limit=10**6), []
     async with asyncio.TaskGroup() as tasks:
-        training = tasks.create_task(train())
-        await run_until(loop, lambda: queue.version == 5)
+        training = tasks.create_task(train(queue))
+        await run_until(filtering_loop(queue, rounds, ScriptedEngine()), lambda: queue.version == 5)
         training.cancel()
     assert [step for _, step, _ in rounds] == [version for _, _, version in rounds]
     assert [version for _, _, version in rounds[:20]] == [version for version in range(5) for _ in range(4)]
+
+
+async def test_another_orchestrator_plays_the_round_that_was_interrupted():
+    queue, rounds = MemoryQueue(limit=10**6), []
+    async with asyncio.TaskGroup() as tasks:
+        training = tasks.create_task(train(queue))
+        await run_until(filtering_loop(queue, rounds, ScriptedEngine(delay_s=0.02)), lambda: len(rounds) >= 7)
+        assert queue.given_back
+        await run_until(filtering_loop(queue, rounds, ScriptedEngine()), lambda: queue.version == 5)
+        training.cancel()
+    assert queue.issued - queue.void == 5
 
 
 def test_a_round_admits_its_surplus_only_for_a_step_of_the_run_that_has_no_group_yet():
@@ -162,3 +178,4 @@ def test_a_round_admits_its_surplus_only_for_a_step_of_the_run_that_has_no_group
     assert not rounds.open(replace(state, issued=24))
     assert rounds.open(replace(state, issued=23))
     assert rounds.surplus(20) == 0
+    assert rounds.open(replace(state, issued=36, leased=16))  # an orchestrator has died in the middle of a round

@@ -45,9 +45,9 @@ class RoundAdmission:
         return self._left > 0
 
     def open(self, state: QueueState) -> bool:
-        """Open a round, if the trainer needs one."""
+        """Open a round, if the trainer needs one; tickets that are leased will be issued again, as none is in hand."""
         self._step = state.version + 1
-        self._missing = self._step * self._batch - (state.issued - state.void)
+        self._missing = self._step * self._batch - (state.issued - state.void - state.leased)
         self._left = self._n if self._missing > 0 else 0
         return self.is_open
 
