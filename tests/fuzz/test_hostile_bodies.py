@@ -25,7 +25,7 @@ from tests.shared.test_bounds import array_of
 SIZE = 200_000
 """Bytes of a body: within every service's limit, and more values than any of them takes."""
 MAX_GROWTH = 100 * 2**20
-PATHS = {"env": "frozen_lake", "name": RUN, "episode_id": "none", "digest": "0" * 64, "record": "evals"}
+PATHS = {"env": "frozen_lake", "name": RUN, "episode_id": "none", "digest": "0" * 64, "record": "evals", "id": "none"}
 JSON_TYPE = "application/json"
 
 WHOLE: dict[str, tuple[str, bytes]] = {

@@ -153,7 +153,8 @@ def test_no_request_is_a_server_error(urls: dict[str, str], name: str, capsys: p
     if name == "env":
         gone = {f"{method} /episodes/{{episode_id}}/run" for method in ("GET", "POST")}  # need an agent's episode
     if name == "orchestrator":
-        gone = {f"POST /v1/{path}" for path in ("chat/completions", "responses", "messages", "messages/count_tokens")}
+        model = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens")
+        gone = {f"POST /v1/{path}" for path in model}
         gone |= {"GET /v1/models", "GET /v1/sessions/{id}"}  # all of these need a session
         gone |= {"POST /v1/sessions/{id}/end", "POST /v1/sessions/{id}/reward"}
     findings = Fuzzer(urls[name], known, TOKEN).run(CASES, SEED)
