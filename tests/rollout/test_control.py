@@ -23,6 +23,7 @@ from tests.support.engine import SETTINGS, FakeEngine
 
 VERSION = "e000001-s000000"
 CONFIG = models.tiny_config()
+F = 40
 
 
 @dataclass
@@ -105,6 +106,31 @@ async def test_the_server_describes_itself(http: httpx.AsyncClient) -> None:
     assert server == (await http.get("/get_server_info")).json()
     assert (server["tp_size"], server["dp_size"], server["disaggregation_mode"]) == (1, 1, "null")
     assert server["internal_states"] == [server["internal_state"]]
+
+
+async def test_slimes_external_engine_in_the_order_of_its_requests(
+    http: httpx.AsyncClient, engine: RecordingEngine, export: str
+) -> None:
+    """What its code sends for `--rollout-external-engine-addrs`: discovery, generation, abort, weights from disk."""
+    info = (await http.get("/server_info")).json()
+    expected = {"enable_memory_saver": False}  # what it compares with its own settings, without --offload-rollout
+    assert {name: info.get(name) for name in expected} == expected
+    assert (info["tp_size"] * info["pp_size"], info["ep_size"]) == (1, 1)
+    assert (await http.get("/health_generate")).status_code == 200
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 2, "stop": None, "no_stop_trim": True}
+    body = {"input_ids": [F], "sampling_params": sampling, "return_logprob": True}
+    answer = (await http.post("/generate", json=body)).json()
+    assert [row[1] for row in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
+    assert answer["meta_info"]["finish_reason"]["type"] in ("stop", "length")
+    assert (await http.post("/abort_request", json={"abort_all": True})).status_code == 200
+    assert (await http.get("/v1/loads?include=core")).json()["loads"][0]["num_total_reqs"] == 0
+    assert (await http.post("/pause_generation", json={})).status_code == 200
+    assert (await http.get("/flush_cache")).status_code == 200
+    update = {"model_path": export, "weight_version": "3"}
+    assert (await http.post("/update_weights_from_disk", json=update)).json()["success"] is True
+    assert (await http.get("/get_weight_version")).json()["weight_version"] == "3"
+    assert (await http.post("/continue_generation", json={})).status_code == 200
+    assert engine.calls[-1] == "resume"
 
 
 async def test_the_load_counts_requests(http: httpx.AsyncClient, engine: RecordingEngine) -> None:

@@ -137,6 +137,8 @@ async def get_server_info(request: Request, state: Rollout) -> Response:
             "pp_size": 1,
             "ep_size": 1,
             "disaggregation_mode": "null",
+            "enable_memory_saver": False,
+            "enable_return_routed_experts": "routing" in state.updates.declared.capabilities,
             "max_total_num_tokens": info.max_total_tokens,
             "max_req_input_len": info.context_length - 1,
         },
