@@ -144,7 +144,8 @@ def _rows(i: int, datum: Datum, defaults: Mapping[str, Any]) -> Iterator[_Row]:
             given = datum.inputs.get(name)
             value = np.full(len(datum.ids), default, np.float32) if given is None else given
             arrays[_FIELDS[name]] = value if value.ndim == 1 else value[:, k]
-        yield _Row(i, k, datum.ids, columns[:, k], arrays)
+        if not k or columns[:, k].any() or arrays["weights"].any():  # other columns hold padding alone
+            yield _Row(i, k, datum.ids, columns[:, k], arrays)
 
 
 def _placed(part: Sequence[_Row], n: int, length: int, pad_id: int, beta: np.float32) -> PlacedBatch:

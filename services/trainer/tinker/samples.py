@@ -16,6 +16,7 @@ from shared.errors import InputError, MalformedAnswer
 MOST_SAMPLES = 128
 _MOST_TOP = 20
 _LENGTH = 1
+_ABSENT = -99999.0  # the SDK reads it, with token 0, as nothing
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "target_prompt_logprobs": (None,),
     "prompt_alt_tokens_k": (0, None),
@@ -148,13 +149,14 @@ def _scored(request: SampleRequest, meta: Mapping[str, Any]) -> bytes:
     if request.top_prompt:
         rows = meta["input_top_logprobs"]
         top = _top([row or [] for row in rows], request.top_prompt)
-        top.logprobs[: max(1, n - request.scored)] = np.nan
+        unscored = slice(max(1, n - request.scored))
+        top.ids[unscored], top.logprobs[unscored] = 0, _ABSENT
         made += pb.delimited(3, top.to_protobuf())
     return made
 
 
 def _top(rows: Sequence[Sequence[Sequence[Any]]], k: int) -> Top:
-    ids, logprobs = np.zeros((len(rows), k), np.int32), np.full((len(rows), k), np.nan, np.float32)
+    ids, logprobs = np.zeros((len(rows), k), np.int32), np.full((len(rows), k), _ABSENT, np.float32)
     for at, row in enumerate(rows):
         for column, (logprob, token, *_) in enumerate(row[:k]):
             ids[at, column], logprobs[at, column] = token, logprob

@@ -74,15 +74,24 @@ def test_passes_add_up_and_targets_may_have_columns(tiny: Base):
     """Several passes before a step, and several targets of a token, are the sum of each alone."""
     ids = datum(3, 12)
     both = np.stack([ids.inputs["target_tokens"], ids.inputs["target_tokens"][::-1]], 1)
+    padded = np.pad(both, ((0, 0), (0, 1)))  # a column of padding is not computed
     several = replace(SHAPES, tokens=128)
     whole, parts = (ClientModel(tiny, shapes, LORA, 5) for shapes in (several, SHAPES))
-    made = whole.run(passed(batches.Datum(ids.ids, {"target_tokens": both}), datum(4, 3)))
+    made = whole.run(
+        passed(
+            batches.Datum(
+                ids.ids, {"target_tokens": padded, "weights": np.pad(np.ones((12, 2), np.float32), ((0, 0), (0, 1)))}
+            ),
+            datum(4, 3),
+        )
+    )
     for k in range(2):
         one = parts.run(passed(batches.Datum(ids.ids, {"target_tokens": both[:, k]})))
         np.testing.assert_allclose(one.logprobs[0], made.logprobs[0][:, k], atol=1e-5)
     parts.run(passed(datum(4, 3)))
     assert whole.step(Adam())["grad_norm:mean"] == pytest.approx(parts.step(Adam())["grad_norm:mean"], rel=1e-5)
-    assert made.logprobs[0].shape == (12, 2)
+    assert made.logprobs[0].shape == (12, 3)
+    assert not made.logprobs[0][:, 2].any()
     assert made.metrics["loss:sum"] == pytest.approx(-sum(float(p.sum()) for p in made.logprobs), rel=1e-5)
 
 

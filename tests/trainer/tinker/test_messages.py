@@ -101,6 +101,7 @@ def test_a_sample_is_read_and_written():
         "num_samples": 2,
         "sampling_params": {"max_tokens": 90, "seed": 7, "stop": [4], "temperature": 0.5},
         "prompt_logprobs": True,
+        "topk_prompt_logprobs": 2,
         "topk_sample_logprobs": 1,
     }
     asked = samples.sample_request(body, 50)
@@ -119,10 +120,15 @@ def test_a_sample_is_read_and_written():
         "finish_reason": {"type": "length"},
         "output_top_logprobs": [[[-0.5, 9, None]]],
         "input_token_logprobs": [[None, 1, None], [-1.0, 2, None], [-2.0, 3, None]],
+        "input_top_logprobs": [None, [[-1.0, 5, None], [-2.0, 6, None]], [[-1.0, 7, None]]],
         "cached_tokens": 2,
     }
     answer = {"output_ids": np.array([9], np.int32), "meta_info": meta}
-    found = samples.to_json(samples.result(asked, [answer, answer]))
+    made = samples.result(asked, [answer, answer])
+    top = pb.read(pb.part(pb.read(made)[3][0]))
+    assert np.frombuffer(pb.part(top[1][0]), "<i4").tolist() == [0, 0, 5, 6, 7, 0]
+    assert np.frombuffer(pb.part(top[2][0]), "<f4").tolist() == [-99999, -99999, -1, -2, -1, -99999]
+    found = samples.to_json(made)
     assert [one["tokens"] for one in found["sequences"]] == [[9], [9]]
     assert found["sequences"][0]["stop_reason"] == "length"
     assert found["prompt_logprobs"] == [None, -1.0, -2.0]
