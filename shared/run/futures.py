@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from shared.errors import ConfigError
 
-DATABASE = "futures.sqlite"
+DATABASE, LOCK = "futures.sqlite", "futures.lock"
 FIRST = "0" * 64
 """Digest before the first row of the ledger."""
 SCHEMA = """

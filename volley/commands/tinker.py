@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import os
 import secrets
 import time
 from collections.abc import Sequence
@@ -17,9 +18,11 @@ import yaml
 from shared import boot, config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError, first_error
+from shared.files import locks
 from shared.models import hub
 from shared.models.config import ModelConfig
 from shared.models.weight_files import weight_files
+from shared.run import futures
 from shared.run.folder import RunFolder
 from shared.services import SERVICES
 from volley.commands.serve import LONGEST_CONTEXT, find_port, is_ready, without_key
@@ -111,6 +114,7 @@ def prepare(target: str, options: TinkerOptions) -> TinkerServer:
     samplers = folder.path / "samplers"
     for path in (folder.secrets, samplers):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_unused(folder.path)
     key = _key(options, folder)
     dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
     files = {"admin": secret(folder, "token_admin"), "service": secret(folder, "token_service", key)}
@@ -147,6 +151,18 @@ def prepare(target: str, options: TinkerOptions) -> TinkerServer:
     folder.config.write_text(yaml.safe_dump(loaded.tree), encoding="utf-8")
     name = options.name or (model.name if Path(target).is_dir() else target)
     return TinkerServer(loaded, folder, name, key)
+
+
+def _check_unused(folder: Path) -> None:
+    """Raise ConfigError if another server uses the folder, before its configuration is replaced."""
+    held = locks.existing_lock_file(folder / futures.LOCK)
+    if held is None:
+        return
+    try:
+        if not locks.try_lock(held):
+            raise ConfigError(f"{folder} is used by another server", "end it first, or name another --folder")
+    finally:
+        os.close(held)
 
 
 def _key(options: TinkerOptions, folder: RunFolder) -> str:

@@ -11,6 +11,7 @@ bodies of requests that a model's saved state does not cover are kept.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sqlite3
 import time
@@ -23,7 +24,8 @@ from typing import Any, Literal
 import orjson
 
 from services.trainer.tinker.specs import ModelSpec
-from shared.errors import InputError, NonFinite, NotFound, VolleyError, WeightsError
+from shared.errors import ConfigError, InputError, NonFinite, NotFound, VolleyError, WeightsError
+from shared.files import locks
 from shared.run import futures
 from shared.run.futures import LedgerRow
 
@@ -126,15 +128,35 @@ _CHECKPOINTS = "SELECT * FROM checkpoints"
 
 
 class FutureStore:
-    """Args: folder: of the database and of the files that it names."""
+    """Store of one process.
+
+    Args:
+        folder: of the database and of the files that it names.
+
+    Raises ConfigError if another process uses the folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        self._lock = locks.lock_file(folder / futures.LOCK)
+        if not locks.try_lock(self._lock):
+            os.close(self._lock)
+            raise ConfigError(f"{folder} is used by another server", "end it first, or name another --folder")
         self._db = futures.connect(folder / futures.DATABASE)
+        self._remove_unrecorded()
 
     def close(self) -> None:
         self._db.close()
+        os.close(self._lock)
+
+    def _remove_unrecorded(self) -> None:
+        """Remove files of an earlier process that ended before it recorded them."""
+        rows = self._rows("SELECT file FROM checkpoints UNION SELECT state_file FROM models WHERE state_file NOT NULL")
+        recorded = {file for (file,) in rows}
+        for path in [one for name in ("states", "checkpoints") for one in (self.folder / name).glob("*")]:
+            if str(path.relative_to(self.folder)) not in recorded:
+                path.unlink(missing_ok=True)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

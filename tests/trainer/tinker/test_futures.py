@@ -15,8 +15,8 @@ import pytest
 from services.trainer.tinker.learner import Base
 from services.trainer.tinker.messages import pass_output
 from services.trainer.tinker.service import TinkerService, json_request
-from services.trainer.tinker.store import JSON, Future, Request
-from shared.errors import InputError, NotFound
+from services.trainer.tinker.store import JSON, Future, FutureStore, Request
+from shared.errors import ConfigError, InputError, NotFound
 from shared.run import futures
 from tests.trainer.tinker.support import base, service
 
@@ -161,6 +161,19 @@ async def test_weights_are_exported_for_download(tmp_path: Path, tiny: Base, ran
             )
         with pytest.raises(InputError):
             await tinker.create_model_from({"session_id": session, "model_seq_id": 1, "path": answer["path"]})
+
+
+async def test_a_folder_has_one_server_which_removes_what_was_not_recorded(tmp_path: Path, tiny: Base):
+    async with service(tmp_path, tiny) as tinker:
+        model = await new_model(tinker)
+        await results(tinker, plan(model)[:4])
+        with pytest.raises(ConfigError):
+            FutureStore(tmp_path)
+    kept = sorted((tmp_path / "states").iterdir())
+    (tmp_path / "states" / ".x.safetensors.tmp").write_bytes(b"half")
+    async with service(tmp_path, tiny):
+        assert sorted((tmp_path / "states").iterdir()) == kept
+    assert len(kept) == 1
 
 
 LIES: list[Callable[[Any], Any]] = [
