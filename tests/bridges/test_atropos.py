@@ -36,7 +36,7 @@ from volley.commands import serve
 from volley.commands.serve import ServeOptions
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
-HERE, BRIDGE = Path(__file__).parent, Path("bridges/agents").absolute()
+BRIDGE = Path("bridges/agents").absolute()
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,13 @@ async def test_an_environment_plays_in_the_sessions_of_a_group(python: Path, tmp
     env, bounds, engine = ProgramEnv(kind="external", judged=False), replace(WIDE, timeout_s=240.0), ScriptedEngine()
     async with orchestrating(tmp_path, env, bounds, engine) as (recorder, runner), served(recorder.app) as url:
         recorder.app.state.sessions.base_url = f"{url}/v1"
-        worker = ["-m", "volley_agents.atropos", f"{HERE / 'parity.py'}:ParityEnv", "--tokenizer", str(FOLDER)]
+        worker = [
+            "-m",
+            "volley_agents.atropos",
+            f"{BRIDGE / 'examples' / 'parity.py'}:ParityEnv",
+            "--tokenizer",
+            str(FOLDER),
+        ]
         async with running(str(python), *worker, "--group-size", "3", "--orchestrator", url, "--parallel", "1"):
             samples = [runner.run(replace(spec(), sample_index=i), TokenBudget(1)) for i in range(3)]
             played = await asyncio.gather(*samples)

@@ -24,7 +24,8 @@ from tests.support.asgi import served
 from tests.support.foreign import environment
 
 pytestmark = pytest.mark.timeout(900)
-HERE, BRIDGE = Path(__file__).parent, Path("bridges/agents").absolute()
+BRIDGE = Path("bridges/agents").absolute()
+EXAMPLES = BRIDGE / "examples"
 COMMAND = ("-m", "volley_agents.verifiers", "guessing", "--eval-tasks", "5")
 
 
@@ -44,7 +45,7 @@ def variables(python: Path, *folders: Path) -> dict[str, str]:
 async def worker(python: Path, url: str):
     """A worker that plays the tasks of `guessing` for the orchestrator at `url`."""
     command = [str(python), *COMMAND, "--orchestrator", url, "--parallel", "1"]
-    process = await asyncio.create_subprocess_exec(*command, env=variables(python, HERE))
+    process = await asyncio.create_subprocess_exec(*command, env=variables(python, EXAMPLES))
     try:
         yield
     finally:
@@ -92,7 +93,7 @@ async def test_an_episode_that_breaks_gives_no_reward(python: Path, tmp_path: Pa
 @pytest.mark.long
 def test_the_class_of_the_tasks_has_the_sizes_of_the_splits(python: Path, tmp_path: Path) -> None:
     command = [str(python), *COMMAND, "--write-tasks", str(tmp_path / "tasks.py")]
-    subprocess.run(command, env=variables(python, HERE), check=True, timeout=120)
+    subprocess.run(command, env=variables(python, EXAMPLES), check=True, timeout=300)
     found = dict[str, type]()
     exec((tmp_path / "tasks.py").read_text(encoding="utf-8"), found)
     tasks = found["Tasks"]()
@@ -126,7 +127,7 @@ def test_a_package_that_is_not_supported_is_refused_by_name(tmp_path: Path, vers
 def test_a_taskset_that_cannot_be_loaded_is_named(python: Path) -> None:
     command = [str(python), "-m", "volley_agents.verifiers", "nowhere"]
     ended = subprocess.run(
-        command, env=variables(python), capture_output=True, encoding="utf-8", check=False, timeout=120
+        command, env=variables(python), capture_output=True, encoding="utf-8", check=False, timeout=300
     )
     assert ended.returncode == 1
     assert "nowhere cannot be loaded" in ended.stderr

@@ -1,4 +1,4 @@
-"""An environment of Atropos, as its author would write it: an answer with more odd than even tokens is right."""
+"""An environment of Atropos, for a try without data: the score of an answer is its number of odd tokens."""
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 

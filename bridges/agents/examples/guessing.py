@@ -1,4 +1,4 @@
-"""An environment of verifiers 0.4, as its author would write it: guess a number within four turns."""
+"""An environment of verifiers 0.4: guess a number within four turns. Each turn is told whether to go higher."""
 
 import verifiers.v1 as vf
 
