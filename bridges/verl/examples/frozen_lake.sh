@@ -33,4 +33,5 @@ done
 
 "$python" -m volley_verl config "$folder/run.yaml" --env-url "$env_url" --server "$server" > "$folder/overrides"
 eval "overrides=($(tr '\n' ' ' < "$folder/overrides"))"
+export VERL_LOGGING_LEVEL=WARN  # a line of level info ends verl 0.9.1 with hybrid_engine=false
 "$python" -m verl.trainer.main_ppo "${overrides[@]}" trainer.n_gpus_per_node=1 "$@"

@@ -187,7 +187,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def _is_new(key: str) -> bool:
-    return ".volley." in key
+    return ".volley." in key or ".mixed_precision." in key
 
 
 def _literal(value: Any) -> str:

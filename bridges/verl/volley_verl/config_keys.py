@@ -13,6 +13,10 @@ OWN = f"{ROLLOUT}.custom.volley"
 ENGINE = f"{ROLLOUT}.checkpoint_engine"
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+_COMPUTED_IN = tuple(
+    f"{section}.mixed_precision.param_dtype"
+    for section in (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", f"{CRITIC}.fsdp")
+)
 _FILE = "the environment service lists an environment of a file under another name: give that (`volley env list`)"
 
 
@@ -109,7 +113,7 @@ MAPPED: dict[str, Callable[[Any], Overrides]] = {
     "run.trackers": lambda names: {"trainer.logger": ["console", *names]},
     "run.seed": _same("data.seed", f"{ROLLOUT}.seed", f"{ACTOR}.data_loader_seed"),
     "model.path": _model,
-    "model.dtype": lambda dtype: {f"{ACTOR}.fsdp_config.model_dtype": _DTYPES[dtype]},
+    "model.dtype": lambda dtype: dict.fromkeys(_COMPUTED_IN, _DTYPES[dtype]),
     "model.remat": lambda how: {"actor_rollout_ref.model.enable_gradient_checkpointing": how != "none"},
     "data.env": _splits,
     "data.n_eval_tasks": _same("data.val_max_samples"),
