@@ -307,14 +307,16 @@ ON_A_CPU = (
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     "trainer.logger=[console,file]",
     "trainer.save_freq=-1",
+    "algorithm.rollout_correction.bypass_mode=false",  # computes the trainer's own log-probabilities, to compare
 )
+CHANGED = ("trainer.logger", "trainer.save_freq", "algorithm.rollout_correction.bypass_mode")
 """What a training of verl needs beside the bridge to run without a GPU."""
 
 
 @pytest.mark.long
 def test_verl_trains_on_episodes_of_volley(smoke: Smoke, tmp_path: Path) -> None:
     """Two steps of verl's own trainer on a CPU: the servers sample with its weights, and both agree on the tokens."""
-    kept = [line for line in smoke.overrides if not line.startswith(("trainer.logger", "trainer.save_freq"))]
+    kept = [line for line in smoke.overrides if not line.startswith(CHANGED)]
     cpu = {
         "VERL_PLATFORM": "tests_cpu",
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu",

@@ -96,6 +96,14 @@ def test_algorithms_are_mapped() -> None:
     assert kl["algorithm.kl_ctrl.kl_coef"] == 0.1
 
 
+def test_the_ratio_is_to_the_sampler_unless_it_is_corrected() -> None:
+    where = "algorithm.rollout_correction"
+    assert translated()[f"{where}.bypass_mode"] is True
+    corrected = translated({"algorithm": {"sampler_is": "token", "sampler_is_threshold": 3.0}})
+    assert corrected[f"{where}.bypass_mode"] is False
+    assert (corrected[f"{where}.rollout_is"], corrected[f"{where}.rollout_is_threshold"]) == ("token", 3.0)
+
+
 def test_staleness_counts_from_one_in_verl() -> None:
     made = translated({"grpo_config": {"off_policy_steps": 0}})
     assert made["trainer.v1.sampler.max_off_policy_threshold"] == 1

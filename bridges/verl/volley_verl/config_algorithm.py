@@ -92,6 +92,9 @@ def _kl(overrides: Overrides, section: dict[str, Any]) -> None:
 def _correction(overrides: Overrides, section: dict[str, Any]) -> None:
     where = "algorithm.rollout_correction"
     weigh, threshold = section.pop("sampler_is", "none"), section.pop("sampler_is_threshold", 2.0)
+    # Without a correction, Volley's ratio is to the sampler. verl's is so in this mode, which knows the clipped loss.
+    if overrides[f"{ACTOR}.policy_loss.loss_mode"] == "vanilla":
+        overrides[f"{where}.bypass_mode"] = weigh == "none"
     if weigh != "none":
         overrides.update({f"{where}.rollout_is": weigh, f"{where}.rollout_is_threshold": threshold})
     reject, bounds = section.pop("sampler_rs", "none"), section.pop("sampler_rs_bounds", [0.5, 2.0])

@@ -180,6 +180,7 @@ LEFT_OUT = (
     "run.dir",
     "run.date",
     "run.bucket",
+    "run.dashboard",
     "model.content",
     "model.routing_replay",
     "data.env_config",
