@@ -329,7 +329,7 @@ def test_verl_trains_on_episodes_of_volley(smoke: Smoke, tmp_path: Path) -> None
     steps = [line["data"] for line in lines if "actor/grad_norm" in line["data"]]
     assert [step["training/global_step"] for step in steps] == [1, 2]
     assert all(step["actor/grad_norm"] > 0 and step["critic/score/max"] > step["critic/score/min"] for step in steps)
-    assert max(step["training/rollout_probs_diff_max"] for step in steps) < 1e-4
+    assert max(step["training/rollout_probs_diff_max"] for step in steps) < 5e-3
     assert [step["training/off_policy/trajectory_spans/max"] for step in steps] <= [2, 2]
     version = httpx.get(f"{smoke.server_url}/model_info").json()["weight_version"]
     assert version.startswith("global_step_2-")
