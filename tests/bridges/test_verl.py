@@ -330,6 +330,6 @@ def test_verl_trains_on_episodes_of_volley(smoke: Smoke, tmp_path: Path) -> None
     assert [step["training/global_step"] for step in steps] == [1, 2]
     assert all(step["actor/grad_norm"] > 0 and step["critic/score/max"] > step["critic/score/min"] for step in steps)
     assert max(step["training/rollout_probs_diff_max"] for step in steps) < 5e-3
-    assert [step["training/off_policy/trajectory_spans/max"] for step in steps] <= [2, 2]
+    assert all(step["training/off_policy/trajectory_spans/max"] <= 2 for step in steps)
     version = httpx.get(f"{smoke.server_url}/model_info").json()["weight_version"]
     assert version.startswith("global_step_2-")
