@@ -70,6 +70,7 @@ class EngineWorker:
             for message in messages:
                 self._answer(message)
             while not self._loaded.empty():
+                self._scheduler.settle()
                 self._loaded.get()()
             busy = self._scheduler.turn() or bool(messages)
 
@@ -80,6 +81,7 @@ class EngineWorker:
         elif op == "stage":
             self._stage(message["call"], _weights(message), arriving=message["arriving"])
         else:
+            self._scheduler.settle()  # everything else happens between two steps
             self._reply(message["call"], lambda: getattr(self, f"_on_{op}")(message))
 
     def _generate(self, message: Message) -> None:

@@ -64,9 +64,14 @@ class RolloutReq(Req):
         """The first position whose experts are wanted and not known."""
         self._routed: list[np.ndarray] = []
 
-    def fill_row(self, rows: SamplingRows, i: int) -> None:
+    def ends_with_next(self) -> bool:
+        """Return whether the next token certainly is the last."""
+        return self.to_finish is not None or len(self.output_ids) + 1 >= self.sampling_params.max_new_tokens
+
+    def fill_row(self, rows: SamplingRows, i: int, *, unknown: bool) -> None:
+        """Fill its row of a step; `unknown`: the step before samples a token that `output_ids` does not hold yet."""
         rows.temperature_B[i], rows.top_p_B[i], rows.top_k_B[i] = self.temperature, self.top_p, self.top_k
-        rows.seed_B2[i], rows.index_B[i] = self.seed, len(self.output_ids)
+        rows.seed_B2[i], rows.index_B[i] = self.seed, len(self.output_ids) + unknown
         rows.min_p_B[i] = self.min_p
         rows.with_top |= self.n_top > 0
         if self.guide is not None:

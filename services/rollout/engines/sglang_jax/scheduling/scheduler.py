@@ -1,31 +1,53 @@
 """sglang-jax's scheduler with Volley's loop and step, and weights that change while it runs.
 
 Kept from sglang-jax: admission, batching, chunked prefill, the paged key/value pool, the prefix cache, the models.
-Replaced: the event loop (one step at a time; the engine's overlapped loop overwrites a buffer the running step still
-reads), the forward-and-sample path, output, abort, pause and flush (the stock ones can lose requests or deadlock).
+Replaced: the event loop (the engine's overlapped loop overwrites a buffer the running step still reads), the
+forward-and-sample path, output, abort, pause and flush (the stock ones can lose requests or deadlock).
 
-Invariants: weights change only between two steps; every token is labelled with the version that computed it; in the
-modes `retract` and `abort` no token is computed from keys and values of older weights.
+While the device runs a step, the host schedules and launches the next one, then reads the first one's results. What the
+host cannot know yet: a request that turns out to have ended runs in the next step once more, and that token is dropped.
+Requests that end by their length, or are aborted, are left out. The host waits for the running step (`settle`) before
+it does anything else: before messages other than new requests, before it samples with a constraint that depends on the
+token, and before requests might be retracted for want of memory.
+
+Invariants: weights change only between two steps, and no step runs meanwhile; every token is labelled with the version
+that computed it; in the modes `retract` and `abort` no token is computed from keys and values of older weights.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
-from sgl_jax.srt.layers.logits_processor import LogitsProcessorOutput
 from sgl_jax.srt.managers.io_struct import AbortReq
 from sgl_jax.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
-from sgl_jax.srt.managers.scheduler import GenerationBatchResult, Scheduler
+from sgl_jax.srt.managers.scheduler import Scheduler
 from sgl_jax.srt.mem_cache.base_prefix_cache import EvictParams
+from sgl_jax.srt.mem_cache.common import release_kv_cache
 
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
 from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.requests import RolloutReq, dropped
 from services.rollout.engines.sglang_jax.scheduling.routing import RoutingPool, routing_of
-from services.rollout.engines.sglang_jax.scheduling.step import FusedStep
+from services.rollout.engines.sglang_jax.scheduling.step import FusedStep, StepOutput, future_token
+
+
+class Flight(NamedTuple):
+    """Step that the device runs.
+
+    batch, inputs: sglang-jax's batch, and the arrays made of it. The batch may have changed since.
+    rows: the row of each request that gets a token, by the request's `id`.
+    slots: of the tokens of each request, if experts are recorded.
+    """
+
+    batch: ScheduleBatch
+    inputs: Any
+    reqs: list[RolloutReq]
+    rows: dict[int, int]
+    slots: list[np.ndarray]
+    output: StepOutput
 
 
 class RolloutScheduler(Scheduler):
@@ -39,8 +61,9 @@ class RolloutScheduler(Scheduler):
         self._link = link
         self._done: list[Message] = []
         self._new: list[Message] = []
+        self._flight: Flight | None = None
         super().__init__(server_args, communication_backend=self)
-        self.step = FusedStep(self.runner)
+        self.step = FusedStep(self.runner, self.tp_worker.compilation_manager.max_padded_batch_size)
         routing = routing_of(self.model_config.hf_config)
         self._routing = routing and RoutingPool(self.max_total_num_tokens + self.page_size, routing)
         self._decode_first_n = 1  # a decode between two prefills: new requests gather, and running ones are not starved
@@ -61,71 +84,125 @@ class RolloutScheduler(Scheduler):
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Run at most one step; send new tokens and results. Returns False if nothing is left to do now."""
+        """Launch at most one step and settle the one before. Returns False if nothing is left to do now."""
         self._make_room()
+        if self._flight is not None and not self._may_run_ahead(self._flight):
+            self.settle()
         batch = None if self.paused else self.get_next_batch_to_run()
-        self.cur_batch = batch
-        if batch is not None:
-            self.process_batch_result(batch, self.run_batch(batch))
-        elif not self.paused:
+        if not self.paused:
+            self.last_batch = batch
+        launched = None if batch is None else self._launch(batch)
+        settled = self.settle(launched)
+        if batch is None and not settled and not self.paused:
             self.on_idle()
-        self.last_batch, self.cur_batch = (self.last_batch if self.paused else batch), None
+        return not self.paused and (batch is not None or settled or bool(self.waiting_queue))
+
+    def settle(self, ahead: Flight | None = None) -> bool:
+        """Wait for the running step and send its results; `ahead` is the step launched after it, if one is.
+
+        Returns False if no step ran.
+        """
+        flight, self._flight = self._flight, ahead
+        if flight is not None:
+            self.cur_batch = flight.batch  # for sglang-jax's watchdog
+            self._process(flight, jax.device_get(flight.output), ahead)
+            self.cur_batch = None
         if self._new:
             self._link.send({"op": "tokens", "new": self._new})
             self._new = []
         if self._done:
             self._link.send({"op": "done", "results": self._done})
             self._done = []
-        return not self.paused and (batch is not None or bool(self.waiting_queue))
+        return flight is not None
 
     def _make_room(self) -> None:
         """Evict more cached prefixes than a step needs, because each eviction walks the whole cache."""
         if self.token_to_kv_pool_allocator.available_size() < 2 * self.max_running_requests:
             self.tree_cache.evict(EvictParams(num_tokens=self.max_total_num_tokens // 16, dp_rank=0))
 
-    def run_batch(self, batch: ScheduleBatch) -> GenerationBatchResult:
+    def _may_run_ahead(self, flight: Flight) -> bool:
+        """Return whether the next step can be made without the results of `flight`."""
+        free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
+        enough = free >= 2 * self.max_running_requests * self.page_size
+        return enough and not any(req.guide is not None for req in flight.reqs)
+
+    def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
+        """Leave out requests that end with the running step, then prepare the batch for decoding."""
+        reqs, pending = batch.reqs_info[0].reqs, self._pending_rows()
+        kept = [i for i, req in enumerate(reqs) if id(req) not in pending or not req.ends_with_next()]
+        if len(kept) < len(reqs):
+            batch.filter_batch(keep_indices={0: kept})
+            batch.reqs_info[0].batch_is_full = False
+        return super().update_running_batch(batch)
+
+    def _pending_rows(self) -> dict[int, int]:
+        return self._flight.rows if self._flight is not None else {}
+
+    def _launch(self, batch: ScheduleBatch) -> Flight:
         self.forward_ct += 1
-        info = batch.reqs_info[0]
+        info, pending = batch.reqs_info[0], self._pending_rows()
+        reqs: list[RolloutReq] = list(info.reqs)
         extend = batch.forward_mode.is_extend()
         self.counts["prefill" if extend else "decode"] += 1
         self.counts["prefill_tokens"] += info.extend_num_tokens if extend else 0
-        worker_batch = batch.get_model_worker_batch(*self.tp_worker.get_precompile_paddings(), self.page_size)
-        rows = SamplingRows(len(worker_batch.seq_lens))
-        for i, req in enumerate(info.reqs):
-            req.fill_row(rows, i)
-        output = self.step(worker_batch, rows)
+        inputs = batch.get_model_worker_batch(*self.tp_worker.get_precompile_paddings(), self.page_size)
+        rows = SamplingRows(len(inputs.seq_lens))
+        for i, req in enumerate(reqs):
+            row = pending.get(id(req))
+            req.fill_row(rows, i, unknown=row is not None)
+            if not extend:
+                inputs.input_ids[i] = req.output_ids[-1] if row is None else future_token(row)
+        output = self.step.launch(inputs, rows)
+        info.output_ids = np.zeros(len(reqs), np.int32)  # sglang-jax counts them; the ids come from above
+        slots = self._slots(reqs, inputs.seq_lens) if output.experts_TLK is not None else []
+        if extend:  # in the order of the device, the prompts are computed before anything that reads them
+            for req in reqs:
+                if req is not self.chunked_reqs[0]:
+                    self.tree_cache.cache_unfinished_req(req)
+        sampling = {id(req): i for i, req in enumerate(reqs) if req is not self.chunked_reqs[0]}
+        return Flight(batch, inputs, reqs, sampling, slots, output)
+
+    def _slots(self, reqs: list[RolloutReq], lengths: np.ndarray) -> list[np.ndarray]:
+        table = self.req_to_token_pool.req_to_token
+        return [table[req.req_pool_idx, :n].copy() for req, n in zip(reqs, lengths, strict=False)]
+
+    def _process(self, flight: Flight, output: StepOutput, ahead: Flight | None) -> None:
+        """Give the step's results, now on the host, to its requests."""
         if output.experts_TLK is not None:
-            self._route(worker_batch, info.reqs, output.experts_TLK)
-        if rows.with_top:
-            for i, req in enumerate(info.reqs):
-                req.keep_top(output, i)
-        n = len(info.reqs)
-        info.output_ids = output.tokens_B[:n]
-        return GenerationBatchResult(
-            logits_output=LogitsProcessorOutput(next_token_logits=None, next_token_logprobs=output.logprobs_B[:n]),
-            next_token_ids=output.tokens_B.tolist(),
-            extend_input_len_per_req=None,
-            extend_logprob_start_len_per_req=None,
-            bid=worker_batch.bid,
-            cache_miss_count=0,
-        )
+            assert self._routing is not None
+            self._routing.write(flight.inputs, output.experts_TLK)
+        tokens, logprobs = output.tokens_B.tolist(), output.logprobs_B.tolist()
+        self.token_to_kv_pool_allocator.free_group_begin()
+        for i, req in enumerate(flight.reqs):
+            if req.finished():  # the step before ended it
+                continue
+            if self._routing is not None and flight.slots:
+                req.route(self._routing, flight.slots[i])
+            if id(req) not in flight.rows:  # a part of a prompt
+                req.is_chunked -= 1
+                continue
+            req.keep_top(output, i)
+            req.output_ids.append(tokens[i])
+            req.output_token_logprobs_val.append(logprobs[i])
+            req.check_finished()
+            if req.finished():
+                self._release(req, ahead is not None and id(req) in ahead.rows)
+            self._label(req)
+        self.token_to_kv_pool_allocator.free_group_end()
 
-    def _route(self, batch: Any, reqs: list[RolloutReq], experts_TLK: np.ndarray) -> None:
-        """Store the experts of the step's tokens, while the requests still have their slots."""
-        assert self._routing is not None
-        self._routing.write(batch, experts_TLK)
-        for req, n in zip(reqs, batch.seq_lens, strict=False):
-            req.route(self._routing, self.req_to_token_pool.req_to_token[req.req_pool_idx, :n])
+    def _release(self, req: RolloutReq, runs_ahead: bool) -> None:
+        """Cache the request's tokens and free the rest; the step ahead has taken a slot for one more."""
+        req.kv_committed_len -= runs_ahead
+        release_kv_cache(req, self.tree_cache, allow_overallocated=runs_ahead)
 
-    def stream_output(self, reqs: list[RolloutReq], *_: Any, **__: Any) -> None:
-        """Label the step's new tokens and collect the ended requests. sglang-jax calls it after every step."""
+    def _label(self, req: RolloutReq) -> None:
+        """Label the request's new token, if it has one, and collect the request if it has ended."""
         version = self.version or ""
-        for req in reqs:
-            self.output_tokens += (n := req.label(version))
-            if n and req.streamed:
-                self._new.append(req.new(n, version))
-            if req.finished() and not req.finished_output:
-                self._finish(req)
+        self.output_tokens += (n := req.label(version))
+        if n and req.streamed:
+            self._new.append(req.new(n, version))
+        if req.finished() and not req.finished_output:
+            self._finish(req)
 
     def _finish(self, req: RolloutReq) -> None:
         req.finished_output = True
@@ -140,7 +217,7 @@ class RolloutScheduler(Scheduler):
         self._add_request_to_queue(req)
 
     def live(self) -> list[RolloutReq]:
-        """Return every request that has not ended."""
+        """Return every request that has not ended. Like everything below it is called after `settle`."""
         running = [req for info in self.running_batch.reqs_info for req in info.reqs or []]
         parked = [req for req in self.chunked_reqs if req is not None]
         last = [req for info in self.last_batch.reqs_info for req in info.reqs or []] if self.last_batch else []

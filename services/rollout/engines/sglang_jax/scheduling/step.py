@@ -3,6 +3,9 @@
 The engine's own path makes three calls and several transfers a step, and returns bfloat16 log-probabilities for
 bfloat16 models. The weights are an argument of the compiled function, so new weights of the same shapes never
 recompile.
+
+A step may be launched before the one ahead of it has ended: input ids that the host does not know yet are negative, and
+the device takes them from the tokens of that step (`future_token`).
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from services.rollout.engines.sglang_jax.scheduling.sampling import guided, most
 
 
 class StepOutput(NamedTuple):
-    """Results of one step on the host. B and T are the padded numbers of requests and tokens of the batch.
+    """Results of one step, on the host or on the device. B and T are the batch's padded numbers of requests and tokens.
 
     tokens_B: int32, sampled. logprobs_B: float32, of them. experts_TLK: uint16, those that each token was sent to, of a
     model with experts. top_ids_BN, top_logprobs_BN: int32 and float32, the most likely tokens, if a row wanted them.
@@ -38,11 +41,18 @@ class StepOutput(NamedTuple):
     top_logprobs_BN: np.ndarray | None
 
 
+def future_token(row: Any) -> Any:
+    """Return the input id that stands for the token which the step before samples in `row`."""
+    return -1 - row
+
+
 class FusedStep:
     """Runs batches on a model runner; owns the only reference to the serving weights' leaves besides the runner's."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, max_requests: int) -> None:
+        """`max_requests`: the largest padded number of requests of a batch."""
         self._runner = runner
+        self._sampled = jax.device_put(np.zeros(max_requests, np.int32), NamedSharding(runner.mesh, P()))
         model_def, _ = nnx.split(runner.model)
         self._compiled = compiled_step(runner.mesh, model_def, runner._model_state_def)
 
@@ -55,11 +65,15 @@ class FusedStep:
         self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None
     ) -> StepOutput:
         """Run the batch; `leaves` are weights to use instead of the serving ones."""
+        return jax.device_get(self.launch(batch, rows, leaves))
+
+    def launch(self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None) -> StepOutput:
+        """Start the batch on the device. The output's arrays are the device's; `jax.device_get` waits for them."""
         runner = self._runner
         with jax.set_mesh(runner.mesh):
-            output, pool = self._compiled(*self.arguments(batch, rows, leaves))
+            output, self._sampled, pool = self._compiled(*self.arguments(batch, rows, leaves))
         runner.memory_pools.replace_all(pool)
-        return jax.device_get(output)
+        return output
 
     def arguments(
         self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None
@@ -75,6 +89,7 @@ class FusedStep:
             runner.memory_pools,
             runner.attn_backend,
             get_global_expert_location_metadata(),
+            self._sampled,
             *pack(batch, rows, n_top),
         )
 
@@ -84,10 +99,18 @@ def compiled_step(mesh: jax.sharding.Mesh, model_def: Any, state_def: Any) -> An
 
     @partial(jax.jit, donate_argnames=["memory_pools"], static_argnames=["layout"])
     def step(
-        leaves: list[jax.Array], memory_pools: Any, attention: Any, places: Any, packed: jax.Array, layout: Layout
-    ) -> tuple[StepOutput, Any]:
+        leaves: list[jax.Array],
+        memory_pools: Any,
+        attention: Any,
+        places: Any,
+        sampled_before: jax.Array,
+        packed: jax.Array,
+        layout: Layout,
+    ) -> tuple[StepOutput, jax.Array, Any]:
         model = nnx.merge(model_def, jax.tree_util.tree_unflatten(state_def, leaves))
         arrays = unpack(packed, layout)
+        ids = arrays["input_ids"]
+        arrays["input_ids"] = jnp.where(ids < 0, sampled_before[jnp.maximum(future_token(ids), 0)], ids)
         names = ("temperature", "top_p", "min_p", "top_k", "seed", "index", "forced")
         rows = [arrays.pop(name) for name in names]
         guides = {name: arrays.pop(name) for name in ("bias_ids", "bias", "mask") if name in arrays}
@@ -101,6 +124,7 @@ def compiled_step(mesh: jax.sharding.Mesh, model_def: Any, state_def: Any) -> An
             everywhere = NamedSharding(mesh, P())
             experts = jnp.stack([jax.sharding.reshard(one, everywhere) for one in experts], axis=1).astype(jnp.uint16)
         top = most_likely(logits, rows[0], layout.n_top) if layout.n_top else (None, None)
-        return StepOutput(tokens, logprobs, experts, *top), pool
+        n = min(len(tokens), len(sampled_before))
+        return StepOutput(tokens, logprobs, experts, *top), sampled_before.at[:n].set(tokens[:n]), pool
 
     return step
