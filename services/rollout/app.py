@@ -160,6 +160,7 @@ def build_app(
         ready=generation.why_not,
         roles={**routes.ROLES, **generate.ROLES, **control.ROLES, **openai.ROLES},
         max_objects=_OBJECTS + settings.engine.context_length,  # a JSON prompt is a list of numbers
+        direct=generate.direct_routes(),
     )
     tokenizer = _tokenizer(settings)
     name = settings.model_name or Path(settings.engine.model_path).name

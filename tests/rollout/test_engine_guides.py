@@ -132,3 +132,19 @@ def greedy(prompt: list[int], n: int, frequency: float, presence: float, bias: d
             logits[token] += value
         ids.append(int((logits - frequency * counts - presence * (counts > 0)).argmax()))
     return ids[len(prompt) :]
+
+
+async def test_the_next_step_is_launched_before_the_results_are_known(engine: Engine, prompts: list[list[int]]) -> None:
+    """A stop token costs one step more, unless constraints of the next step depend on it; a known length does not."""
+
+    async def run(rid: str, **sampling: Any) -> tuple[list[int], int]:
+        before = (await engine.status()).steps["decode"]
+        result = await engine.generate(request(rid, prompts[4], 12, ignore_eos=True, **sampling))
+        return result.output_ids.tolist(), (await engine.status()).steps["decode"] - before
+
+    free, n_free = await run("free")
+    at, stop = next((i, token) for i, token in enumerate(free) if i >= 3 and token not in free[:i])
+    stopped, n_stopped = await run("stopped", stop_token_ids=(stop,))
+    guided, n_guided = await run("guided", stop_token_ids=(stop,), min_new_tokens=1)
+    assert (stopped, guided) == (free[: at + 1], free[: at + 1])
+    assert (n_free, n_stopped, n_guided) == (11, at + 1, at)

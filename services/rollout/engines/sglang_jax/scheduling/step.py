@@ -52,7 +52,7 @@ class FusedStep:
     def __init__(self, runner: Any, max_requests: int) -> None:
         """`max_requests`: the largest padded number of requests of a batch."""
         self._runner = runner
-        self._sampled = jax.device_put(np.zeros(max_requests, np.int32), NamedSharding(runner.mesh, P()))
+        self._sampled = jax.device_put(np.zeros(max_requests, np.int32), NamedSharding(runner.mesh, P(None)))
         model_def, _ = nnx.split(runner.model)
         self._compiled = compiled_step(runner.mesh, model_def, runner._model_state_def)
 
