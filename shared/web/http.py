@@ -230,11 +230,13 @@ class DirectRoute:
         found = self._match(scope["path"]) if scope["method"] == self.method else None
         return found and found.groupdict()
 
-    async def answer(self, request: Request) -> Response:
+    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; an error of the handler, or of its answer before that begins, is a problem."""
         try:
-            return await self._handler(request, **request.path_params)
+            answer = await self._handler(Request(scope, receive), **scope["path_params"])
+            await answer(scope, receive, send)
         except VolleyError as error:
-            return problem_response(error, request.url.path)
+            await problem_response(error, scope["path"])(scope, receive, send)
 
 
 class _Edge:
@@ -308,7 +310,7 @@ class _Edge:
         if route is None:
             await self._app(scope, receive, send)
         else:
-            await (await route.answer(Request(scope, receive)))(scope, receive, send)
+            await route.run(scope, receive, send)
 
     def _routed(self, scope: Scope) -> tuple[DirectRoute | None, Role | None]:
         """Return a request's direct route, if any, and its required role."""
