@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from tests.support import families, models
 from tests.trainer.support import model_of
-from tests.trainer.test_policy import CONFIG_1, OPTIONS, WEIGHTS
+from tests.trainer.test_policy import CONFIG_1, OPTIONS, WEIGHTS, ppo_options, sao_options
 
 SHAPE = ModelConfig.parse(CONFIG_1)
 MODEL = ModelOptions(Path(), "float32", "none", (1, 1), ("fsdp", "tp"), 0)
@@ -67,6 +67,13 @@ def test_adapters_take_a_fraction_and_share_the_reference() -> None:
     assert half.kept["parameters"] == 2 * N + 4 * n
     begun = memory.estimate(SHAPE, replace(MODEL, lora=LORA), POLICY, BatchLayout((16,), 8, 0))
     assert begun.phases["warm start"] > begun.phases["step"]  # all parameters are trained there
+
+
+def test_frozen_attention_of_a_critic_has_no_moments() -> None:
+    attention = sum(value.size for name, value in WEIGHTS.items() if ".self_attn." in name)
+    for options, moved in ((ppo_options(), N), (sao_options(), N - attention)):
+        found = memory.estimate(SHAPE, MODEL, replace(options, layout=POLICY.layout))
+        assert found.kept["critic"] == 4 * N + 8 * moved
 
 
 def test_a_mesh_divides_what_it_shards() -> None:
