@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from services.trainer.algorithms.estimators import ESTIMATORS
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.registry import algorithm
 from services.trainer.algorithms.terms.advantages import group_relative
@@ -73,7 +74,7 @@ def test_losses_and_gradients_are_ours(section: PolicyGradientSection, n_micro: 
 @pytest.mark.long
 def test_ppo_with_our_critic_is_ours() -> None:
     section = PpoSection(name="ppo", epsilon_high=0.3, beta=0.1, kl_loss_mode="kl")
-    critic = CriticSetup(Ppo.of(section, 1, 16), OPTIONS.optimizer, 0)
+    critic = CriticSetup(Ppo(section, 1, 16), OPTIONS.optimizer, 0)
     layout = BatchLayout((16,), ROWS, 0)
     own = replace(
         OPTIONS, algorithm=critic.algorithm, critic=critic, temperature=1.0, layout=layout, rows_per_step=ROWS
@@ -117,4 +118,4 @@ def test_advantages_are_those_of_tunix(estimator: str) -> None:
     rewards = np.random.default_rng(3).normal(size=(3, 5))
     of_tunix = algo_core.function_registry.get_advantage_estimator(estimator)(rewards.reshape(-1), 5)
     for group, expected in zip(rewards, np.asarray(of_tunix).reshape(3, 5), strict=True):
-        np.testing.assert_allclose(group_relative(group, estimator), expected, atol=1e-5)
+        np.testing.assert_allclose(group_relative(group, ESTIMATORS[estimator]), expected, atol=1e-5)
