@@ -103,6 +103,11 @@ class RunFolder:
     def refused_groups(self) -> Path:
         return self.path / "refused"
 
+    @property
+    def tokens(self) -> Path:
+        """The trainer's values of archived tokens (see shared.run.token_values), if somebody asked for them."""
+        return self.path / "tokens"
+
     def tracker(self, name: str) -> Path:
         """Lines of the run that a tracker has."""
         return self.path / "trackers" / f"{name}.json"

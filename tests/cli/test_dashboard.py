@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import orjson
 import pytest
 
+from shared.run import token_values
 from shared.run.folder import RunFolder
+from shared.run.token_values import TokenValues
 from shared.types import WeightVersion
 from tests.support.asgi import served
 from tests.support.small_run import make
@@ -145,6 +148,32 @@ async def test_a_ticket_is_shown_token_by_token(page: httpx.AsyncClient, root: P
     assert [line["disposition"] for line in found["ledger"]] == ["trained"]
     assert (await page.get("/api/runs/r/tickets/99999")).status_code == 404
     assert (await page.get(f"/api/runs/r/tickets/{row['ticket']}", params={"version": "e9-s9"})).status_code == 400
+
+
+async def test_values_of_the_trainer_are_shown_where_a_replay_wrote_them(page: httpx.AsyncClient, root: Path) -> None:
+    row = (await get(page, "/api/runs/r/episodes", sort="sequences"))["rows"][0]
+    version, tokens = WeightVersion.parse(row["version"]), root / "r" / "tokens"
+    group = read_group(RunFolder(root / "r"), "r", version, row["ticket"])
+    values = {
+        (one.ticket, one.sample_index): TokenValues(one.stored("logprobs") + np.float32(0.1), one.stored("logprobs"))
+        for one in group.trajectories
+    }
+    token_values.write(tokens, "r", version, values)
+    found = await get(page, f"/api/runs/r/tickets/{row['ticket']}")
+    for one in found["trajectories"]:
+        assert len(one["sequences"]) in (1, 2)
+        for sequence in one["sequences"]:
+            at = [i for i, sampled in enumerate(sequence["mask"]) if sampled]
+            assert [sequence["ratio"][i] for i in at] == pytest.approx([np.exp(0.1)] * len(at), abs=1e-4)
+            assert [sequence["advantage"][i] for i in at] == pytest.approx([sequence["logprobs"][i] for i in at])
+            assert sum(map(abs, sequence["trainer"])) == pytest.approx(sum(abs(sequence["trainer"][i]) for i in at))
+    damaged = token_values.path_of(tokens, version)
+    for content in (b"", b"\xc1", damaged.read_bytes()[:-9]):
+        damaged.write_bytes(content)
+        assert (await page.get(f"/api/runs/r/tickets/{row['ticket']}")).status_code == 400
+    short = {key: TokenValues(one.logprobs[1:], one.advantages[1:]) for key, one in values.items()}
+    token_values.write(tokens, "r", version, short)
+    assert (await page.get(f"/api/runs/r/tickets/{row['ticket']}")).status_code == 400
 
 
 async def test_an_export_holds_the_listed_episodes(page: httpx.AsyncClient) -> None:

@@ -17,7 +17,7 @@ from services.trainer.replay.recorded import RecordedStep
 from services.trainer.replay.steps import Divergence, of_tensors
 from shared.config import load, validate
 from shared.queue.server import embedded_server
-from shared.run import archive, checkpoint_files, commits, pinned
+from shared.run import archive, checkpoint_files, commits, pinned, token_values
 from shared.run import state as states
 from shared.run.archive import Archive
 from shared.types import Group, WeightVersion
@@ -134,6 +134,27 @@ def test_it_replays_bit_identically_from_its_first_checkpoint(recorded: Path):
     assert (result["ok"], result["steps"], result["first_divergence"]) == (True, STEPS, None)
     assert result["compared_checkpoints"] >= 2
     assert result["compared_metrics"] == STEPS
+
+
+def test_values_of_tokens_are_those_that_the_step_started_from(recorded: Path, tmp_path: Path):
+    run = Path(shutil.copytree(recorded, tmp_path / "r"))
+    done = volley("replay", run, "--from-step", "0", "--to-step", "2", "--tokens")
+    assert done.returncode == 0, done.stdout + done.stderr
+    version = next(v for v in archive.versions(run / "archive") if v.step == 1)
+    values = token_values.read(run / "tokens", "r", version)
+    groups = [Group.decode(payload) for payload in archive.read(run / "archive", "r", version)]
+    assert len(values) == sum(len(group.trajectories) for group in groups)
+    for group in groups:
+        rewards = np.array([one.reward for one in group.trajectories])
+        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+        for one, advantage in zip(group.trajectories, expected, strict=True):
+            of, sampled = values[one.ticket, one.sample_index], one.stored("loss_mask") > 0
+            assert np.isfinite(of.logprobs[sampled]).all()
+            assert (of.logprobs[sampled] < 0).all()
+            np.testing.assert_allclose(of.advantages[sampled], advantage, atol=1e-5)
+            assert not of.advantages[~sampled].any()
+    wrong = volley("replay", run, "--refused", str(version), "--tokens")
+    assert wrong.returncode == 2
 
 
 def test_a_changed_reward_diverges_at_its_step(recorded: Path, tmp_path: Path):

@@ -29,22 +29,39 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="replay a step that was refused because it was not finite, instead of --from-step",
     )
     parser.add_argument("--to-step", type=int, metavar="M", help="last step (default: that of the newest checkpoint)")
+    parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help="write the trainer's log-probability and the advantage of every token, for the dashboard",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises as `main`."""
-    return main(arguments.run_dir, arguments.from_step, arguments.to_step, arguments.refused, arguments.json)
+    return main(
+        arguments.run_dir,
+        arguments.from_step,
+        arguments.to_step,
+        arguments.refused,
+        arguments.json,
+        tokens=arguments.tokens,
+    )
 
 
-def main(run_dir: Path, first: int | None, last: int | None, refused: str | None, as_json: bool) -> int:
+def main(
+    run_dir: Path, first: int | None, last: int | None, refused: str | None, as_json: bool, *, tokens: bool = False
+) -> int:
     """Print the result. Exit code 0 if every step, or the refused one, was reproduced, else 1.
 
     Raises ConfigError, VolleyError.
     """
     if (first is None) == (refused is None):
         raise ConfigError("give either --from-step K or --refused VERSION")
+    if tokens and refused is not None:
+        raise ConfigError("--tokens needs --from-step", "values of a refused step are not kept")
     what = ["--refused", refused] if refused is not None else ["--from-step", str(first)]
+    what += ["--tokens"] if tokens else []
     result = replayed(RunFolder(run_dir.absolute()), what, last, show=not as_json)
     print_json(result) if as_json else print_block(format_result(result))
     return 0 if result["ok"] else 1

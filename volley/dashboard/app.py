@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import FileResponse, RedirectResponse, Response, StreamingResponse
 
 from shared.errors import Forbidden, NotFound, RateLimited
+from shared.run import token_values
 from shared.services_schema import Limits
 from shared.types import WeightVersion
 from shared.web.access import AccessTokens, Role
@@ -230,7 +231,6 @@ def _ticket(files: RunFiles, index: EpisodeIndex, ticket: int, version: str) -> 
     if not found:
         raise NotFound(f"no step was trained on ticket {ticket}", "only groups that were trained on are archived")
     group = episodes.read_group(files.folder, files.folder.name, found[0], ticket)
-    return episodes.shown(group, found[0], episodes.tokenizer_of(files.folder)) | {
-        "ledger": lines,
-        "path": str(files.folder.path),
-    }
+    values = token_values.read(files.folder.tokens, files.folder.name, found[0])
+    made = episodes.shown(group, found[0], episodes.tokenizer_of(files.folder), values)
+    return made | {"ledger": lines, "path": str(files.folder.path)}

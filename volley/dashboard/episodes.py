@@ -8,12 +8,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shared.dialects.decoding import TokenDecoder
-from shared.errors import ConfigError, NotFound, VolleyError
+from shared.errors import ConfigError, DecodeError, NotFound, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.models.hub import model_folder
 from shared.run import archive
 from shared.run.folder import RunFolder
+from shared.run.token_values import OfEpisodes, TokenValues
 from shared.sequences import EpisodeSequence
 from shared.types import Group, Trajectory, WeightVersion
 from volley.runs.record import stored
@@ -30,19 +33,32 @@ def read_group(folder: RunFolder, run: str, version: WeightVersion, ticket: int)
     raise NotFound(f"{version} was not trained on ticket {ticket}", "the ledger names the step of each ticket")
 
 
-def shown(group: Group, version: WeightVersion, tokenizer: ChatTokenizer | None) -> dict[str, Any]:
-    """Return a group as JSON. Without a tokenizer, tokens are shown by their ids."""
+def shown(
+    group: Group, version: WeightVersion, tokenizer: ChatTokenizer | None, values: OfEpisodes | None = None
+) -> dict[str, Any]:
+    """Return a group as JSON. Without a tokenizer, tokens are shown by their ids.
+
+    Args:
+        values: the trainer's values of the tokens, where they are known.
+    """
+    known = values or {}
     return {
         "ticket": group.ticket,
         "env": group.env,
         "task": group.task,
         "version": str(version),
         "step": version.step,
-        "trajectories": [_trajectory(one, tokenizer) for one in group.trajectories],
+        "trajectories": [
+            _trajectory(one, tokenizer, known.get((one.ticket, one.sample_index))) for one in group.trajectories
+        ],
     }
 
 
-def _trajectory(one: Trajectory, tokenizer: ChatTokenizer | None) -> dict[str, Any]:
+def _trajectory(one: Trajectory, tokenizer: ChatTokenizer | None, values: TokenValues | None) -> dict[str, Any]:
+    if values is not None and len(values.logprobs) != one.n_stored:
+        raise DecodeError(f"values of ticket {one.ticket} are not those of its tokens", "remove the folder `tokens`")
+    ends = np.cumsum(one.own_lengths())
+    own = [(end - n, end) for n, end in zip(one.own_lengths(), ends.tolist(), strict=True)]
     return {
         "sample": one.sample_index,
         "attempt": one.attempt,
@@ -55,8 +71,26 @@ def _trajectory(one: Trajectory, tokenizer: ChatTokenizer | None) -> dict[str, A
         "failures": dict(one.failures),
         "timings": dict(one.timings),
         "prompt_len": one.prompt_len,
-        "sequences": [_sequence(sequence, tokenizer) for sequence in one.sequences()],
+        "sequences": [
+            _sequence(sequence, tokenizer) | _trained(sequence, values, own[i])
+            for i, sequence in enumerate(one.sequences())
+        ],
     }
+
+
+def _trained(one: EpisodeSequence, values: TokenValues | None, own: tuple[int, int]) -> dict[str, Any]:
+    """Return the trainer's values of a sequence, 0 at tokens that it shares or that were not sampled."""
+    if values is None:
+        return {}
+    sampled = one.loss_mask.astype(bool)
+
+    def whole(stored: np.ndarray) -> np.ndarray:
+        return np.where(sampled, np.concatenate([np.zeros(one.shared, np.float32), stored[slice(*own)]]), 0.0)
+
+    trainer, advantages = whole(values.logprobs), whole(values.advantages)
+    ratio = np.exp(np.clip(trainer - one.logprobs, -20.0, 20.0))
+    named = {"trainer": trainer, "ratio": np.where(sampled, ratio, 1.0), "advantage": advantages}
+    return {name: [round(value, 5) for value in array.tolist()] for name, array in named.items()}
 
 
 def _sequence(one: EpisodeSequence, tokenizer: ChatTokenizer | None) -> dict[str, Any]:

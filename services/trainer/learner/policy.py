@@ -46,6 +46,7 @@ from services.trainer.models.arrays import CheckpointContents, HostArray
 from services.trainer.models.family import Model
 from services.trainer.publishing.publications import Arrays
 from shared.run.checkpoint_files import ManifestLeaf, Probe
+from shared.run.token_values import TokenValues
 from shared.types import Trajectory, WeightVersion
 
 if TYPE_CHECKING:
@@ -172,6 +173,12 @@ class Policy:
         ours = iter(zip(rows, by_row(scored, rows, parts), strict=True))
         return [_mean_difference([next(ours) for _ in of_group]) for of_group in of_groups]
 
+    def token_values(self, held: Sequence[ReadyGroup], before: WeightVersion) -> list[list[TokenValues]]:
+        """Return what a step on these groups would start from, by group and episode; the weights do not change."""
+        rows, _ = self._with_advantages(held, before, replace(self._options.needs, old=True))
+        known = iter(rows)
+        return [[_token_values(next(known)) for _ in h.group.trajectories] for h in held]
+
     def contents(self) -> CheckpointContents:
         """Collect the contents of a checkpoint of the present weights; with adapters, only those.
 
@@ -231,16 +238,8 @@ class Policy:
 
     def _batches(self, held: Sequence[ReadyGroup], before: WeightVersion) -> tuple[list[Batch], dict[str, float]]:
         """Make the micro-batches of a step, and measure how much of them is padding."""
-        options, groups = self._options, [h.group.trajectories for h in held]
-        every = [trajectory for group in groups for trajectory in group]
-        made_rows = [policy_rows(trajectory, before) for trajectory in every]
-        if options.algorithm.needs.observations:
-            made_rows = [with_observations(its) for its in made_rows]
-        of_episodes = self._scored(made_rows)
-        known = iter(of_episodes)
-        episodes = [[_episode(trajectory, next(known)) for trajectory in group] for group in groups]
-        made = [one for group in options.algorithm.advantages(episodes) for one in group]
-        of_episodes = [_with(rows, "advantages", one) for rows, one in zip(of_episodes, made, strict=True)]
+        options, every = self._options, [trajectory for h in held for trajectory in h.group.trajectories]
+        of_episodes, episodes = self._with_advantages(held, before, options.needs)
         if options.critic is not None:
             wanted = [one for group in options.critic.algorithm.returns(episodes) for one in group]
             of_episodes = [_with(rows, "returns", one) for rows, one in zip(of_episodes, wanted, strict=True)]
@@ -258,17 +257,31 @@ class Policy:
             measured["sequences"] = float(len(rows))
         return assembled(rows, weights, parts, options.layout.pad_id), measured
 
+    def _with_advantages(
+        self, held: Sequence[ReadyGroup], before: WeightVersion, needs: Needs
+    ) -> tuple[list[list[Row]], list[list[Episode]]]:
+        """Make the rows of each episode, with token values and advantages, and the episodes by group."""
+        groups = [h.group.trajectories for h in held]
+        made_rows = [policy_rows(trajectory, before) for group in groups for trajectory in group]
+        if needs.observations:
+            made_rows = [with_observations(its) for its in made_rows]
+        of_episodes = self._scored(made_rows, needs)
+        known = iter(of_episodes)
+        episodes = [[_episode(trajectory, next(known)) for trajectory in group] for group in groups]
+        made = [one for group in self._options.algorithm.advantages(episodes) for one in group]
+        return [_with(rows, "advantages", one) for rows, one in zip(of_episodes, made, strict=True)], episodes
+
     def _arranged(self, rows: Sequence[Row]) -> list[MicroBatch]:
         """Arrange the rows of a step; episodes of several sequences may need more micro-batches of the same shape."""
         layout = self._options.layout
         return arranged(rows, layout, max(self._n_micro, layout.n_micro(len(rows))))
 
-    def _scored(self, of_episodes: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    def _scored(self, of_episodes: Sequence[Sequence[Row]], needs: Needs) -> list[list[Row]]:
         """Add to the rows of each episode the token values that the algorithm needs.
 
         The reference is another model, so it routes tokens to experts of its own choice.
         """
-        needs, layout = self._options.needs, self._options.layout
+        layout = self._options.layout
         if not (needs.reference or needs.old or needs.values):
             return [list(rows) for rows in of_episodes]
         rows = [row for its in of_episodes for row in its]
@@ -325,6 +338,13 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _episode(trajectory: Trajectory, rows: Sequence[Row]) -> Episode:
     return Episode(trajectory, *(stored(rows, name) for name in ("reference", "old", "values")))
+
+
+def _token_values(rows: Sequence[Row]) -> TokenValues:
+    logprobs, advantages = stored(rows, "old"), stored(rows, "advantages")
+    assert logprobs is not None
+    assert advantages is not None
+    return TokenValues(logprobs.astype(np.float32), advantages.astype(np.float32))
 
 
 def _with(rows: Sequence[Row], name: str, values: np.ndarray) -> list[Row]:

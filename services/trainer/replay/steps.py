@@ -1,8 +1,8 @@
 """Replay of archived groups from a retained checkpoint, compared bit for bit with the records.
 
 `python -m services.trainer.replay.steps RUN_DIR --from-step K [--to-step M]`, or `RUN_DIR --refused VERSION` (see
-`refused`), writes a JSON line a step to stdout, then the result, or an error as a problem body. It reads only. Equal
-bits need the same backend (devices, libraries, compiler flags).
+`refused`), writes a JSON line a step to stdout, then the result, or an error as a problem body. It reads only, but for
+`--tokens`, which writes shared.run.token_values. Equal bits need the same backend (devices, libraries, compiler flags).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -21,7 +21,13 @@ from services.trainer.replay import refused
 from services.trainer.replay.recorded import COMPARED_METRICS, RecordedStep
 from shared import config
 from shared.errors import ConfigError, VolleyError, WeightsError, problem
+from shared.run import token_values
+from shared.run.folder import RunFolder
 from shared.types import WeightVersion
+
+if TYPE_CHECKING:
+    from services.trainer.groups.group_buffer import ReadyGroup
+    from services.trainer.learner.policy import Policy
 
 _MAX_DETAIL = 300
 
@@ -44,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin.add_argument("--from-step", type=int)
     begin.add_argument("--refused", metavar="VERSION")
     parser.add_argument("--to-step", type=int)
+    parser.add_argument("--tokens", action="store_true")
     arguments = parser.parse_args(argv)
     try:
         result = _replayed(arguments)
@@ -68,11 +75,11 @@ def _replayed(arguments: argparse.Namespace) -> dict[str, Any]:
     folder: Path = arguments.run_dir.absolute()
     if arguments.refused:
         return refused.replay(folder, arguments.refused)
-    return replay(folder, arguments.from_step, arguments.to_step)
+    return replay(folder, arguments.from_step, arguments.to_step, tokens=arguments.tokens)
 
 
-def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
-    """Retrain steps until the first divergence.
+def replay(folder: Path, first: int, last: int | None, *, tokens: bool = False) -> dict[str, Any]:
+    """Retrain steps until the first divergence. With `tokens`, write the values of their tokens to the run's folder.
 
     Returns {ok, steps, first_divergence, compared_checkpoints, compared_metrics, compared_checksums}.
 
@@ -91,6 +98,8 @@ def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
     for step in steps:
         held = [ready_group(group, payload, "") for group, payload in recorded.groups(step)]
         policy = rebuilt.policy_for(recorded.config_at(step, stored))
+        if tokens:
+            _write_tokens(recorded, policy, held, step)
         metrics = policy.step(held, WeightVersion(recorded.version(step).epoch, step - 1))
         n, compared = n + 1, []
         if step in recorded.checkpoints:
@@ -119,6 +128,17 @@ def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
     numbers = {"compared_checkpoints": counts["checkpoint"], "compared_metrics": counts["metric"]}
     numbers["compared_checksums"] = counts["checksum"]
     return {"ok": divergence is None, "steps": n, "first_divergence": found, **numbers}
+
+
+def _write_tokens(recorded: RecordedStep, policy: Policy, held: Sequence[ReadyGroup], step: int) -> None:
+    before = WeightVersion(recorded.version(step).epoch, step - 1)
+    found = zip(held, policy.token_values(held, before), strict=True)
+    values = {
+        (one.ticket, one.sample_index): its
+        for group, of_group in found
+        for one, its in zip(group.group.trajectories, of_group, strict=True)
+    }
+    token_values.write(RunFolder(recorded.folder).tokens, recorded.run, recorded.version(step), values)
 
 
 def _verdict(compared: Sequence[str], divergence: Divergence | None) -> str:

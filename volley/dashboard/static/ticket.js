@@ -208,5 +208,5 @@ function move(event, columns) {
 function links(run, group) {
   const lines = group.ledger.map((line) => JSON.stringify(line));
   return [element("h2", {}, "Ledger"), ...lines.map((line) => element("pre", { class: "scroll" }, line)),
-    element("h2", {}, "Repeat"), command(`volley replay ${group.path} --from-step ${group.step - 1} --to-step ${group.step}`), command(`volley reverify ${group.path} --env ${group.env}`)];
+    element("h2", {}, "Repeat"), command(`volley replay ${group.path} --from-step ${group.step - 1} --to-step ${group.step} --tokens`), command(`volley reverify ${group.path} --env ${group.env}`)];
 }

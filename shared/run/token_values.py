@@ -1,0 +1,83 @@
+"""Trainer's values of archived tokens, as `volley replay --tokens` writes them: `tokens/e000001/s000042.msgpack`.
+
+A file holds {schema, run, version, episodes: [[ticket, sample, logprobs, advantages], …]} for the step that made
+`version`. It is no part of the proof: it can be made again from archive and checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shared import codec
+from shared.errors import DecodeError
+from shared.files.reading import read_file
+from shared.files.storage import replace, storage
+from shared.types import WeightVersion
+
+SCHEMA = 1
+_MOST_BYTES = 2**28
+_MOST_VALUES = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """Values of an episode's N stored tokens (see `Trajectory.stored`) at the start of a step.
+
+    `logprobs` float32 [N]: the trainer's log-probabilities, natural log; `advantages` float32 [N].
+    """
+
+    logprobs: np.ndarray
+    advantages: np.ndarray
+
+
+type OfEpisodes = Mapping[tuple[int, int], TokenValues]
+"""By ticket and sample."""
+
+
+def path_of(root: Path, version: WeightVersion) -> Path:
+    return root / f"e{version.epoch:06d}" / f"s{version.step:06d}.msgpack"
+
+
+def write(root: Path, run: str, version: WeightVersion, values: OfEpisodes) -> None:
+    """Replace the file of a version. Raises StorageFull."""
+    rows = [[ticket, sample, one.logprobs, one.advantages] for (ticket, sample), one in values.items()]
+    record = {"schema": SCHEMA, "run": run, "version": str(version), "episodes": rows}
+    path = path_of(root, version)
+    with storage(root.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    replace(path, codec.pack(record))
+
+
+def read(root: Path, run: str, version: WeightVersion) -> OfEpisodes:
+    """Read the file of a version; empty if there is none. Raises DecodeError for another or a damaged file."""
+    path = path_of(root, version)
+    try:
+        record = codec.unpack(read_file(path, _MOST_BYTES), path.name, _MOST_VALUES)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise DecodeError(f"{path}: {error.strerror}") from error
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        raise DecodeError(f"{path} does not hold values of tokens", "remove it")
+    if (record.get("run"), record.get("version")) != (run, str(version)):
+        raise DecodeError(f"{path} belongs to another run or version", "remove it")
+    try:
+        return {(int(t), int(s)): TokenValues(*_arrays(rest)) for t, s, *rest in record["episodes"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise DecodeError(f"{path} is damaged: {error}"[:300], "remove it") from error
+
+
+def _arrays(values: Sequence[object]) -> tuple[np.ndarray, np.ndarray]:
+    logprobs, advantages = values
+    for one in (logprobs, advantages):
+        if not isinstance(one, np.ndarray) or one.dtype != np.float32:
+            raise ValueError("values of an episode are not float32")
+    assert isinstance(logprobs, np.ndarray)
+    assert isinstance(advantages, np.ndarray)
+    if len(logprobs) != len(advantages):
+        raise ValueError("an episode has values of different lengths")
+    return logprobs, advantages
