@@ -24,7 +24,6 @@ from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.turn import SamplingSpec, TokenBounds, TokenBudget
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
-from services.trainer.algorithms.terms.advantages import group_relative
 from shared.clients.env import EnvClient, Opening
 from shared.clients.rollout import Generation
 from shared.models.chat import ChatTokenizer
@@ -255,10 +254,21 @@ def test_rewards_and_advantages_are_volley_s(smoke: Smoke) -> None:
     np.testing.assert_allclose(smoke.found["reward_manager"], rewards, atol=1e-6)
     np.testing.assert_allclose(smoke.found["reward_function"], rewards, atol=1e-6)
     for name, made in smoke.found["advantages"].items():
-        for at in range(0, len(episodes), 4):
-            wanted = group_relative(rewards[at : at + 4], name)
-            for advantages, one in zip(made[at : at + 4], wanted, strict=True):
-                np.testing.assert_allclose(advantages, one, atol=1e-6)
+        for advantages, one in zip(made, group_relative(rewards.reshape(-1, 4), name), strict=True):
+            np.testing.assert_allclose(advantages, one, atol=1e-6)
+
+
+def group_relative(rewards: np.ndarray, estimator: str) -> list[float]:
+    """Volley's advantages of groups [N, G], one after another; the trainer's environment computes them."""
+    program = (
+        "import json, sys, numpy as np\n"
+        "from services.trainer.algorithms.estimators import ESTIMATORS\n"
+        "from services.trainer.algorithms.terms.advantages import group_relative\n"
+        "rewards, name = json.loads(sys.argv[1]), sys.argv[2]\n"
+        "print(json.dumps([a for r in rewards for a in group_relative(np.array(r), ESTIMATORS[name]).tolist()]))"
+    )
+    command = [ROOT / ".venvs" / "trainer" / "bin" / "python", "-c", program, json.dumps(rewards.tolist()), estimator]
+    return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout)
 
 
 @pytest.mark.long
