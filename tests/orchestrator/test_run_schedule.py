@@ -166,7 +166,7 @@ async def test_training_goes_on_during_an_evaluation(tmp_path):
     run.balancer.add(ServerLoad("http://other", other, version=other.version))
     run.serve(1, 4)
     async with following(run):
-        await until(lambda: run.loop.held == (11, 12))  # groups for a step after the one to be measured
+        await until(lambda: {11, 12} <= {*run.loop.held})  # groups for a step after the one to be measured
         assert max(run.queue.published) == 5 * TERMS.batch
         pinned.engine.delay_s = 1.0
         run.queue.version = 5
@@ -192,7 +192,7 @@ async def test_training_waits_at_the_next_step_to_be_measured(tmp_path):
     async with following(run):
         await until(lambda: run.records)
         await until(lambda: 10 * TERMS.batch in run.queue.published)
-        await until(lambda: len(run.loop.held) == 2)
+        await until(lambda: len(run.loop.held) >= 2)
         await asyncio.sleep(0.3)
         assert max(run.queue.published) == 10 * TERMS.batch
 

@@ -193,6 +193,23 @@ async def test_at_most_n_groups_are_in_memory():
     assert peak == 3
 
 
+async def test_an_earlier_ticket_is_worked_on_while_later_groups_wait_for_an_evaluation():
+    queue = MemoryQueue(limit=50)
+    loop, _, _ = loop_of(queue, n_groups=2)
+    loop.publishable_step = 1
+
+    def is_made_again():
+        if {1, 2} <= queue.published.keys() and len(loop.held) >= 2 and not undone:
+            undone.append(queue.published.pop(1))  # the trainer went back to an older checkpoint
+            queue.given_back.append(1)
+        return bool(undone) and 1 in queue.published
+
+    undone = []
+    await run_until(loop, is_made_again)
+    assert queue.published.keys() == {1, 2}
+    assert queue.issued <= 2 + 2 * 2  # the waiting groups, and those that were made beside them
+
+
 @given(
     ticket_in_cap=st.integers(0, 99),
     version=st.integers(0, 50),

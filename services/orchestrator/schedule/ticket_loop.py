@@ -5,6 +5,7 @@ Invariants
   expires and another producer gets it. Nothing is lost when Redis, the trainer or this process fails.
 - Only the queue throttles generation: no ticket, no group.
 - Groups for steps after the next one to be measured are published only when its weights are held (`publishable_step`).
+  While they wait, earlier tickets that are issued again are still worked on.
 - A group needs weights that are fresh enough for the step that will train it, so that it is not stale on arrival. This
   bound falls with the queue's version: after a rollback the trainer may wait for exactly this group.
 """
@@ -130,12 +131,13 @@ class TicketLoop:
         self._queue, self._gate, self._status = queue, gate, status
         self._judge = FailureJudge(status, mixture or OnlyEnvironment())
         self._terms, self._run_group, self._policy = terms, run_group, policy or GenerationPolicy()
-        self._slots = asyncio.Semaphore(n_groups)
+        self._n_groups, self._slots = n_groups, asyncio.Semaphore(n_groups)
         self._rounds = None if terms.round is None else RoundAdmission(terms.round, terms.batch)
         self._held: dict[int, VersionBounds] = {}
         self._void = 0
         self._bound_changed = asyncio.Event()
         self._publishable_step: int | None = None
+        self._n_waiting = 0
         self.last_step: int | None = None
 
     async def run(self) -> None:
@@ -236,32 +238,38 @@ class TicketLoop:
             raise
 
     def _total(self) -> int:
-        """Return how many groups may be reserved by now, in the whole run."""
+        """Return how many groups may be reserved by now, in the whole run: no new ones while enough wait."""
         terms = self._terms
+        if self._n_waiting >= self._n_groups:
+            return 0
         return terms.total if self.last_step is None else min(terms.total, self.last_step * terms.batch)
 
     async def _work(self, reservation: Reservation, need: VersionBounds) -> None:
-        ticket, began = reservation.ticket, time.monotonic()
+        ticket, began, has_slot = reservation.ticket, time.monotonic(), True
         try:
             with self._policy.ticket():
                 group = await self._run_group(ticket, need)
                 if group.rule is None:
                     self._judge.ended(group, began)
                 sent = await self._policy.judged(group)
+            if not self._is_publishable(ticket):  # the trainer may need an earlier ticket again
+                self._slots.release()
+                has_slot = False
+                await self._publishable(ticket)
             await self._publish(sent, group, reservation)
         except asyncio.CancelledError:
             await self._give_back(ticket)
             raise
         finally:
             self._held.pop(ticket, None)
-            self._slots.release()
+            if has_slot:
+                self._slots.release()
 
     async def _publish(self, sent: Group, group: Group, reservation: Reservation) -> None:
         """Publish what is sent for the group, repeating until the queue answers, for up to `patience_s`.
 
         Then its lease may expire.
         """
-        await self._publishable(group.ticket)
         payload, deadline, failures = sent.encode(), time.monotonic() + self._terms.patience_s, 0
         while time.monotonic() < deadline:
             try:
@@ -278,14 +286,22 @@ class TicketLoop:
         metrics.GROUPS.labels("abandoned").inc()
         _log.error("group abandoned", ticket=group.ticket, waited_s=self._terms.patience_s)
 
-    async def _publishable(self, ticket: int) -> None:
-        """Wait until no step after the publishable one could be trained with the group.
+    def _is_publishable(self, ticket: int) -> bool:
+        """True if no step after the publishable one could be trained with the group.
 
         Only published groups become void, so no ticket behind the waiting ones does: the sum is exact.
         """
-        while self._publishable_step is not None and ticket - self._void > self._publishable_step * self._terms.batch:
-            self._bound_changed.clear()
-            await self._bound_changed.wait()
+        step = self._publishable_step
+        return step is None or ticket - self._void <= step * self._terms.batch
+
+    async def _publishable(self, ticket: int) -> None:
+        self._n_waiting += 1
+        try:
+            while not self._is_publishable(ticket):
+                self._bound_changed.clear()
+                await self._bound_changed.wait()
+        finally:
+            self._n_waiting -= 1
 
     def _published(self, sent: Group, group: Group, outcome: Published, version: int) -> None:
         outcome_name = "filtered" if sent.rule else "failed" if sent.failure is not None else outcome.value
