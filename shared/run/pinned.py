@@ -103,6 +103,7 @@ RULES = (
         False,
         "a warm start is over before the first step, and a supervised run has its data in the order that this decides",
     ),
+    Rule("tinker.", True, "only a server of Tinker's interface reads it"),
     Rule("dpo.", False, "losses before and after would belong to different objectives"),
     Rule("grpo_config.num_generations", False, "groups of the old size are already on their way to the trainer"),
     Rule(
@@ -159,6 +160,8 @@ RULES = (
     Rule("orchestrator.", False, "it bounds the episodes that are already on their way to the trainer"),
 )
 """The first rule whose prefix matches a key applies. Every key has a rule; in doubt it may not change."""
+_FORMER_DEFAULTS = {"orchestrator.generation.eval_share": None}
+"""Defaults that keys had in earlier versions. A run's config.yaml holds only the keys that were given, its record all."""
 _UNKNOWN = Rule("", False, "this version does not know the key")
 
 
@@ -179,6 +182,14 @@ def relevant(config: RunConfig) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     _flatten("", orjson.loads(config.model_dump_json()), flat)
     return {key: value for key, value in flat.items() if not key.startswith(IRRELEVANT)}
+
+
+def as_recorded(config: RunConfig, record: Flat) -> dict[str, Any]:
+    """Return `relevant(config)`; a key that was not given has the former default that the record has of it."""
+    given: dict[str, Any] = {}
+    _flatten("", orjson.loads(config.model_dump_json(exclude_unset=True)), given)
+    kept = {key: value for key, value in _FORMER_DEFAULTS.items() if key in record and record[key] == value}
+    return relevant(config) | {key: value for key, value in kept.items() if key not in given}
 
 
 def in_force(settings: Settings, epoch: int) -> dict[str, Any]:
@@ -240,7 +251,8 @@ def undone(config: Flat, amendments: Sequence[Mapping[str, Sequence[Any]]]) -> d
 def changes(was: Flat, now: Flat) -> list[Change]:
     """Return the keys whose values differ, sorted. A key missing on one side has its default there."""
     was, now = moved_keys.in_flat(was), moved_keys.in_flat(now)
-    filled = {key: (_value(was, key), _value(now, key)) for key in sorted({*was, *now})}
+    keys = sorted(key for key in {*was, *now} if not key.startswith(IRRELEVANT))
+    filled = {key: (_value(was, key), _value(now, key)) for key in keys}
     return [Change(key, a, b) for key, (a, b) in filled.items() if a != b and not _means_the_same(key, a, b)]
 
 

@@ -138,6 +138,21 @@ def test_a_key_that_an_older_record_lacks_had_its_default():
     assert pinned.changes(was, flat(algorithm={"beta": 0.5})) == [pinned.Change("algorithm.beta", 0.0, 0.5)]
 
 
+def test_a_key_that_was_not_given_had_the_default_of_its_version():
+    key = "orchestrator.generation.eval_share"
+    for record, given, differing in (
+        ({key: None}, {}, []),
+        ({key: 0.25}, {}, [pinned.Change(key, 0.25, 0.5)]),
+        ({key: None}, {"eval_share": 0.5}, [pinned.Change(key, None, 0.5)]),
+    ):
+        was, config = flat() | record, loaded(orchestrator={"generation": given}).config
+        assert pinned.changes(was, pinned.as_recorded(config, was)) == differing
+
+
+def test_a_key_that_is_not_recorded_any_more_is_no_difference():
+    assert pinned.changes(flat() | {"data.sources": {}}, flat()) == []
+
+
 @pytest.mark.parametrize(
     ("a", "b", "same"),
     [

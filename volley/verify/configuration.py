@@ -31,7 +31,6 @@ def check(folder: RunFolder, config: RunConfig, head: TrainerState, saved: Weigh
     if record is None and (folder.record.is_symlink() or folder.record.exists() or head.settings):
         yield _of(folder, "it is missing, or not a run's record")
     in_force = pinned.in_force(head.settings, head.epoch)
-    configured = pinned.relevant(config)
     if config.run.seed != head.seed:
         yield Violation(
             ViolationKind.CONFIG,
@@ -41,6 +40,7 @@ def check(folder: RunFolder, config: RunConfig, head: TrainerState, saved: Weigh
     expected = in_force if record is None else record.config
     if expected:
         where = str(head.version) if record is None else folder.record.name
+        configured = pinned.as_recorded(config, expected)
         yield from _differing(folder.config.name, pinned.changes(expected, configured), f"in {where}")
     if record is not None:
         if in_force:
