@@ -14,10 +14,10 @@
   1 - 1 / (1.5 l) for the policy and 1 for the critic's targets.
 
 This rests on secondary sources, which quote the paper's equations and numbers; it was compared with neither the paper
-nor code of its authors. The sources do not say whether f has a gradient (here not, as in CISPO: the objective is printed
-with log p), whether advantages are whitened (default: no), and of which form the value loss is (here PPO's without
-clipping). Bounds are 0.3 and 5 for mathematics, 0.8 and 3 for coding; learning rates 1e-6 for the policy, 5e-6 for the
-critic.
+nor code of its authors. The sources do not say whether f has a gradient (here not, as in CISPO: the objective is
+printed with log p), whether advantages are whitened (default: no), and of which form the value loss is (here PPO's
+without clipping). Bounds are 0.3 and 5 for mathematics, 0.8 and 3 for coding; learning rates 1e-6 for the policy, 5e-6
+for the critic.
 """
 
 from __future__ import annotations

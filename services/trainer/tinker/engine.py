@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from services.trainer.checkpoints.export import peft_config
@@ -29,7 +30,7 @@ from services.trainer.tinker.batches import BatchShapes
 from services.trainer.tinker.learner import Adam, Base, ClientModel, params_only, saved_params
 from services.trainer.tinker.messages import PassRequest
 from services.trainer.tinker.specs import ModelSpec
-from services.trainer.tinker.store import JSON, UNNAMED, Checkpoint, Future, History, Settlement, failed
+from services.trainer.tinker.store import JSON, UNNAMED, Checkpoint, Future, History, Settlement, created, failed
 from shared.errors import InputError, NotFound, VolleyError, WeightsError
 from shared.files import storage
 from shared.models import adapter
@@ -78,7 +79,7 @@ class TrainEngine:
         """Make a model. Raises WeightsError if its past does not repeat."""
         spec, arrays = history.spec, None
         if history.state is not None:
-            arrays = load_file(self._folder / history.state[1])
+            arrays = read_arrays(self._folder / history.state[1])
         made = ClientModel(self.base, self.shapes, lora_of(spec), spec.seed, arrays)
         if history.state is not None and made.checksum() != history.state[2]:
             raise WeightsError(f"the saved state of {model} has other weights than when it was saved")
@@ -86,9 +87,12 @@ class TrainEngine:
         try:
             for future, weights in history.after:
                 self._repeat(model, future, weights)
-        except BaseException:
-            del self._loaded[model]
+        except VolleyError:
+            self.forget(model)
             raise
+        except Exception as error:
+            self.forget(model)
+            raise WeightsError(f"{model} cannot be restored: {error!r}"[:1000]) from error
         while len(self._loaded) > _MOST_LOADED:
             self._loaded.popitem(last=False)
 
@@ -119,17 +123,28 @@ class TrainEngine:
         self._loaded.pop(model, None)
 
     def execute(self, future: Future) -> Settlement:
-        """Execute a request of a loaded model; an error becomes its result."""
+        """Execute a request of a loaded model; an error becomes its result, and a step that fails clears the gradient.
+
+        After an error that is nobody's, the model is made again from its past before the next request.
+        """
         self._loaded.move_to_end(future.owner)
         try:
             return self._execute(future)
         except VolleyError as error:
+            if future.kind == "optim_step":
+                self._loaded[future.owner].model.forget_gradient()
             return failed(error)
+        except Exception as error:  # noqa: BLE001 - it would end the server, which then executes the request again
+            _log.exception("request failed", future=future.id)
+            self.forget(future.owner)
+            return failed(VolleyError(f"{future.kind} failed: {error!r}"[:1000]))
 
     def _execute(self, future: Future) -> Settlement:
         loaded = self._loaded[future.owner]
         assert future.body is not None
         match future.kind:
+            case "create_model":
+                return created(future.owner)
             case "forward" | "forward_backward":
                 request = read_pass(future)
                 batches.check(request, self.shapes)
@@ -159,7 +174,7 @@ class TrainEngine:
         optimizer = bool(body.get("optimizer"))
         if optimizer and found.kind != "training":
             raise InputError(f"{found.path} has no optimizer state", "load it without")
-        client.load(load_file(self._folder / found.file), optimizer=optimizer)
+        client.load(read_arrays(self._folder / found.file), optimizer=optimizer)
 
     def _save(self, future: Future, loaded: _Loaded, body: Mapping[str, Any]) -> Settlement:
         training, model = future.kind == "save_weights", future.owner
@@ -252,12 +267,13 @@ class TrainEngine:
         """Write whole weights for a rollout server as the folder `name`, as the base's without a checkpoint."""
         folder = self._folder / "samplers" / name
         if (folder / WEIGHTS).is_file():
+            os.utime(folder)  # the oldest folders are removed
             return folder
         if checkpoint is None:
             weights = self.base.weights(self.base.initial(None, 0), None)
         else:
             spec = ModelSpec.from_json(checkpoint.spec)
-            weights = self.base.weights(saved_params(load_file(self._folder / checkpoint.file)), lora_of(spec))
+            weights = self.base.weights(saved_params(read_arrays(self._folder / checkpoint.file)), lora_of(spec))
         folder.mkdir(exist_ok=True)
         _remove_all_but_newest(folder.parent)
         write_arrays(
@@ -283,6 +299,16 @@ def read_pass(future: Future) -> PassRequest:
     if future.media == JSON:
         return messages.pass_from_json(orjson.loads(future.body), forward_only=forward_only)
     return replace(messages.pass_from_protobuf(future.body), forward_only=forward_only)
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Read safetensors. Raises WeightsError."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise WeightsError(
+            f"{path.name} cannot be read: {error}", "was its checkpoint deleted or overwritten?"
+        ) from error
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[str, int]:

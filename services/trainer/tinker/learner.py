@@ -253,9 +253,10 @@ def params_only(arrays: Mapping[str, Any]) -> dict[str, Any]:
 def _part(arrays: Mapping[str, Any], prefix: str, like: Params) -> dict[str, Any]:
     found = {name: arrays.get(prefix + name) for name in like}
     wrong = [name for name, value in found.items() if value is None or value.shape != like[name].shape]
+    wrong += [name for one in arrays if one.startswith(prefix) and (name := one.removeprefix(prefix)) not in like]
     if wrong:
         raise WeightsError(
-            f"the saved state does not fit this model: {wrong[0]} is missing or of another shape",
+            f"the saved state does not fit this model: {wrong[0]} is missing, not adapted here or of another shape",
             "load it into a model of the same rank and adapted layers; a sampler's weights have no optimizer",
         )
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,7 @@ _DTYPES: Mapping[int, np.dtype[Any]] = {
 }
 _NAMES: Mapping[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 _MOST_COLUMNS = 256
-_MOST_DATUMS = 4096
+_MOST_DATUMS, _MOST_VALUES = 4096, 2**25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,11 +84,22 @@ def pass_from_protobuf(data: bytes) -> PassRequest:
     return PassRequest(
         model_id=_text(found, 1),
         seq_id=pb.signed(found.get(2, [0])[-1]),
-        data=[_datum(pb.part(one)) for one in data_fields],
+        data=_bounded(_datum(pb.part(one)) for one in data_fields),
         loss=_text(found, 4),
         config=config,
         forward_only=bool(found.get(6, [0])[-1]),
     )
+
+
+def _bounded(data: Iterable[Datum]) -> list[Datum]:
+    """Raise InputError for too many values: a CSR tensor of few bytes may have many."""
+    made, n = list[Datum](), 0
+    for one in data:
+        n += sum(value.size for value in one.inputs.values())
+        if n > _MOST_VALUES:
+            raise InputError(f"the loss's inputs have more than {_MOST_VALUES} values", "send fewer datums at once")
+        made.append(one)
+    return made
 
 
 def _text(found: pb.Fields, number: int) -> str:
@@ -149,6 +160,8 @@ def _array(data: memoryview, dtype: np.dtype[Any], name: str) -> np.ndarray:
 
 def _dense(name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     """Make a dense array of a CSR tensor; entries that are not listed are 0. Raises InputError."""
+    if not values.ndim == rows.ndim == columns.ndim == 1:
+        raise InputError(f"loss_fn_inputs.{name}: a CSR tensor has one list each of values, row pointers and columns")
     if len(shape) != 2 or not (shape[0] >= 0 and 0 <= shape[1] <= _MOST_COLUMNS) or len(rows) != shape[0] + 1:
         raise InputError(f"loss_fn_inputs.{name} is no CSR tensor [T, K] with K up to {_MOST_COLUMNS}")
     counts = np.diff(rows)
@@ -157,6 +170,8 @@ def _dense(name: str, values: np.ndarray, rows: np.ndarray, columns: np.ndarray,
         raise InputError(f"loss_fn_inputs.{name}: its row pointers do not fit its values")
     if len(columns) and not (columns.min() >= 0 and columns.max() < shape[1]):
         raise InputError(f"loss_fn_inputs.{name} has a column outside its shape {list(shape)}")
+    if shape[0] * shape[1] > _MOST_VALUES:
+        raise InputError(f"loss_fn_inputs.{name} has more than {_MOST_VALUES} values")
     made = np.zeros((shape[0], shape[1]), values.dtype)
     made[np.repeat(np.arange(shape[0]), counts), columns] = values
     return made
@@ -193,7 +208,7 @@ def pass_from_json(body: Mapping[str, Any], *, forward_only: bool) -> PassReques
     return PassRequest(
         model_id,
         seq_id,
-        [_datum_of_json(one) for one in given["data"]],
+        _bounded(_datum_of_json(one) for one in given["data"]),
         str(given.get("loss_fn")),
         config,
         forward_only,
@@ -226,7 +241,7 @@ def prompt_ids(raw: Any) -> list[int]:
 
 def _tensor_of_json(name: str, raw: Any) -> np.ndarray:
     given = raw if isinstance(raw, dict) else {"data": raw}
-    dtype = _NAMES.get(given.get("dtype") or ("int64" if name == "target_tokens" else "float32"))
+    dtype = _NAMES.get(str(given.get("dtype") or ("int64" if name == "target_tokens" else "float32")))
     if dtype is None:
         raise InputError(f"loss_fn_inputs.{name}: dtype must be float32 or int64")
     try:

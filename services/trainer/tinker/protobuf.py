@@ -80,8 +80,9 @@ def _slice(data: memoryview, at: int, size: int) -> memoryview:
 
 
 def signed(value: Value) -> int:
-    """Return a varint as an int32 or int64."""
-    assert isinstance(value, int)
+    """Return a varint as an int32 or int64. Raises DecodeError for another kind."""
+    if not isinstance(value, int):
+        raise DecodeError("a field of the message has the wrong kind")
     return value - (1 << _MOST_BITS) if value >> (_MOST_BITS - 1) else value
 
 

@@ -164,7 +164,7 @@ async def external_weights_urls(request: Request, model: str, kind: str, name: s
 @router.get("/external_weights/{signature}/{expires}/{folder}/{file}", openapi_extra=declares_bytes(200))
 async def external_weights(signature: str, expires: int, folder: str, file: str, tinker: Here) -> Response:
     """A file of an exported checkpoint. The signature takes the place of an API key."""
-    if not hmac.compare_digest(signature, _signature(expires, folder, file)):
+    if not hmac.compare_digest(signature.encode("utf-8", "replace"), _signature(expires, folder, file).encode()):
         raise Forbidden("the address is not one that this server has signed", "ask for external_weights_urls again")
     path = tinker.store.folder / "external" / folder / file
     if expires < time.time() or not await asyncio.to_thread(path.is_file):

@@ -31,6 +31,7 @@ from services.trainer.tinker.store import (
     History,
     Request,
     Settlement,
+    created,
     failed,
 )
 from shared.errors import InputError, NotFound, RateLimited, VolleyError
@@ -39,6 +40,7 @@ from shared.process import telemetry
 _MOST_PENDING, _MOST_AHEAD = 512, 4096
 _SWEEP_S = 60.0
 _KEPT_SAMPLERS = 16
+_UNRECORDED_S = 3600.0
 _log = telemetry.Log("tinker")
 
 
@@ -83,6 +85,7 @@ class TinkerService:
     _work: asyncio.Event = field(default_factory=asyncio.Event)
     _settled: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
     _served: dict[str, float] = field(default_factory=dict[str, float])
+    _finished: set[str] = field(default_factory=set[str])
 
     async def db[**P, T](self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a method of the store in its thread."""
@@ -112,7 +115,7 @@ class TinkerService:
         if future.outcome is None:
             if spec.unembedding and spec.rank:
                 _log.warning("the unembedding gets no adapter", model=model)
-            await self.settle(future, Settlement("done", orjson.dumps({"model_id": model, "type": "create_model"})))
+            await self.settle(future, created(model))
         return await self.db(self.store.future, future.id)
 
     async def create_model_from(self, body: Mapping[str, Any]) -> Future:
@@ -132,9 +135,8 @@ class TinkerService:
         """Finish a session, and drop its models from memory. Raises NotFound."""
         await self.db(self.store.session, session)
         await self.db(self.store.finish_session, session, reason)
-        for model in await self.db(self.store.models, session):
-            if self.engine is not None:
-                await self._train(self.engine.forget, model)
+        self._finished.update(await self.db(self.store.models, session))
+        self._work.set()
 
     async def _session(self, body: Mapping[str, Any]) -> tuple[str, int]:
         session = specs.text(body, "session_id")
@@ -190,7 +192,7 @@ class TinkerService:
 
     async def _weights_of(self, body: Mapping[str, Any]) -> Checkpoint | None:
         """Find the weights that a sampling request wants; None for the base. Raises NotFound."""
-        path = body.get("model_path")
+        path = None if body.get("model_path") is None else specs.text(body, "model_path")
         if body.get("sampling_session_id") is not None:
             path = await self.db(self.store.sampler, body["sampling_session_id"])
         return None if path is None else await self._loadable(path)
@@ -264,14 +266,20 @@ class TinkerService:
         """Queue a sampling request that an earlier process has not answered."""
         try:
             checkpoint = await self._weights_of(orjson.loads(future.body or b"{}"))
-        except NotFound as error:
+        except VolleyError as error:
             await self.settle(future, failed(error))
             return
         self._settled.setdefault(future.id, asyncio.Event())
         self._server(checkpoint).add(SampleTask(future, checkpoint))
 
     async def _next(self) -> Future | None:
-        """Return the next request to execute: of the model that has waited longest, if its predecessors are settled."""
+        """Return the next request to execute: of the model that has waited longest, if its predecessors are settled.
+
+        Models of finished sessions leave the memory here, where no request is being executed.
+        """
+        assert self.engine is not None
+        while self._finished:
+            await self._train(self.engine.forget, self._finished.pop())
         first = await self.db(self.store.first_pending)
         for model in sorted(first, key=lambda model: self._served.get(model, 0.0)):
             if first[model] == await self.db(self.store.next_seq, model):
@@ -327,6 +335,7 @@ class TinkerService:
             for one in expired:
                 with suppress(NotFound):
                     await self.db(self.store.delete_checkpoint, one.path)
+            await self.db(self.store.remove_unrecorded, now - _UNRECORDED_S)
 
 
 def json_request(owner: str, seq: int, kind: str, body: Mapping[str, Any]) -> Request:

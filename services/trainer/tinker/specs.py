@@ -85,8 +85,9 @@ def adam(body: Mapping[str, Any]) -> dict[str, float]:
     """Read the settings of an optim_step. Raises InputError."""
     raw = body.get("adam_params")
     if raw is None:
-        check_optimizer(body.get("optimizer_params", {"type": "of no kind"}))
-        raw = {k: v for k, v in body["optimizer_params"].items() if k != "type"}
+        given = body.get("optimizer_params")
+        check_optimizer("none" if given is None else given)
+        raw = {k: v for k, v in given.items() if k != "type"}
     if not isinstance(raw, dict):
         raise InputError("adam_params must be an object")
     bounds = {
@@ -106,7 +107,7 @@ def adam(body: Mapping[str, Any]) -> dict[str, float]:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
             raise InputError(f"adam_params.{name} must be a number from {least:g} to {most:g}, not {str(value)[:40]}")
-        if name.startswith("beta") and value == 1.0:
+        if name.startswith("beta") and value >= 1.0 - 2.0**-25:  # 1 in float32
             raise InputError(f"adam_params.{name} must be below 1")
         found[name] = float(value)
     return found

@@ -11,12 +11,13 @@ bodies of requests that a model's saved state does not cover are kept.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -123,6 +124,11 @@ def failed(error: VolleyError) -> Settlement:
     return Settlement("failed", orjson.dumps({"error": text, "category": category}))
 
 
+def created(model: str) -> Settlement:
+    """Return the result of a create_model."""
+    return Settlement("done", orjson.dumps({"model_id": model, "type": "create_model"}))
+
+
 _FUTURES = "SELECT id, owner, seq, kind, body, media, outcome, result FROM futures"
 _CHECKPOINTS = "SELECT * FROM checkpoints"
 
@@ -144,19 +150,23 @@ class FutureStore:
             os.close(self._lock)
             raise ConfigError(f"{folder} is used by another server", "end it first, or name another --folder")
         self._db = futures.connect(folder / futures.DATABASE)
-        self._remove_unrecorded()
+        self.remove_unrecorded()
 
     def close(self) -> None:
         self._db.close()
         os.close(self._lock)
 
-    def _remove_unrecorded(self) -> None:
-        """Remove files of an earlier process that ended before it recorded them."""
+    def remove_unrecorded(self, before: float = math.inf) -> None:
+        """Remove files written before a time that the record does not name.
+
+        They are of an earlier process that ended before it recorded them, or of checkpoints that were overwritten.
+        """
         rows = self._rows("SELECT file FROM checkpoints UNION SELECT state_file FROM models WHERE state_file NOT NULL")
         recorded = {file for (file,) in rows}
         for path in [one for name in ("states", "checkpoints") for one in (self.folder / name).glob("*")]:
-            if str(path.relative_to(self.folder)) not in recorded:
-                path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # a draft may get its name meanwhile
+                if str(path.relative_to(self.folder)) not in recorded and path.stat().st_mtime < before:
+                    path.unlink()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -244,9 +254,22 @@ class FutureStore:
             )
 
     def record(self, request: Request) -> Future:
-        """Record a request; repeated, return the recorded one. Raises InputError for another one of its number."""
+        """Record a request; repeated, return the recorded one.
+
+        Raises InputError for another one of its number, and if the model's session has finished.
+        """
         with self._transaction() as db:
-            return self._known(request) or self._record(db, request)
+            if (known := self._known(request)) is not None:
+                return known
+            for (finished,) in self._rows(
+                "SELECT finished FROM sessions WHERE id = (SELECT session FROM models WHERE id = ?)", request.owner
+            ):
+                if finished is not None:
+                    raise InputError(
+                        f"the session of {request.owner[:80]} has finished: {finished}",
+                        "load a checkpoint into a model of another session",
+                    )
+            return self._record(db, request)
 
     def _known(self, request: Request) -> Future | None:
         for kind, digest in self._rows("SELECT kind, request FROM futures WHERE id = ?", request.id):

@@ -12,13 +12,15 @@ import numpy as np
 import orjson
 import pytest
 
-from services.trainer.tinker.learner import Base
+from services.trainer.tinker.engine import lora_of
+from services.trainer.tinker.learner import Base, ClientModel
 from services.trainer.tinker.messages import pass_output
 from services.trainer.tinker.service import TinkerService, json_request
+from services.trainer.tinker.specs import ModelSpec
 from services.trainer.tinker.store import JSON, Future, FutureStore, Request
-from shared.errors import ConfigError, InputError, NotFound
+from shared.errors import ConfigError, InputError, NotFound, WeightsError
 from shared.run import futures
-from tests.trainer.tinker.support import base, service
+from tests.trainer.tinker.support import SHAPES, base, service
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +176,99 @@ async def test_a_folder_has_one_server_which_removes_what_was_not_recorded(tmp_p
     async with service(tmp_path, tiny):
         assert sorted((tmp_path / "states").iterdir()) == kept
     assert len(kept) == 1
+
+
+async def test_a_failed_step_clears_the_gradient_also_after_a_restart(tmp_path: Path, tiny: Base):
+    checksums = []
+    for name, ends in (("one", [4]), ("two", [3, 4])):
+        folder, model, done = tmp_path / name, "", 0
+        for end in ends:
+            async with service(folder, tiny) as tinker:
+                tinker.saves_state = lambda _model: False  # type: ignore[method-assign]
+                model = model or await new_model(tinker)
+                sent = [pass_request(model, 1, 1), step(model, 2, beta1=2.0), pass_request(model, 3, 2), step(model, 4)]
+                found = await results(tinker, sent[done:end])
+            done = end
+        assert found[-1].outcome == "done"
+        checksums.append(weights(folder, model))
+    assert checksums[0] == checksums[1]
+
+
+async def test_no_request_ends_the_server(tmp_path: Path, tiny: Base):
+    """Not one that its checks let through, nor a checkpoint without its file; the model goes on from its past."""
+    async with service(tmp_path, tiny) as tinker:
+        model = await new_model(tinker)
+        saved = json_request(model, 1, "save_weights", {"path": "a"})
+        (answer,) = await results(tinker, [saved])
+        found = await tinker.db(tinker.store.checkpoint, orjson.loads(answer.result or b"")["path"])
+        (tmp_path / found.file).unlink()
+        defect = Request(model, 4, "forward_backward", b"7", JSON, "x")
+        wrong = [
+            json_request(model, 2, "optim_step", {"adam_params": None, "optimizer_params": None}),
+            json_request(model, 3, "load_weights", {"path": found.path, "optimizer": True}),
+            defect,
+        ]
+        made = await results(tinker, [*wrong, pass_request(model, 5, 1), step(model, 6)])
+        assert [one.outcome for one in made] == ["failed"] * 3 + ["done"] * 2
+        assert tinker.engine is not None
+        with pytest.raises(WeightsError):
+            tinker.engine.export(found, "t-1")
+    assert len(weights(tmp_path, model)) == 1
+
+
+async def test_a_model_whose_creation_was_not_settled_is_created_after_a_restart(tmp_path: Path, tiny: Base):
+    body = {"session_id": "s", "model_seq_id": 0, "base_model": "tiny"}
+    async with service(tmp_path, tiny) as tinker:
+        tinker.store.add_session("s", {})
+        spec = ModelSpec("tiny", 4, 0).to_json()
+        tinker.store.add_model("s:train:0", "s", spec, json_request("s:train:0", 0, "create_model", body))
+    async with service(tmp_path, tiny) as tinker:
+        await results(tinker, [pass_request("s:train:0", 1, 1)])
+        future = await tinker.create_model(body)
+    assert (future.outcome, orjson.loads(future.result or b"")["model_id"]) == ("done", "s:train:0")
+
+
+async def test_a_finished_session_takes_no_new_request(tmp_path: Path, tiny: Base):
+    """It may finish while a model is being made; repeated requests have their results."""
+    async with service(tmp_path, tiny) as tinker:
+        model = await new_model(tinker)
+        sent = [pass_request(model, 1, 1), step(model, 2)]
+        worker = asyncio.ensure_future(tinker.run())
+        try:
+            for one in sent:
+                await tinker.submit(one)
+            await tinker.finish_session(model.partition(":")[0], "done")
+            async with asyncio.timeout(60):
+                assert (await tinker.wait(sent[1].id, 60)).outcome == "done"
+            assert (await tinker.submit(sent[1])).outcome == "done"
+            with pytest.raises(InputError):
+                await tinker.submit(step(model, 3))
+            assert not worker.done()
+        finally:
+            worker.cancel()
+            await asyncio.gather(worker, return_exceptions=True)
+
+
+async def test_adapters_that_a_model_lacks_are_not_dropped(tiny: Base):
+    whole = ClientModel(tiny, SHAPES, lora_of(ModelSpec("tiny", 4, 0)), 0)
+    part = ClientModel(tiny, SHAPES, lora_of(ModelSpec("tiny", 4, 0, mlp=False)), 0)
+    before = part.checksum()
+    with pytest.raises(WeightsError):
+        part.load(whole.state(), optimizer=True)
+    assert part.checksum() == before
+
+
+async def test_the_file_of_an_overwritten_checkpoint_is_removed(tmp_path: Path, tiny: Base):
+    async with service(tmp_path, tiny) as tinker:
+        model = await new_model(tinker)
+        body = {"path": "a", "overwrite": True}
+        await results(tinker, [json_request(model, seq, "save_weights", body) for seq in (1, 2)])
+        files = tmp_path / "checkpoints"
+        assert len([*files.iterdir()]) == 2
+        await tinker.db(tinker.store.remove_unrecorded, 0.0)
+        assert len([*files.iterdir()]) == 2
+        await tinker.db(tinker.store.remove_unrecorded)
+        assert len([*files.iterdir()]) == 1
 
 
 LIES: list[Callable[[Any], Any]] = [

@@ -152,3 +152,36 @@ def test_a_sample_is_read_and_written():
 def test_a_wrong_sample_is_refused(change: dict[str, object]):
     with pytest.raises(InputError):
         samples.sample_request({"prompt": {"chunks": [{"tokens": [1, 2, 3]}]}, **change}, 50)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        {"data": [1], "dtype": ["float32"]},
+        {"data": 1.0, "shape": [1, 1], "sparse_crow_indices": [0, 1], "sparse_col_indices": [0]},
+        {"data": [1.0], "shape": [1, 2], "sparse_crow_indices": [[0, 0], [1, 1]], "sparse_col_indices": [0]},
+        {"data": [1.0], "shape": [1, 2], "sparse_crow_indices": 0, "sparse_col_indices": [0]},
+        {"data": [[1.0]], "shape": [1, 2], "sparse_crow_indices": [0, 1], "sparse_col_indices": [0]},
+    ],
+)
+def test_a_tensor_of_another_form_is_refused(tensor: dict[str, object]):
+    datum = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {"weights": tensor}}
+    body = {"model_id": "m", "seq_id": 1, "forward_backward_input": {"data": [datum], "loss_fn": "ppo"}}
+    with pytest.raises(InputError):
+        messages.pass_from_json(body, forward_only=False)
+
+
+def test_few_bytes_are_not_many_values():
+    n = 2**18
+    empty = {"data": [], "shape": [n, 256], "sparse_crow_indices": [0] * (n + 1), "sparse_col_indices": []}
+    datum = {"model_input": {"chunks": [{"tokens": [1]}]}, "loss_fn_inputs": {"weights": empty}}
+    body = {"model_id": "m", "seq_id": 1, "forward_backward_input": {"data": [datum], "loss_fn": "ppo"}}
+    with pytest.raises(InputError):
+        messages.pass_from_json(body, forward_only=False)
+
+
+def test_fields_of_another_kind_are_refused():
+    dtype = pb.delimited(3, entry(2, "weights", pb.delimited(2, pb.delimited(3, b"1"))))
+    for data in (pb.delimited(1, "m") + pb.delimited(2, b"1"), dtype):
+        with pytest.raises(DecodeError):
+            messages.pass_from_protobuf(data)

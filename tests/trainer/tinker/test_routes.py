@@ -59,6 +59,11 @@ async def test_no_body_breaks_a_route(tmp_path: Path, tiny: Base):
                 headers = {"content-type": "application/json"}
                 answer = await client.request(method, url, content=content, headers=headers)
                 assert answer.status_code < 500, (key, role, name, value, answer.text)
+        for path in ({}, 5, "x" * 2000):
+            body = {"prompt": {"chunks": [{"tokens": [1]}]}, "model_path": path}
+            assert (await client.post("/api/v1/asample", json=body)).status_code == 422
+        signed = await client.get("/api/v1/external_weights/%C3%A9/9/a/b")
+        assert signed.status_code == 403
         for data in (b"", b"\xff" * 9, b"\x0a\x01m", b"\x22\x03ppo"):
             answer = await client.post("/api/v1/forward_backward", content=data, headers={"content-type": PROTOBUF})
             assert 400 <= answer.status_code < 500
