@@ -161,7 +161,7 @@ RULES = (
 )
 """The first rule whose prefix matches a key applies. Every key has a rule; in doubt it may not change."""
 _FORMER_DEFAULTS = {"orchestrator.generation.eval_share": None}
-"""Defaults that keys had in earlier versions: a run's record has all keys, its config.yaml only those that were given."""
+"""Defaults that keys had in earlier versions: a run's record has all keys, its config.yaml those that were given."""
 _UNKNOWN = Rule("", False, "this version does not know the key")
 
 
