@@ -85,8 +85,8 @@ def adam(body: Mapping[str, Any]) -> dict[str, float]:
     """Read the settings of an optim_step. Raises InputError."""
     raw = body.get("adam_params")
     if raw is None:
-        given = body.get("optimizer_params")
-        check_optimizer("none" if given is None else given)
+        given = body.get("optimizer_params") or {"type": "none"}
+        check_optimizer(given)
         raw = {k: v for k, v in given.items() if k != "type"}
     if not isinstance(raw, dict):
         raise InputError("adam_params must be an object")
