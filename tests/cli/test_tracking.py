@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -127,6 +128,29 @@ def test_a_tracker_that_stays_away_fails_the_command_and_keeps_the_position(
     with pytest.raises(Unavailable):
         upload(folder, "tensorboard", threading.Event(), lambda _: None, follow=False)
     assert not folder.tracker("tensorboard").exists()
+
+
+def test_lines_count_as_sent_only_once_the_tracker_has_written_them(
+    folder: RunFolder, tracker: WrittenTracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("volley.tracking.upload._RETRY_S", 0.01)
+    package = tmp_path / "tensorboardX.py"
+    broken = SUMMARY_WRITER.replace("def flush(self): pass", "def flush(self): raise OSError('disk full')")
+    package.write_text(broken, encoding="utf-8")
+    assert track.main(folder.path, ["tensorboard"]) == 1
+    assert not folder.tracker("tensorboard").exists()
+    package.write_text(SUMMARY_WRITER, encoding="utf-8")
+    shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+    assert track.main(folder.path, ["tensorboard"]) == 0
+    assert {step for step, _ in tracker.steps("train/reward_mean")} == {1, 2}
+
+
+def test_an_interpreter_that_cannot_be_started_fails_the_command(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("volley.tracking.upload._RETRY_S", 0.01)
+    monkeypatch.setenv("VOLLEY_TRACKER_PYTHON", str(tmp_path / "none"))
+    assert track.main(folder.path, ["tensorboard"]) == 1
 
 
 def test_the_process_beside_a_run_sends_the_rest_at_its_end(folder: RunFolder, tracker: WrittenTracker) -> None:

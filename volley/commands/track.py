@@ -51,7 +51,7 @@ def main(run_dir: Path, trackers: Sequence[str], *, follow: bool = False) -> int
         try:
             upload(folder, tracker, ended, print_lines, follow=follow)
             print_lines(f"{tracker}: run {folder.name} is reported")
-        except VolleyError as error:
+        except (VolleyError, OSError) as error:
             failed.append(tracker)
             print_lines(f"{tracker}: {error}")
 

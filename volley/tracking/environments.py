@@ -49,6 +49,7 @@ def _make(tracker: str, folder: Path, wanted: tuple[str, ...]) -> None:
     shutil.rmtree(draft, ignore_errors=True)
     _uv(tracker, "venv", "--python", sys.executable, "--relocatable", str(draft))
     _uv(tracker, "pip", "install", "--python", str(draft / "bin" / "python"), *wanted)
+    shutil.rmtree(folder, ignore_errors=True)  # its interpreter is gone
     draft.rename(folder)
 
 

@@ -1,6 +1,6 @@
 """Messages for a tracker, made of the lines of a run's files, and how far they have been sent.
 
-A line counts as sent once the tracker has answered; its position is then in the run's folder. So each line arrives at
+A line counts as sent once the tracker has written it (`FLUSH`); its position is then in the run's folder. So each line arrives at
 least once, also if either side is killed, and a tracker that was away gets what it missed.
 """
 
@@ -26,6 +26,7 @@ from volley.runs.record import read_record
 type Message = dict[str, Any]
 
 PROJECT = "volley"
+FLUSH: Message = {"flush": True}
 SAMPLE_COLUMNS = ("step", "task", "env", "success", "reward", "status", "end", "text")
 _NOT_METRICS = frozenset({"step", "time"})
 _MOST_TEXT = 16_384
@@ -92,12 +93,12 @@ class Feed:
             for n, line in enumerate(self._tails[name].records(), 1):
                 yield _scalars(name, line)
                 if n % _SAVE_EVERY == 0:
-                    self._save()
-            self._save()
+                    yield from self._flushed()
+            yield from self._flushed()
         for step, lines in groupby(self._tails["samples"].new(), key=lambda line: line.get("step")):
             rows = [[_cell(line.get(column)) for column in SAMPLE_COLUMNS] for line in lines]
             yield {"table": "samples", "step": step, "columns": list(SAMPLE_COLUMNS), "rows": rows}
-        self._save()
+        yield from self._flushed()
 
     def facts(self) -> Message:
         """Message with the newest version and the head of its hash chain (shared.run.chain), which `verify` checks."""
@@ -107,9 +108,11 @@ class Feed:
             found |= {"ledger.trained": head.chain.steps, "ledger.ended": head.chain.voids}
         return {"facts": found}
 
-    def _save(self) -> None:
+    def _flushed(self) -> Iterator[Message]:
+        """Yield the message that makes the tracker write what it has, and save the position afterwards."""
         sent = {name: tail.offset for name, tail in self._tails.items()}
         if sent != self._saved:
+            yield FLUSH
             Position(self.id, sent).write(self._path)
             self._saved = sent
 

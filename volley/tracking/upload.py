@@ -13,7 +13,7 @@ from typing import IO, Any, Self
 from shared.errors import Unavailable
 from shared.run.folder import RunFolder
 from volley.tracking import environments
-from volley.tracking.feed import Feed
+from volley.tracking.feed import FLUSH, Feed
 
 _POLL_S = 1.0
 _RETRY_S, _MOST_RETRY_S = 1.0, 60.0
@@ -35,11 +35,14 @@ class Reporter:
     @classmethod
     @contextmanager
     def running(cls, python: Path) -> Iterator[Self]:
-        """Start the process; at the end it has `_CLOSE_S` to close the tracker."""
+        """Start the process; at the end it has `_CLOSE_S` to close the tracker. Raises Unavailable."""
         program = Path(__file__).with_name("tracker_program.py")
-        process = subprocess.Popen(
-            [str(python), "-P", str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
-        )
+        try:
+            process = subprocess.Popen(
+                [str(python), "-P", str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
+            )
+        except OSError as error:
+            raise Unavailable(f"{python} could not be started: {error.strerror}") from error
         try:
             yield cls(process)
         finally:
@@ -102,5 +105,5 @@ def _pass(reporter: Reporter, feed: Feed, *, is_last: bool) -> bool:
         reporter.send(message)
     if is_last:
         reporter.send(feed.facts())
-    reporter.send({"flush": True})
+        reporter.send(FLUSH)
     return not is_last
