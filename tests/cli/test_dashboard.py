@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,10 @@ import numpy as np
 import orjson
 import pytest
 
-from shared.run import token_values
+from shared.run import archive, token_values
 from shared.run.folder import RunFolder
 from shared.run.token_values import TokenValues
-from shared.types import WeightVersion
+from shared.types import Group, WeightVersion
 from tests.support.asgi import served
 from tests.support.small_run import make
 from volley.dashboard.advice import advise
@@ -80,7 +82,22 @@ async def test_only_the_link_admits_and_only_once(root: Path) -> None:
         assert (await stranger.get(f"/login?code={used}")).status_code == 403
         assert (await stranger.post("/api/runs")).status_code == 405
         stranger.cookies.clear()
-        assert (await stranger.get("/api/runs", headers={b"cookie": b"volley_dashboard=\xff;a"})).status_code == 401
+        assert (
+            await stranger.get("/api/runs", headers={b"cookie": b"volley_dashboard_%d=\xff;a" % httpx.URL(url).port})
+        ).status_code == 401
+
+
+async def test_a_browser_stays_admitted_when_it_opens_another_dashboard(root: Path) -> None:
+    first, second = Entrance(), Entrance()
+    async with (
+        served(make_app(Runs([root]), first)) as one,
+        served(make_app(Runs([root]), second)) as other,
+        httpx.AsyncClient() as browser,
+    ):
+        for url, entrance in ((one, first), (other, second)):
+            await browser.get(f"{url}/login?code={entrance.code}")
+        for url in (one, other):
+            assert (await browser.get(f"{url}/api/runs")).status_code == 200
 
 
 async def test_each_answer_forbids_what_is_not_from_here(page: httpx.AsyncClient) -> None:
@@ -192,6 +209,54 @@ async def test_hostile_text_and_numbers_stay_data(page: httpx.AsyncClient, root:
     assert HOSTILE in found["curves"]["train"]["columns"]
 
 
+async def test_lines_that_replaced_undone_ones_are_read_although_the_file_is_longer(
+    page: httpx.AsyncClient, root: Path
+) -> None:
+    path = root / "r" / "evals.jsonl"
+    line = b'{"step": 4, "success": %s, "n_tasks": 4, "reward_mean": 1.0}\n'
+    path.write_bytes(line % b"0.25")
+    assert 0.25 in (await get(page, "/api/runs/r"))["curves"]["success"]["columns"]["success"]
+    path.write_bytes(line % b"0.75" + line.replace(b"4", b"5", 1) % b"1.0")
+    found = (await get(page, "/api/runs/r"))["curves"]["success"]
+    assert dict(zip(found["step"], found["columns"]["success"], strict=True)).items() >= {(4, 0.75), (5, 1.0)}
+
+
+async def test_a_run_that_began_again_in_its_folder_shows_nothing_of_the_old_one(
+    page: httpx.AsyncClient, root: Path
+) -> None:
+    assert (await get(page, "/api/runs/r/episodes"))["total"] == 20
+    shutil.rmtree(root / "r" / "archive")
+    (root / "r" / "metrics.jsonl").unlink()
+    (root / "r" / ".beginning").write_text("another", encoding="ascii")
+    assert (await get(page, "/api/runs/r/episodes"))["total"] == 0
+    assert (await get(page, "/api/runs/r"))["curves"]["train"]["step"] == []
+
+
+def test_lines_are_read_once_by_several_threads(root: Path) -> None:
+    (files,) = [Runs([root]).open("r")]
+    with (root / "r" / "sft.jsonl").open("ab") as file, ThreadPoolExecutor(8) as threads:
+        for first in range(1, 4001, 400):
+            file.writelines(b'{"step": %d, "loss": 1.0}\n' % n for n in range(first, first + 400))
+            file.flush()
+            list(threads.map(lambda _: files.refresh(), range(16)))
+    assert [row["step"] for row in files.rows("sft")] == list(range(1, 4001))
+
+
+def test_numbers_that_the_index_cannot_hold_leave_only_their_file_out(root: Path, tmp_path: Path) -> None:
+    folder, version = RunFolder(root / "r"), WeightVersion(2, 5)
+    groups = [Group.decode(one) for one in archive.read(folder.archive, "r", version)]
+    big = [
+        replace(one, ticket=2**63, trajectories=tuple(replace(t, ticket=2**63) for t in one.trajectories))
+        for one in groups
+    ]
+    archive.path_of(folder.archive, version).unlink()
+    archive.Archive(folder.archive, "r").write(version, [one.encode() for one in big])
+    index = EpisodeIndex(folder, "r", tmp_path / "kept")
+    assert index.refresh() == 0
+    assert list(index.damaged) == [str(version)]
+    assert index.page(Listing())["total"] == 16
+
+
 async def test_damaged_and_foreign_folders_are_named_not_read(page: httpx.AsyncClient, root: Path) -> None:
     damaged = sorted((root / "r" / "archive").glob("e*/*.zst"))[-1]
     damaged.write_bytes(damaged.read_bytes()[:-20])
@@ -205,7 +270,8 @@ async def test_damaged_and_foreign_folders_are_named_not_read(page: httpx.AsyncC
     assert rows["strange"]["state"] == "refused"
     assert "metrics.jsonl" in rows["strange"]["problem"]
     assert rows["empty"]["state"] == "unreadable"
-    assert (await page.get("/api/runs/strange/episodes")).status_code == 403
+    for route in ("episodes", "episodes.jsonl", "tickets/1", "fleet", "events"):
+        assert (await page.get(f"/api/runs/strange/{route}")).status_code == 403
 
 
 async def test_events_follow_the_files_and_end_with_the_server(root: Path) -> None:

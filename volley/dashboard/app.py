@@ -50,7 +50,10 @@ router = APIRouter()
 
 
 class DashboardState:
-    """Open runs, their indexes and fleets; the least recently opened index is closed beyond `_MOST_OPEN`."""
+    """Open runs, their indexes and fleets; the least recently opened index is closed beyond `_MOST_OPEN`.
+
+    Both raise Forbidden for a folder that is not read.
+    """
 
     def __init__(self, runs: Runs, entrance: Entrance) -> None:
         self.runs, self.entrance = runs, entrance
@@ -60,7 +63,8 @@ class DashboardState:
         self._fleets: dict[str, Fleet] = {}
 
     def index(self, files: RunFiles) -> EpisodeIndex:
-        key = str(files.folder.path)
+        _check(files)
+        key = f"{files.folder.path}\n{files.began!r}"
         index = self._indexes.pop(key, None) or EpisodeIndex(files.folder, files.folder.name)
         self._indexes[key] = index
         while len(self._indexes) > _MOST_OPEN:
@@ -68,6 +72,7 @@ class DashboardState:
         return index
 
     def fleet(self, files: RunFiles) -> Fleet:
+        _check(files)
         return self._fleets.setdefault(str(files.folder.path), Fleet(files.folder))
 
 
@@ -83,6 +88,11 @@ def make_app(runs: Runs, entrance: Entrance) -> FastAPI:
     app.include_router(router)
     app.add_middleware(CookieAccess)
     return app
+
+
+def _check(files: RunFiles) -> None:
+    if files.problem is not None:
+        raise Forbidden(f"{files.folder.path}: {files.problem}", "the folder holds files that no run writes")
 
 
 def _state(request: Request) -> DashboardState:
@@ -111,7 +121,7 @@ async def login(request: Request, code: str = "") -> Response:
     entrance = _state(request).entrance
     if not entrance.admits(code):
         raise Forbidden("this link was used before, or is wrong", "`volley dashboard` prints a new one")
-    return RedirectResponse("/", 303, {"Set-Cookie": entrance.cookie, "Cache-Control": "no-store"})
+    return RedirectResponse("/", 303, {"Set-Cookie": entrance.cookie(request.scope), "Cache-Control": "no-store"})
 
 
 @router.get("/api/runs", tags=["dashboard"])
@@ -159,13 +169,14 @@ async def follow(request: Request, run: str) -> Response:
     """Server-sent events of a run: `records` and `fleet`."""
     state = _state(request)
     files = await asyncio.to_thread(state.runs.open, run)
+    fleet = state.fleet(files)
     if state.streams >= _MOST_STREAMS:
         raise RateLimited(f"{_MOST_STREAMS} pages are open", "close some", 10.0)
 
     async def counted() -> AsyncIterator[bytes]:
         state.streams += 1
         try:
-            async for event in events(files, state.fleet(files), state.ended):
+            async for event in events(files, fleet, state.ended):
                 yield event
         finally:
             state.streams -= 1
@@ -182,8 +193,6 @@ async def list_episodes(request: Request, run: str, asked: Annotated[Listing, Qu
 
 
 def _listed(files: RunFiles, index: EpisodeIndex, asked: Listing) -> dict[str, Any]:
-    if files.problem is not None:
-        raise Forbidden(f"{files.folder.path}: {files.problem}", "the folder holds files that no run writes")
     waiting = index.refresh(most_files=_MOST_FILES)
     page = index.page(asked)
     for row, is_undone in zip(page["rows"], undone(page["rows"], files.head), strict=True):
@@ -204,13 +213,14 @@ async def export_episodes(request: Request, run: str, asked: Annotated[Filters, 
 def _exported(files: RunFiles, index: EpisodeIndex, asked: Filters) -> Iterator[bytes]:
     index.refresh()
     tokenizer, run = episodes.tokenizer_of(files.folder), files.folder.name
-    wanted: dict[tuple[str, int], set[int]] = {}
+    wanted: dict[str, set[tuple[int, int]]] = {}
     for row in index.every(asked):
-        wanted.setdefault((row["version"], row["ticket"]), set()).add(row["sample"])
-    for (name, ticket), samples in wanted.items():
-        version = WeightVersion.parse(name)
-        group = episodes.shown(episodes.read_group(files.folder, run, version, ticket), version, tokenizer)
-        yield from (orjson.dumps(one) + b"\n" for one in episodes.record_of(group) if one["sample"] in samples)
+        wanted.setdefault(row["version"], set()).add((row["ticket"], row["sample"]))
+    for name, samples in wanted.items():
+        version, tickets = WeightVersion.parse(name), {ticket for ticket, _ in samples}
+        for group in episodes.read_groups(files.folder, run, version, tickets):
+            lines = episodes.record_of(episodes.shown(group, version, tokenizer))
+            yield from (orjson.dumps(one) + b"\n" for one in lines if (one["ticket"], one["sample"]) in samples)
 
 
 @router.get("/api/runs/{run}/tickets/{ticket}", tags=["dashboard"])
@@ -226,8 +236,10 @@ def _ticket(files: RunFiles, index: EpisodeIndex, ticket: int, version: str) -> 
     if version:
         found = [WeightVersion.parse(version)]
     else:
-        named = [line["version"] for line in lines if line.get("disposition") == "trained"]
-        found = [WeightVersion.parse(name) for name in reversed(named)] or index.versions_of(ticket)
+        named = [line.get("version") for line in lines if line.get("disposition") == "trained"]
+        found = [WeightVersion.parse(name) for name in reversed(named) if isinstance(name, str)] or index.versions_of(
+            ticket
+        )
     if not found:
         raise NotFound(f"no step was trained on ticket {ticket}", "only groups that were trained on are archived")
     group = episodes.read_group(files.folder, files.folder.name, found[0], ticket)

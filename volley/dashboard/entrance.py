@@ -1,4 +1,5 @@
-"""Admission of browsers: a link that works once, then a cookie.
+"""Admission of browsers: a link that works once, then a cookie, whose name holds the port: browsers send a cookie to all
+ports of a host, and several dashboards may run there.
 
 The cookie holds a viewer's token, so routes check roles as those of every service do. Programs may send the token in an
 Authorization header instead.
@@ -41,9 +42,9 @@ class Entrance:
         self.code = None
         return True
 
-    @property
-    def cookie(self) -> str:
-        return f"{COOKIE}={self.token}; Path=/; HttpOnly; SameSite=Strict"
+    def cookie(self, scope: Scope) -> str:
+        """Return the header that sets the cookie, in the answer to a request."""
+        return f"{_name(scope)}={self.token}; Path=/; HttpOnly; SameSite=Strict"
 
 
 def new_code() -> str:
@@ -68,7 +69,7 @@ class CookieAccess:
             return
         headers = scope["headers"]
         if not any(name == b"authorization" for name, _ in headers):
-            found = [token for name, value in headers if name == b"cookie" and (token := _token(value))]
+            found = [token for name, value in headers if name == b"cookie" and (token := _token(value, _name(scope)))]
             headers = [*headers, *((b"authorization", f"Bearer {token}".encode()) for token in found[:1])]
 
         async def secured(message: Message) -> None:
@@ -79,10 +80,15 @@ class CookieAccess:
         await self._app({**scope, "headers": headers}, receive, secured)
 
 
-def _token(cookies: bytes) -> str:
+def _name(scope: Scope) -> str:
+    """Return the name of the cookie of the server that got a request."""
+    return f"{COOKIE}_{scope['server'][1]}"
+
+
+def _token(cookies: bytes, name: str) -> str:
     """Return the token among the cookies; empty if there is none."""
     try:
-        found = SimpleCookie(cookies.decode("latin-1")).get(COOKIE)
+        found = SimpleCookie(cookies.decode("latin-1")).get(name)
     except CookieError:
         return ""
     return found.value if found and found.value.isascii() else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -26,11 +26,15 @@ _MOST_TOKENIZERS = 4
 
 def read_group(folder: RunFolder, run: str, version: WeightVersion, ticket: int) -> Group:
     """Read the group of a ticket from the step that made `version`. Raises NotFound, DecodeError."""
-    for payload in archive.read(folder.archive, run, version):
-        group = Group.decode(payload)
-        if group.ticket == ticket:
-            return group
+    for group in read_groups(folder, run, version, {ticket}):
+        return group
     raise NotFound(f"{version} was not trained on ticket {ticket}", "the ledger names the step of each ticket")
+
+
+def read_groups(folder: RunFolder, run: str, version: WeightVersion, tickets: Collection[int]) -> Iterator[Group]:
+    """Yield the groups of tickets from the step that made `version`, in training order. Raises DecodeError."""
+    groups = (Group.decode(payload) for payload in archive.read(folder.archive, run, version))
+    return (group for group in groups if group.ticket in tickets)
 
 
 def shown(

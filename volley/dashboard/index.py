@@ -10,19 +10,19 @@ import hashlib
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from shared.errors import DecodeError, InputError
-from shared.files.reading import read_file
 from shared.run import archive
 from shared.run.counted import is_step
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.types import Group, Trajectory, WeightVersion
+from volley.dashboard.runs import began
 from volley.layout import CACHE
 
 _COLUMNS: Mapping[str, str] = {
@@ -134,12 +134,13 @@ class EpisodeIndex:
     def _add(self, database: sqlite3.Connection, version: WeightVersion) -> None:
         marks = ", ".join("?" * len(_COLUMNS))
         try:
-            groups = [Group.decode(one) for one in archive.read(self._folder.archive, self._run, version)]
-        except DecodeError as error:
+            groups = (Group.decode(one) for one in archive.read(self._folder.archive, self._run, version))
+            rows = [_row(version, one) for group in groups for one in group.trajectories]
+            database.executemany(f"INSERT OR REPLACE INTO episodes VALUES ({marks})", rows)  # noqa: S608 - only marks
+        except (DecodeError, OverflowError, ValueError) as error:  # SQLite's integers have 64 bits
+            database.rollback()
             self.damaged[str(version)] = str(error)
             return
-        rows = [_row(version, one) for group in groups for one in group.trajectories]
-        database.executemany(f"INSERT OR REPLACE INTO episodes VALUES ({marks})", rows)  # noqa: S608 - only marks
         database.execute("INSERT OR REPLACE INTO files VALUES (?)", (str(version),))
         database.commit()
 
@@ -219,8 +220,5 @@ def _row(version: WeightVersion, one: Trajectory) -> tuple[Any, ...]:
 
 def _database(folder: RunFolder, cache: Path) -> Path:
     """Path of a run's index: it changes if the folder is emptied and a run begins in it again."""
-    began = b""
-    with suppress(OSError):
-        began = read_file(folder.beginning, 1024)
-    identity = f"{_SCHEMA}\n{folder.path}\n".encode() + began
+    identity = f"{_SCHEMA}\n{folder.path}\n".encode() + began(folder)
     return cache / f"{hashlib.sha256(identity).hexdigest()[:24]}.sqlite3"

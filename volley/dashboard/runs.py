@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from shared.errors import DecodeError, NotFound, VolleyError
 from shared.files.locks import existing_lock_file, try_lock
+from shared.files.reading import read_file
 from shared.run import commits, counted, trust
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
@@ -74,26 +76,27 @@ class Runs:
         path = self.names().get(name)
         if path is None:
             raise NotFound(f"there is no run {name[:100]}", "the page `/` lists the runs")
-        if name not in self._open or self._open[name].folder.path != path:
-            self._open[name] = RunFiles(name, RunFolder(path))
-        return self._open[name]
+        known, folder = self._open.get(name), RunFolder(path)
+        if known is None or (known.folder, known.began) != (folder, began(folder)):
+            known = self._open[name] = RunFiles(name, folder)
+        return known
 
     def summaries(self) -> list[RunSummary]:
         return [self.open(name).summary() for name in self.names()]
 
 
 class RunFiles:
-    """Records of one run, each line read once.
+    """Records of one run, each line read once. Its methods may be called from several threads.
 
     Lines of undone steps are left out of curves, as in `volley report`.
     """
 
     def __init__(self, name: str, folder: RunFolder) -> None:
-        self.name, self.folder = name, folder
+        self.name, self.folder, self.began = name, folder, began(folder)
         files = {"train": folder.metrics, "eval": folder.evals, "sft": folder.sft}
         self._tails = {kind: JsonlTail(path) for kind, path in files.items()}
         self._rows: dict[Kind, list[Mapping[str, Any]]] = {kind: [] for kind in files}
-        self._size = 0
+        self._reading = Lock()
         self.problem: str | None = None
         if not trust.is_accepted(folder) and (found := survey.look(folder).problems):
             self.problem = f"{found[0][0]} {found[0][1]}"
@@ -102,17 +105,19 @@ class RunFiles:
         """Read new lines. Returns True if there are any, or lines were undone."""
         if self.problem is not None:
             return False
+        with self._reading:
+            return self._refresh()
+
+    def _refresh(self) -> bool:
         has_new = False
         for kind, tail in self._tails.items():
-            if tail.offset > _size(self._path(kind)):  # a crash undid steps: the file is shorter
-                self._rows[kind], tail.offset, has_new = [], 0, True
+            if tail.is_undone():  # a crash undid steps
+                tail.restart()
+                self._rows[kind], has_new = [], True
             new = tail.new()
             self._rows[kind] += new
             has_new |= bool(new)
         return has_new
-
-    def _path(self, kind: Kind) -> Path:
-        return {"train": self.folder.metrics, "eval": self.folder.evals, "sft": self.folder.sft}[kind]
 
     @property
     def head(self) -> TrainerState | None:
@@ -214,8 +219,8 @@ def _modified(path: Path) -> float:
     return record.created if record else 0.0
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+def began(folder: RunFolder) -> bytes:
+    """Return the identifier that changes when a run begins again in the emptied folder; empty if there is none."""
+    with suppress(OSError):
+        return read_file(folder.beginning, 1024)
+    return b""

@@ -26,6 +26,21 @@ class JsonlTail:
     def __init__(self, path: Path, *, from_end: bool = False, offset: int = 0) -> None:
         self._path = path
         self.offset = path.stat().st_size if from_end and path.exists() else offset
+        self._last: tuple[int, bytes] = (0, b"")
+
+    def is_undone(self) -> bool:
+        """True if the file no longer holds the last line that was read, where it was: later ones replaced it."""
+        size, line = self._last
+        try:
+            with open_file(self._path) as file:
+                file.seek(self.offset - size)
+                return file.read(len(line)) != line
+        except OSError:
+            return size > 0
+
+    def restart(self) -> None:
+        """Begin again at the start of the file."""
+        self.offset, self._last = 0, (0, b"")
 
     def new(self) -> list[dict[str, Any]]:
         return list(self.records())
@@ -46,6 +61,7 @@ class JsonlTail:
     def _complete(self, file: IO[bytes]) -> Iterator[bytes]:
         for size, line in ended_lines(file):
             self.offset += size
+            self._last = size, line
             yield line
 
 

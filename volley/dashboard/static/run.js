@@ -23,8 +23,9 @@ export async function showRun(main, live, run) {
     const open = new Set([...body.querySelectorAll("details[open]")].map((one) => one.id));
     body.replaceChildren(...parts(found, run, services));
     for (const id of open) body.querySelector(`#${id}`)?.setAttribute("open", "");
+    return found;
   }
-  await draw();
+  if ((await draw()).summary.problem) return null;
   const source = new EventSource(`${path}/events`);
   source.addEventListener("records", () => draw().catch(() => {}));
   source.addEventListener("fleet", (event) => showFleet(services, live, JSON.parse(event.data)));
