@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,16 +229,6 @@ async def test_a_run_that_began_again_in_its_folder_shows_nothing_of_the_old_one
     (root / "r" / ".beginning").write_text("another", encoding="ascii")
     assert (await get(page, "/api/runs/r/episodes"))["total"] == 0
     assert (await get(page, "/api/runs/r"))["curves"]["train"]["step"] == []
-
-
-def test_lines_are_read_once_by_several_threads(root: Path) -> None:
-    (files,) = [Runs([root]).open("r")]
-    with (root / "r" / "sft.jsonl").open("ab") as file, ThreadPoolExecutor(8) as threads:
-        for first in range(1, 4001, 400):
-            file.writelines(b'{"step": %d, "loss": 1.0}\n' % n for n in range(first, first + 400))
-            file.flush()
-            list(threads.map(lambda _: files.refresh(), range(16)))
-    assert [row["step"] for row in files.rows("sft")] == list(range(1, 4001))
 
 
 def test_numbers_that_the_index_cannot_hold_leave_only_their_file_out(root: Path, tmp_path: Path) -> None:

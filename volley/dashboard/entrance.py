@@ -1,8 +1,8 @@
-"""Admission of browsers: a link that works once, then a cookie, whose name holds the port: browsers send a cookie to all
-ports of a host, and several dashboards may run there.
+"""Admission of browsers: a link that works once, then a cookie.
 
-The cookie holds a viewer's token, so routes check roles as those of every service do. Programs may send the token in an
-Authorization header instead.
+Browsers send a cookie to all ports of a host, so its name holds the port: several dashboards may run. It holds a
+viewer's token, so routes check roles as those of every service do. Programs may send the token in an Authorization
+header instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages for a tracker, made of the lines of a run's files, and how far they have been sent.
 
-A line counts as sent once the tracker has written it (`FLUSH`); its position is then in the run's folder. So each line arrives at
-least once, also if either side is killed, and a tracker that was away gets what it missed.
+A line counts as sent once the tracker has written it (`FLUSH`); its position is then in the run's folder. So each line
+arrives at least once, also if either side is killed, and a tracker that was away gets what it missed.
 """
 
 from __future__ import annotations
