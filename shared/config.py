@@ -96,12 +96,9 @@ def load(
     """
     trees, notes = list[dict[str, Any]](), list[str]()
     for path in paths:
-        with _translated(f"config file {path}"):
-            tree = _read(Path(path))
-        if grl.is_grl(tree):
-            made = grl.translate(tree, partial(_beside, Path(path)))
-            tree, notes = made.tree, [*notes, *made.notes]
+        tree, found = read_run(Path(path))
         trees.append(_found_beside(tree, Path(path).parent))
+        notes += found
     if given:
         paths, trees = [*paths, "of the command line"], [*trees, dict(given)]
     whole: Any = {}
@@ -111,6 +108,19 @@ def load(
     whole = _overridden(whole, overrides)
     with _in_file(paths, overrides):
         return replace(_sourced(validate(whole), Path.cwd()), notes=tuple(notes))
+
+
+def read_run(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Read a file of a run's configuration. A file of GRL is translated, and the notes say which keys have no effect.
+
+    Raises ConfigError.
+    """
+    with _translated(f"config file {path}"):
+        tree = _read(path)
+    if not grl.is_grl(tree):
+        return tree, ()
+    made = grl.translate(tree, partial(_beside, path))
+    return made.tree, made.notes
 
 
 def _beside(path: Path, name: str) -> dict[str, Any]:

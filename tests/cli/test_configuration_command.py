@@ -40,6 +40,13 @@ def test_each_key_names_the_file_the_override_or_the_default(
     assert only.keys() <= found.keys()
 
 
+def test_keys_that_a_file_of_grl_gives_name_it(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "configs/grl/sokoban_ppo.yaml"
+    found = shown(capsys, "--config", path, "--set")
+    assert {"data.env", "trainer.groups_per_step", "orchestrator.generation.mode"} <= found.keys()
+    assert {row["source"] for row in found.values()} == {path}
+
+
 def test_a_wrong_configuration_is_refused_as_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         configuration.sources([str(write_config(tmp_path / "r"))], ["trainer.max_stepz=1"])

@@ -56,7 +56,7 @@ def sources(paths: Sequence[str], overrides: Sequence[str]) -> dict[str, dict[st
     loaded = config.load(files, overrides)
     named: dict[str, str] = {}
     for path in files:
-        tree = moved_keys.in_tree(config.read_tree(path))
+        tree = moved_keys.in_tree(config.read_run(path)[0])
         named |= {key: str(path) for key, _ in _leaves(tree)}
     for override in overrides:
         tree = moved_keys.in_tree(_tree_of(override))

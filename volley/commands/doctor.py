@@ -60,9 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _machine() -> Iterator[Finding]:
-    system, cores = platform.system(), len(os.sched_getaffinity(0))
+    system, cores = platform.system(), os.cpu_count() or 1
+    if system == "Linux":
+        cores = len(os.sched_getaffinity(0))
     text = f"{system} {platform.release()}, {platform.machine()}, {cores} {'core' if cores == 1 else 'cores'}"
-    yield Finding("machine", "ok" if system == "Linux" else "problem", text)
+    if system != "Linux":
+        yield Finding("machine", "problem", text, "use Linux, or a container with it")
+        return
+    yield Finding("machine", "ok", text)
     memory = _available_memory()
     level: Level = "ok" if memory >= _LEAST_MEMORY else "note"
     yield Finding("memory", level, f"{memory / 2**30:.1f} GiB available", "" if level == "ok" else "end other programs")
