@@ -65,6 +65,13 @@ def test_every_finite_reward_gives_a_finite_float32_in_the_right_proportion(esti
     np.testing.assert_allclose(found / found.max(), centred / centred.max(), rtol=1e-5)
 
 
+def test_a_mean_near_0_of_rewards_with_both_signs_gives_bounded_advantages_in_maxrl():
+    for scale in (1.0, 1e300):
+        found = group_relative(np.array([1.0, -1.0 + 1e-15]) * scale, "maxrl")
+        assert np.abs(found).max() == 1e9
+        assert found[0] == -found[1]
+
+
 def test_moments_of_numbers_whose_sums_overflow_are_finite():
     assert moments(np.array([1.7e308, 1.7e308, -1.7e308, -1.7e308])) == (0.0, 1.7e308)
     rewards = np.random.default_rng(0).standard_normal(50)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from services.trainer.algorithms.terms.advantages import GroupRewards
+from services.trainer.algorithms.terms.advantages import GroupRewards, bounded
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
 from services.trainer.algorithms.terms.policy_gradient import Clipped
 from shared.algorithm_schema import MaxRlSection
@@ -24,7 +24,7 @@ from shared.algorithm_schema import MaxRlSection
 def by_mean(rewards: GroupRewards) -> np.ndarray:
     """Compute the advantages of a group, float64 [G]; at most G - 1 if no reward is negative."""
     mean = rewards.r.mean()
-    return (rewards.r - mean) / mean if mean > 0 else np.zeros(len(rewards.r))
+    return bounded((rewards.r - mean) / mean) if mean > 0 else np.zeros(len(rewards.r))
 
 
 class MaxRl(Clipped[MaxRlSection]):
