@@ -42,6 +42,8 @@ CREATE TABLE IF NOT EXISTS ledger (
     n INTEGER PRIMARY KEY, future TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, seq INTEGER NOT NULL, kind TEXT NOT NULL,
     request TEXT NOT NULL, outcome TEXT NOT NULL, result TEXT NOT NULL, weights TEXT NOT NULL, before TEXT NOT NULL,
     digest TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS kept ON futures (settled) WHERE result IS NOT NULL;
+CREATE INDEX IF NOT EXISTS settled ON ledger (owner, seq);
 """
 """`state_seq` is the number of the model's last request whose effect on the weights is in `state_file`; `outcome` is
 done or failed, NULL until then; `weights` is the checksum of the model's weights after a request that changed them."""

@@ -105,7 +105,7 @@ def _check_datum(what: str, datum: Datum, inputs: Mapping[str, Any], shapes: Bat
     if not 0 < n <= shapes.context:
         raise InputError(f"{what} has {n} tokens, 1 to {shapes.context} are taken")
     targets = datum.inputs.get("target_tokens")
-    if targets is None or targets.dtype.kind != "i" or targets.shape[:1] != (n,):
+    if targets is None or targets.dtype.kind != "i" or targets.shape[:1] != (n,) or not targets.size:
         raise InputError(f"{what}: target_tokens must be integers, one (or K) for each of its {n} tokens")
     for name, ids in (("model_input", datum.ids), ("target_tokens", targets)):
         if ids.size and not (ids.min() >= 0 and ids.max() < shapes.vocab_size):

@@ -315,7 +315,7 @@ class FutureStore:
 
     def next_seq(self, model: str) -> int:
         """Return the number of a model's first request that is not settled."""
-        return self._rows("SELECT count(*) FROM ledger WHERE owner = ?", model)[0][0]
+        return self._rows("SELECT coalesce(max(seq), -1) + 1 FROM ledger WHERE owner = ?", model)[0][0]
 
     def settled_after(self, model: str, seq: int) -> list[tuple[Future, str]]:
         """Return a model's settled requests after number `seq`, each with the checksum of weights after it."""
@@ -355,9 +355,17 @@ class FutureStore:
             db.execute("UPDATE futures SET result = NULL WHERE settled < ? AND result IS NOT NULL", (before,))
 
     def add_sampler(self, sampler: str, session: str, path: str | None) -> None:
-        """Record a sampling session of the weights at `path`, None for the base; repeated, it changes nothing."""
+        """Record a sampling session of the weights at `path`, None for the base; repeated, it changes nothing.
+
+        Raises InputError if its number was used for other weights.
+        """
         with self._transaction() as db:
             self._put_sampler(db, sampler, session, path)
+            if (known := self.sampler(sampler)) != path:
+                raise InputError(
+                    f"the sampling session {sampler[:80]} was opened for {known or 'the base model'}",
+                    "choose another sampling_session_seq_id",
+                )
 
     def _put_sampler(self, db: sqlite3.Connection, sampler: str, session: str, path: str | None) -> None:
         values = (sampler, session, time.time(), path)

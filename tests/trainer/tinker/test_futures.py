@@ -271,6 +271,34 @@ async def test_the_file_of_an_overwritten_checkpoint_is_removed(tmp_path: Path, 
         assert len([*files.iterdir()]) == 1
 
 
+async def test_a_sampling_session_keeps_its_weights(tmp_path: Path, tiny: Base):
+    async with service(tmp_path, tiny) as tinker:
+        model = await new_model(tinker)
+        (saved,) = await results(tinker, [json_request(model, 1, "save_weights_for_sampler", {"path": "a"})])
+        of_base = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 1, "base_model": "tiny"}
+        opened = [await tinker.create_sampler(of_base) for _ in range(2)]
+        assert opened[0] == opened[1]
+        with pytest.raises(InputError):
+            await tinker.create_sampler(of_base | {"model_path": orjson.loads(saved.result or b"")["path"]})
+
+
+async def test_no_query_reads_the_whole_ledger(tmp_path: Path, tiny: Base):
+    """Each request asks for a model's next number, and a ledger has a row for each sample of a server's life."""
+    plans = list[str]()
+    async with service(tmp_path, tiny) as tinker:
+        connection = sqlite3.connect(tmp_path / futures.DATABASE)
+        for query in (
+            "SELECT coalesce(max(seq), -1) + 1 FROM ledger WHERE owner = 'm'",
+            "SELECT future, weights FROM ledger WHERE owner = 'm' AND seq > 1 ORDER BY seq",
+            "UPDATE futures SET result = NULL WHERE settled < 1 AND result IS NOT NULL",
+        ):
+            plans += [row[-1] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}")]
+        connection.close()
+        assert tinker.store.next_seq("m") == 0
+    assert len(plans) >= 3
+    assert not [one for one in plans if one.startswith("SCAN")]
+
+
 LIES: list[Callable[[Any], Any]] = [
     lambda db: db.execute("DELETE FROM ledger WHERE n = 3"),
     lambda db: db.execute("UPDATE ledger SET weights = 'x' WHERE n = 4"),

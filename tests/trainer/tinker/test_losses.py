@@ -158,6 +158,7 @@ def test_a_step_is_that_of_torch_and_nothing_non_finite_gets_in(tiny: Base):
         passed(batches.Datum(np.array([64], np.int32), {"target_tokens": np.array([1])})),
         passed(batches.Datum(np.array([1], np.int32), {"target_tokens": np.array([-1])})),
         passed(batches.Datum(np.array([1], np.int32), {"target_tokens": np.array([1.5])})),
+        passed(batches.Datum(np.array([1], np.int32), {"target_tokens": np.zeros((1, 0), np.int64)})),
     ],
 )
 def test_what_a_loss_cannot_use_is_refused(request_: Any):
