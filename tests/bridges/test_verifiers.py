@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -94,9 +95,7 @@ async def test_an_episode_that_breaks_gives_no_reward(python: Path, tmp_path: Pa
 def test_the_class_of_the_tasks_has_the_sizes_of_the_splits(python: Path, tmp_path: Path) -> None:
     command = [str(python), *COMMAND, "--write-tasks", str(tmp_path / "tasks.py")]
     subprocess.run(command, env=variables(python, EXAMPLES), check=True, timeout=300)
-    found = dict[str, type]()
-    exec((tmp_path / "tasks.py").read_text(encoding="utf-8"), found)
-    tasks = found["Tasks"]()
+    tasks = runpy.run_path(str(tmp_path / "tasks.py"))["Tasks"]()
     assert (tasks.agent, tasks.splits) == ("external", {"train": 15, "eval": 5})
     assert tasks.reset("eval", 4, 0) == "eval 4"
 
