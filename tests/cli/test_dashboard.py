@@ -319,6 +319,15 @@ def test_advice_names_what_changed_and_a_steady_run_gets_none(late: dict[str, An
         assert "31" in found.text
 
 
+@pytest.mark.parametrize("metric", [*STEADY, "failed_attempts", "episodes", "truncation_rate"])
+@pytest.mark.parametrize("value", [None, "x", [1], {"a": "b"}, {"a": [1]}, True, -1])
+def test_advice_reads_past_values_of_other_types(metric: str, value: object) -> None:
+    steps = [
+        {**STEADY, "step": n, "failed_attempts": {"EngineError": 1}, "episodes": 8, metric: value} for n in range(9)
+    ]
+    assert all(one.text for one in advise(steps, []))
+
+
 def test_advice_on_a_fall_needs_intervals_apart() -> None:
     def rate(step: int, success: float) -> SuccessRate:
         row = SuccessRate.of({"step": step, "success": success, "n_tasks": 100})

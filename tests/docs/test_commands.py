@@ -184,7 +184,9 @@ def test_the_services_start_as_on_several_hosts(tmp_path):
     """The lines as they are, each with the Python of its environment, at free ports: every service answers, and follow
     watches.
     """
-    lines = [one for line in LINES if (one := line.values[0]).startswith("python") and "process_id" not in one]
+    lines = [
+        one for line in LINES if (one := line.values[0]).startswith("python -m services") and "process_id" not in one
+    ]
     assert len(lines) == 4
     ports = {name: free_port() for name in ("env", "rollout", "orchestrator", "trainer")}
     processes = []

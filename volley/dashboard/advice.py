@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from volley.reporting.intervals import SuccessRate
+from volley.reporting.jsonl import numbers
 
 type Rows = Sequence[Mapping[str, Any]]
 
@@ -165,9 +166,10 @@ def _attempts(steps: Rows) -> Iterator[Advice]:
     recent = steps[-_WINDOW:]
     failures: dict[str, int] = {}
     for row in recent:
-        for name, n in (row.get("failed_attempts") or {}).items():
-            failures[name] = failures.get(name, 0) + n
-    episodes = sum(row.get("episodes") or 0 for row in recent)
+        failed = row.get("failed_attempts")
+        for name, n in numbers(failed if isinstance(failed, dict) else {}):
+            failures[name] = failures.get(name, 0) + int(n)
+    episodes = sum(n for row in recent if isinstance(n := row.get("episodes"), int))
     total = sum(failures.values())
     if episodes and total > 0.1 * episodes:
         named = ", ".join(f"{name} {n}" for name, n in sorted(failures.items(), key=lambda item: -item[1]))
