@@ -96,6 +96,21 @@ def test_algorithms_are_mapped() -> None:
     assert kl["algorithm.kl_ctrl.kl_coef"] == 0.1
 
 
+@pytest.mark.parametrize(
+    "name", ["grpo", "drgrpo", "rloo", "dapo", "gspo-token", "cispo", "reinforce_plus_plus", "ppo"]
+)
+def test_defaults_that_are_given_are_those_that_are_not(name: str) -> None:
+    base = {"model": {"path": "m"}, "data": {"env": "frozen_lake"}, "algorithm": {"name": name}}
+    whole = RunConfig.model_validate(base).algorithm.model_dump(mode="json")
+    made, short = translated({"algorithm": whole}), translated({"algorithm": {"name": name}})
+    assert {key: value for key, value in made.items() if key in short} == short
+
+
+def test_an_estimator_without_counterpart_is_refused_by_name() -> None:
+    with pytest.raises(SettingsError, match="maxrl"):
+        translated({"algorithm": {"name": "dapo", "advantage_estimator": "maxrl"}})
+
+
 def test_the_ratio_is_to_the_sampler_unless_it_is_corrected() -> None:
     where = "algorithm.rollout_correction"
     assert translated()[f"{where}.bypass_mode"] is True

@@ -39,11 +39,14 @@ def add_algorithm(overrides: Overrides, given: Mapping[str, Any], data: Mapping[
     if name not in _ESTIMATORS:
         raise SettingsError(f"algorithm.name={name} has no counterpart in verl; known: {sorted(_ESTIMATORS)}")
     section = {**_ALGORITHM_DEFAULTS.get(name, {}), **given}
-    estimator = _ESTIMATORS[section.pop("advantage_estimator", name)]
+    wanted = section.pop("advantage_estimator", name)
+    if wanted not in _ESTIMATORS:
+        raise SettingsError(f"algorithm.advantage_estimator={wanted} has no counterpart in verl")
+    estimator = _ESTIMATORS[wanted]
     if section.pop("baseline", "none") == "group":
         estimator += "_baseline"
     overrides["algorithm.adv_estimator"] = estimator
-    overrides["algorithm.norm_adv_by_std_in_grpo"] = given.get("advantage_estimator", name) != "drgrpo"
+    overrides["algorithm.norm_adv_by_std_in_grpo"] = wanted != "drgrpo"
     overrides[f"{ACTOR}.policy_loss.loss_mode"] = _LOSSES.get(name, "vanilla")
     epsilon = section.pop("epsilon", 0.2)
     if epsilon is None:
@@ -61,6 +64,8 @@ def add_algorithm(overrides: Overrides, given: Mapping[str, Any], data: Mapping[
     overrides[f"{ACTOR}.entropy_coeff"] = section.pop("entropy_coef", 0.0)
     _critic(overrides, name, section)
     section.pop("name", None)
+    if section.get("reward_normalization", {}).get("method") == "identity":
+        del section["reward_normalization"]
     for key, value in section.items():
         if value != _ALGORITHM_OFF.get(key, _ABSENT):
             raise SettingsError(f"algorithm.{key}={value} has no counterpart in verl")
@@ -71,9 +76,14 @@ _ALGORITHM_OFF: Mapping[str, Any] = {
     "credit": "episode",
     "mask_truncated": False,
     "teacher_kl_coef": 0.0,
-    "reward_normalization": {"method": "identity"},
+    "overlong_length": None,
     "overlong_buffer": None,
+    "overlong_penalty": 1.0,
     "whiten_advantages": True,
+    "gae_lambda_alpha": None,
+    "critic_gae_lambda": None,
+    "critic_updates": 1,
+    "critic_frozen": "none",
 }
 """Keys without a counterpart, and the value with which they have no effect."""
 
