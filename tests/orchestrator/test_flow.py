@@ -16,7 +16,7 @@ from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
-from services.orchestrator.servers.balancer import Balancer, ServerLoad
+from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
@@ -76,6 +76,20 @@ async def test_what_is_slow_holds_everything_before_it_back(slow):
     assert max(peak["episodes"], peak["requests"]) <= N_EPISODES
     assert peak["tasks"] <= N_GROUPS * (N_SIBLINGS + 1) + 10
     assert queue.issued == N_GROUPS
+
+
+async def test_episodes_that_wait_for_newer_weights_leave_the_slots_to_an_evaluation():
+    balancer = balancer_of(engine := ScriptedEngine(version=WeightVersion(1, 5)), max_staleness=0)
+    dispatcher = dispatcher_of(ScriptedEnv(n_turns=1), balancer, max_concurrent=1)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        newer = group.create_task(dispatcher.episode(spec(need=VersionBounds(min_step=6)), "train"))
+        await asyncio.sleep(0.05)
+        measured = spec(ticket=0, need=VersionBounds(min_step=5, max_step=5, strict=True))
+        await dispatcher.episode(measured, "eval")
+        assert not newer.done()
+        engine.version = WeightVersion(1, 6)
+        balancer.observe(balancer.servers[0], engine.version)
+    assert newer.result().oldest() == WeightVersion(1, 6)
 
 
 async def test_groups_that_cannot_be_published_keep_their_place():

@@ -62,6 +62,7 @@ class Dispatcher:
 
     async def _episode(self, spec: SamplingSpec, purpose: Purpose) -> Trajectory:
         budget = TokenBudget(self._max_attempts)
+        await self._balancer.wait_routable(spec.need)  # an evaluation that keeps weights back may need the slot
         async with self._slots.taken(purpose):
             while True:
                 try:
