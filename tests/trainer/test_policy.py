@@ -70,6 +70,18 @@ def test_the_same_groups_give_bit_identical_weights_also_from_a_checkpoint():
     assert second.kl > 0
 
 
+def test_values_of_tokens_have_the_advantages_of_the_step():
+    """Also where advantages have a KL term of the sampler's log-probabilities, and not of the trainer's."""
+    section = GrpoSection(beta=0.5, kl_in="reward")
+    one, groups = policy(replace(OPTIONS, algorithm=algorithm(section, 1, 16))), held(1, 2, 3, 4)
+    values = [its for group in one.token_values(groups, START) for its in group]
+    batches, _ = one._batches(groups, START)
+    of_step = np.concatenate([batch.advantages[batch.mask > 0] for batch in batches])
+    shown = np.concatenate([its.advantages for its in values])
+    assert sorted(of_step[of_step != 0].tolist()) == sorted(shown[shown != 0].tolist())
+    assert all(its.logprobs.any() for its in values)
+
+
 def model_of_leaves(leaves: dict[str, np.ndarray]):
     from services.trainer.models.family import build, make_mesh
     from shared.models.config import ModelConfig

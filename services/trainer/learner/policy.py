@@ -175,7 +175,10 @@ class Policy:
 
     def token_values(self, held: Sequence[ReadyGroup], before: WeightVersion) -> list[list[TokenValues]]:
         """Return what a step on these groups would start from, by group and episode; the weights do not change."""
-        rows, _ = self._with_advantages(held, before, replace(self._options.needs, old=True))
+        needs = self._options.needs
+        rows, _ = self._with_advantages(held, before, needs)
+        if not needs.old:  # scored afterwards: advantages with a KL term would use it
+            rows = self._scored(rows, Needs(old=True))
         known = iter(rows)
         return [[_token_values(next(known)) for _ in h.group.trajectories] for h in held]
 
