@@ -50,7 +50,7 @@ def error_classes():
 
 
 def test_what_is_done_about_each_class():
-    fails = "ConfigError InputError DecodeError TooLarge PromptTooLong NotFound WrongMethod Forbidden Unauthorized"
+    fails = "ConfigError InputError DecodeError TooLarge PromptTooLong NotFound Expired WrongMethod Forbidden"
     named = {name: error(name) for name in error_classes()}
     assert {name for name, e in named.items() if e.action == "fail"} == {
         *fails.split(),
