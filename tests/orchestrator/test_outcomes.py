@@ -54,7 +54,7 @@ def test_what_is_done_about_each_class():
     named = {name: error(name) for name in error_classes()}
     assert {name for name, e in named.items() if e.action == "fail"} == {
         *fails.split(),
-        "Conflict",
+        *("Conflict", "Unauthorized"),
         *("SessionOver", "ContextExceeded", "CallsUsedUp"),
         "MalformedAnswer",
         "PrefixBroken",
