@@ -23,6 +23,16 @@ from shared.algorithm_base import (
 )
 
 
+def _of_rewards(section: PolicyGradientSection) -> list[str]:
+    """Return the keys that are set and concern the episode's reward."""
+    of_rewards = {
+        "credit": section.credit == "turn",
+        "reward_normalization": section.reward_normalization.method != "identity",
+        "kl_in": bool(section.beta) and section.kl_in == "reward",
+    }
+    return [key for key, is_meant in of_rewards.items() if is_meant]
+
+
 class GrpoSection(GroupSection, ClippedSection):
     name: Literal["grpo"] = "grpo"
 
@@ -113,12 +123,7 @@ class OnPolicyDistillationSection(ClippedSection):
 
     @model_validator(mode="after")
     def _no_rewards(self) -> Self:
-        of_rewards = {
-            "credit": self.credit == "turn",
-            "reward_normalization": self.reward_normalization.method != "identity",
-            "kl_in": bool(self.beta) and self.kl_in == "reward",
-        }
-        if meant := [key for key, is_meant in of_rewards.items() if is_meant]:
+        if meant := _of_rewards(self):
             raise ValueError(f"{meant[0]} applies to rewards, which on_policy_distillation ignores")
         return self
 
@@ -198,12 +203,7 @@ class GdpoSection(GroupSection, ClippedSection):
 
     @model_validator(mode="after")
     def _of_components(self) -> Self:
-        of_totals = {
-            "credit": self.credit == "turn",
-            "reward_normalization": self.reward_normalization.method != "identity",
-            "kl_in": bool(self.beta) and self.kl_in == "reward",
-        }
-        if meant := [key for key, is_meant in of_totals.items() if is_meant]:
+        if meant := _of_rewards(self):
             raise ValueError(f"{meant[0]} applies to the reward of the episode; gdpo reads its components")
         return self
 
@@ -233,6 +233,12 @@ class MopdSection(EstimatedSection):
         low, high = self.ratio_bounds
         if not low < 1 < high:
             raise ValueError(f"ratio_bounds={[low, high]} must include 1: low < 1 < high")
+        return self
+
+    @model_validator(mode="after")
+    def _of_rewards(self) -> Self:
+        if self.outcome_coef == 0 and (meant := _of_rewards(self)):
+            raise ValueError(f"{meant[0]} applies to rewards, which mopd ignores with outcome_coef=0: set it above 0")
         return self
 
     @property

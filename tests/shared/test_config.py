@@ -113,6 +113,7 @@ def test_the_written_config_is_the_same_config(tmp_path):
         (["algorithm.name=gdpo", "algorithm.reward_components.a=1", "algorithm.credit=turn"], "gdpo reads"),
         (["algorithm.name=maxrl", "grpo_config.num_generations=1"], "maxrl compares the episodes"),
         (["algorithm.name=mopd", f"{_TEACHERS}.frozen_lake.url=http://t", "algorithm.ratio_bounds=[2,3]"], "include 1"),
+        (["algorithm.name=mopd", f"{_TEACHERS}.frozen_lake.url=http://t", "algorithm.credit=turn"], "outcome_coef"),
         (["algorithm.name=mopd", f"{_TEACHERS}.chess.url=http://t"], r"teachers\.chess: the run has no such"),
         (["algorithm.sampler_is_threshold=0.01"], r"algorithm\.sampler_is_threshold=0\.01"),
         (["trainer.optimizer_config.b2=1"], r"trainer\.optimizer_config\.b2=1"),
