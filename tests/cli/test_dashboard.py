@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -326,6 +327,20 @@ def test_advice_reads_past_values_of_other_types(metric: str, value: object) -> 
         {**STEADY, "step": n, "failed_attempts": {"EngineError": 1}, "episodes": 8, metric: value} for n in range(9)
     ]
     assert all(one.text for one in advise(steps, []))
+
+
+def test_advice_names_settings_that_exist() -> None:
+    from shared.schema import RunConfig
+
+    source = Path("volley/dashboard/advice.py").read_text(encoding="utf-8")
+    named = set(re.findall(r"\b(?:algorithm|data|grpo_config|orchestrator|services|trainer)(?:\.[a-z_]+)+", source))
+    assert len(named) > 8
+    config = RunConfig.model_validate({"model": {"path": "models/tiny"}, "data": {"env": "frozen_lake"}})
+    for key in named:
+        value: Any = config
+        for part in key.split("."):
+            value = getattr(value, part, value if value is None else AttributeError)
+        assert value is not AttributeError, key
 
 
 def test_advice_on_a_fall_needs_intervals_apart() -> None:

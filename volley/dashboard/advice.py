@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -55,6 +56,60 @@ def _since(steps: Rows, key: str, holds: Callable[[float], bool]) -> int:
     return first
 
 
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """Advice if the mean of a metric is above `above` or below `below`; `text` may use {value} and {since}."""
+
+    metric: str
+    level: Literal["warning", "note"]
+    text: str
+    help: str
+    above: float = math.inf
+    below: float = -math.inf
+
+    def __call__(self, steps: Rows) -> Iterator[Advice]:
+        value = _mean(steps, self.metric)
+        if value is not None and self._holds(value):
+            since = _since(steps, self.metric, self._holds)
+            yield Advice(self.level, self.text.format(value=value, since=since), self.help, self.metric)
+
+    def _holds(self, value: float) -> bool:
+        return value > self.above or value < self.below
+
+
+_THRESHOLDS = (
+    Threshold(
+        "logprob_abs_diff_current",
+        "warning",
+        "engine and trainer disagree since step {since}: {value:.2g} nats a token for the same weights",
+        "use one dtype for both, or correct it: algorithm.sampler_is=token",
+        above=0.02,
+    ),
+    Threshold(
+        "clip_fraction",
+        "warning",
+        "{value:.0%} of the tokens are clipped",
+        "lower trainer.optimizer_config.learning_rate, grpo_config.num_iterations or grpo_config.off_policy_steps",
+        above=0.3,
+    ),
+    Threshold(
+        "effective_share",
+        "warning",
+        "the importance weights leave {value:.0%} of the tokens effective",
+        "lower grpo_config.off_policy_steps or trainer.optimizer_config.learning_rate",
+        below=0.3,
+    ),
+    Threshold(
+        "truncation_rate",
+        "note",
+        "{value:.0%} of the episodes are cut by a limit",
+        "raise grpo_config.max_response_length, orchestrator.max_turns or the environment's own limit; "
+        "the curve ends/… shows which",
+        above=0.3,
+    ),
+)
+
+
 def _entropy(steps: Rows) -> Iterator[Advice]:
     values = [row["entropy"] for row in steps if isinstance(row.get("entropy"), int | float)]
     now = _mean(steps, "entropy")
@@ -67,7 +122,7 @@ def _entropy(steps: Rows) -> Iterator[Advice]:
         yield Advice(
             "warning",
             f"entropy collapsed at step {since}: {before:.3g} → {now:.3g} nats a token, and success is below 90 %",
-            "lower trainer.optimizer_config.learning_rate, raise grpo_config.epsilon_high (DAPO's clip-higher), "
+            "lower trainer.optimizer_config.learning_rate, raise algorithm.epsilon_high (DAPO's clip-higher), "
             "or set algorithm.entropy_coef",
             "entropy",
         )
@@ -75,24 +130,18 @@ def _entropy(steps: Rows) -> Iterator[Advice]:
 
 def _no_variance(steps: Rows) -> Iterator[Advice]:
     share = _mean(steps, "zero_variance_groups")
-    if share is not None and share >= 0.5:
-        solved = (_mean(steps, "success") or 0.0) > 0.5
-        yield Advice(
-            "warning",
-            f"{share:.0%} of the groups have no variance: all their rewards are equal, so they teach nothing",
-            (
-                "tasks are too easy: add harder ones, or a curriculum (data.curriculum)"
-                if solved
-                else "tasks are too hard: "
-            )
-            + (
-                ""
-                if solved
-                else "start with a warm start (mode: sft+rl), easier tasks, or more grpo_config.num_generations"
-            )
-            + "; orchestrator.generation.filters drops such groups before they are trained on",
-            "zero_variance_groups",
-        )
+    if share is None or share < 0.5:
+        return
+    if (_mean(steps, "success") or 0.0) > 0.5:
+        why = "tasks are too easy: add harder ones, or a curriculum (data.curriculum)"
+    else:
+        why = "tasks are too hard: use a warm start (mode: sft+rl), easier tasks, or more grpo_config.num_generations"
+    yield Advice(
+        "warning",
+        f"{share:.0%} of the groups have no variance: all their rewards are equal, so they teach nothing",
+        f"{why}; orchestrator.generation.filters drops such groups before they are trained on",
+        "zero_variance_groups",
+    )
 
 
 def _waiting(steps: Rows) -> Iterator[Advice]:
@@ -113,52 +162,6 @@ def _waiting(steps: Rows) -> Iterator[Advice]:
             f"servers wait for the trainer: it waits for groups only {share:.0%} of the time",
             "fewer rollout servers do as well; trainer.micro_batch_tokens and packing make steps faster",
             "step_s",
-        )
-
-
-def _mismatch(steps: Rows) -> Iterator[Advice]:
-    difference = _mean(steps, "logprob_abs_diff_current")
-    if difference is not None and difference > 0.02:
-        since = _since(steps, "logprob_abs_diff_current", lambda value: value > 0.02)
-        yield Advice(
-            "warning",
-            f"engine and trainer disagree since step {since}: {difference:.2g} nats a token for the same weights",
-            "use one dtype for both, or correct it: grpo_config.sampler_is: token",
-            "logprob_abs_diff_current",
-        )
-
-
-def _clipped(steps: Rows) -> Iterator[Advice]:
-    share = _mean(steps, "clip_fraction")
-    if share is not None and share > 0.3:
-        yield Advice(
-            "warning",
-            f"{share:.0%} of the tokens are clipped",
-            "lower trainer.optimizer_config.learning_rate, grpo_config.num_iterations or grpo_config.off_policy_steps",
-            "clip_fraction",
-        )
-
-
-def _off_policy(steps: Rows) -> Iterator[Advice]:
-    share = _mean(steps, "effective_share")
-    if share is not None and share < 0.3:
-        yield Advice(
-            "warning",
-            f"the importance weights leave {share:.0%} of the tokens effective",
-            "lower grpo_config.off_policy_steps or the learning rate",
-            "effective_share",
-        )
-
-
-def _truncated(steps: Rows) -> Iterator[Advice]:
-    share = _mean(steps, "truncation_rate")
-    if share is not None and share > 0.3:
-        yield Advice(
-            "note",
-            f"{share:.0%} of the episodes are cut by a limit",
-            "raise grpo_config.max_response_length, orchestrator.max_turns or the environment's own limit; "
-            "the curve ends/… shows which",
-            "truncation_rate",
         )
 
 
@@ -212,6 +215,5 @@ def _fell(evals: Sequence[SuccessRate]) -> Iterator[Advice]:
 
 
 _RULES: Sequence[Callable[[Rows], Iterator[Advice]]] = (
-    *(_entropy, _no_variance, _mismatch, _clipped, _off_policy, _gradients, _attempts),
-    *(_waiting, _truncated),
+    *(_entropy, _no_variance, *_THRESHOLDS, _gradients, _attempts, _waiting),
 )
