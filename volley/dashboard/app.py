@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any
 
 import orjson
@@ -24,7 +25,6 @@ from volley.dashboard.entrance import CookieAccess, Entrance
 from volley.dashboard.index import EpisodeIndex, Filters, Listing, undone
 from volley.dashboard.live import Fleet, events
 from volley.dashboard.runs import RunFiles, Runs
-from volley.reporting.intervals import SuccessRate
 from volley.reporting.jsonl import read
 
 STATIC = Path(__file__).with_name("static")
@@ -60,15 +60,18 @@ class DashboardState:
         self.ended = asyncio.Event()
         self.streams = 0
         self._indexes: dict[str, EpisodeIndex] = {}
+        self._opening = Lock()
         self._fleets: dict[str, Fleet] = {}
 
     def index(self, files: RunFiles) -> EpisodeIndex:
+        """Blocks: it opens a database."""
         _check(files)
         key = f"{files.folder.path}\n{files.began!r}"
-        index = self._indexes.pop(key, None) or EpisodeIndex(files.folder, files.folder.name)
-        self._indexes[key] = index
-        while len(self._indexes) > _MOST_OPEN:
-            del self._indexes[next(iter(self._indexes))]
+        with self._opening:
+            index = self._indexes.pop(key, None) or EpisodeIndex(files.folder, files.folder.name)
+            self._indexes[key] = index
+            while len(self._indexes) > _MOST_OPEN:
+                del self._indexes[next(iter(self._indexes))]
         return index
 
     def fleet(self, files: RunFiles) -> Fleet:
@@ -131,27 +134,21 @@ async def list_runs(request: Request) -> Response:
 
 @router.get("/api/runs/{run}", tags=["dashboard"])
 async def one_run(request: Request, run: str) -> Response:
-    """Summary, curves, advice, dispositions of tickets, and hand-overs of a run."""
+    """Summary, configuration, curves, advice and dispositions of tickets of a run."""
     files = await asyncio.to_thread(_state(request).runs.open, run)
     return _json(await asyncio.to_thread(_described, files))
 
 
 def _described(files: RunFiles) -> dict[str, Any]:
-    summary = files.summary()
-    record = files.record
-    rates = [rate for row in files.rows("eval") if not row.get("env") and (rate := SuccessRate.of(row)) is not None]
-    found = {"summary": dataclasses.asdict(summary), "config": dict(record.config) if record else {}}
+    known = files.snapshot()
+    found = {"summary": dataclasses.asdict(files.summary(known)), "config": dict(known.config)}
     if files.problem is not None:
         return found
-    dispositions: dict[str, int] = {}
-    for line in read(files.folder.ledger):
-        if isinstance(name := line.get("disposition"), str):
-            dispositions[name] = dispositions.get(name, 0) + 1
-    head = files.head
+    head = known.head
     return found | {
-        "curves": files.curves(),
-        "advice": [dataclasses.asdict(one) for one in advise(files.rows("train"), rates)],
-        "dispositions": dispositions,
+        "curves": known.curves(),
+        "advice": [dataclasses.asdict(one) for one in advise(known.train, known.rates)],
+        "dispositions": known.dispositions,
         "chain": head.chain.steps if head is not None and head.chain is not None else None,
         "version": None if head is None else str(head.version),
     }
@@ -189,10 +186,11 @@ async def list_episodes(request: Request, run: str, asked: Annotated[Listing, Qu
     """Archived episodes that meet the filters. `waiting`: archived files that are not indexed yet."""
     state = _state(request)
     files = await asyncio.to_thread(state.runs.open, run)
-    return _json(await asyncio.to_thread(_listed, files, state.index(files), asked))
+    return _json(await asyncio.to_thread(_listed, state, files, asked))
 
 
-def _listed(files: RunFiles, index: EpisodeIndex, asked: Listing) -> dict[str, Any]:
+def _listed(state: DashboardState, files: RunFiles, asked: Listing) -> dict[str, Any]:
+    index = state.index(files)
     waiting = index.refresh(most_files=_MOST_FILES)
     page = index.page(asked)
     for row, is_undone in zip(page["rows"], undone(page["rows"], files.head), strict=True):
@@ -228,10 +226,11 @@ async def one_ticket(request: Request, run: str, ticket: int, version: str = "")
     """All episodes of a ticket, token by token, with its line in the ledger."""
     state = _state(request)
     files = await asyncio.to_thread(state.runs.open, run)
-    return _json(await asyncio.to_thread(_ticket, files, state.index(files), ticket, version))
+    return _json(await asyncio.to_thread(_ticket, state, files, ticket, version))
 
 
-def _ticket(files: RunFiles, index: EpisodeIndex, ticket: int, version: str) -> dict[str, Any]:
+def _ticket(state: DashboardState, files: RunFiles, ticket: int, version: str) -> dict[str, Any]:
+    index = state.index(files)
     lines = [line for line in read(files.folder.ledger) if line.get("ticket") == ticket]
     if version:
         found = [WeightVersion.parse(version)]

@@ -5,12 +5,15 @@ Only files are read: a finished run needs no service, and a running one is not d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
 
 from shared.errors import DecodeError, NotFound, VolleyError
 from shared.files.locks import existing_lock_file, try_lock
@@ -24,8 +27,9 @@ from volley.reporting.jsonl import JsonlTail, numbers
 from volley.runs import survey
 from volley.runs.record import RunRecord, read_record
 
-type Kind = str
-KINDS: tuple[Kind, ...] = ("train", "eval", "sft")
+type Kind = Literal["train", "eval", "sft"]
+type Rows = Sequence[Mapping[str, Any]]
+
 _MOST_RUNS = 1000
 
 
@@ -49,17 +53,37 @@ class RunSummary:
 
 
 class Runs:
-    """Runs in folders; a folder may be that of one run, or hold those of several."""
+    """Runs in folders; a folder may be that of one run, or hold those of several.
+
+    A run keeps its name: only a second folder of the same name gets a number, in the order of the paths.
+    """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self._roots = [root.absolute() for root in roots]
         self._open: dict[str, RunFiles] = {}
 
-    def names(self) -> dict[str, Path]:
-        """Folders by the name under which they are shown, newest run first."""
-        found = sorted(self._folders(), key=lambda path: -_modified(path))[:_MOST_RUNS]
+    def summaries(self) -> list[RunSummary]:
+        """Return all runs, the newest first."""
+        found = [self._opened(name, path).summary() for name, path in self._names().items()]
+        return sorted(found, key=lambda one: -one.created)
+
+    def open(self, name: str) -> RunFiles:
+        """Raises NotFound."""
+        path = self._names().get(name)
+        if path is None:
+            raise NotFound(f"there is no run {name[:100]}", "the page `/` lists the runs")
+        return self._opened(name, path)
+
+    def _opened(self, name: str, path: Path) -> RunFiles:
+        known, folder = self._open.get(name), RunFolder(path)
+        if known is None or (known.folder, known.began) != (folder, began(folder)):
+            known = self._open[name] = RunFiles(name, folder)
+        return known
+
+    def _names(self) -> dict[str, Path]:
+        """Folders by the name under which they are shown."""
         names: dict[str, Path] = {}
-        for path in found:
+        for path in islice(self._folders(), _MOST_RUNS):
             name, n = path.name, 2
             while name in names:
                 name, n = f"{path.name}~{n}", n + 1
@@ -68,34 +92,19 @@ class Runs:
 
     def _folders(self) -> Iterator[Path]:
         for root in self._roots:
-            inner = [root] if (root / "run.json").exists() else list(_children(root))
+            inner = [root] if (root / "run.json").exists() else _children(root)
             yield from (path for path in inner if (path / "run.json").is_file())
-
-    def open(self, name: str) -> RunFiles:
-        """Raises NotFound."""
-        path = self.names().get(name)
-        if path is None:
-            raise NotFound(f"there is no run {name[:100]}", "the page `/` lists the runs")
-        known, folder = self._open.get(name), RunFolder(path)
-        if known is None or (known.folder, known.began) != (folder, began(folder)):
-            known = self._open[name] = RunFiles(name, folder)
-        return known
-
-    def summaries(self) -> list[RunSummary]:
-        return [self.open(name).summary() for name in self.names()]
 
 
 class RunFiles:
-    """Records of one run, each line read once. Its methods may be called from several threads.
-
-    Lines of undone steps are left out of curves, as in `volley report`.
-    """
+    """Records of one run, each line read once. Its methods may be called from several threads."""
 
     def __init__(self, name: str, folder: RunFolder) -> None:
         self.name, self.folder, self.began = name, folder, began(folder)
-        files = {"train": folder.metrics, "eval": folder.evals, "sft": folder.sft}
+        files: dict[Kind, Path] = {"train": folder.metrics, "eval": folder.evals, "sft": folder.sft}
         self._tails = {kind: JsonlTail(path) for kind, path in files.items()}
         self._rows: dict[Kind, list[Mapping[str, Any]]] = {kind: [] for kind in files}
+        self._ledger, self._dispositions = JsonlTail(folder.ledger), Counter[str]()
         self._reading = Lock()
         self.problem: str | None = None
         if not trust.is_accepted(folder) and (found := survey.look(folder).problems):
@@ -117,6 +126,9 @@ class RunFiles:
             new = tail.new()
             self._rows[kind] += new
             has_new |= bool(new)
+        self._dispositions.update(
+            name for line in self._ledger.records() if isinstance(name := line.get("disposition"), str)
+        )
         return has_new
 
     @property
@@ -125,39 +137,27 @@ class RunFiles:
             return commits.newest(self.folder)
         return None
 
-    @property
-    def record(self) -> RunRecord | None:
-        return read_record(self.folder)
-
-    def rows(self, kind: Kind) -> list[Mapping[str, Any]]:
-        """Lines that count, the last one of each step and environment, ordered by step."""
-        head = self.head
-        counts = counted.of_weights if kind == "eval" else counted.of_steps
-        last: dict[tuple[int, str], Mapping[str, Any]] = {}
-        for row in counts(self._rows[kind], head if kind != "sft" else None):
-            if isinstance(step := row.get("step"), int):
-                last[step, str(row.get("env") or "")] = row
-        return [last[key] for key in sorted(last)]
-
-    def curves(self) -> dict[Kind, dict[str, Any]]:
-        """Return by kind `{"step": [N], "columns": {KEY: [N]}}`; a value that a line lacks is None."""
-        found = {kind: columns(self.rows(kind)) for kind in KINDS}
-        rates = [SuccessRate.of(row) for row in self.rows("eval") if not row.get("env")]
-        of_main = [rate for rate in rates if rate is not None]
-        found["success"] = {
-            "step": [rate.step for rate in of_main],
-            "columns": {key: [getattr(rate, key) for rate in of_main] for key in ("success", "low", "high", "tasks")},
-        }
-        return found
-
-    def summary(self) -> RunSummary:
+    def snapshot(self) -> Snapshot:
+        """Read what is new, and return all that is known."""
         self.refresh()
-        record = self.record
-        config: Mapping[str, Any] = record.config if record else {}
+        head, rows = self.head, self._rows
+        return Snapshot(
+            read_record(self.folder),
+            head,
+            _last_of_each(counted.of_steps(rows["train"], head)),
+            _last_of_each(counted.of_weights(rows["eval"], head)),
+            _last_of_each(rows["sft"]),
+            dict(self._dispositions),
+        )
+
+    def summary(self, known: Snapshot | None = None) -> RunSummary:
+        """Args: known: a snapshot, if there is one already."""
+        known = known or self.snapshot()
+        record, config = known.record, known.config
         is_supervised = config.get("mode") in ("sft", "dpo")
-        steps, evals = self.rows("sft" if is_supervised else "train"), self.rows("eval")
+        steps = known.sft if is_supervised else known.train
         last: Mapping[str, Any] = steps[-1] if steps else {}
-        success = next((row.get("success") for row in reversed(evals) if not row.get("env")), None)
+        success = next((row.get("success") for row in reversed(known.evals) if not row.get("env")), None)
         return RunSummary(
             name=self.name,
             path=str(self.folder.path),
@@ -184,8 +184,6 @@ class RunFiles:
     @property
     def is_held(self) -> bool:
         """True if a process on this machine works on the run."""
-        import os
-
         descriptor = existing_lock_file(self.folder.path / ".lock")
         if descriptor is None:
             return False
@@ -195,7 +193,52 @@ class RunFiles:
             os.close(descriptor)
 
 
-def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """State of a run's files at one time.
+
+    `train`, `evals` and `sft` are the lines that count (shared.run.counted), the last one of each step and environment,
+    by step. `dispositions` counts lines of the ledger.
+    """
+
+    record: RunRecord | None
+    head: TrainerState | None
+    train: Rows
+    evals: Rows
+    sft: Rows
+    dispositions: Mapping[str, int]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return self.record.config if self.record else {}
+
+    @property
+    def rates(self) -> list[SuccessRate]:
+        """Held-out success of the main environment, by step."""
+        found = (SuccessRate.of(row) for row in self.evals if not row.get("env"))
+        return [rate for rate in found if rate is not None]
+
+    def curves(self) -> dict[str, dict[str, Any]]:
+        """Return by kind, and for `success`, `{"step": [N], "columns": {KEY: [N]}}`; a missing value is None."""
+        rates = self.rates
+        success = {key: [getattr(rate, key) for rate in rates] for key in ("success", "low", "high", "tasks")}
+        return {
+            "train": columns(self.train),
+            "eval": columns(self.evals),
+            "sft": columns(self.sft),
+            "success": {"step": [rate.step for rate in rates], "columns": success},
+        }
+
+
+def _last_of_each(rows: Iterable[Mapping[str, Any]]) -> Rows:
+    last: dict[tuple[int, str], Mapping[str, Any]] = {}
+    for row in rows:
+        if isinstance(step := row.get("step"), int):
+            last[step, str(row.get("env") or "")] = row
+    return [last[key] for key in sorted(last)]
+
+
+def columns(rows: Rows) -> dict[str, Any]:
     """Turn lines into columns. Lines of a further environment have keys ENV/KEY."""
     flat = [{_key(row, key): value for key, value in numbers(row) if key != "step"} for row in rows]
     keys = sorted({key for one in flat for key in one})
@@ -209,14 +252,9 @@ def _key(row: Mapping[str, Any], key: str) -> str:
 
 def _children(root: Path) -> list[Path]:
     try:
-        return [path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")]
+        return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     except OSError:
         return []
-
-
-def _modified(path: Path) -> float:
-    record = read_record(RunFolder(path))
-    return record.created if record else 0.0
 
 
 def began(folder: RunFolder) -> bytes:
