@@ -72,12 +72,7 @@ def read(root: Path, run: str, version: WeightVersion) -> OfEpisodes:
 
 
 def _arrays(values: Sequence[object]) -> tuple[np.ndarray, np.ndarray]:
-    logprobs, advantages = values
-    for one in (logprobs, advantages):
-        if not isinstance(one, np.ndarray) or one.dtype != np.float32:
-            raise ValueError("values of an episode are not float32")
-    assert isinstance(logprobs, np.ndarray)
-    assert isinstance(advantages, np.ndarray)
+    logprobs, advantages = (one for one in values if isinstance(one, np.ndarray) and one.dtype == np.float32)
     if len(logprobs) != len(advantages):
         raise ValueError("an episode has values of different lengths")
     return logprobs, advantages

@@ -86,7 +86,7 @@ def write_model(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Smoke:
-    """What happened in verl's environment, and what to compare it with."""
+    """Episodes that verl's environment played, and Volley's record of the same ones."""
 
     found: Mapping[str, Any]
     model: Path
@@ -320,7 +320,7 @@ ON_A_CPU = (
     "algorithm.rollout_correction.bypass_mode=false",  # computes the trainer's own log-probabilities, to compare
 )
 CHANGED = ("trainer.logger", "trainer.save_freq", "algorithm.rollout_correction.bypass_mode")
-"""What a training of verl needs beside the bridge to run without a GPU."""
+"""Settings that the training test replaces."""
 
 
 @pytest.mark.long

@@ -28,18 +28,13 @@ from shared.services_schema import Limits
 from tests.env.agents import ASKS, HEADER, RUNS, Recorder, adds, begin, ended, finish, start
 from tests.env.conftest import OpenClient
 from tests.env.submitted import decided, submit
+from tests.support.sandboxes import why_no_programs
 from volley.layout import PROJECT
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def why_not() -> str:
-    """Why sandboxes cannot start programs here; empty if they can."""
-    async with Sandboxes() as sandboxes:
-        try:
-            await sandboxes.probe_shell("agent")
-        except Forbidden as error:
-            return error.detail
-    return ""
+    return await why_no_programs()
 
 
 @pytest_asyncio.fixture

@@ -111,7 +111,7 @@ async def test_the_server_describes_itself(http: httpx.AsyncClient) -> None:
 async def test_slimes_external_engine_in_the_order_of_its_requests(
     http: httpx.AsyncClient, engine: RecordingEngine, export: str
 ) -> None:
-    """What its code sends for `--rollout-external-engine-addrs`: discovery, generation, abort, weights from disk."""
+    """Requests of `--rollout-external-engine-addrs`, in order: discovery, generation, abort, weights from disk."""
     info = (await http.get("/server_info")).json()
     expected = {"enable_memory_saver": False}  # what it compares with its own settings, without --offload-rollout
     assert {name: info.get(name) for name in expected} == expected

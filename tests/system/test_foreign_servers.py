@@ -1,4 +1,4 @@
-"""Whole runs on servers that speak SGLang's or vLLM's protocol and compute a model in numpy; one is restarted."""
+"""Runs from start to end on servers of SGLang's or vLLM's protocol with a numpy model; one is restarted."""
 
 from __future__ import annotations
 

@@ -153,6 +153,15 @@ def test_values_of_tokens_are_those_that_the_step_started_from(recorded: Path, t
             assert (of.logprobs[sampled] < 0).all()
             np.testing.assert_allclose(of.advantages[sampled], advantage, atol=1e-5)
             assert not of.advantages[~sampled].any()
+    every = [one for group in groups for one in group.trajectories]
+    masks = [one.stored("loss_mask") > 0 for one in every]
+    differences = [
+        np.abs(values[one.ticket, one.sample_index].logprobs - one.stored("logprobs"))[sampled]
+        for one, sampled in zip(every, masks, strict=True)
+    ]
+    line = orjson.loads((run / "metrics.jsonl").read_bytes().splitlines()[0])
+    assert (line["step"], line["version"]) == (1, str(version))
+    np.testing.assert_allclose(np.concatenate(differences).mean(), line["logprob_abs_diff"], rtol=1e-5)
     wrong = volley("replay", run, "--refused", str(version), "--tokens")
     assert wrong.returncode == 2
 

@@ -21,8 +21,8 @@ from typing import Any
 import orjson
 
 from shared import config
-from shared.errors import ConfigError, Unavailable, VolleyError
-from shared.process.uv import find_uv
+from shared.errors import ConfigError, VolleyError
+from shared.process.uv import run_uv
 from volley.layout import CACHE, PROJECT, python_of, variables_of
 
 _TIMEOUT_S = 3600
@@ -138,14 +138,8 @@ def _libtpu(environment: str) -> list[str]:
     folder = CACHE / wanted.replace("==", "-").replace(".*", "")
     if not (folder / "libtpu").is_dir():
         print(f"installing {wanted} into {folder}", flush=True)
-        command = [str(find_uv()), "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        done = subprocess.run(
-            [*command, wanted, "--python", python], capture_output=True, encoding="utf-8", errors="replace", check=False
-        )
-        if done.returncode:
-            raise Unavailable(
-                f"{wanted} could not be installed: {done.stderr[-300:]}", "check that the package index is reachable"
-            )
+        command = ["pip", "install", "--no-deps", "--target", str(folder), wanted, "--python", python]
+        run_uv(*command, wanted=wanted, timeout_s=_TIMEOUT_S)
     return [str(folder)]
 
 

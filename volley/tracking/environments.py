@@ -6,13 +6,11 @@ import fcntl
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from shared.errors import Unavailable
-from shared.process.uv import find_uv
+from shared.process.uv import INDEX, run_uv
 from volley.layout import CACHE
 
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
@@ -22,6 +20,7 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "mlflow": ("mlflow-skinny>=3.5,<4",),
 }
 _INSTALL_S = 900
+_HINT = f"{INDEX}; or name a Python that has the tracker: VOLLEY_TRACKER_PYTHON=PATH"
 
 
 def python_of(tracker: str) -> Path:
@@ -47,28 +46,10 @@ def python_of(tracker: str) -> Path:
 def _make(tracker: str, folder: Path, wanted: tuple[str, ...]) -> None:
     draft = folder.with_name(f".{folder.name}")
     shutil.rmtree(draft, ignore_errors=True)
-    _uv(tracker, "venv", "--python", sys.executable, "--relocatable", str(draft))
-    _uv(tracker, "pip", "install", "--python", str(draft / "bin" / "python"), *wanted)
+    for arguments in (
+        ("venv", "--python", sys.executable, "--relocatable", str(draft)),
+        ("pip", "install", "--python", str(draft / "bin" / "python"), *wanted),
+    ):
+        run_uv(*arguments, wanted=f"tracker {tracker}", timeout_s=_INSTALL_S, hint=_HINT)
     shutil.rmtree(folder, ignore_errors=True)  # its interpreter is gone
     draft.rename(folder)
-
-
-def _uv(tracker: str, *arguments: str) -> None:
-    """Raises Unavailable."""
-    try:
-        done = subprocess.run(
-            [str(find_uv()), *arguments, "--quiet"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_INSTALL_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"tracker {tracker} was not installed within {_INSTALL_S} s", "try again later") from None
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["uv did not say why"])[-1].strip()[:300]
-        raise Unavailable(
-            f"tracker {tracker} could not be installed: {reason}",
-            "check that the package index is reachable, or name a Python that has it: VOLLEY_TRACKER_PYTHON=PATH",
-        )

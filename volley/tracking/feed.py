@@ -64,26 +64,25 @@ class Feed:
     """
 
     def __init__(self, folder: RunFolder, tracker: str) -> None:
-        self._folder, self._path = folder, folder.tracker(tracker)
+        self._folder, self._tracker, self._path = folder, tracker, folder.tracker(tracker)
         position = Position.read(self._path)
         self.id, self._saved = position.id, dict[str, int]()
         files = {"sft": folder.sft, "train": folder.metrics, "eval": folder.evals, "samples": folder.samples}
         self._tails = {name: JsonlTail(path, offset=position.sent.get(name, 0)) for name, path in files.items()}
 
-    def opening(self, tracker: str) -> Message:
+    def opening(self) -> Message:
         record = read_record(self._folder)
         if record is None:
             raise ConfigError(f"{self._folder.path} is not the folder of a run", "name one, such as runs/quickstart")
         config = {key: value for key, value in record.config.items() if not key.startswith("model.content.")}
         config |= {f"versions.{name}": version for name, version in record.versions.items()}
         config |= {f"origin.{key}": value for key, value in (record.origin or {}).items()}
-        folder = str(self._folder.path.absolute())
         return {
-            "open": tracker,
+            "open": self._tracker,
             "id": self.id,
             "run": self._folder.name,
             "project": PROJECT,
-            "folder": folder,
+            "folder": str(self._folder.path.absolute()),
             "config": config,
         }
 

@@ -6,12 +6,13 @@ import json
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
 
 from shared.errors import Unavailable
 from shared.run.folder import RunFolder
+from volley.local import beside
 from volley.tracking import environments
 from volley.tracking.feed import FLUSH, Feed
 
@@ -46,14 +47,7 @@ class Reporter:
         try:
             yield cls(process)
         finally:
-            assert process.stdin is not None
-            with suppress(OSError):
-                process.stdin.close()
-            try:
-                process.wait(_CLOSE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            beside.end(process, _CLOSE_S)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message and wait until the tracker has taken it. Raises Unavailable."""
@@ -82,7 +76,7 @@ def upload(
         try:
             with Reporter.running(environments.python_of(tracker)) as reporter:
                 feed = Feed(folder, tracker)
-                reporter.send(feed.opening(tracker))
+                reporter.send(feed.opening())
                 while _pass(reporter, feed, is_last=not follow or ended.is_set()):
                     failures = 0
                     ended.wait(_POLL_S)

@@ -24,7 +24,7 @@ import httpx
 from volley_agents.sessions import until_stopped
 
 MASKED, NO_LOGPROB = -100, 1.0
-"""What Atropos writes at positions that are not trained, in `masks` and in `inference_logprobs`."""
+"""Atropos' marks of positions that are not trained: in `masks`, and in `inference_logprobs`."""
 REGISTER_S, BUSY_S = 2.0, 1.0
 _USER, _ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import reprlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,6 +19,7 @@ from services.rollout.api import schemas
 from services.rollout.api.routes import Rollout, RolloutState, commit_mode, text_field
 from services.rollout.api.validation import boolean, short
 from shared.errors import InputError
+from shared.web import refused
 from shared.web.access import Role
 from shared.web.http import read_body, respond
 from shared.web.openapi import declares
@@ -237,17 +238,8 @@ async def resume_memory_occupation(request: Request) -> Response:
     return respond(request, {"success": True, "message": "the memory of weights and cache was not released"})
 
 
-def _refuse(path: str) -> Callable[[Request], Awaitable[Response]]:
-    async def refuse(_request: Request) -> Response:
-        reason, hint = REFUSED[path]
-        raise InputError(f"{path} is not supported: {reason}", hint)
-
-    return refuse
-
-
-for _path in REFUSED:
-    router.add_api_route(_path, _refuse(_path), methods=["GET", "POST"], include_in_schema=False)
-    ROLES |= {f"{method} {_path}": Role.ADMIN for method in ("GET", "POST")}
+refused.add(router, REFUSED)
+ROLES |= {f"{method} {path}": Role.ADMIN for method in refused.METHODS for path in REFUSED}
 
 
 async def _optional_body(request: Request) -> dict[str, Any]:

@@ -5,7 +5,7 @@ A route of the SDK that this server cannot honour answers 422 with the reason (R
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import orjson
@@ -17,7 +17,8 @@ from services.trainer.tinker.messages import PROTOBUF
 from services.trainer.tinker.service import TinkerService, json_request
 from services.trainer.tinker.store import JSON, Future
 from services.trainer.tinker.store import Request as Recorded
-from shared.errors import Expired, InputError
+from shared.errors import Expired
+from shared.web import refused
 from shared.web.access import Role
 from shared.web.http import read_body, respond
 from shared.web.openapi import declares
@@ -63,7 +64,7 @@ ROLES = {
     "GET /api/v1/healthz": Role.ANYONE,
     "GET /api/v1/get_server_capabilities": Role.SERVICE,
     **{f"POST /api/v1/{path}": Role.SERVICE for path in _POSTS},
-    **{f"{method} /api/v1/{path}": Role.SERVICE for method in ("GET", "POST") for path in REFUSED},
+    **{f"{method} /api/v1/{path}": Role.SERVICE for method in refused.METHODS for path in REFUSED},
 }
 
 
@@ -282,13 +283,4 @@ def _future(request: Request, future: Future) -> Response:
     return respond(request, {"request_id": future.id, "model_id": future.owner})
 
 
-def _refuse(path: str) -> Callable[[Request], Awaitable[Response]]:
-    async def refuse(_request: Request) -> Response:
-        reason, hint = REFUSED[path]
-        raise InputError(f"/api/v1/{path} is not supported: {reason}", hint)
-
-    return refuse
-
-
-for _path in REFUSED:
-    router.add_api_route(f"/{_path}", _refuse(_path), methods=["GET", "POST"], include_in_schema=False)
+refused.add(router, {f"/{path}": why for path, why in REFUSED.items()})

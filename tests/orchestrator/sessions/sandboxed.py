@@ -9,22 +9,10 @@ import httpx
 
 from services.env import app as env_app
 from services.env import settings as env_settings
-from services.env.sandbox.sandboxes import Sandboxes
 from shared.boot import RunningService
-from shared.errors import Forbidden
 from tests.env.submitted import decided, submit
 from tests.orchestrator.test_component import run_config
 from tests.support.asgi import served
-
-
-async def why_no_programs() -> str:
-    """Why this machine cannot start programs in sandboxes; empty if it can."""
-    async with Sandboxes() as sandboxes:
-        try:
-            await sandboxes.probe_shell("agent")
-        except Forbidden as error:
-            return error.detail
-    return ""
 
 
 @dataclass

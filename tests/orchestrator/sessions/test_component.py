@@ -13,12 +13,13 @@ from shared.process.ports import free_port
 from shared.run import ledger
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
-from tests.orchestrator.sessions.sandboxed import serve_agent, why_no_programs
+from tests.orchestrator.sessions.sandboxed import serve_agent
 from tests.orchestrator.test_component import TrainerClient, run_config, until
 from tests.support.asgi import served
 from tests.support.engine import RolloutDouble
 from tests.support.records import records_app
 from tests.support.redis import configured, redis, redis_server, redis_url  # noqa: F401
+from tests.support.sandboxes import why_no_programs
 
 AGENT = textwrap.dedent("""
     import json, os, urllib.request

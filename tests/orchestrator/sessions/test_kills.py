@@ -10,12 +10,13 @@ import pytest
 import yaml
 
 from shared.process.ports import free_port
-from tests.orchestrator.sessions.sandboxed import serve_agent, why_no_programs
+from tests.orchestrator.sessions.sandboxed import serve_agent
 from tests.orchestrator.test_component import TrainerClient, run_config
 from tests.support.asgi import served
 from tests.support.engine import RolloutDouble
 from tests.support.records import records_app
 from tests.support.redis import configured, redis, redis_server, redis_url  # noqa: F401
+from tests.support.sandboxes import why_no_programs
 
 N_KILLS = 5
 AGENT = """

@@ -1,0 +1,16 @@
+"""Sandboxes that tests need and not every machine allows."""
+
+from __future__ import annotations
+
+from services.env.sandbox.sandboxes import Sandboxes
+from shared.errors import Forbidden
+
+
+async def why_no_programs() -> str:
+    """Return why this machine cannot start agents' programs in sandboxes; empty if it can."""
+    async with Sandboxes() as sandboxes:
+        try:
+            await sandboxes.probe_shell("agent")
+        except Forbidden as error:
+            return error.detail
+    return ""
