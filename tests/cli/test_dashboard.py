@@ -123,6 +123,25 @@ async def test_a_run_is_shown_with_its_curves_and_ledger(page: httpx.AsyncClient
     assert (await page.get("/api/runs/other")).status_code == 404
 
 
+async def test_lines_of_undone_steps_are_in_no_curve(page: httpx.AsyncClient, root: Path) -> None:
+    before = await get(page, "/api/runs/r")
+    with (root / "r" / "metrics.jsonl").open("ab") as file:
+        file.write(orjson.dumps({"step": 4, "version": "e000009-s000004", "loss": 99.0}) + b"\n")
+    assert (await get(page, "/api/runs/r"))["curves"] == before["curves"]
+
+
+async def test_the_newest_run_comes_first_and_runs_keep_their_names(page: httpx.AsyncClient, root: Path) -> None:
+    record = orjson.loads((root / "r" / "run.json").read_bytes())
+    for name, created in (("a", record["created"] - 60), ("z", record["created"] + 60)):
+        shutil.copytree(root / "r", root / name)
+        (root / name / "run.json").write_bytes(orjson.dumps({**record, "created": created}))
+    assert [row["name"] for row in await get(page, "/api/runs")] == ["z", "r", "a"]
+    other = root.parent / "others"
+    shutil.copytree(root / "r", other / "r")
+    both = Runs([root, other])
+    assert (both.open("r").folder.path, both.open("r~2").folder.path) == (root / "r", other / "r")
+
+
 async def test_episodes_are_listed_filtered_and_sorted(page: httpx.AsyncClient) -> None:
     found = await get(page, "/api/runs/r/episodes")
     assert found["total"] == len(found["rows"]) == 20
