@@ -94,6 +94,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         )
         handover = RecordHandover(trainer, RunFolder(settings.folder), status)
         sinks = stack.enter_context(MetricsFanout.opened([PrometheusSink(metrics.show)]))
+        settlement = Settlement(door.sessions, trainer, door.calls, lambda: orchestrator.last_evaluated())
         orchestrator = Orchestrator(
             settings,
             TicketQueue(redis, settings.run),
@@ -108,10 +109,9 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             sinks=sinks,
             sessions=door.sessions,
             partials=partials,
+            settle=settlement.settle,
         )
         door.state.environments = orchestrator.environments_played
-        settlement = Settlement(door.sessions, trainer, door.calls, orchestrator.last_evaluated)
-        orchestrator.settle = settlement.settle
         yield RunningService(
             _application(settings, tokens, orchestrator, door),
             [fleet.watch, orchestrator.work, handover.watch, door.sessions.work, settlement.watch],

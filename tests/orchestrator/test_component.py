@@ -111,7 +111,8 @@ async def test_a_run_from_start_to_finish(tmp_path, redis, redis_url):
         assert len(episodes) == 0
     assert sorted(g.ticket for _, g in trainer.groups) == list(range(1, 9))
     assert all(len(g.trajectories) == 3 for _, g in trainer.groups)
-    assert all(step - g.oldest().step <= 1 for step, g in trainer.groups)
+    # A group is made for the step of its ticket's number; this trainer takes groups as they arrive, and drops none.
+    assert all((g.ticket - 1) // trainer.batch - g.oldest().step <= 1 for _, g in trainer.groups)
     measured = [e["step"] for e in evals(tmp_path)]
     assert measured in ([0, 2, 4], [0, 3, 4], [0, 4])  # this trainer may be past a step before anybody looked
     assert all((e["n_tasks"], e["failed"]) == (12, 0) for e in evals(tmp_path))
