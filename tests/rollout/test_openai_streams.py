@@ -26,11 +26,11 @@ async def test_text_arrives_while_it_is_sampled(tmp_path: Path) -> None:
         assert "".join(texts) == "Hello, 😀 you!"
         assert "😀" in texts
         assert len(texts) > 5
-        assert found[0][0] < 0.25 < found[-1][0]
+        assert found[-1][0] - found[0][0] > 0.25
 
 
 async def test_a_stop_string_ends_decoding(tmp_path: Path) -> None:
-    async with running(tmp_path, "one two three four five " * 4, delay_s=0.5) as server:
+    async with running(tmp_path, "one two three four five " * 4, delay_s=4) as server:
         for stream in (False, True):
             began = time.monotonic()
             answer = await server.client.chat.completions.create(**HI, stop=[" three", "never"], stream=stream)
@@ -43,7 +43,7 @@ async def test_a_stop_string_ends_decoding(tmp_path: Path) -> None:
                 text, reason, ids = choice.message.content, choice.finish_reason, choice.token_ids
             assert (text, reason) == ("one two", "stop")
             assert TOKENIZER.decode(ids) == "one two three"
-            assert time.monotonic() - began < 0.4
+            assert time.monotonic() - began < 3
         assert not server.engine.waiting
 
 

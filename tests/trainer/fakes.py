@@ -92,9 +92,9 @@ class FakeBackend:
 
     def step(self, held: Any, before: WeightVersion) -> StepMetrics:
         time.sleep(self.step_s)
-        self.during_step()
         tickets = [h.group.ticket for h in held]
         self.events.append(f"step {tickets}")
+        self.during_step()
         self.weights += tickets
         if what := [f"layer {ticket}" for ticket in tickets if ticket in self.spoiling]:
             raise NonFinite("not finite", what=["loss", *what])
@@ -312,6 +312,11 @@ class Bench:
         async with asyncio.timeout(60):
             while not what():
                 await asyncio.sleep(0.005)
+
+    async def until_handed_over(self) -> None:
+        """Wait until the first hand-over is on record."""
+        path = self.folder / "handovers.jsonl"
+        await self.until(lambda: path.exists() and path.stat().st_size)
 
 
 async def stopped(running: asyncio.Future[None]) -> None:

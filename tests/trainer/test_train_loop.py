@@ -187,7 +187,7 @@ async def test_a_trainer_that_wakes_up_after_a_step_and_was_replaced_adds_nothin
     """
     bench.backend.during_step = lambda: Archive(bench.folder / "archive", "r").claim(2)
     running = asyncio.ensure_future(bench.worker().run())
-    await bench.until((bench.folder / "handovers.jsonl").exists)
+    await bench.until_handed_over()
     bench.feed(1, 2)
     with pytest.raises(Fenced, match="another trainer of the run"):
         await asyncio.wait_for(running, 60)
@@ -219,7 +219,7 @@ async def test_sinks_get_no_line_that_the_file_refuses(bench: Bench):
     kept = KeepingSink()
     with MetricsFanout.opened([kept]) as bench.sinks:
         running = asyncio.ensure_future(bench.worker().run())
-        await bench.until((bench.folder / "handovers.jsonl").exists)
+        await bench.until_handed_over()
         bench.feed(1, 2)
         with pytest.raises(Fenced):
             await asyncio.wait_for(running, 60)
