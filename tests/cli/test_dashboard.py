@@ -29,10 +29,10 @@ from volley.dashboard.advice import advise
 from volley.dashboard.app import make_app
 from volley.dashboard.beside import in_browser
 from volley.dashboard.entrance import Entrance
-from volley.dashboard.episodes import read_group
-from volley.dashboard.index import EpisodeIndex, Filters, Listing
 from volley.dashboard.runs import Runs
 from volley.reporting.intervals import SuccessRate
+from volley.trajectories.episodes import read_group
+from volley.trajectories.index import EpisodeIndex, Filters, Listing
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m\x00"
 
@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the run, in a folder of its own; its index lies there too."""
     shutil.copytree(made, tmp_path / "runs")
-    monkeypatch.setattr("volley.dashboard.index.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("volley.trajectories.index.CACHE", tmp_path / "cache")
     return tmp_path / "runs"
 
 

@@ -19,13 +19,13 @@ from shared.services_schema import Limits
 from shared.types import WeightVersion
 from shared.web.access import AccessTokens, Role
 from shared.web.http import create_app
-from volley.dashboard import episodes
 from volley.dashboard.advice import advise
 from volley.dashboard.entrance import CookieAccess, Entrance
-from volley.dashboard.index import EpisodeIndex, Filters, Listing, undone
 from volley.dashboard.live import Fleet, events
 from volley.dashboard.runs import RunFiles, Runs
 from volley.reporting.jsonl import read
+from volley.trajectories import episodes
+from volley.trajectories.index import EpisodeIndex, Filters, Listing, undone
 
 STATIC = Path(__file__).with_name("static")
 _FILES = frozenset(path.name for path in STATIC.iterdir()) if STATIC.is_dir() else frozenset[str]()

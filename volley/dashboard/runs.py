@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from shared.errors import DecodeError, NotFound, VolleyError
 from shared.files.locks import existing_lock_file, try_lock
-from shared.files.reading import read_file
 from shared.run import commits, counted, trust
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
@@ -25,6 +24,7 @@ from shared.run.state import TrainerState
 from volley.reporting.intervals import SuccessRate
 from volley.reporting.jsonl import JsonlTail, numbers
 from volley.runs import survey
+from volley.runs.beginning import began
 from volley.runs.record import RunRecord, read_record
 
 type Kind = Literal["train", "eval", "sft"]
@@ -255,10 +255,3 @@ def _children(root: Path) -> list[Path]:
         return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     except OSError:
         return []
-
-
-def began(folder: RunFolder) -> bytes:
-    """Return the identifier that changes when a run begins again in the emptied folder; empty if there is none."""
-    with suppress(OSError):
-        return read_file(folder.beginning, 1024)
-    return b""

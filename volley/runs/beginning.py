@@ -1,4 +1,4 @@
-"""Settings fixed by the first start of a run, which its configuration file may leave out."""
+"""First start of a run: its identifier, and settings it fixes that the configuration file may leave out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
+from shared.files.reading import read_file
 from shared.models import content
 from shared.models.hub import model_folder
 from shared.models.weight_files import KEY, check_random, weight_files
@@ -50,3 +51,10 @@ def content_of(recorded: Flat) -> dict[str, str]:
     """Digests among recorded settings; older runs have none."""
     n = len(pinned.CONTENT)
     return {key[n:]: str(value) for key, value in recorded.items() if key.startswith(pinned.CONTENT)}
+
+
+def began(folder: RunFolder) -> bytes:
+    """Return the identifier that changes when a run begins again in the emptied folder; empty if there is none."""
+    with suppress(OSError):
+        return read_file(folder.beginning, 1024)
+    return b""

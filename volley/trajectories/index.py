@@ -22,8 +22,8 @@ from shared.run.counted import is_step
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.types import Group, Trajectory, WeightVersion
-from volley.dashboard.runs import began
 from volley.layout import CACHE
+from volley.runs.beginning import began
 
 _COLUMNS: Mapping[str, str] = {
     "version": "TEXT",
