@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import NoReturn
 
+from shared.errors import ConfigError
+from volley.printing import is_json, use_json
 from volley.program import run_program
 from volley.run_arguments import accept
 
@@ -118,7 +121,16 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
 COMMANDS: Mapping[str, Command] = {name: one for group in GROUPS.values() for name, one in group.items()}
 
 
-class _Parser(argparse.ArgumentParser):
+class _CommandParser(argparse.ArgumentParser):
+    """Parser of one command; if JSON is wanted, wrong usage is a ConfigError instead of text."""
+
+    def error(self, message: str) -> NoReturn:
+        if is_json():
+            raise ConfigError(message, f"`{self.prog} --help` lists the arguments")
+        super().error(message)
+
+
+class _Parser(_CommandParser):
     """Parser of the whole command line; its help lists the commands by group, each with an example."""
 
     def format_help(self) -> str:
@@ -141,7 +153,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    arguments = parse_arguments(argv)
+    given = sys.argv[1:] if argv is None else argv
+    use_json("--json" in given and not {"-h", "--help"} & set(given))  # for errors of the parser
+    arguments = parse_arguments(given)
+    use_json(arguments.json is True)
     command: Callable[[argparse.Namespace], int] = arguments.command
     accept(arguments)
     return command(arguments)
@@ -165,7 +180,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def parser(called: str | None = None) -> argparse.ArgumentParser:
     """Parser of the whole command line, with the arguments of the command `called`, or of all."""
     whole = _Parser(prog="volley", description="Reinforcement-learning post-training for language-model agents.")
-    commands = whole.add_subparsers(required=True, metavar="COMMAND", parser_class=argparse.ArgumentParser)
+    commands = whole.add_subparsers(required=True, metavar="COMMAND", parser_class=_CommandParser)
     for name, command in COMMANDS.items():
         part = commands.add_parser(
             name, aliases=command.aliases, help=command.help, epilog=f"example: {_example(command)}"
@@ -173,8 +188,24 @@ def parser(called: str | None = None) -> argparse.ArgumentParser:
         if called is None or called in (name, *command.aliases):
             module = import_module(f"volley.{command.module}")
             module.add(part)
+            _add_json(part)
             part.set_defaults(command=module.run, called=name)
     return whole
+
+
+def _add_json(part: argparse.ArgumentParser) -> None:
+    """Give a command, or each of its own commands, the option --json, unless it defines one."""
+    if inner := subcommands(part):
+        for one in inner.values():
+            _add_json(one)
+    elif "--json" not in part._option_string_actions:
+        part.add_argument("--json", action="store_true", help="print the result, or the error, as JSON")
+
+
+def subcommands(part: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Parsers of a command's own commands, by name; none if it has none."""
+    found = [action for action in part._actions if isinstance(action, argparse._SubParsersAction)]
+    return found[0].choices if found else {}
 
 
 if __name__ == "__main__":

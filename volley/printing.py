@@ -1,22 +1,82 @@
 """Terminal output of all commands. Control characters in text from outside are made visible (shared.visible).
 
 Only the live display (reporting/live.py) writes by itself; it makes its text visible too.
+
+With `--json`, standard output holds the command's result as JSON, or its error, and nothing else: `print_result` writes
+there, and all other functions write to standard error.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
 
 import orjson
 
 from shared.visible import visible, visible_json
 
 
+@dataclass(slots=True)
+class _Mode:
+    """`has_result`: a result has been written since the mode was set."""
+
+    as_json: bool = False
+    has_result: bool = False
+
+
+_mode = _Mode()
+
+
+def use_json(wanted: bool) -> None:
+    """Set the form of results from now on: JSON, or text."""
+    _mode.as_json, _mode.has_result = wanted, False
+
+
+def is_json() -> bool:
+    return _mode.as_json
+
+
+def lacks_result() -> bool:
+    """Tell if a result in JSON is wanted and none has been written."""
+    return _mode.as_json and not _mode.has_result
+
+
+@contextmanager
+def json_output(wanted: bool = True) -> Iterator[None]:
+    """Use JSON, or text, inside the context."""
+    before = _mode.as_json, _mode.has_result
+    use_json(wanted)
+    try:
+        yield
+    finally:
+        _mode.as_json, _mode.has_result = before
+
+
+def print_result(value: Any, text: str | Callable[[], str] = "", *, one_line: bool = False) -> None:
+    """Write a command's result: `value` if JSON is wanted, else `text`, or nothing if that is empty.
+
+    Args:
+        text: may be a function, which is called only if JSON is not wanted.
+        one_line: write the JSON as one line, for a command that has a sequence of results.
+    """
+    if _mode.as_json:
+        _mode.has_result = True
+        print(format_json(value, indent=not one_line), flush=True)
+    elif shown := text if isinstance(text, str) else text():
+        print_block(shown)
+
+
+def _lines_file() -> TextIO:
+    return sys.stderr if _mode.as_json else sys.stdout
+
+
 def print_lines(*lines: object) -> None:
-    """Write each value as one line to standard output."""
-    print("\n".join(map(visible, lines)), flush=True)
+    """Write each value as one line to standard output, or to standard error if that is for JSON."""
+    print("\n".join(map(visible, lines)), file=_lines_file(), flush=True)
 
 
 def print_block(text: str) -> None:
@@ -34,7 +94,7 @@ def print_for_shell(*lines: str) -> None:
 
 def clear_screen() -> None:
     """Begin a terminal's screen anew; elsewhere do nothing."""
-    if sys.stdout.isatty():
+    if sys.stdout.isatty() and not _mode.as_json:
         print("\x1b[H\x1b[2J", end="", flush=True)
 
 
@@ -43,16 +103,12 @@ def complain(line: object) -> None:
     print(visible(line), file=sys.stderr, flush=True)
 
 
-def print_json(value: Any) -> None:
-    """Write the value as indented JSON, without control characters."""
-    print(format_json(value), flush=True)
-
-
-def format_json(value: Any) -> str:
+def format_json(value: Any, *, indent: bool = True) -> str:
+    """Format the value as JSON without control characters. Numbers that JSON lacks become null."""
     try:
-        text = orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode()
+        text = orjson.dumps(value, option=orjson.OPT_INDENT_2 if indent else None, default=str).decode()
     except TypeError:  # file names may hold bytes that are not UTF-8
-        text = json.dumps(value, indent=2, default=str)
+        text = json.dumps(value, indent=2 if indent else None, default=str)
     return visible_json(text)
 
 

@@ -23,6 +23,7 @@ from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.tokens import write_tokens
 from volley.commands import access, status
+from volley.printing import json_output
 from volley.runs import addresses
 
 
@@ -140,7 +141,8 @@ async def test_another_run_on_the_same_ports_is_not_the_run(tmp_path, capsys, sh
         addresses.write(folder, urls, {}, ServicesSection(token_files=files))
         with pytest.raises(ServiceUnreachable, match="run a is not running; other services answer at its addresses"):
             await asyncio.to_thread(access.main, folder.path)
-        assert await asyncio.to_thread(access.main, folder.path, as_json=True) == 1
+        with json_output():
+            assert await asyncio.to_thread(access.main, folder.path) == 1
         assert orjson.loads(capsys.readouterr().out)["running"] is False
         assert await asyncio.to_thread(status.main, [str(folder.path)]) == 1
         shown = capsys.readouterr().out

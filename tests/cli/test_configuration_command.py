@@ -13,13 +13,15 @@ from shared.errors import ConfigError
 from tests.support.small_run import write_config
 from volley.__main__ import parse_arguments
 from volley.commands import configuration, doctor
+from volley.printing import json_output
 
 ROOT = Path(__file__).parents[2]
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, object]]:
     parsed = parse_arguments(["config", "show", "--json", *arguments])
-    assert parsed.command(parsed) == 0
+    with json_output():
+        assert parsed.command(parsed) == 0
     return orjson.loads(capsys.readouterr().out)
 
 
@@ -62,8 +64,8 @@ def test_committed_configurations_fit_the_schema(path: Path) -> None:
 
 
 def test_doctor_names_each_check_once_and_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    parsed = parse_arguments(["doctor", "--json"])
-    code = parsed.command(parsed)
+    with json_output():
+        code = doctor.run(parse_arguments(["doctor"]))
     found = orjson.loads(capsys.readouterr().out)
     names = [one["name"] for one in found]
     assert len(set(names)) == len(names)

@@ -24,6 +24,7 @@ from volley.local import external, ports, stack
 from volley.local.processes import Reaper
 from volley.local.stack import StackSeams
 from volley.local.supervisor import RestartPolicy
+from volley.printing import json_output
 from volley.runs import addresses
 from volley.runs.record import claimed
 
@@ -168,7 +169,8 @@ async def test_a_run_starts_around_an_external_environment_and_resumes_at_the_sa
                         start = (await trainer.get("/status"))["step"]
                         while (await trainer.get("/status"))["step"] < start + 2:
                             await asyncio.sleep(0.1)
-                    await asyncio.to_thread(status.main, [str(claim.folder.path)], as_json=True)
+                    with json_output():
+                        await asyncio.to_thread(status.main, [str(claim.folder.path)])
     told = orjson.loads(capsys.readouterr().out.rpartition("\n{\n")[2].join(("{\n", "")))
     assert {s["name"]: s["external"] for s in told["services"]}["env"] is True
     assert seen[0] == seen[1]

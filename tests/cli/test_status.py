@@ -19,6 +19,7 @@ from shared.web.http import create_app
 from tests.support.asgi import served
 from volley.commands import status
 from volley.commands.status import _text
+from volley.printing import json_output
 
 TRAINER = {
     "phase": "waiting",
@@ -112,7 +113,8 @@ async def test_an_engine_without_all_capabilities_is_named(capsys):
 
 async def test_addresses_say_what_they_are_and_json_is_for_programs(capsys):
     async with stack() as urls:
-        assert await show(*urls.values(), as_json=True) == 1
+        with json_output():
+            assert await show(*urls.values()) == 1
     told = orjson.loads(capsys.readouterr().out)
     assert (told["state"], told["quiet_s"], told["chain"][0]) == (
         "wedged",

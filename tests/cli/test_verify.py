@@ -26,6 +26,7 @@ from shared.types import Group, WeightVersion
 from tests.support import small_run
 from tests.support.redis import begun, configured
 from tests.support.small_run import RUN, group
+from volley.printing import json_output
 from volley.verify import command, tickets
 from volley.verify.violation import ViolationKind
 
@@ -53,7 +54,7 @@ def test_a_valid_run_is_proven(run: RunFolder, capsys: pytest.CaptureFixture[str
     assert result["ok"]
     assert (result["tickets"], result["lost"], result["doubly_trained"], result["violations"]) == (12, 0, 0, [])
     assert result["by_disposition"] == {"trained": 10, "failed": 1, "stale": 1}
-    assert command.main(run.path, as_json=False) == 0
+    assert command.main(run.path) == 0
     assert capsys.readouterr().out.endswith("proven\n")
 
 
@@ -349,13 +350,14 @@ def test_a_planted_violation_is_named(
     capsys: pytest.CaptureFixture[str],
 ):
     plant(run)
-    assert command.main(run.path, as_json=True) == 1
+    with json_output():
+        assert command.main(run.path) == 1
     result = orjson.loads(capsys.readouterr().out)
     assert not result["ok"]
     fitting = [v for v in result["violations"] if v["kind"] == kind and named.items() <= v.items()]
     assert fitting, result["violations"]
     assert result["lost"] == len({v["ticket"] for v in result["violations"] if v["kind"] == "lost"})
-    assert command.main(run.path, as_json=False) == 1
+    assert command.main(run.path) == 1
     assert f"VIOLATION {kind}: " in capsys.readouterr().out
 
 
@@ -460,7 +462,7 @@ def test_a_checkpoint_that_was_set_aside_is_told(run: RunFolder, capsys: pytest.
     result = verify(run)
     assert result["ok"]
     assert "digest of params/w.npy differs" in result["set_aside"]["e000002-s000006"]
-    assert command.main(run.path, as_json=False) == 0
+    assert command.main(run.path) == 0
     assert "set aside: e000002-s000006: " in capsys.readouterr().out
 
 
@@ -476,7 +478,7 @@ def test_a_rollback_undoes_what_was_trained_before_it(run: RunFolder):
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"config\.yaml"):
-        command.main(tmp_path, as_json=False)
+        command.main(tmp_path)
 
 
 def test_a_missing_ledger_has_no_lines(tmp_path: Path):

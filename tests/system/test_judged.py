@@ -17,6 +17,7 @@ from shared.run import trust
 from shared.run.folder import RunFolder
 from tests.support import answering
 from tests.support.stack import Training, training
+from volley.printing import json_output
 from volley.reverify import command as reverify
 from volley.verify.command import verify
 
@@ -82,7 +83,8 @@ def spent(run: Training) -> tuple[int, int]:
 
 def reverified(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     capsys.readouterr()
-    assert reverify.main(folder.path, only=None, instead=None, as_json=True) == 0
+    with json_output():
+        assert reverify.main(folder.path, only=None, instead=None) == 0
     return orjson.loads(capsys.readouterr().out)
 
 

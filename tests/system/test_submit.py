@@ -18,6 +18,7 @@ from shared.web.access import Role, token_for
 from tests.docs.commands import first_example
 from tests.support.net import HTTP
 from tests.support.stack import Training, training
+from volley.printing import json_output
 from volley.reverify import command as reverify
 from volley.runs import addresses
 from volley.verify.command import verify
@@ -78,7 +79,8 @@ def _submit(run: Training) -> None:
 
 def _reverified(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     capsys.readouterr()
-    assert reverify.main(folder.path, only=None, instead=None, as_json=True) == 0
+    with json_output():
+        assert reverify.main(folder.path, only=None, instead=None) == 0
     return orjson.loads(capsys.readouterr().out)
 
 

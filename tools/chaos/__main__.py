@@ -18,7 +18,7 @@ from tools.arguments import count, minutes
 from tools.chaos import campaign
 from tools.chaos.campaign import CampaignSpec
 from tools.chaos.plan import Amounts
-from volley.printing import complain, join_lines, print_block, print_json
+from volley.printing import complain, join_lines, print_result, use_json
 from volley.program import run_program
 
 
@@ -48,7 +48,8 @@ def _run(arguments: argparse.Namespace) -> int:
     amounts = Amounts(arguments.kills, arguments.wipes, arguments.zombies)
     wanted = CampaignSpec(arguments.seed, amounts, arguments.minutes, arguments.dir, arguments.save_interval_steps)
     result = (campaign.real if arguments.real else campaign.simulated)(wanted, _progress)
-    print_json(result) if arguments.json else print_block(format_result(result))
+    use_json(arguments.json)
+    print_result(result, lambda: format_result(result))
     return 0 if result["ok"] else 1
 
 

@@ -28,7 +28,7 @@ from tools.soak.samples import queue_usage, usage, usage_alone
 from volley.commands import train
 from volley.layout import PROJECT
 from volley.local.stack import LocalStack
-from volley.printing import complain, join_lines, print_block, print_json
+from volley.printing import complain, join_lines, print_result, use_json
 from volley.program import run_program
 from volley.reporting.progress import PlainLines, RecordTails
 from volley.runs.record import claimed, write_json
@@ -81,7 +81,8 @@ def _run(arguments: argparse.Namespace) -> int:
             raise VolleyError(f"only {len(samples)} samples were taken", "soak for longer")
         result = judged(samples, loaded.config)
         write_json(claim.folder.soak, result)
-    print_json(result) if arguments.json else print_block(format_result(result))
+    use_json(arguments.json)
+    print_result(result, lambda: format_result(result))
     return 0 if result["ok"] else 1
 
 

@@ -10,11 +10,12 @@ import asyncio
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from shared.errors import ServiceUnreachable
 from shared.run.folder import RunFolder
 from shared.services_schema import TokenFiles
-from volley.printing import format_json, print_block, print_for_shell
+from volley.printing import is_json, print_for_shell, print_result
 from volley.run_arguments import add_run_dir
 from volley.runs import addresses, identity
 from volley.runs.addresses import Addresses
@@ -22,16 +23,15 @@ from volley.runs.addresses import Addresses
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_run_dir(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises as `main`."""
-    return main(arguments.run_dir, as_json=arguments.json)
+    return main(arguments.run_dir)
 
 
-def main(run_dir: Path, *, as_json: bool = False) -> int:
-    """Print the variables. With `as_json`, also print those of a run that is not running; the exit code is then 1.
+def main(run_dir: Path) -> int:
+    """Print the variables. As JSON, also print those of a run that is not running; the exit code is then 1.
 
     Raises:
         ConfigError: the folder is not that of a run.
@@ -41,8 +41,8 @@ def main(run_dir: Path, *, as_json: bool = False) -> int:
     found = addresses.read(folder)
     known = asyncio.run(identity.find_answering(folder, found))
     answering = _answering(found, known)
-    if as_json:
-        print_block(_json(folder, found, answering))
+    if is_json():
+        print_result(_described(folder, found, answering))
         return 0 if answering else 1
     if identity.is_elsewhere(known):
         raise ServiceUnreachable(
@@ -69,7 +69,7 @@ def variables(folder: RunFolder, found: Addresses) -> dict[str, str]:
     return shown | {name: str(path) for name, path in files.items() if path is not None}
 
 
-def _json(folder: RunFolder, found: Addresses, answering: set[str]) -> str:
+def _described(folder: RunFolder, found: Addresses, answering: set[str]) -> dict[str, Any]:
     services = {
         name: {"url": url, "external": name in found.external, "answers": name in answering}
         for name, url in found.urls.items()
@@ -82,7 +82,7 @@ def _json(folder: RunFolder, found: Addresses, answering: set[str]) -> str:
         "token_files": files,
         "ca_file": found.ca_file,
     }
-    return format_json({**row, "variables": variables(folder, found)})
+    return {**row, "variables": variables(folder, found)}
 
 
 def _answering(found: Addresses, known: Mapping[str, bool]) -> set[str]:

@@ -18,7 +18,7 @@ from shared import config
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from volley.commands import train
-from volley.printing import join_lines, print_block, print_json, print_lines
+from volley.printing import join_lines, print_lines, print_result
 from volley.reporting import jsonl, report
 from volley.reporting.intervals import SuccessRate
 from volley.run_arguments import add_trust
@@ -57,7 +57,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="file of the plot (default: compare-RUNS.png)")
     add_trust(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("rest", nargs="*", metavar="RUN_DIR | key.path=value", help="runs, or settings for --vary")
 
 
@@ -70,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.vary
         else [Path(one) for one in arguments.rest]
     )
-    return main(folders, arguments.plot, as_json=arguments.json)
+    return main(folders, arguments.plot)
 
 
 def varied(paths: Sequence[str], overrides: Sequence[str], variations: Sequence[Sequence[str]]) -> list[Path]:
@@ -104,22 +103,18 @@ def varied(paths: Sequence[str], overrides: Sequence[str], variations: Sequence[
     return list(wanted)
 
 
-def main(run_dirs: Sequence[Path], plot: Path | None, *, as_json: bool) -> int:
-    """Print the table (or JSON) and draw the plot. Raises ConfigError for fewer than two runs, and as `report`."""
+def main(run_dirs: Sequence[Path], plot: Path | None) -> int:
+    """Print the table and draw the plot. Raises ConfigError for fewer than two runs, and as `report`."""
     if len(run_dirs) < 2:
         raise ConfigError("there is nothing to compare", "give the folders of two runs or more, or --vary KEY A B")
     folders = [RunFolder(path.absolute()) for path in run_dirs]
     runs = compared(folders)
-    if as_json:
-        print_json([asdict(run) for run in runs])
-    else:
-        print_block(table(runs))
+    print_result([asdict(run) for run in runs], lambda: table(runs))
     from volley.reporting import plot as plots
 
     target = plot or Path(f"compare-{'-'.join(run.name for run in runs)[:80]}.png")
     plots.draw_beside(target, {_label(run): run.rates for run in runs})
-    if not as_json:
-        print_lines(f"plot: {target}")
+    print_lines(f"plot: {target}")
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from shared import config, moved_keys
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
-from volley.printing import print_json, print_lines
+from volley.printing import format_json, join_lines, print_result
 
 _DEFAULT, _LINE = "default", "command line"
 
@@ -23,26 +23,27 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     show.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the files")
     show.add_argument("--set", action="store_true", dest="only_set", help="leave out defaults")
-    show.add_argument("--json", action="store_true", help="print JSON")
     commands.add_parser("schema", help="print the JSON schema of configuration files, for editors")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError."""
     if arguments.config_command == "schema":
-        print_json(schema())
+        found = schema()
+        print_result(found, format_json(found))
         return 0
     rows = sources(arguments.config, arguments.overrides)
     if arguments.only_set:
         rows = {key: row for key, row in rows.items() if row["source"] != _DEFAULT}
-    if arguments.json:
-        print_json(rows)
-        return 0
+    print_result(rows, lambda: _table(rows))
+    return 0
+
+
+def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     width = max((len(key) for key in rows), default=0)
     shown = [(key, _text(row["value"]), row["source"]) for key, row in rows.items()]
     values = min(40, max((len(value) for _, value, _ in shown), default=0))
-    print_lines(*(f"{key:{width}}  {value:{values}}  {source}" for key, value, source in shown))
-    return 0
+    return join_lines([f"{key:{width}}  {value:{values}}  {source}" for key, value, source in shown])
 
 
 def schema() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from volley.dashboard.app import make_app
 from volley.dashboard.beside import CODE, PORT
 from volley.dashboard.entrance import Entrance, link
 from volley.dashboard.runs import Runs
-from volley.printing import print_lines
+from volley.printing import print_result
 from volley.run_arguments import add_trust
 
 
@@ -71,7 +71,8 @@ def main(targets: Sequence[Path], *, host: str, port: int | None) -> int:
         entrance = Entrance()
         assert entrance.code is not None
         with suppress(OSError):
-            print_lines(f"dashboard: {link(listener, entrance.code)}")
+            address = link(listener, entrance.code)
+            print_result({"url": address}, f"dashboard: {address}")
         return asyncio.run(_serve(Runs(folders), entrance, listener, asyncio.Event().wait))
 
 

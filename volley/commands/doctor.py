@@ -20,7 +20,7 @@ from shared.process.uv import find_uv
 from shared.services import SERVICES
 from volley.layout import python_of
 from volley.local.accelerators import Kind, find_accelerators
-from volley.printing import print_json, print_lines
+from volley.printing import join_lines, print_result
 
 type Level = Literal["ok", "note", "problem"]
 
@@ -41,22 +41,23 @@ class Finding:
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    """Add no argument."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 1 if there is a problem."""
     found = [one for check in _CHECKS for one in check()]
-    if arguments.json:
-        print_json([asdict(one) for one in found])
-    else:
-        width = max(len(one.name) for one in found)
-        for one in found:
-            mark = {"ok": "✓", "note": "·", "problem": "✗"}[one.level]
-            print_lines(
-                f"{mark} {one.name:{width}}  {one.text}", *([f"{'':{width}}    → {one.fix}"] if one.fix else [])
-            )
+    print_result([asdict(one) for one in found], _text(found))
     return 1 if any(one.level == "problem" for one in found) else 0
+
+
+def _text(found: Sequence[Finding]) -> str:
+    width, lines = max(len(one.name) for one in found), list[str]()
+    for one in found:
+        mark = {"ok": "✓", "note": "·", "problem": "✗"}[one.level]
+        lines.append(f"{mark} {one.name:{width}}  {one.text}")
+        lines += [f"{'':{width}}    → {one.fix}"] if one.fix else []
+    return join_lines(lines)
 
 
 def _machine() -> Iterator[Finding]:

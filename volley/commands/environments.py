@@ -11,7 +11,7 @@ import asyncio
 import math
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ import orjson
 from shared.clients.env import EnvClient
 from shared.errors import ConfigError, Unavailable
 from shared.run.folder import RunFolder
+from shared.visible import visible
 from shared.web.access import Role, read_token, token_for
 from volley.commands.environment_source import EnvSource, read_content, settings_of
 from volley.layout import CACHE, PROJECT, TEMPLATES, python_of, variables_of
-from volley.printing import print_block, print_lines
+from volley.printing import join_lines, print_lines, print_result
 from volley.run_arguments import add_trust
 from volley.runs import addresses
 
@@ -200,14 +201,10 @@ def init(file: Path, template: str) -> int:
             out.write(TEMPLATES[template].read_text(encoding="utf-8"))
     except FileExistsError:
         raise ConfigError(f"{file} exists already", "choose another name") from None
+    steps = [f"try it:    volley env test {file}", f"submit it: volley env submit {file} --weight 1"]
     if template == "verifiers":
-        print_lines(
-            f"wrote {file}", f"start it:  uv run --with YOUR-PACKAGE {file} YOUR_MODULE; how to submit it stands in it"
-        )
-    else:
-        print_lines(
-            f"wrote {file}", f"try it:    volley env test {file}", f"submit it: volley env submit {file} --weight 1"
-        )
+        steps = [f"start it:  uv run --with YOUR-PACKAGE {file} YOUR_MODULE; how to submit it stands in it"]
+    print_result({"file": file, "template": template}, join_lines([f"wrote {file}", *steps]))
     return 0
 
 
@@ -226,7 +223,8 @@ def test(file: Path, entry: str | None, config: Path | None) -> int:
         check=False,
     )
     if ended.stdout:
-        _print_report(orjson.loads(ended.stdout))
+        report = orjson.loads(ended.stdout)
+        print_result(report, join_lines(_report_lines(report)))
     return ended.returncode
 
 
@@ -240,14 +238,14 @@ async def _submit(target: EnvTarget, body: Mapping[str, Any], replace: bool, wai
         row = await client.submit(body, replace=replace)
         print_lines(f"{row['name']} is {row['state']}")
         if not wait:
+            print_result(row)
             return 0
         row = await _decided(client, row["name"], row["state"])
-        _print_report(row.get("report"))
-        if row["state"] == "rejected":
-            return 1
+        lines = _report_lines(row.get("report"))
         if row["state"] == "canary":
-            print_lines(f"live runs play it now and then; `volley env show {body['name']}` shows its results")
-        return 0
+            lines.append(f"live runs play it now and then; `volley env show {body['name']}` shows its results")
+        print_result(row, join_lines(lines))
+        return 1 if row["state"] == "rejected" else 0
 
 
 async def _decided(client: EnvClient, name: str, state: str) -> Mapping[str, Any]:
@@ -265,41 +263,47 @@ async def _decided(client: EnvClient, name: str, state: str) -> Mapping[str, Any
 
 
 def listed(target: EnvTarget) -> int:
-    rows: Sequence[Mapping[str, Any]] = asyncio.run(_asked(target, lambda client: client.environments()))[
-        "environments"
-    ]
-    width = max(len(row["name"]) for row in rows)
-    print_lines(f"{'name':<{width}}  {'base':<12}  {'state':<10}  {'weight':>6}  why")
+    found = asyncio.run(_asked(target, lambda client: client.environments()))
+    print_result(found, lambda: _table(found["environments"]))
+    return 0
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    width = max((len(row["name"]) for row in rows), default=0)
+    lines = [f"{'name':<{width}}  {'base':<12}  {'state':<10}  {'weight':>6}  why"]
     for row in rows:
         text = (
             f"{row['name']:<{width}}  {row['base']:<12}  {row['state']:<10}  {row['weight']:>6g}  {row.get('why', '')}"
         )
-        print_lines(text.rstrip())
-        if row.get("trouble"):
-            print_lines(f"  {row['name']}: {row['trouble']}")
-    return 0
+        lines.append(text.rstrip())
+        lines += [f"  {row['name']}: {row['trouble']}"] if row.get("trouble") else []
+    return join_lines(lines)
 
 
 def show(target: EnvTarget, name: str) -> int:
     """Print every version with its history, and the newest version's report."""
     versions: list[Mapping[str, Any]] = asyncio.run(_asked(target, lambda client: client.versions(name)))
-    for row in versions:
-        splits = ", ".join(f"{split}: {n}" for split, n in row["splits"].items())
-        text = f"{row['name']}: {row['state']}, weight {row['weight']:g}, {row['size']} bytes"
-        print_lines(f"{text}; {splits}" if splits else text)
-        for line in row["history"]:
-            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["at"]))
-            print_lines(f"  {at}  {line['state']:<10}  {line['why']}".rstrip())
-        for count in row.get("failures", ()):
-            print_lines(f"  turn {count['turn']}: {count['failed']} of {count['reached']} live episodes failed")
-        if row.get("trouble"):
-            print_lines(f"  trouble: {row['trouble']}")
-    _print_report(versions[-1].get("report"))
+    lines = [line for row in versions for line in _version_lines(row)]
+    print_result({"versions": versions}, join_lines([*lines, *_report_lines(versions[-1].get("report"))]))
     return 0
 
 
+def _version_lines(row: Mapping[str, Any]) -> Iterator[str]:
+    splits = ", ".join(f"{split}: {n}" for split, n in row["splits"].items())
+    text = f"{row['name']}: {row['state']}, weight {row['weight']:g}, {row['size']} bytes"
+    yield f"{text}; {splits}" if splits else text
+    for line in row["history"]:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["at"]))
+        yield f"  {at}  {line['state']:<10}  {line['why']}".rstrip()
+    for count in row.get("failures", ()):
+        yield f"  turn {count['turn']}: {count['failed']} of {count['reached']} live episodes failed"
+    if row.get("trouble"):
+        yield f"  trouble: {row['trouble']}"
+
+
 def logs(target: EnvTarget, name: str) -> int:
-    print_block(asyncio.run(_asked(target, lambda client: client.log(name))))
+    log = asyncio.run(_asked(target, lambda client: client.log(name)))
+    print_result({"log": log}, log)
     return 0
 
 
@@ -321,7 +325,7 @@ ABOUT: Mapping[str, Callable[[EnvTarget, str], int]] = {
 
 
 def _moved(row: Mapping[str, Any]) -> int:
-    print_lines(f"{row['name']} is {row['state']}")
+    print_result(row, visible(f"{row['name']} is {row['state']}"))
     return 0
 
 
@@ -330,11 +334,12 @@ async def _asked[T](target: EnvTarget, ask: Callable[[EnvClient], Awaitable[T]])
         return await ask(client)
 
 
-def _print_report(report: Mapping[str, Any] | None) -> None:
+def _report_lines(report: Mapping[str, Any] | None) -> list[str]:
+    lines: list[str] = []
     for check in report["checks"] if report else ():
         hint = f" ({check['hint']})" if check["hint"] and not check["ok"] else ""
-        print_lines(f"  {'ok  ' if check['ok'] else 'FAIL'}  {check['name']}: {check['detail']}{hint}")
-    for warning in report["warnings"] if report else ():
-        print_lines(f"  note  {warning}")
+        lines.append(f"  {'ok  ' if check['ok'] else 'FAIL'}  {check['name']}: {check['detail']}{hint}")
+    lines += [f"  note  {warning}" for warning in report["warnings"]] if report else []
     if report and report["log"]:
-        print_lines("  it printed:", *(f"    {line}" for line in report["log"].splitlines()[-20:]))
+        lines += ["  it printed:", *(f"    {line}" for line in report["log"].splitlines()[-20:])]
+    return lines

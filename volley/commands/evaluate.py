@@ -26,7 +26,7 @@ from shared.services import SERVICES
 from volley.commands import train
 from volley.local import stack
 from volley.local.supervisor import ServiceFailed
-from volley.printing import print_lines
+from volley.printing import is_json, print_lines, print_result
 from volley.reporting import jsonl
 from volley.reporting.display import shown
 from volley.reporting.intervals import SuccessRate
@@ -69,12 +69,24 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     add_trust(parser)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that override the files")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to FILE")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="print the result, or the error, as JSON; with FILE, write the result there too, and print text",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises as `main`."""
-    return main(arguments.target, arguments.config or [], arguments.overrides, arguments.json)
+    return main(
+        arguments.target,
+        arguments.config or [],
+        arguments.overrides,
+        None if arguments.json is True else arguments.json,
+    )
 
 
 def main(
@@ -104,7 +116,9 @@ def main(
         return stopped.exit_code
     if output is not None:
         write_json(output, result)
-    for row in result["evaluations"]:
+    if is_json():
+        print_result(result)
+    for row in () if is_json() else result["evaluations"]:
         print_text(format_evaluation(row, result["model"]))
     return 0
 

@@ -10,7 +10,7 @@ from shared.run import trust
 from shared.run.folder import RunFolder
 from volley.layout import variables_of
 from volley.local import trainer_program
-from volley.printing import print_lines
+from volley.printing import join_lines, print_result
 from volley.run_arguments import add_run_dir
 
 
@@ -36,7 +36,7 @@ def main(run_dir: Path, folder: Path, version: str, *, adapter: bool = False) ->
     arguments += ["--adapter"] if adapter else []
     arguments += ["--trust"] if trust.is_accepted(run) else []
     result = trainer_program.run("services.trainer.checkpoints.export", arguments, variables_of("trainer", cpu=True))
-    print_lines(f"{folder} holds {result['version']} of {run_dir}: {result['tensors']} tensors, {result['dtype']}")
-    if warning := result.get("warning"):
-        print_lines(f"warning: {warning}")
+    lines = [f"{folder} holds {result['version']} of {run_dir}: {result['tensors']} tensors, {result['dtype']}"]
+    lines += [f"warning: {warning}"] if (warning := result.get("warning")) else []
+    print_result({"folder": folder, **result}, join_lines(lines))
     return 0

@@ -14,7 +14,7 @@ from shared.models.hub import model_folder
 from shared.process.uv import run_uv
 from volley.layout import variables_of
 from volley.local import trainer_program
-from volley.printing import print_lines
+from volley.printing import print_lines, print_result
 
 _CONVERTER = ("gguf>=0.17,<1",)
 _DOWNLOAD_S = 1800
@@ -59,7 +59,7 @@ def main(name: str, folder: Path) -> int:
         if folder.exists():
             folder.rmdir()
         draft.rename(folder)
-    print_lines(f"{folder} holds {name}; start a run with model.path={folder}")
+    print_result({"folder": folder, "name": name}, f"{folder} holds {name}; start a run with model.path={folder}")
     return 0
 
 

@@ -16,7 +16,7 @@ from shared.run import trust
 from shared.run.folder import RunFolder
 from volley.layout import variables_of
 from volley.local import trainer_program
-from volley.printing import print_block, print_json, print_lines
+from volley.printing import print_lines, print_result
 from volley.run_arguments import add_run_dir
 
 
@@ -34,7 +34,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write the trainer's log-probability and the advantage of every token, for the dashboard",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -44,14 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.from_step,
         arguments.to_step,
         arguments.refused,
-        arguments.json,
         tokens=arguments.tokens,
     )
 
 
-def main(
-    run_dir: Path, first: int | None, last: int | None, refused: str | None, as_json: bool, *, tokens: bool = False
-) -> int:
+def main(run_dir: Path, first: int | None, last: int | None, refused: str | None, *, tokens: bool = False) -> int:
     """Print the result. Exit code 0 if every step, or the refused one, was reproduced, else 1.
 
     Raises ConfigError, VolleyError.
@@ -62,12 +58,12 @@ def main(
         raise ConfigError("--tokens needs --from-step", "values of a refused step are not kept")
     what = ["--refused", refused] if refused is not None else ["--from-step", str(first)]
     what += ["--tokens"] if tokens else []
-    result = replayed(RunFolder(run_dir.absolute()), what, last, show=not as_json)
-    print_json(result) if as_json else print_block(format_result(result))
+    result = replayed(RunFolder(run_dir.absolute()), what, last)
+    print_result(result, lambda: format_result(result))
     return 0 if result["ok"] else 1
 
 
-def replayed(folder: RunFolder, what: list[str], last: int | None, *, show: bool) -> dict[str, Any]:
+def replayed(folder: RunFolder, what: list[str], last: int | None, *, show: bool = True) -> dict[str, Any]:
     """Result of services.trainer.replay.steps. Raises ConfigError, VolleyError.
 
     Args:

@@ -37,6 +37,7 @@ from volley.layout import python_of, variables_of
 from volley.local.processes import ProcessSpec, Reaper
 from volley.local.supervisor import SupervisedProcess, keep_running
 from volley.printing import print_lines as say
+from volley.printing import print_result
 from volley.run_arguments import add_trust
 from volley.runs.record import secret
 
@@ -253,7 +254,8 @@ async def _serve(served: ServedModel) -> None:
             stopping_on_signal(lambda name: say(f"{name}: stopping (once more: without waiting)"), reaper.kill_all),
             keep_running([SupervisedProcess(spec, lambda: is_ready(url), _INFO.start_s)], reaper, say),
         ):
-            say(*ready_lines(served, time.monotonic() - began))
+            described = {"url": served.url, "model": served.name, "token": served.token, "log": log}
+            print_result(described, "\n".join(ready_lines(served, time.monotonic() - began)))
             await asyncio.Event().wait()
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from shared.run.folder import RunFolder
 from volley.local import stack
 from volley.local.supervisor import ServiceFailed
-from volley.printing import print_block
 from volley.reporting import supervised
 from volley.reporting.progress import Activity, ProgressDisplay, RecordTails
 from volley.runs.answers import fetch_status
@@ -48,6 +47,4 @@ def _doing(status: Mapping[str, Any]) -> str:
 def finish(folder: RunFolder, record: RunRecord) -> int:
     """Report a finished run. Returns the exit code."""
     mark_finished(folder, record)
-    summary = supervised.make(folder)
-    print_block(supervised.format_report(summary, folder))
-    return 0
+    return supervised.main(folder)

@@ -8,6 +8,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from shared.clients.base import HttpClient
 from shared.engines import AS_REPORTED, DeclaredEngine
@@ -16,7 +17,7 @@ from shared.run import wedge
 from shared.run.folder import RunFolder
 from shared.run.wedge import ServiceReport, Verdict
 from shared.web.access import read_token
-from volley.printing import clear_screen, format_json, join_lines, print_block
+from volley.printing import clear_screen, join_lines, print_result
 from volley.reporting.environments import format_mixture
 from volley.run_arguments import add_trust
 from volley.runs import addresses
@@ -31,7 +32,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         "targets", nargs="*", metavar="RUN_DIR|URL", help="a run's folder or addresses (default: newest run in runs/)"
     )
     add_trust(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--watch", type=float, nargs="?", const=2.0, metavar="S", help="repeat every S seconds (default 2) until Ctrl-C"
     )
@@ -44,7 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     def once() -> int:
         return main(
-            arguments.targets, as_json=arguments.json, token_file=arguments.token_file, ca_file=arguments.ca_file
+            arguments.targets,
+            token_file=arguments.token_file,
+            ca_file=arguments.ca_file,
+            repeated=arguments.watch is not None,
         )
 
     if arguments.watch is None:
@@ -58,12 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(
-    targets: Sequence[str], *, as_json: bool = False, token_file: Path | None = None, ca_file: Path | None = None
+    targets: Sequence[str],
+    *,
+    token_file: Path | None = None,
+    ca_file: Path | None = None,
+    repeated: bool = False,
 ) -> int:
     """Print one line per service and the chain of waits.
 
     Args:
         token_file, ca_file: viewer token and CA for services given by address; a run's folder names its own.
+        repeated: this is one of several looks; each is a line of JSON, if that is wanted.
 
     Returns: exit code 0 if all services are ready and the run is not wedged, else 1.
 
@@ -79,7 +87,7 @@ def main(
         folder = RunFolder(Path(targets[0]).absolute()) if targets else addresses.newest_run()
         seen, verdict = asyncio.run(of_run(folder))
     hint = _hint(folder) if verdict.state == "stopped" else []
-    print_block(_json(seen, verdict) if as_json else _text(seen, verdict, hint))
+    print_result(_described(seen, verdict), _text(seen, verdict, hint), one_line=repeated)
     return 0 if all(s.error is None and s.not_ready is None for s in seen) and verdict.state != "wedged" else 1
 
 
@@ -156,6 +164,6 @@ def _details_of(seen: ServiceReport) -> str:
     return ", ".join([*details, *named, *([AS_REPORTED] if engine and engine.unproven else [])])
 
 
-def _json(seen: Sequence[ServiceReport], verdict: Verdict) -> str:
+def _described(seen: Sequence[ServiceReport], verdict: Verdict) -> dict[str, Any]:
     services = [dataclasses.asdict(s) | {"ready": state_of(s) == "ready"} for s in seen]
-    return format_json({**dataclasses.asdict(verdict), "services": services})
+    return {**dataclasses.asdict(verdict), "services": services}

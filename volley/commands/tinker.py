@@ -29,6 +29,7 @@ from volley.layout import python_of, variables_of
 from volley.local.processes import ProcessSpec, Reaper
 from volley.local.supervisor import SupervisedProcess, keep_running
 from volley.printing import print_lines as say
+from volley.printing import print_result
 from volley.runs.record import secret
 
 _TRAINER, _ROLLOUT = SERVICES["trainer"], SERVICES["rollout"]
@@ -188,7 +189,9 @@ async def _serve(prepared: TinkerServer) -> None:
             stopping_on_signal(lambda name: say(f"{name}: stopping (once more: without waiting)"), reaper.kill_all),
             keep_running(members, reaper, say),
         ):
-            say(*ready_lines(prepared, time.monotonic() - began))
+            url, after_s = prepared.loaded.config.services.base_url("trainer"), time.monotonic() - began
+            described = {"url": url, "model": prepared.name, "api_key": prepared.key, "folder": prepared.folder.path}
+            print_result(described, "\n".join(ready_lines(prepared, after_s)))
             await asyncio.Event().wait()
 
 

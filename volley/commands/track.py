@@ -13,7 +13,7 @@ from typing import get_args
 from shared.errors import ConfigError, VolleyError
 from shared.run.folder import RunFolder
 from shared.schema import TrackerName
-from volley.printing import print_lines
+from volley.printing import print_lines, print_result
 from volley.run_arguments import add_run_dir
 from volley.runs.record import read_record, stored
 from volley.tracking.upload import upload
@@ -45,14 +45,14 @@ def main(run_dir: Path, trackers: Sequence[str], *, follow: bool = False) -> int
         raise ConfigError(f"{run_dir} names no tracker", f"name one with --to {'|'.join(NAMES)}, or set run.trackers")
     if read_record(folder) is None:
         raise ConfigError(f"{run_dir} is not the folder of a run", "name one, such as runs/quickstart")
-    ended, failed = threading.Event(), list[str]()
+    ended, failed = threading.Event(), dict[str, str]()
 
     def report(tracker: str) -> None:
         try:
             upload(folder, tracker, ended, print_lines, follow=follow)
             print_lines(f"{tracker}: run {folder.name} is reported")
         except (VolleyError, OSError) as error:
-            failed.append(tracker)
+            failed[tracker] = str(error)
             print_lines(f"{tracker}: {error}")
 
     with ExitStack() as threads:
@@ -63,6 +63,7 @@ def main(run_dir: Path, trackers: Sequence[str], *, follow: bool = False) -> int
         if follow:
             threads.callback(ended.set)
             _wait_for_end_of_input()
+    print_result({"reported": [name for name in wanted if name not in failed], "failed": failed})
     return 1 if failed else 0
 
 

@@ -30,8 +30,8 @@ from volley.dashboard.beside import in_browser
 from volley.local import external, stack
 from volley.local.processes import Reaper
 from volley.local.supervisor import RestartPolicy, Say, Seen, ServiceFailed, ServiceState, unseen
-from volley.printing import print_block
 from volley.printing import print_lines as say
+from volley.printing import print_result
 from volley.reporting import closing, report
 from volley.reporting.display import shown
 from volley.reporting.progress import Activity, ProgressDisplay, RecordTails, print_text
@@ -236,7 +236,8 @@ def finish(folder: RunFolder, record: RunRecord, *, prove: bool = False) -> int:
     mark_finished(folder, record)
     summary = report.make(folder)
     proof = command.verify(folder) if prove else None
-    print_block(report.format_report(summary, folder))
+    value = summary if proof is None else {**summary, "verify": proof}
+    print_result(value, lambda: report.format_report(summary, folder))
     print_text(closing.sentence(folder, summary, proof))
     if proof is not None and not proof["ok"]:
         return 1

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 from shared.run.folder import RunFolder
 from shared.visible import visible
 from volley.local.supervisor import ServiceState
-from volley.printing import print_block, print_lines
+from volley.printing import is_json, print_block, print_lines
 from volley.reporting.jsonl import JsonlTail
 from volley.reporting.lines import eval_line, sft_line, step_line
 
@@ -111,7 +111,8 @@ class PlainLines:
 
 
 def is_terminal() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+    """Tell if lines go to a terminal that can move its cursor."""
+    return not is_json() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 
 def print_text(text: str) -> None:

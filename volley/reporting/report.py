@@ -24,7 +24,7 @@ from shared.run.best import best_version
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS, Change
 from shared.run.state import TrainerState
-from volley.printing import join_lines, print_block
+from volley.printing import join_lines, print_result
 from volley.reporting import closing, environments, jsonl, supervised
 from volley.reporting.curve import curve
 from volley.reporting.intervals import SuccessRate, success_rates
@@ -53,11 +53,10 @@ def main(run_dir: Path) -> int:
     folder = RunFolder(run_dir.absolute())
     survey.check(folder)
     if supervised.is_supervised(folder):
-        print_block(supervised.format_report(supervised.make(folder), folder))
-        return 0
+        return supervised.main(folder)
     check(folder)
     summary = make(folder)
-    print_block(format_report(summary, folder))
+    print_result(summary, lambda: format_report(summary, folder))
     print_text(closing.sentence(folder, summary))
     return 0
 

@@ -11,7 +11,7 @@ from shared.run import counted
 from shared.run.folder import RunFolder
 from shared.run.state import newest_state
 from shared.visible import visible
-from volley.printing import join_lines
+from volley.printing import join_lines, print_result
 from volley.reporting import jsonl
 from volley.reporting.lines import OTHERS, data_line, number
 from volley.runs.record import read_record, write_json
@@ -33,6 +33,13 @@ def is_supervised(folder: RunFolder) -> bool:
     """Tell if run.json records a supervised run."""
     record = read_record(folder)
     return record is not None and record.config.get("mode") in ("sft", "dpo")
+
+
+def main(folder: RunFolder) -> int:
+    """Report the run. Returns the exit code."""
+    summary = make(folder)
+    print_result(summary, lambda: format_report(summary, folder))
+    return 0
 
 
 def make(folder: RunFolder) -> dict[str, Any]:

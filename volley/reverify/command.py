@@ -26,7 +26,7 @@ from shared.run import archive, commits, trust
 from shared.run.folder import RunFolder
 from shared.run.state import in_lineage
 from shared.types import Group, WeightVersion
-from volley.printing import join_lines, print_block, print_json
+from volley.printing import join_lines, print_result
 from volley.reverify.episodes import Rejudged, rejudge
 from volley.reverify.service import environments_of
 from volley.run_arguments import add_run_dir
@@ -59,15 +59,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_run_dir(parser)
     parser.add_argument("--env", metavar="NAME", help="only episodes of that environment")
     parser.add_argument("--by", metavar="NAME", help="environment to replay them in, e.g. its next version NAME@2")
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises as `main`."""
-    return main(arguments.run_dir, only=arguments.env, instead=arguments.by, as_json=arguments.json)
+    return main(arguments.run_dir, only=arguments.env, instead=arguments.by)
 
 
-def main(run_dir: Path, *, only: str | None, instead: str | None, as_json: bool = False) -> int:
+def main(run_dir: Path, *, only: str | None, instead: str | None) -> int:
     """Print the result. Exit code 0 if every episode could be replayed, else 1.
 
     Args:
@@ -84,7 +83,7 @@ def main(run_dir: Path, *, only: str | None, instead: str | None, as_json: bool 
     if instead is not None and only is None:
         raise ConfigError("--by needs --env", "name the environment of the episodes to replay with --env NAME")
     result = asyncio.run(_reverified(folder, only, instead))
-    print_json(result) if as_json else print_block(format_result(result))
+    print_result(result, lambda: format_result(result))
     return 1 if any(row["skipped"] for row in result["environments"].values()) or not result["environments"] else 0
 
 

@@ -24,7 +24,7 @@ from shared.run.folder import RunFolder
 from shared.run.state import TrainerState, in_lineage
 from shared.schema import RunConfig
 from shared.types import WeightVersion
-from volley.printing import join_lines, print_block, print_json
+from volley.printing import join_lines, print_result
 from volley.run_arguments import add_run_dir
 from volley.runs import engines, survey
 from volley.runs.record import read_record
@@ -57,34 +57,31 @@ type Result = dict[str, Any]
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_run_dir(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises as `main`."""
-    return main(arguments.run_dir, arguments.json)
+    return main(arguments.run_dir)
 
 
-def main(run_dir: Path, as_json: bool) -> int:
+def main(run_dir: Path) -> int:
     """Print the result. Exit code 0 if the run is proven, else 1. Raises ConfigError if it is not a run's folder."""
     folder = RunFolder(run_dir.absolute())
     if (folder.path / futures.DATABASE).exists():
-        return _futures(folder.path, as_json)
+        return _futures(folder.path)
     if not folder.config.exists():
         raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
     result = verify(folder)
-    print_json(result) if as_json else print_block(format_result(result))
+    print_result(result, lambda: format_result(result))
     return 0 if result["ok"] else 1
 
 
-def _futures(folder: Path, as_json: bool) -> int:
+def _futures(folder: Path) -> int:
     """Check and print the ledger of a Tinker server's folder; return the exit code. Raises ConfigError."""
     counts, problems = futures.counts(folder), [*futures.problems(folder)]
-    if as_json:
-        print_json({"ok": not problems, **counts, "violations": problems})
-    else:
-        text = f"{counts['settled']} futures of {counts['models']} models settled once, {counts['pending']} pending"
-        print_block(join_lines(["not proven:", *problems] if problems else [f"proven: {text}"]))
+    text = f"{counts['settled']} futures of {counts['models']} models settled once, {counts['pending']} pending"
+    lines = ["not proven:", *problems] if problems else [f"proven: {text}"]
+    print_result({"ok": not problems, **counts, "violations": problems}, join_lines(lines))
     return 1 if problems else 0
 
 
