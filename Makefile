@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-long check audit format fuzz bench lower chaos soak clean
+.PHONY: help install quickstart test test-long check docs audit format fuzz bench lower chaos soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -33,6 +33,11 @@ check: install  ## formatting, lint, types, import contracts
 
 fuzz: install  ## 5,000 generated requests to every service; ARGS go to pytest
 	@VOLLEY_FUZZ_CASES=$${VOLLEY_FUZZ_CASES:-5000} $(BIN)/python -m pytest tests/fuzz $(ARGS)
+
+docs: install  ## build the documentation site, with references made from the code, in .cache/docs/site
+	@$(BIN)/python tools/bootstrap.py docs
+	@$(BIN)/python -m tools.docs.reference .cache/docs/reference.json
+	@NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --quiet --strict $(ARGS)
 
 audit: install  ## known vulnerabilities in the locked dependencies, where their database can be reached
 	@$(BIN)/python -m tools.audit

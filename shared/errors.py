@@ -8,6 +8,7 @@
     │   │   └── Untrainable         a valid group that cannot be trained on
     │   ├── TooLarge            a body, prompt or episode exceeds its limit                413
     │   ├── NotFound            no such path, environment, episode, run or version         404
+    │   ├── Expired             the result or session was there, and is no longer           410
     │   ├── WrongMethod         the path takes other methods                               405
     │   ├── Forbidden           a path outside the configured root, a missing token        403
     │   │   └── Unauthorized    the bearer token is missing or wrong                       401

@@ -32,6 +32,7 @@ ENVIRONMENTS = {
     "rollout": ["--extra", "rollout"],
     "trainer": ["--extra", "trainer"],
 }
+OPTIONAL = {"docs": ["--only-group", "docs"]}  # made where named: `bootstrap.py docs`
 ACCELERATED = ("rollout", "trainer")
 ACCELERATORS = {"cpu": "", "gpu": "-gpu", "tpu": "-tpu"}  # suffix of the extras for each
 OLDEST_PYTHON, FIRST_UNSUPPORTED = (3, 12), (3, 14)
@@ -54,7 +55,7 @@ class InstallError(Exception):
 
 def main() -> int:
     try:
-        prepare(ROOT)
+        prepare(ROOT, sys.argv[1:] or list(ENVIRONMENTS))
     except InstallError as missing:
         print(f"bootstrap: {missing}", file=sys.stderr)
         return 1
@@ -64,16 +65,16 @@ def main() -> int:
     return 0
 
 
-def prepare(root: Path) -> None:
-    """Bring all environments up to date. Raises InstallError."""
+def prepare(root: Path, wanted: list[str]) -> None:
+    """Bring the wanted environments up to date. Raises InstallError."""
     if not sys.platform.startswith("linux"):
         raise InstallError(f"Volley runs on Linux, not on {sys.platform}; on Windows use WSL 2, on macOS a container")
-    if not outdated(root):
+    if not outdated(root, wanted):
         return
     if not os.access(root, os.W_OK):
         raise InstallError(f"the project's folder {root} is not writable for this user")
     with locked(root / ".venvs" / ".lock"):
-        names = outdated(root)
+        names = outdated(root, wanted)
         if not names:
             return
         uv = find_uv(root) or install_uv(root)
@@ -82,9 +83,9 @@ def prepare(root: Path) -> None:
             sync(root, uv, python, name, f"{i} of {len(names)}" if len(names) > 1 else "")
 
 
-def outdated(root: Path) -> list[str]:
-    """Names of the environments whose stamp is not current."""
-    return [name for name in ENVIRONMENTS if not is_current(root, name)]
+def outdated(root: Path, wanted: list[str]) -> list[str]:
+    """Names of the wanted environments whose stamp is not current."""
+    return [name for name in wanted if not is_current(root, name)]
 
 
 def is_current(root: Path, name: str) -> bool:
@@ -111,7 +112,7 @@ def stamp(root: Path, name: str) -> str:
 def extras(name: str) -> list[str]:
     """Arguments of `uv sync` for an environment's extras on this machine. Raises InstallError."""
     if name not in ACCELERATED:
-        return ENVIRONMENTS[name]
+        return {**ENVIRONMENTS, **OPTIONAL}[name]
     *before, extra = ENVIRONMENTS[name]
     return [*before, extra + ACCELERATORS[accelerator(os.environ, Path("/dev"))]]
 

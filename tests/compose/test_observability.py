@@ -12,22 +12,24 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.fuzz.stack import OPENERS
+from tools.docs import service
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docker" / "observability"
-_ROW = re.compile(r"^\| `(volley_\w+)` \| (\w+) \| ([^|]*) \|", re.MULTILINE)
 _NAME = re.compile(r"\bvolley_\w+")
 _LABELS = re.compile(r"by \(([^)]*)\)|\{\{ ?(?:\$labels\.)?(\w+) ?\}\}")
 _COMMON = {"instance", "job", "le"}
 
 
 def metrics() -> dict[str, set[str]]:
-    """Names of series as Prometheus sees them, with their labels; a test compares the page with the services."""
-    found: dict[str, set[str]] = {}
-    for name, kind, labels in _ROW.findall((ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")):
-        of = {one.strip() for one in labels.split(",") if one.strip()}
-        for suffix in ("_bucket", "_sum", "_count") if kind == "histogram" else ("",):
-            found[name + suffix] = of
-    return found
+    """Names of series as Prometheus sees them, with their labels."""
+    assert OPENERS, "their import defines all metrics"
+    return {
+        metric["name"] + suffix: set(metric["labels"])
+        for metric in service.metrics()
+        for suffix in (("_bucket", "_sum", "_count") if metric["type"] == "histogram" else ("",))
+    }
 
 
 def expressions() -> Iterator[tuple[str, str]]:

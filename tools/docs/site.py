@@ -1,0 +1,50 @@
+"""Hook of mkdocs: navigation, references made from the code, links that leave the documentation.
+
+Runs in the environment `docs`, without the project's packages. Pages stay as forges render them: the navigation is made of
+the tables in docs/README.md, and headings get the anchors of GitHub.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / ".cache" / "docs" / "reference.json"
+MARKER = re.compile(r"<!-- reference: ([\w-]+) -->")
+_SECTION = re.compile(r"^## ([^:\n]+).*?\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+_ROW = re.compile(r"^\| \[[^\]]+\]\(([\w-]+\.md)\)", re.MULTILINE)
+_LOADED = re.compile(r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=\"(?:https?:)?//[^\"]*")
+_OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)")
+
+
+def slug(heading: str, separator: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", separator)
+
+
+def on_config(config: Any) -> Any:
+    index = (Path(config["docs_dir"]) / "README.md").read_text(encoding="utf-8")
+    sections = [(title, _ROW.findall(body)) for title, body in _SECTION.findall(index)]
+    config["nav"] = ["README.md", *({title: pages} for title, pages in sections if pages)]
+    config["mdx_configs"]["toc"]["slugify"] = slug
+    return config
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put references in place of their markers, and names in place of links to files outside of the documentation."""
+    references = json.loads(REFERENCE.read_text(encoding="utf-8"))
+    return without_outside_links(MARKER.sub(lambda found: references[found[1]], markdown))
+
+
+def without_outside_links(markdown: str) -> str:
+    return _OUTSIDE.sub(lambda found: found[1] if "`" in found[1] else f"`{found[2]}`", markdown)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Raises ValueError if a page would load something from another site."""
+    if _LOADED.search(output):
+        raise ValueError(f"{page.file.src_uri} loads {_LOADED.search(output)[0]}")
+    return output
