@@ -1,7 +1,7 @@
 """Hook of mkdocs: navigation, references made from the code, links that leave the documentation.
 
-Runs in the environment `docs`, without the project's packages. Pages stay as forges render them: the navigation is made of
-the tables in docs/README.md, and headings get the anchors of GitHub.
+Runs in the environment `docs`, without the project's packages. Pages stay as forges render them: the navigation is that
+of docs/README.md, and headings get the anchors of GitHub.
 """
 
 from __future__ import annotations
