@@ -34,7 +34,11 @@ BLOCKS = blocks()
 SCRIPTS = [block for block in BLOCKS if block.script]
 LINES = [pytest.param(line, id=line[:60]) for block in BLOCKS if not block.script for line in block.lines]
 RUNS = ("gsm8k", "quickstart", "openai_sdk", "NAME")
-FILES = {"run.yaml": "configs/gsm8k_qwen3_4b_tpu.yaml", "mine.yaml": "configs/gsm8k.yaml"}
+FILES = {
+    "compass.yaml": "configs/quickstart.yaml",
+    "run.yaml": "configs/gsm8k_qwen3_4b_tpu.yaml",
+    "mine.yaml": "configs/gsm8k.yaml",
+}
 AGENT = ("my_agent.py", "examples/agents/openai_sdk.py")
 """Which file the pages mean by a name that the reader chooses."""
 SHORT = ("verify", "report", "status", "access", "env test compass.py")
