@@ -7,6 +7,7 @@ simulated ones.
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import tempfile
 from contextlib import AbstractAsyncContextManager
@@ -22,7 +23,6 @@ from shared.queue.server import embedded_server
 from shared.schema import RunConfig
 from shared.services_schema import TokenFiles
 from volley.layout import PROJECT
-from volley.printing import print_json
 
 _MODULES = {"rollout": "tools.simulated.rollout", "trainer": "tools.simulated.trainer"}
 
@@ -31,7 +31,7 @@ def main(name: str) -> None:
     module = import_module(_MODULES.get(name, f"services.{name}.app"))
     with tempfile.TemporaryDirectory() as folder, embedded_server(Path(folder) / "queue") as redis:
         run = _run(Path(folder), redis.url)
-        print_json({"openapi": asyncio.run(_document(module.open_service(run))), "metrics": metrics()})
+        print(json.dumps({"openapi": asyncio.run(_document(module.open_service(run))), "metrics": metrics()}))
 
 
 def _run(folder: Path, redis_url: str) -> RunConfig:
