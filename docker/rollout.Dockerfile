@@ -21,5 +21,6 @@ COPY configs configs
 COPY docker docker
 COPY shared shared
 COPY services services
-RUN python -m compileall -q services shared
+COPY volley volley
+RUN python -m compileall -q services shared volley
 USER volley

@@ -15,7 +15,7 @@ fi
 
 python -m venv /tmp/uv
 /tmp/uv/bin/pip install --quiet --disable-pip-version-check "uv>=0.9,<1"
-mkdir -p services shared
-touch README.md services/__init__.py shared/__init__.py
+mkdir -p services shared volley
+touch README.md services/__init__.py shared/__init__.py volley/__init__.py
 /tmp/uv/bin/uv sync --locked --no-dev "$@"
 rm -rf /tmp/uv

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -87,6 +88,18 @@ def test_image_is_built_from_the_lock_and_runs_without_root(path: Path) -> None:
     assert [line for line in lines if line.startswith("USER ")][-1] == "USER volley"
     assert "sync.sh" in path.read_text(encoding="utf-8")
     assert "uv sync --locked" in (ROOT / "docker" / "sync.sh").read_text(encoding="utf-8")
+
+
+def test_images_hold_every_package_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packages = set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
+    context = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert {f"!{name}" for name in packages} <= set(context)
+    for path in DOCKERFILES:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert {f"COPY {name} {name}" for name in packages} <= set(lines), path.name
+    made = (ROOT / "docker" / "sync.sh").read_text(encoding="utf-8")
+    assert all(f"{name}/__init__.py" in made for name in packages)
 
 
 def test_there_is_one_image_for_each_environment_of_python() -> None:
