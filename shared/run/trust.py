@@ -27,7 +27,7 @@ _KEY_BYTES = 32
 
 
 _accepted: set[str] = set()
-"""Folders that this process made, or that its user trusts by name."""
+"""Folders that this process made, or that its user trusts by name; runs in them are trusted too."""
 
 
 def accept(folder: RunFolder) -> None:
@@ -64,8 +64,9 @@ def is_own(folder: RunFolder) -> bool:
 
 
 def is_accepted(folder: RunFolder) -> bool:
-    """True if this process wrote the folder, or its user trusts it by name."""
-    return os.path.realpath(folder.path) in _accepted
+    """True if this process wrote the folder, or its user trusts it, or the one that it lies in, by name."""
+    path = os.path.realpath(folder.path)
+    return not _accepted.isdisjoint((path, os.path.dirname(path)))
 
 
 def check(folder: RunFolder) -> None:

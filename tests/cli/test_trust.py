@@ -215,3 +215,14 @@ def test_a_run_to_start_from_names_no_model_outside_its_folder(foreign: RunFolde
     foreign.config.write_text(yaml.safe_dump(tree), encoding="utf-8")
     with pytest.raises(ConfigError, match="--trust"):
         model_of(Origin("r", str(foreign.path), HEAD, "0"))
+
+
+def test_who_trusts_a_folder_of_runs_trusts_the_runs_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "_accepted", set[str]())
+    runs, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    for folder in (runs / "a", elsewhere / "b"):
+        folder.mkdir(parents=True)
+    (runs / "b").symlink_to(elsewhere / "b")
+    trust.accept(RunFolder(runs))
+    accepted = [trust.is_accepted(RunFolder(path)) for path in (runs / "a", runs / "b", elsewhere / "b")]
+    assert accepted == [True, False, False]

@@ -25,7 +25,7 @@ from shared.services import SERVICES
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-LONG_RUNNING = {"redis", *SERVICES}
+LONG_RUNNING = {"redis", "dashboard", *SERVICES}
 
 
 @pytest.fixture(scope="module")

@@ -121,10 +121,11 @@ def test_scaled_stack_trains_and_both_rollout_servers_end_on_the_last_version(st
     told = stack("logs", "--no-log-prefix", "report")
     assert code == 0, told + stack("logs", "--tail", "30")
     assert "DONE: steps=5 " in told
-    summary = json.loads(stack("exec", "-T", "orchestrator", "cat", "/runs/compose-test/summary.json"))
+    summary = json.loads(stack("exec", "-T", "trainer", "cat", "/runs/compose-test/summary.json"))
     assert summary["steps"] == 5
     assert summary["final_weight_version"].endswith("-s000005")
     assert [stack.weights(replica)["current"] for replica in (1, 2)] == [summary["final_weight_version"]] * 2
+    stack("exec", "-T", "dashboard", "python", "-IS", "docker/probe.py", "8100", "/")
     assert stack.state_of("compass") == "active"
     stack("restart", "--timeout", "20", "env")
     stack("up", "--no-deps", "--no-recreate", "--detach", "--wait", "env", timeout_s=120)

@@ -30,6 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "targets",
         nargs="*",
         type=Path,
+        default=[Path("runs")],
         metavar="FOLDER",
         help="folders of runs, or folders that hold them (default: runs)",
     )
@@ -55,8 +56,7 @@ def _serve_beside(folders: Sequence[Path], descriptor: int) -> int:
 
 def main(targets: Sequence[Path], *, host: str, port: int | None) -> int:
     """Serve until a signal. Raises ConfigError."""
-    folders = list(targets) or [Path("runs")]
-    for folder in folders:
+    for folder in targets:
         if not folder.is_dir():
             raise ConfigError(f"{folder}: no such folder", "name the folder of a run, or one that holds runs")
     try:
@@ -73,7 +73,7 @@ def main(targets: Sequence[Path], *, host: str, port: int | None) -> int:
         with suppress(OSError):
             address = link(listener, entrance.code)
             print_result({"url": address}, f"dashboard: {address}")
-        return asyncio.run(_serve(Runs(folders), entrance, listener, asyncio.Event().wait))
+        return asyncio.run(_serve(Runs(targets), entrance, listener, asyncio.Event().wait))
 
 
 async def _serve(

@@ -52,8 +52,9 @@ def new_code() -> str:
 
 
 def link(listener: socket.socket, code: str) -> str:
-    """Return the address that admits a browser."""
+    """Return the address that admits a browser: of this machine if the server listens on every interface."""
     host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/login?code={code}"
 
 
