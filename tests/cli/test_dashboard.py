@@ -139,7 +139,7 @@ async def test_the_newest_run_comes_first_and_runs_keep_their_names(page: httpx.
     other = root.parent / "others"
     shutil.copytree(root / "r", other / "r")
     both = Runs([root, other])
-    assert (both.open("r").folder.path, both.open("r~2").folder.path) == (root / "r", other / "r")
+    assert [both.open(name).folder.path for name in ("r", "r~2")] == [root / "r", other / "r"]
 
 
 async def test_episodes_are_listed_filtered_and_sorted(page: httpx.AsyncClient) -> None:
