@@ -12,6 +12,7 @@ import secrets
 import socket
 from collections.abc import Iterable
 from http.cookies import CookieError, SimpleCookie
+from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -54,7 +55,8 @@ def new_code() -> str:
 def link(listener: socket.socket, code: str) -> str:
     """Return the address that admits a browser: of this machine if the server listens on every interface."""
     host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    if ip_address(host).is_unspecified:
+        host = "::1" if ":" in host else "127.0.0.1"
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/login?code={code}"
 
 
