@@ -109,7 +109,7 @@ def test_made_shorter_while_tickets_are_under_way(tmp_path: Path):
         may_save, save = threading.Event(), trainer.backend.save
 
         def late(state: TrainerState, base: WeightVersion | None) -> Path:
-            assert state.step < 2 or may_save.wait(10)
+            assert state.step < 2 or may_save.wait(60)
             return save(state, base)
 
         trainer.backend.save = late

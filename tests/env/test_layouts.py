@@ -151,7 +151,7 @@ def test_nobody_waits_long_for_another_who_draws(monkeypatch: pytest.MonkeyPatch
 
     def make(seed: int, effort: Effort) -> tuple[str, ...]:
         begun.set()
-        gate.wait(10)
+        gate.wait(60)
         return (f"{seed}",)
 
     layouts = Layouts("held", make, lambda rows: rows, {"train": 5, "eval": 5})
@@ -163,7 +163,7 @@ def test_nobody_waits_long_for_another_who_draws(monkeypatch: pytest.MonkeyPatch
 
     drawing = threading.Thread(target=draw_one)
     drawing.start()
-    begun.wait(10)
+    begun.wait(60)
     with pytest.raises(Unavailable, match="eval task 0"):
         layouts.get("eval", 0)
     gate.set()

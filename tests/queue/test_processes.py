@@ -133,7 +133,7 @@ def test_weights_survive_every_kill(tmp_path: Path):
             fault()
         cluster.until(cluster.finished)
         for process in (*cluster.zombies, cluster.children["trainer"]):
-            process.wait(10)
+            process.wait(60)
         _, _, weights = workers.newest(cluster.checkpoints)
         assert [zombie.returncode for zombie in cluster.zombies] == [workers.FENCED_EXIT]
         assert set(cluster.exits) <= {-signal.SIGKILL, workers.FENCED_EXIT}

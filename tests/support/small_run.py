@@ -119,12 +119,12 @@ class Weightless:
         return self._restored.state if self._restored else None
 
     def build(self) -> None:
-        assert self.may_build.wait(10)
+        assert self.may_build.wait(60)
         self.weight = float(self._restored.params["w"]) if self._restored else 0.0
         self.count = float(self._restored.optimizer["count"]) if self._restored else 0.0
 
     def start(self, state: TrainerState) -> Path:
-        assert self.may_start.wait(10)
+        assert self.may_start.wait(60)
         return self._checkpoints.relabel(self._restored, state) if self._restored else self.save(state, None)
 
     def publish(self, version: WeightVersion) -> PublishedVersion:
@@ -166,7 +166,7 @@ class Weightless:
         return CheckpointContents({"w": np.float32(self.weight)}, {"count": np.float32(self.count)}, None, {}, None)
 
     def _written(self, state: TrainerState, contents: CheckpointContents, base: WeightVersion | None) -> Path:
-        assert self.may_save.wait(10)
+        assert self.may_save.wait(60)
         return self._checkpoints.save(state, contents, base)
 
 

@@ -87,8 +87,8 @@ def two() -> Iterator[Callable[[Mapping[str, Callable[[Any], object]]], Two]]:
             threads.append(threading.Thread(target=work, daemon=True))
             threads[0].start()
             leader.assemble(wait_s=10)
-            assert joined.wait(10)
-            stack.callback(lambda: threads[0].join(10))
+            assert joined.wait(60)
+            stack.callback(lambda: threads[0].join(60))
             stack.callback(leader.end)
             return pair
 
@@ -130,7 +130,7 @@ def test_an_error_of_the_leader_after_the_other_had_ended_the_call(two):
     ended = threading.Event()
 
     def late() -> None:
-        ended.wait(10)
+        ended.wait(60)
         raise StorageFull("no space")
 
     pair = two({"save": lambda given: ended.set(), "step": lambda given: "made"})
@@ -161,18 +161,18 @@ def test_a_call_of_another_thread_disturbs_none(two):
 
     def saving() -> None:
         with stream("saves"):
-            together(pair.leader, "save", {}, lambda: go_on.wait(10) and pair.leader.send("value", value="folder"))
+            together(pair.leader, "save", {}, lambda: go_on.wait(60) and pair.leader.send("value", value="folder"))
 
     pair = two({"step": lambda given: given["n"]})
     beside = threading.Thread(target=pair.follow_saves, args=({"save": save},), daemon=True)
     leading = threading.Thread(target=saving)
     beside.start()
     leading.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     for n in range(3):
         together(pair.leader, "step", {"n": n}, lambda: None)
     go_on.set()
-    leading.join(10)
+    leading.join(60)
     assert pair.done == [("step", 0), ("step", 1), ("step", 2)]
     assert pair.saved == ["folder"]
 
@@ -180,7 +180,7 @@ def test_a_call_of_another_thread_disturbs_none(two):
 def test_a_process_that_is_gone_is_noticed_at_once(two):
     pair = two({"step": lambda given: None})
     pair.follower.close()
-    assert pair.gone.wait(10)
+    assert pair.gone.wait(60)
     assert isinstance(pair.lost[0], ProcessLost)
     assert "process 1" in str(pair.lost[0])
 
@@ -188,7 +188,7 @@ def test_a_process_that_is_gone_is_noticed_at_once(two):
 def test_a_leader_that_is_gone_is_noticed_at_once(two):
     pair = two({})
     pair.leader._there[1]._sock.shutdown(socket.SHUT_RDWR)
-    assert pair.gone.wait(10)
+    assert pair.gone.wait(60)
 
 
 def test_who_goes_after_the_end_is_not_lost(two):

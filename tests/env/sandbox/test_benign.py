@@ -15,7 +15,7 @@ PROGRAMS = {
 import asyncio
 async def main():
     server = asyncio.Queue()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await asyncio.gather(server.put(1), server.get(), asyncio.sleep(0.01), asyncio.to_thread(sum, [1, 2]))
 asyncio.run(main())
 """,

@@ -96,7 +96,7 @@ async def test_an_agent_that_leaves_ends_its_call(tmp_path):
         while not recorder.engine.running:
             await asyncio.sleep(0.01)
         calling.cancel()
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(20):
             while not recorder.engine.aborted:
                 await asyncio.sleep(0.01)
         assert not session.tree.nodes
@@ -188,10 +188,10 @@ async def test_a_broken_connection_ends_its_call_and_the_next_one_is_answered(tm
         while not recorder.engine.running:
             await asyncio.sleep(0.01)
         if stream:
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(20):
                 assert b": waiting" in await reader.readuntil(b": waiting")
         writer.close()
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(20):
             while not recorder.engine.aborted:
                 await asyncio.sleep(0.01)
         assert (session.n_calls, len(session.tree.nodes)) == (0, 0)
