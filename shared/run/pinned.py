@@ -161,7 +161,8 @@ RULES = (
 )
 """The first rule whose prefix matches a key applies. Every key has a rule; in doubt it may not change."""
 _FORMER_DEFAULTS = {"orchestrator.generation.eval_share": None}
-"""Defaults that keys had in earlier versions: a run's record has all keys, its config.yaml those that were given."""
+"""Former defaults of keys. A run's record has all keys of its version, and its config.yaml those that were given; a
+record that is older than the key means the former default, too."""
 _UNKNOWN = Rule("", False, "this version does not know the key")
 
 
@@ -188,7 +189,7 @@ def as_recorded(config: RunConfig, record: Flat) -> dict[str, Any]:
     """Return `relevant(config)`; a key that was not given has the former default that the record has of it."""
     given: dict[str, Any] = {}
     _flatten("", orjson.loads(config.model_dump_json(exclude_unset=True)), given)
-    kept = {key: value for key, value in _FORMER_DEFAULTS.items() if key in record and record[key] == value}
+    kept = {key: value for key, value in _FORMER_DEFAULTS.items() if record.get(key, value) == value}
     return relevant(config) | {key: value for key, value in kept.items() if key not in given}
 
 
@@ -330,8 +331,8 @@ def _flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
 
 
 def _value(flat: Flat, key: str) -> Any:
-    if key in flat:
-        return flat[key]
+    if key in flat or key in _FORMER_DEFAULTS:
+        return flat.get(key, _FORMER_DEFAULTS.get(key))
     return _defaults().get(key, default_of(flat.get(_NAME), key.removeprefix(_ALGORITHM)))
 
 

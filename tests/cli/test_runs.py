@@ -103,6 +103,29 @@ def test_what_may_change_is_said_and_listed_before_it_does(tmp_path: Path) -> No
     assert record.amendments == ()
 
 
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_run_keeps_the_defaults_that_it_was_started_with(tmp_path: Path, is_recorded: bool) -> None:
+    """Also one whose record is older than the key; a value that is given applies."""
+    key = "orchestrator.generation.eval_share"
+    wanted = loaded(tmp_path)
+    flat = {name: value for name, value in relevant(wanted.config).items() if name != key}
+    flat |= {key: None} if is_recorded else {}
+    claim(wanted)
+    state = initial_state(0).starting_epoch(1, keep_reference=False, settings=flat)
+    checkpoints = CheckpointFolders(tmp_path / "r" / "checkpoints", "r", 3, NumpyArrays())
+    checkpoints.fence(1)
+    checkpoints.save(replace(state, step=4, low=4), CheckpointContents({}, {}, None, {}, None), None)
+    said: list[str] = []
+    for _ in range(2):
+        with runs.claimed(wanted, said.append) as (folder, record, _lock):
+            assert (record.config[key], record.amendments) == (None, ())
+        assert runs.stored(folder.path)[0].config.orchestrator.generation.eval_share is None
+    assert len(said) == 2
+    with runs.claimed(loaded(tmp_path, orchestrator={"generation": {"eval_share": 0.5}})) as (_, record, _lock):
+        assert record.config[key] == 0.5
+        assert [dict(one.changes) for one in record.amendments] == [{key: (None, 0.5)}]
+
+
 def test_a_finished_run_says_so_and_goes_on_with_more_steps(tmp_path: Path) -> None:
     wanted = begun(tmp_path, 10)
     with runs.claimed(wanted) as (folder, record, _):

@@ -147,6 +147,9 @@ def test_a_key_that_was_not_given_had_the_default_of_its_version():
     ):
         was, config = flat() | record, loaded(orchestrator={"generation": given}).config
         assert pinned.changes(was, pinned.as_recorded(config, was)) == differing
+    older = {name: value for name, value in flat().items() if name != key}
+    assert pinned.changes(older, pinned.as_recorded(loaded().config, older)) == []
+    assert pinned.changes(older, flat()) == [pinned.Change(key, None, 0.5)]
 
 
 def test_a_key_that_is_not_recorded_any_more_is_no_difference():

@@ -52,6 +52,9 @@ def test_parameters_optimizer_and_gradients_are_those_of_the_shapes() -> None:
     two = memory.estimate(SHAPE, MODEL, replace(POLICY, layout=BatchLayout((16,), 4, 0)))
     assert two.step["gradients"] == 8 * N  # those of a micro-batch are added to those before
     assert 0.4 < two.step["activations"] / found.step["activations"] < 0.7
+    assert (found.branches, two.branches) == (4 * N, 0)
+    assert found.peak_with_branches >= found.peak == found.peak_with_branches - 4 * N
+    assert two.peak_with_branches == two.peak
     copies = found.host_copies if found.on_host else 0  # a checkpoint is written beside steps
     assert found.peak == sum(found.kept.values()) + sum(found.step.values()) + copies
     rounded = memory.estimate(SHAPE, replace(MODEL, dtype="bfloat16"), replace(POLICY, published_dtype="bfloat16"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,6 +46,14 @@ def with_content(loaded: LoadedConfig, folder: RunFolder, recorded: Flat) -> Loa
     except ConfigError:  # the services refuse it
         return config.changed(loaded, {content.KEY: content_of(recorded) or None})
     return config.changed(loaded, {content.KEY: content.digests(model)})
+
+
+def with_former_defaults(loaded: LoadedConfig, in_force: Flat, say: Callable[[str], None]) -> LoadedConfig:
+    """Keep the former defaults in force of keys that the configuration does not give."""
+    kept = pinned.changes(pinned.as_recorded(loaded.config, in_force), pinned.relevant(loaded.config))
+    for one in kept:
+        say(f"{one}: this default changed after the run was started, and the run keeps the former one")
+    return config.changed(loaded, {one.key: one.was for one in kept}) if kept else loaded
 
 
 def content_of(recorded: Flat) -> dict[str, str]:

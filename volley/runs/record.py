@@ -123,6 +123,8 @@ def claimed(loaded: LoadedConfig, say: Callable[[str], None] = print_lines) -> I
             loaded = config.changed(loaded, {KEY: "random"})
             write_record(folder, dataclasses.replace(record, config={**record.config, KEY: "random"}))
         loaded = beginning.with_content(loaded, folder, {} if record is None else record.config)
+        if record is not None and (record.finished or _has_begun(folder)):
+            loaded = beginning.with_former_defaults(loaded, _in_force(record, commits.newest(folder)), say)
         record = _continued(folder, loaded, say) or _new(loaded)
         record = dataclasses.replace(record, origin=None if origin is None else dataclasses.asdict(origin))
         replace(folder.config, loaded.to_yaml().encode())

@@ -168,6 +168,13 @@ class TunixBackend:
         self.plan = plan(self._options, policy.layout, policy.rows_per_step, found)
         _log.info("memory", mib=found.to_mib(), limit_mib=limit >> 20, on=on, plan=self.plan)
         memory.check(found, limit, on, lambda: memory.knobs(*parts, warm_start, found))
+        if found.peak_with_branches > limit:
+            _log.warning(
+                "memory does not suffice for episodes of several sequences",
+                mib=found.peak_with_branches >> 20,
+                limit_mib=limit >> 20,
+                hint=f"trainer.train_micro_batch_size={policy.layout.rows // 2 or 1} if this run has such episodes",
+            )
         return found.to_mib()
 
     def warm_start(self, examples: Sequence[Example], options: SupervisedOptions) -> Iterator[SupervisedMetrics]:

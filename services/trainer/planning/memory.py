@@ -49,7 +49,8 @@ class MemoryEstimate:
     """Bytes on each device.
 
     `kept` is always in memory, by part; `step` is added in a step; the warm start needs `warm_start` in place of both;
-    writing a checkpoint adds `published`. Host memory holds `host_reference` always, and `host_copies` while a
+    writing a checkpoint adds `published`. A step with more sequences than episodes adds `branches`: if its episodes fill
+    one micro-batch, their branches need a second one of the same shape, whose gradient is added. Host memory holds `host_reference` always, and `host_copies` while a
     checkpoint is written; if the devices are the host (`on_host`), these count too.
     """
 
@@ -60,6 +61,7 @@ class MemoryEstimate:
     host_copies: int
     on_host: bool = False
     host_reference: int = 0
+    branches: int = 0
 
     @property
     def phases(self) -> dict[str, int]:
@@ -72,6 +74,11 @@ class MemoryEstimate:
     @property
     def peak(self) -> int:
         return max(self.phases.values())
+
+    @property
+    def peak_with_branches(self) -> int:
+        """Peak bytes if a step has more sequences than episodes."""
+        return max(self.peak, self.phases["step"] + self.branches)
 
     def to_mib(self) -> dict[str, float]:
         """Convert the parts of the largest phase to MiB, for the log and /status."""
@@ -123,7 +130,8 @@ def estimate(
     warming = _warm_start(described, model, policy, activations, warm_start)
     on_host = jax.devices()[0].platform == "cpu"
     aside = reference - kept["reference"]
-    return MemoryEstimate(kept, step, warming, rounded * n_trained, copies, on_host, aside)
+    branches = 0 if n_micro > 1 or policy.tunix is not None else 4 * n_trained
+    return MemoryEstimate(kept, step, warming, rounded * n_trained, copies, on_host, aside, branches)
 
 
 def _is_trained(name: str, model: ModelOptions) -> bool:

@@ -26,9 +26,9 @@ def plan(model: ModelOptions, layout: BatchLayout, rows_per_step: int, memory: M
         share = min(sizes.get("fsdp", 1), processes)
         each = layout.rows // share if layout.tokens is None else f"{layout.tokens // share:,} tokens"
         rows += f", {each} on each process"
-    return (
-        f"mesh {mesh}: {n} {jax.devices()[0].platform} device{'s' * (n > 1)}{of}; {_size(memory.peak)} on each; {rows}"
-    )
+    size, branching = _size(memory.peak), _size(memory.peak_with_branches)
+    size += f" on each ({branching} if episodes have several sequences)" if branching != size else " on each"
+    return f"mesh {mesh}: {n} {jax.devices()[0].platform} device{'s' * (n > 1)}{of}; {size}; {rows}"
 
 
 def _size(n_bytes: int) -> str:

@@ -63,6 +63,7 @@ class Programs:
         self.add = jax.jit(partial(jax.tree.map, jnp.add), donate_argnums=0, out_shardings=self._like)
         kept = (self._like, self._like, self._like, self._everywhere)
         self.step = jax.jit(_stepped, donate_argnums=(0, 1, 2, 3), out_shardings=kept)
+        self.check = jax.jit(_checked, static_argnames="dtype")
         self._passes: dict[str, tuple[Any, Any]] = {}
 
     def passes(self, loss: str) -> tuple[Any, Any]:
@@ -188,20 +189,27 @@ class ClientModel:
         n = sum(one.inputs["target_tokens"].size for one in request.data)
         return PassOutput(gathered(request, tables), {"loss:sum": total, "tokens:sum": float(n)})
 
-    def step(self, adam: Adam) -> Mapping[str, float]:
+    def step(self, adam: Adam, *, check: bool = True) -> Mapping[str, float]:
         """Take an optimizer step with the accumulated gradient (zeros without one), and clear it.
 
-        Raises NonFinite; the weights are then unchanged.
+        Raises NonFinite, unless `check` is false, if the gradient is not finite or weights and optimizer state would
+        not be; they are then unchanged.
         """
         found = self._gradient or {k: jnp.zeros_like(v, device=v.sharding) for k, v in self._params.items()}
         self._gradient = None
+        before = self._params, self._first, self._second, self._count, found, adam.values()
         with self.base.mesh:
-            norm = float(_norm(found))
-            if not np.isfinite(norm):
+            norm, is_finite = self._programs.check(*before, dtype=self.base.options.dtype)
+            if check and not np.isfinite(norm):
                 raise NonFinite("the gradient is not finite; the weights are unchanged", "lower the learning rate")
-            made = self._programs.step(self._params, self._first, self._second, self._count, found, adam.values())
+            if check and not is_finite:
+                raise NonFinite(
+                    "the step gives weights or an optimizer state that are not finite; both are unchanged",
+                    "lower learning_rate or weight_decay, or scale the loss",
+                )
+            made = self._programs.step(*before)
         self._params, self._first, self._second, self._count = made
-        return {"grad_norm:mean": norm}
+        return {"grad_norm:mean": float(norm)}
 
     def forget_gradient(self) -> None:
         """Clear the accumulated gradient."""
@@ -262,11 +270,6 @@ def _part(arrays: Mapping[str, Any], prefix: str, like: Params) -> dict[str, Any
     return found
 
 
-@jax.jit
-def _norm(found: Params) -> jax.Array:
-    return optax.global_norm(found)
-
-
 def _stepped(
     params: Params, first: Params, second: Params, count: jax.Array, found: Params, settings: jax.Array
 ) -> Any:
@@ -279,3 +282,14 @@ def _stepped(
     updates, state = optimizer.update(found, optax.ScaleByAdamState(count, first, second))
     stepped = jax.tree.map(lambda p, u: p - rate * (u + decay * p), params, updates)
     return stepped, state.mu, state.nu, state.count
+
+
+def _checked(*before: Any, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """Return the gradient's global norm, and whether all results of the step are finite, weights also in `dtype`.
+
+    The step is computed without storing its results.
+    """
+    params, first, second, _ = _stepped(*before)
+    published = [x.astype(dtype) for x in params.values()]
+    finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((published, params, first, second))]
+    return optax.global_norm(before[4]), jnp.stack(finite).all()

@@ -48,10 +48,10 @@ class SampleTask:
 
 
 def version_of(checkpoint: Checkpoint | None) -> str:
-    """Name weights for a rollout server, by address and content."""
+    """Name weights for a rollout server by their content, so those of a replaced checkpoint keep their name."""
     if checkpoint is None:
         return _BASE
-    return f"t-{hashlib.sha256(f'{checkpoint.path} {checkpoint.digest}'.encode()).hexdigest()[:24]}"
+    return f"t-{hashlib.sha256(checkpoint.digest.encode()).hexdigest()[:24]}"
 
 
 @dataclass

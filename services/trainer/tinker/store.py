@@ -361,7 +361,7 @@ class FutureStore:
         """
         with self._transaction() as db:
             self._put_sampler(db, sampler, session, path)
-            if (known := self.sampler(sampler)) != path:
+            if (known := self.sampler(sampler)) != path and not _is_replaced(known, path):
                 raise InputError(
                     f"the sampling session {sampler[:80]} was opened for {known or 'the base model'}",
                     "choose another sampling_session_seq_id",
@@ -388,6 +388,13 @@ class FutureStore:
             return self._rows("SELECT clients FROM samplers WHERE id = ?", sampler)[0][0]
 
     def _put_checkpoint(self, db: sqlite3.Connection, one: Checkpoint) -> None:
+        """Put a checkpoint; one that it replaces stays, without a name of the client, for its sampling sessions."""
+        if self._rows("SELECT 1 FROM samplers WHERE path = ? LIMIT 1", one.path):
+            (old,) = self._rows("SELECT digest FROM checkpoints WHERE path = ?", one.path) or [("",)]
+            path = f"{_replaced(one.path)}{old[0][:16]}"
+            name = path.rpartition("/")[2]
+            db.execute("UPDATE OR REPLACE checkpoints SET path = ?, name = ? WHERE path = ?", (path, name, one.path))
+            db.execute("UPDATE samplers SET path = ? WHERE path = ?", (path, one.path))
         values = (one.path, one.model, one.kind, one.name, one.file, one.digest, one.size, one.created, one.expires)
         metadata = None if one.metadata is None else orjson.dumps(one.metadata)
         db.execute(
@@ -426,6 +433,16 @@ class FutureStore:
         (self.folder / found.file).unlink(missing_ok=True)
         if found.kind == "external":
             shutil.rmtree((self.folder / found.file).parent, ignore_errors=True)
+
+
+def _replaced(path: str) -> str:
+    """Return the beginning of the addresses of checkpoints that were replaced at `path`."""
+    head, _, name = path.rpartition("/")
+    return f"{head}/{UNNAMED}{name}-"
+
+
+def _is_replaced(known: str | None, path: str | None) -> bool:
+    return known is not None and path is not None and known.startswith(_replaced(path))
 
 
 def _checkpoint(row: tuple[Any, ...]) -> Checkpoint:

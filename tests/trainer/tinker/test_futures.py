@@ -194,6 +194,45 @@ async def test_a_failed_step_clears_the_gradient_also_after_a_restart(tmp_path: 
     assert checksums[0] == checksums[1]
 
 
+def too_large(model: str, seq: int, advantage: float) -> Request:
+    """Return a pass whose gradient grows with the advantage, up to one that is not finite."""
+    n = 8
+    inputs = {
+        "target_tokens": {"data": [3] * n},
+        "logprobs": {"data": [-3.0] * n},
+        "advantages": {"data": [advantage] * n},
+    }
+    datum = {"model_input": {"chunks": [{"tokens": [5] * n}]}, "loss_fn_inputs": inputs}
+    given = {"data": [datum], "loss_fn": "importance_sampling"}
+    return json_request(model, seq, "forward_backward", {"model_id": model, "seq_id": seq, "forward_input": given})
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+async def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(tmp_path: Path, tiny: Base, rank: int):
+    """Not weights, optimizer state or the accumulated gradient; steps after it give the same bits as without it."""
+    checksums = []
+    for name, wrong in (("calm", False), ("wrong", True)):
+        folder = tmp_path / name
+        async with service(folder, tiny) as tinker:
+            model = await new_model(tinker, rank)
+            sent = [
+                pass_request(model, 1, 1),
+                step(model, 2),
+                too_large(model, 3, 1e38 if wrong else 1.0),
+                step(model, 4, **({} if wrong else {"beta1": 2.0})),
+                too_large(model, 5, 1e17 if wrong else 1.0),  # the squares overflow in the optimizer's state
+                step(model, 6, **({} if wrong else {"beta1": 2.0})),
+                pass_request(model, 7, 2),
+                step(model, 8),
+            ]
+            found = await results(tinker, sent)
+            outcomes = [one.outcome for one in found]
+        assert outcomes == ["done", "done", "done", "failed", "done", "failed", "done", "done"]
+        checksums.append(weights(folder, model))
+        assert not [*futures.problems(folder)]
+    assert checksums[0] == checksums[1]
+
+
 async def test_no_request_ends_the_server(tmp_path: Path, tiny: Base):
     """Not one that its checks let through, nor a checkpoint without its file; the model goes on from its past."""
     async with service(tmp_path, tiny) as tinker:
@@ -280,6 +319,31 @@ async def test_a_sampling_session_keeps_its_weights(tmp_path: Path, tiny: Base):
         assert opened[0] == opened[1]
         with pytest.raises(InputError):
             await tinker.create_sampler(of_base | {"model_path": orjson.loads(saved.result or b"")["path"]})
+
+
+async def test_an_open_sampling_session_keeps_weights_that_are_overwritten(tmp_path: Path, tiny: Base):
+    """Also their file, and after a restart; a session opened later has the new weights."""
+    save = {"path": "a", "overwrite": True}
+    async with service(tmp_path, tiny) as tinker:
+        model = await new_model(tinker)
+        session = model.partition(":")[0]
+        opens = {"session_id": session, "model_path": f"tinker://{model}/sampler_weights/a"}
+        samplers, digests = list[str](), list[str]()
+        for n in range(3):
+            change = [pass_request(model, 3 * n + 1, n), step(model, 3 * n + 2)]
+            saved = json_request(model, 3 * n + 3, "save_weights_for_sampler", save | {"sampling_session_seq_id": n})
+            found = await results(tinker, [*change, saved])
+            samplers.append(orjson.loads(found[-1].result or b"")["sampling_session_id"])
+            digests.append((await tinker.db(tinker.store.checkpoint, opens["model_path"])).digest)
+        assert await tinker.create_sampler(opens | {"sampling_session_seq_id": 0}) == samplers[0]
+        samplers.append(await tinker.create_sampler(opens | {"sampling_session_seq_id": 3}))
+    async with service(tmp_path, tiny) as tinker:
+        for sampler, digest in zip(samplers, [*digests, digests[-1]], strict=True):
+            weights = await tinker._weights_of({"sampling_session_id": sampler})  # noqa: SLF001
+            assert weights is not None
+            assert weights.digest == digest
+    assert len(set(digests)) == len([*(tmp_path / "checkpoints").iterdir()]) == 3
+    assert not [*futures.problems(tmp_path)]
 
 
 async def test_no_query_reads_the_whole_ledger(tmp_path: Path, tiny: Base):

@@ -66,7 +66,7 @@ class Rollout:
 
 def checkpoint(name: str) -> Checkpoint:
     path = f"tinker://m/sampler_weights/{name}"
-    return Checkpoint(path, "m", "sampler", name, name, "d", 1, 0.0, None, public=False, spec={}, metadata=None)
+    return Checkpoint(path, "m", "sampler", name, name, name, 1, 0.0, None, public=False, spec={}, metadata=None)
 
 
 WEIGHTS: dict[str, Checkpoint | None] = {"a": checkpoint("a"), "b": checkpoint("b"), "base": None}
