@@ -17,9 +17,9 @@ class ServiceInfo:
     """One kind of service.
 
     `port` is its default port, `environment` its virtual environment, `start_s` the longest time until its first
-    answer, in seconds (model loading and compiling included). `needs` are the services that have to answer before it is
-    started. `describes` are the paths at which a viewer reads its state. `run_key` is set for a service of a single
-    run: the key of the run's name in the answer of the first of these paths.
+    answer, in seconds (model loading and compiling included). `needs` are the services that it calls, and that are
+    stopped after it. `describes` are the paths at which a viewer reads its state. `run_key` is set for a service of a
+    single run: the key of the run's name in the answer of the first of these paths.
 
     A `replicated` service may have several processes: `services.NAME_replicas` are started here, `services.NAME_urls`
     were started elsewhere. A `shared` service may serve several runs: `services.NAME.url` names one that was started

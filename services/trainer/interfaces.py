@@ -69,6 +69,10 @@ class Backend(Protocol):
         """
         ...
 
+    def compile(self) -> None:
+        """Compile what is known of the next steps; nothing changes. Called once, while the first groups are made."""
+        ...
+
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics: ...
 
     def checksum(self) -> str:

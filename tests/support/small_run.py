@@ -130,6 +130,8 @@ class Weightless:
     def publish(self, version: WeightVersion) -> PublishedVersion:
         return PublishedVersion(version, Chunk("0" * 64, 1), "0" * 64, 1, 0, {})
 
+    def compile(self) -> None: ...
+
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         """A reward above `HUGE` makes the weight infinite."""
         if any(t.reward > HUGE for h in held for t in h.group.trajectories):

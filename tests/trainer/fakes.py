@@ -90,6 +90,8 @@ class FakeBackend:
     def start(self, state: TrainerState) -> Path:
         return self.save(state, None)
 
+    def compile(self) -> None: ...
+
     def step(self, held: Any, before: WeightVersion) -> StepMetrics:
         time.sleep(self.step_s)
         tickets = [h.group.ticket for h in held]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -19,8 +21,11 @@ from services.trainer.groups.group_buffer import ReadyGroup, ready_group
 from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.optimizer import OptimizerOptions, schedule
 from services.trainer.learner.policy import Policy, PolicyOptions
+from services.trainer.models.options import ModelOptions
+from services.trainer.planning import memory
 from shared.algorithm_schema import GrpoSection, PpoSection, SaoSection
 from shared.errors import NonFinite, WeightsError
+from shared.models.config import ModelConfig
 from shared.types import WeightVersion
 from tests.support import decoder_reference, models
 from tests.trainer.support import CONFIG, group, model_of
@@ -68,6 +73,25 @@ def test_the_same_groups_give_bit_identical_weights_also_from_a_checkpoint():
     assert all(np.array_equal(a[k], b[k]) for k in a)
     assert (first.kl, first.step, second.version) == (pytest.approx(0, abs=1e-6), 1, "e000001-s000002")
     assert second.kl > 0
+
+
+@pytest.mark.parametrize("layout", [OPTIONS.layout, BatchLayout((64,), 1, 0, tokens=64)])
+def test_a_step_runs_what_was_compiled_before_it(layout: BatchLayout, caplog: pytest.LogCaptureFixture):
+    """The same weights, and nothing is left to compile."""
+    options = replace(OPTIONS, layout=layout)
+    model = ModelOptions(Path(), "float32", "none", (1, 1), ("fsdp", "tp"), 0)
+    shapes = memory.micro_batch(ModelConfig.parse(CONFIG_1), model, options, layout.rows)
+    one, other = policy(options), policy(options)
+    assert layout.has_one_shape
+    one.compile(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
+    batches, _ = one._batches(held(1, 2, 3, 4), START)
+    assert len(batches) > 1
+    with jax.log_compiles():
+        one._learner.update(batches)
+        assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+        other._learner.update(batches)
+        assert [record for record in caplog.records if "Compiling" in record.getMessage()]
+    assert one.checksum() == other.checksum()
 
 
 def test_values_of_tokens_have_the_advantages_of_the_step():

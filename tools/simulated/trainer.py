@@ -107,6 +107,8 @@ class SimulatedBackend:
     def apply_settings(self, settings: Flat) -> None:
         self._rate = float(settings.get("trainer.optimizer_config.learning_rate", self._own_rate))
 
+    def compile(self) -> None: ...
+
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         norm = sum(self._learn(h.group) for h in held)
         after = WeightVersion(before.epoch, before.step + 1)

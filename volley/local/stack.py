@@ -112,9 +112,13 @@ async def running(
 
         async with (
             keep_running(redis, reaper, say, patience, seen, durable_steps) as first,
-            keep_running(builder.members(*first_kinds), reaper, say, patience, seen, durable_steps) as second,
+            keep_running(
+                builder.members(*first_kinds), reaper, say, patience, seen, durable_steps, waits=False
+            ) as second,
             keep_running(builder.members(*later_kinds), reaper, say, patience, seen, durable_steps) as third,
         ):
+            for one in second:
+                await one.up.wait()
             yield LocalStack(
                 {**builder.urls, **builder.external}, builder.token, builder.ca_file, [*first, *second, *third]
             )

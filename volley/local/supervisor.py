@@ -220,8 +220,10 @@ async def keep_running(
     patience: RestartPolicy = RestartPolicy(),
     seen: Seen = unseen,
     progress: Progress = no_progress,
+    *,
+    waits: bool = True,
 ) -> AsyncIterator[list[Supervision]]:
-    """Keep the processes running inside the context, whose body starts when all have answered once.
+    """Keep the processes running inside the context, whose body starts when all have answered once, if it `waits`.
 
     Raises ServiceFailed or ConfigError in an ExceptionGroup when a process is not restarted.
     """
@@ -229,7 +231,7 @@ async def keep_running(
         kept = [Supervision(member, reaper, say, patience, seen, progress) for member in members]
         tasks = [group.create_task(one.run()) for one in kept]
         try:
-            for one in kept:
+            for one in kept if waits else ():
                 await one.up.wait()
             yield kept
         finally:

@@ -206,6 +206,14 @@ class TunixBackend:
             self._policy.apply_options(self._options_under(settings))
             self._in_force = settings
 
+    def compile(self) -> None:
+        """Compile the step, if all micro-batches have one shape; otherwise the first step of each shape does."""
+        assert self._policy is not None
+        layout, has_experts = self._policy_options.layout, self._described.routing is not None
+        if layout.has_one_shape and not (has_experts and self._options.routing_replay):  # groups may lack experts
+            shapes = memory.micro_batch(self._described, self._options, self._policy_options, layout.rows)
+            self._policy.compile(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
+
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         """Train one RL step on the groups; `before` is the version of the present weights.
 

@@ -146,6 +146,11 @@ class BatchLayout:
             "raise trainer.length_buckets",
         )
 
+    @property
+    def has_one_shape(self) -> bool:
+        """True if all micro-batches have the same shape."""
+        return len(self.buckets) == 1 and (self.tokens is None or self.rows == self.shards)
+
     def n_micro(self, n_rows: int) -> int:
         return max(1, -(-n_rows // self.rows))
 

@@ -127,6 +127,11 @@ class Policy:
         if self._critic is not None and options.critic is not None:
             self._critic.apply_setup(options.critic)
 
+    def compile(self, batch: Batch) -> None:
+        """Compile the update of the policy for micro-batches like this one, before the first step needs it."""
+        if isinstance(self._learner, Learner):
+            self._learner.compile(batch, self._n_micro)
+
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         """Train on complete groups; `before` is the version of the present weights.
 

@@ -119,6 +119,15 @@ class Learner:
         of_step = statistics.values(statistics.joined(parts))
         return Update(float(np.sum(losses)), float(norm), of_step)
 
+    def compile(self, batch: Batch, n_micro: int) -> None:
+        """Compile what a step of `n_micro` micro-batches like this one runs; no value changes."""
+        params = self._params
+        with self.mesh:
+            self._gradient.lower(params, self._frozen, self.placed(batch)).compile()
+            self._apply.lower(params, self._state, params).compile()
+            if n_micro > 1:
+                self._add.lower(params, params).compile()
+
     def placed(self, batch: Batch) -> Batch:
         """Put the batch on the devices, sharded by rows."""
         return placed_tree(batch, self._rows)

@@ -89,6 +89,8 @@ class TrainLoop:
 
     async def _steps(self) -> None:
         status, plan, settlement = self._status, self._plan, self._settlement
+        if settlement.pending.version.step < plan.max_steps and not status.stopping:
+            await self._waiter.blocking(self._parts.backend.compile)
         waited = time.perf_counter()
         while settlement.pending.version.step < plan.max_steps and not status.stopping and not status.refused:
             groups = None if status.paused else await self._take()

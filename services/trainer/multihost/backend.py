@@ -63,6 +63,9 @@ class LeadingBackend:
     def apply_settings(self, settings: Flat) -> None:
         self._together("under", {"settings": orjson.dumps(settings)}, lambda: self._own.apply_settings(settings))
 
+    def compile(self) -> None:
+        self._together("compile", {}, self._own.compile)
+
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         arguments = {"groups": _payloads(held), "version": str(before)}
         return self._together("step", arguments, lambda: self._own.step(held, before))
@@ -121,6 +124,7 @@ class FollowingCalls:
             "warm_step": lambda _: next(self._warm_steps, None),
             "start": lambda given: own.start(_state(given)),
             "under": lambda given: own.apply_settings(orjson.loads(given["settings"])),
+            "compile": lambda _: own.compile(),
             "step": lambda given: own.step(_groups(given), _version(given)),
             "logprob_diffs": lambda given: own.logprob_diffs(_groups(given), _version(given)),
             "rewind": lambda given: own.rewind(_version(given)),

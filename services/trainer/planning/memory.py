@@ -49,9 +49,10 @@ class MemoryEstimate:
     """Bytes on each device.
 
     `kept` is always in memory, by part; `step` is added in a step; the warm start needs `warm_start` in place of both;
-    writing a checkpoint adds `published`. A step with more sequences than episodes adds `branches`: if its episodes fill
-    one micro-batch, their branches need a second one of the same shape, whose gradient is added. Host memory holds `host_reference` always, and `host_copies` while a
-    checkpoint is written; if the devices are the host (`on_host`), these count too.
+    writing a checkpoint adds `published`. A step with more sequences than episodes adds `branches`: if the episodes
+    fit into one micro-batch, the branches need a second one of the same shape, whose gradient is added. Host memory
+    holds `host_reference` always, and `host_copies` while a checkpoint is written; if the devices are the host
+    (`on_host`), these count too.
     """
 
     kept: Mapping[str, int]
