@@ -35,6 +35,7 @@ from shared.process import telemetry, watchdog
 from shared.process.events import CANNOT_START, CRASHED, FORCED
 from shared.process.imports import uncollected
 from shared.process.ports import host_problem
+from shared.process.traced import traced
 from shared.process.utf8 import restart_in_utf8
 from shared.schema import RunConfig
 from shared.services import SERVICES
@@ -83,7 +84,8 @@ def main(
         endpoint: Endpoint = getattr(loaded.config.services, name)
         if loaded.config.services.token_files == TokenFiles() and endpoint.host not in LOOPBACK:
             _log.warning("no tokens are configured: every caller has full access", host=endpoint.host)
-        with bind(endpoint) as listener:
+        section = loaded.config.run
+        with traced(name, section.name, section.traces), bind(endpoint) as listener:
             code = run(loaded.config, open_service or _load(name, requires, entry), listener)
     except VolleyError as error:
         _log.error(CANNOT_START, error=type(error).__name__, detail=str(error))

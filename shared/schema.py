@@ -53,6 +53,13 @@ def _bucket(value: Any) -> Any:
     return address
 
 
+def _collector(value: Any) -> Any:
+    """Raises ValueError for anything but the address of an HTTP server."""
+    if isinstance(value, str) and not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", value):
+        raise ValueError(f"{value[:200]!r} is not an address of the form http://HOST:4318")
+    return value
+
+
 type TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
@@ -63,7 +70,8 @@ class RunSection(Section):
     or `gs://BUCKET/PREFIX`, used by this run alone: the trainer also keeps checkpoints and log there, and rollout
     servers may load checkpoints from there. `date` is the date that chat templates write; the first start of a run sets
     it to today's date in UTC. `trackers` are the experiment trackers that `volley train` reports to;
-    with `dashboard` it offers a page to look at the run.
+    with `dashboard` it offers a page to look at the run. `traces` is the address of an OpenTelemetry collector, to which
+    all services send spans by OTLP over HTTP.
     """
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
@@ -73,6 +81,7 @@ class RunSection(Section):
     date: datetime.date | None = None
     trackers: tuple[TrackerName, ...] = ()
     dashboard: bool = True
+    traces: Annotated[str | None, BeforeValidator(_collector)] = None
 
     @property
     def folder(self) -> Path:

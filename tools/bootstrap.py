@@ -28,9 +28,9 @@ from typing import IO, Iterator, Mapping  # noqa: UP035 - runs on Python 3.8
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = {
-    "base": ["--extra", "environments", "--extra", "tools"],
-    "rollout": ["--extra", "rollout"],
-    "trainer": ["--extra", "trainer"],
+    "base": ["--extra", "environments", "--extra", "tools", "--extra", "traces"],
+    "rollout": ["--extra", "traces", "--extra", "rollout"],
+    "trainer": ["--extra", "traces", "--extra", "trainer"],
 }
 OPTIONAL = {"docs": ["--only-group", "docs"]}  # made where named: `bootstrap.py docs`
 ACCELERATED = ("rollout", "trainer")

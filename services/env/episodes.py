@@ -37,7 +37,7 @@ from shared.errors import (
     Unavailable,
     VolleyError,
 )
-from shared.process import telemetry
+from shared.process import telemetry, tracing
 
 MAX_STEPS = 1000
 _FINISHED = "finish_early"
@@ -309,7 +309,8 @@ class Episodes:
         env, began = slot.request.entry.name, self._clock()
         self._calls[slot.id] = env, began
         try:
-            yield
+            with tracing.span("environment step" if turn else "environment reset", {"volley.env": env}):
+                yield
         except (InputError, RateLimited, StorageUnavailable, RewardFailed):
             raise
         except VolleyError as error:

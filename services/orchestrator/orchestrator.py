@@ -29,7 +29,7 @@ from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
 from shared.errors import VolleyError, first_error
 from shared.models.chat import ChatTokenizer
-from shared.process import telemetry
+from shared.process import telemetry, tracing
 from shared.process.sinks import MetricsFanout
 from shared.queue.queue import TicketQueue
 from shared.run import wedge
@@ -196,6 +196,7 @@ class Orchestrator:
 
     async def _begun(self, beginning: str) -> None:
         """Follow a new epoch. At the start of this process, tickets of stored episodes are issued again at once."""
+        tracing.follow(self.settings.run, beginning)
         await self.handover.follow(beginning)
         if self.sessions is not None:
             await self.sessions.follow(beginning)

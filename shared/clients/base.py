@@ -23,7 +23,7 @@ import orjson
 from shared import codec
 from shared.bounds import MAX_OBJECTS
 from shared.errors import DecodeError, MalformedAnswer, ServiceUnreachable, TlsFailed, from_problem
-from shared.process import descriptors, offload
+from shared.process import descriptors, offload, tracing
 from shared.retry import retry
 from shared.web.tls import client_context
 
@@ -257,7 +257,7 @@ class _Network:
         media_type: str | None = None,
     ) -> HttpReply:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-        url, headers = self._base_url + path, _content_type(media_type, self._content_type, body)
+        url, headers = self._base_url + path, _headers(media_type, self._content_type, body)
         async with self._session.request(
             method, url, data=body, params=params, headers=headers, timeout=timeout, allow_redirects=False
         ) as answer:
@@ -267,7 +267,7 @@ class _Network:
 
     async def receive(self, path: str, headers: Mapping[str, str], take: Take, body: bytes | None = None) -> HttpReply:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
-        method, sent = ("GET", headers) if body is None else ("POST", {**headers, **self._content_type})
+        method, sent = "GET" if body is None else "POST", {**headers, **_headers(None, self._content_type, body)}
         async with self._session.request(
             method, self._base_url + path, data=body, headers=sent, timeout=timeout, allow_redirects=False
         ) as answer:
@@ -283,10 +283,13 @@ class _Network:
         await self._session.close()
 
 
-def _content_type(media_type: str | None, usual: dict[str, str], body: bytes | None) -> dict[str, str] | None:
+def _headers(media_type: str | None, usual: Mapping[str, str], body: bytes | None) -> Mapping[str, str]:
+    """Return the headers of a request: the type of its body, and the present span."""
+    trace = tracing.headers()
     if body is None:
-        return None
-    return {"Content-Type": media_type} if media_type else usual
+        return trace
+    content_type = {"Content-Type": media_type} if media_type else usual
+    return {**content_type, **trace} if trace else content_type
 
 
 async def _bounded(answer: aiohttp.ClientResponse, path: str) -> bytes:
@@ -320,14 +323,14 @@ class _Direct:
         timeout_s: float,
         media_type: str | None = None,
     ) -> HttpReply:
-        headers = _content_type(media_type, self._content_type, body) or {}
+        headers = _headers(media_type, self._content_type, body)
         answer = await self._direct.send(method, path, body, params, headers, timeout_s)
         received = answer.headers
         content_type, retry_after = received.get("Content-Type", ""), received.get("Retry-After", "")
         return HttpReply(answer.status_code, content_type, answer.content, retry_after)
 
     async def receive(self, path: str, headers: Mapping[str, str], take: Take, body: bytes | None = None) -> HttpReply:
-        method, sent = ("GET", headers) if body is None else ("POST", {**headers, **self._content_type})
+        method, sent = "GET" if body is None else "POST", {**headers, **_headers(None, self._content_type, body)}
         answer = await self._direct.send(method, path, body, None, sent, _CONNECT_TIMEOUT_S)
         received, content = answer.headers, answer.content
         if answer.status_code == _FILE["Range" in headers]:

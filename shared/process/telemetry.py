@@ -22,6 +22,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from shared.process import tracing
 from shared.text import without_halves
 from shared.visible import visible, visible_json
 
@@ -55,6 +56,8 @@ class _JsonLines(logging.Formatter):
             "logger": record.name,
             "event": record.getMessage(),
         }
+        if trace_id := tracing.trace_id():
+            event["trace_id"] = trace_id
         event |= {f"{name}_" if name in event else name: value for name, value in _fields(record).items()}
         if record.exc_info:
             event["traceback"] = self.formatException(record.exc_info)

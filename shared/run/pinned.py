@@ -57,6 +57,7 @@ IRRELEVANT = (
     "run.dir",
     "run.bucket",
     "run.trackers",
+    "run.traces",
     "run.dashboard",
     "data.sources",
     "orchestrator.max_concurrent_episodes",

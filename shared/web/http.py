@@ -13,6 +13,7 @@ import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import orjson
@@ -39,7 +40,7 @@ from shared.errors import (
     WrongMethod,
     problem,
 )
-from shared.process import offload, telemetry
+from shared.process import offload, telemetry, tracing
 from shared.services_schema import Limits
 from shared.web import docs_page
 from shared.web.access import AccessTokens, Role, RoleTable
@@ -61,6 +62,7 @@ _REQUESTS = telemetry.Histogram(
 )
 _METHODS_COUNTED = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _MAX_ERRORS, _MAX_NAME = 10, 80
+_BUG = 500
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _log = telemetry.Log("http")
 
@@ -276,9 +278,11 @@ class _Edge:
             await send(message)
 
         try:
-            await self._guarded(scope, receive, watched_send)
+            with _traced(scope) as span:
+                await self._guarded(scope, receive, watched_send)
+                _describe(span, scope, status)
         finally:
-            route = getattr(scope.get("route"), "path", "unmatched")
+            route = _route_of(scope)
             _REQUESTS.labels(
                 scope["method"] if scope["method"] in _METHODS_COUNTED else "other", route, status
             ).observe(time.perf_counter() - started)
@@ -364,6 +368,28 @@ class _Edge:
             raise Unavailable(f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
         finally:
             self._arriving -= size
+
+
+def _traced(scope: Scope) -> AbstractContextManager[tracing.Span | None]:
+    """Return the span of a request that names its caller's span; none for other requests."""
+    if not tracing.is_on():
+        return contextlib.nullcontext()
+    caller = next((value for key, value in scope["headers"] if key == b"traceparent"), b"")
+    parent = tracing.received(caller.decode("latin-1"))
+    return tracing.span(scope["method"], kind="server", parent=parent) if parent else contextlib.nullcontext()
+
+
+def _describe(span: tracing.Span | None, scope: Scope, status: int) -> None:
+    if span is not None:
+        route = _route_of(scope)
+        span.rename(f"{scope['method']} {route}")
+        span.set({"http.request.method": scope["method"], "http.route": route, "http.response.status_code": status})
+        if status >= _BUG:
+            span.fail(f"answered {status}")
+
+
+def _route_of(scope: Scope) -> str:
+    return getattr(scope.get("route"), "path", "unmatched")
 
 
 def bearer(headers: Sequence[tuple[bytes, bytes]]) -> bytes:

@@ -15,6 +15,7 @@ import pytest
 
 from shared.run.checkpoint_files import newest, read_manifest, verify_files
 from shared.types import WeightVersion
+from tests.support.collector import Collector, SeenSpan, collecting
 from tests.support.stack import SMALL, Training, training
 from volley.layout import PROJECT
 from volley.reporting import jsonl
@@ -26,9 +27,16 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+def collector() -> Iterator[Collector]:
+    with collecting() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Training]:
     """A run of three steps, finished."""
-    with training(tmp_path_factory.mktemp("run"), f"trainer.max_steps={N_STEPS}") as started:
+    folder, traces = tmp_path_factory.mktemp("run"), f"run.traces={collector.url}"
+    with training(folder, f"trainer.max_steps={N_STEPS}", traces) as started:
         assert started.wait(540) == 0, started.text()
         yield started
 
@@ -62,6 +70,57 @@ def test_rollout_and_trainer_agree_on_log_probabilities(run: Training) -> None:
     """On the same weights, over every token sampled with them: the engine's against the trainer's."""
     largest = [row["logprob_abs_diff_current_max"] for row in jsonl.read(run.folder.metrics)]
     assert 0 < max(value for value in largest if value is not None) <= 1e-4
+
+
+def test_each_trained_ticket_is_one_tree_of_spans_of_all_services(run: Training, collector: Collector) -> None:
+    run.leftovers()
+    tickets = {_root(spans).attributes["volley.ticket"]: spans for spans in _traces(collector, "ticket")}
+    trained = {line["ticket"] for line in jsonl.read(run.folder.ledger) if line["disposition"] == "trained"}
+    assert trained <= tickets.keys()
+    for ticket in trained:
+        spans = tickets[ticket]
+        ids = {span.id: span for span in spans}
+        assert {span.service for span in spans} == {
+            f"volley-{name}" for name in ("env", "orchestrator", "rollout", "trainer")
+        }
+        assert [span.name for span in spans if span.parent not in ids] == ["ticket"]
+        paths = {_path(span, ids) for span in spans}
+        attempt = "ticket/episode/attempt"
+        assert paths >= {
+            "ticket/publish",
+            "ticket/read",
+            "ticket/train",
+            "ticket/commit",
+            "ticket/episode/wait for a slot",
+            f"{attempt}/environment call/POST /episodes/environment reset",
+            f"{attempt}/turn/model call/POST /generate/queue wait",
+            f"{attempt}/turn/model call/POST /generate/prefill",
+            f"{attempt}/turn/model call/POST /generate/decode",
+            f"{attempt}/turn/environment call/POST /episodes/{{episode_id}}/step/environment step",
+        }
+        assert len([span for span in spans if span.name == "episode"]) == 4
+
+
+def test_each_step_is_a_tree_of_spans_that_its_tickets_link_to(run: Training, collector: Collector) -> None:
+    steps = list(_traces(collector, "step"))
+    assert sorted(_root(spans).attributes["volley.step"] for spans in steps) == [1, 2, 3]
+    linked = {link for span in collector.spans if span.name == "train" for link in span.links}
+    assert linked == {spans[0].trace for spans in steps}
+    for spans in steps:
+        ids = {span.id: span for span in spans}
+        assert {"step/train", "step/archive", "step/record", "step/commit"} <= {_path(span, ids) for span in spans}
+
+
+def _traces(collector: Collector, root: str) -> Iterator[list[SeenSpan]]:
+    return (spans for spans in collector.traces().values() if _root(spans).name == root)
+
+
+def _root(spans: list[SeenSpan]) -> SeenSpan:
+    return next(span for span in spans if not span.parent)
+
+
+def _path(span: SeenSpan, ids: dict[str, SeenSpan]) -> str:
+    return f"{_path(ids[span.parent], ids)}/{span.name}" if span.parent else span.name
 
 
 def test_the_newest_checkpoint_is_whole(run: Training) -> None:

@@ -181,6 +181,7 @@ LEFT_OUT = (
     "run.date",
     "run.bucket",
     "run.dashboard",
+    "run.traces",
     "model.content",
     "model.routing_replay",
     "data.env_config",

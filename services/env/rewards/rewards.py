@@ -23,6 +23,7 @@ from services.env.rewards import judge, service
 from services.env.rewards.servers import AskedServer
 from services.env.rewards.store import RewardStore
 from shared.errors import Conflict, JudgementUnusable, RewardFailed, VolleyError, first_error
+from shared.process import tracing
 from shared.reward_schema import EnvironmentRewards, JudgeReward, RewardServer, ServiceReward
 
 _MOST_SAID = 200
@@ -141,13 +142,18 @@ class RewardedEpisode:
         components = self._rewards.components
         try:
             async with asyncio.TaskGroup() as tasks:
-                asked = {name: tasks.create_task(self._scored(name, c, last)) for name, c in components.items()}
+                asked = {name: tasks.create_task(self._traced(name, c, last)) for name, c in components.items()}
         except* VolleyError as group:
             raise first_error(group) from None
         scores: dict[str, float] = {}
         for task in asked.values():
             scores |= task.result()
         return _weighted(last, self._rewards.environment, scores)
+
+    async def _traced(self, name: str, component: JudgeReward | ServiceReward, last: StepResult) -> dict[str, float]:
+        kind = "judge" if isinstance(component, JudgeReward) else "reward service"
+        with tracing.span(kind, {"volley.reward": name, "volley.env": self._env}, kind="client"):
+            return await self._scored(name, component, last)
 
     async def _scored(self, name: str, component: JudgeReward | ServiceReward, last: StepResult) -> dict[str, float]:
         """Weighted scores by name."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 from services.orchestrator import metrics
 from services.orchestrator.episodes.runner import EpisodeRunner
@@ -18,7 +19,7 @@ from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.servers.slots import Purpose, Slots
 from services.orchestrator.status import RunStatus
 from shared.errors import VolleyError
-from shared.process import telemetry
+from shared.process import telemetry, tracing
 from shared.types import Trajectory
 
 _BACKOFF_S, _BACKOFF_CAP_S = 0.2, 5.0
@@ -54,19 +55,25 @@ class Dispatcher:
 
     async def episode(self, spec: SamplingSpec, purpose: Purpose) -> Trajectory:
         """Run one episode. Raises VolleyError: the last failure, when attempts are used up or cannot help."""
+        about = {"volley.env": spec.env, "volley.task": spec.index, "volley.sample": spec.sample_index}
         try:
-            return await self._episode(spec, purpose)
+            with tracing.span("episode" if purpose == "train" else "evaluation episode", about):
+                return await self._episode(spec, purpose)
         finally:
             if spec.barrier is not None:
                 spec.barrier.leave()
 
     async def _episode(self, spec: SamplingSpec, purpose: Purpose) -> Trajectory:
-        budget = TokenBudget(self._max_attempts)
+        budget, began = TokenBudget(self._max_attempts), time.time()
         await self._balancer.wait_routable(spec.need)  # an evaluation that keeps weights back may need the slot
         async with self._slots.taken(purpose):
+            tracing.record("wait for a slot", tracing.here(), began)
             while True:
                 try:
-                    return await self._attempt(spec, budget, purpose)
+                    with tracing.span("attempt", {"volley.attempt": budget.used}) as span:
+                        trajectory = await self._attempt(spec, budget, purpose)
+                        span.set({"volley.reward": trajectory.reward, "volley.end": trajectory.end or ""})
+                        return trajectory
                 except VolleyError as error:
                     self._status.episode_failed(spec.env, error)
                     if budget.turn not in budget.failed_at:  # a sample that fails again at the same turn counts once
@@ -91,7 +98,8 @@ class Dispatcher:
         with self._status.episode(), metrics.EPISODES_RUNNING.track_inprogress():
             trajectory = await self._runner.run(spec, budget)
             if self._teaching is not None and purpose == "train":
-                trajectory = await self._teaching.taught(trajectory, budget)
+                with tracing.span("teacher"):
+                    trajectory = await self._teaching.taught(trajectory, budget)
         self._status.ended(trajectory)
         metrics.count(purpose, trajectory)
         return trajectory

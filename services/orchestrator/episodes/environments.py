@@ -15,6 +15,7 @@ from services.orchestrator.episodes.turn import SamplingSpec, TokenBudget
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening, StepReply
 from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
+from shared.process import tracing
 from shared.run import seeding
 
 _DELETE_S = 2.0
@@ -100,7 +101,10 @@ class EnvironmentCalls:
         """
         while True:
             try:
-                with self._status.waits_on("env", spec.env):
+                with (
+                    self._status.waits_on("env", spec.env),
+                    tracing.span("environment call", {"volley.env": spec.env}, kind="client"),
+                ):
                     return await call()
             except RateLimited as error:
                 await asyncio.sleep(error.retry_after_s)

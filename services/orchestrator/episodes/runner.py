@@ -26,6 +26,7 @@ from shared.clients.env import Opening, StepReply
 from shared.errors import Unavailable, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.outcomes import End, end_of_turn
+from shared.process import tracing
 from shared.types import MAX_BRANCHES, MAX_MESSAGE, MAX_TREE_TOKENS, Message, Status, Trajectory
 
 _LONG_TEXT = 20_000  # characters; tokenizing more would block the event loop
@@ -144,35 +145,46 @@ class EpisodeRunner:
 
     async def _play(self, episode: EpisodeState, opening: Opening, request_id: str) -> tuple[_Ended, float]:
         """Play turns until the end; return how it ended, and the seconds spent in the environment."""
-        recorder, env_s, n_turns = episode.recorder, 0.0, 0
-        while True:
-            start, n_turns = len(recorder), n_turns + 1
-            episode.budget.turn = n_turns
-            sampled = await self._sampler.turn(episode)
-            await self._partials.save_turn(episode.spec, episode.budget, request_id)
-            stepped = time.monotonic()
-            text = self._tokenizer.message_text(sampled)[:MAX_MESSAGE]
-            result = await self._step(episode, opening.episode_id, f"{request_id}-{n_turns}", text)
-            env_s += time.monotonic() - stepped
-            self._status.turn_answered(episode.spec.env, n_turns, episode.budget.reward)
-            episode.budget.reward += result.reward
-            cut = self._cut(sampled, len(recorder))
-            recorder.end_turn(
-                start, result.reward, result.reward_components, [result.fault, "length" if cut == "length" else None]
-            )
-            if result.terminated:
-                status: Status = "truncated" if cut else "completed"
-                return _Ended(result.success, status, end_of_turn(result.fault, cut=cut)), env_s
-            if result.truncated:
-                return _Ended(result.success, "truncated", "turns"), env_s
-            if n_turns >= self._bounds.max_turns:
-                solved, finish_s = await self._finish(episode, opening, request_id)
-                return _Ended(result.success or solved, "truncated", "turns"), env_s + finish_s
-            ids = await self._continuation(sampled, result.messages)
-            if not self._makes_room(episode, len(ids)):
-                solved, finish_s = await self._finish(episode, opening, request_id)
-                return _Ended(result.success or solved, "truncated", "context"), env_s + finish_s
-            recorder.add_environment(ids, str(result.messages[0]["role"]) if result.messages else "user")
+        env_s, n_turns, ended = 0.0, 0, None
+        while ended is None:
+            n_turns += 1
+            with tracing.span("turn", {"volley.turn": n_turns}):
+                ended, took_s = await self._turn(episode, opening, request_id, n_turns)
+            env_s += took_s
+        return ended, env_s
+
+    async def _turn(
+        self, episode: EpisodeState, opening: Opening, request_id: str, number: int
+    ) -> tuple[_Ended | None, float]:
+        """Play one turn; return how the episode ended, None if it goes on, and the seconds in the environment."""
+        recorder, start = episode.recorder, len(episode.recorder)
+        episode.budget.turn = number
+        sampled = await self._sampler.turn(episode)
+        await self._partials.save_turn(episode.spec, episode.budget, request_id)
+        stepped = time.monotonic()
+        text = self._tokenizer.message_text(sampled)[:MAX_MESSAGE]
+        result = await self._step(episode, opening.episode_id, f"{request_id}-{number}", text)
+        env_s = time.monotonic() - stepped
+        self._status.turn_answered(episode.spec.env, number, episode.budget.reward)
+        episode.budget.reward += result.reward
+        cut = self._cut(sampled, len(recorder))
+        recorder.end_turn(
+            start, result.reward, result.reward_components, [result.fault, "length" if cut == "length" else None]
+        )
+        if result.terminated:
+            status: Status = "truncated" if cut else "completed"
+            return _Ended(result.success, status, end_of_turn(result.fault, cut=cut)), env_s
+        if result.truncated:
+            return _Ended(result.success, "truncated", "turns"), env_s
+        if number >= self._bounds.max_turns:
+            solved, finish_s = await self._finish(episode, opening, request_id)
+            return _Ended(result.success or solved, "truncated", "turns"), env_s + finish_s
+        ids = await self._continuation(sampled, result.messages)
+        if not self._makes_room(episode, len(ids)):
+            solved, finish_s = await self._finish(episode, opening, request_id)
+            return _Ended(result.success or solved, "truncated", "context"), env_s + finish_s
+        recorder.add_environment(ids, str(result.messages[0]["role"]) if result.messages else "user")
+        return None, env_s
 
     def _makes_room(self, episode: EpisodeState, n_new: int) -> bool:
         """Make room for a turn after `n_new` more tokens, if the oldest turns may be dropped; False if there is none.

@@ -25,6 +25,7 @@ from services.orchestrator.servers.balancer import Balancer, ServerLoad, Version
 from services.orchestrator.status import RunStatus
 from shared.clients.rollout import Generation
 from shared.errors import RateLimited, Unavailable, VolleyError
+from shared.process import tracing
 from shared.run import seeding
 from shared.types import WeightVersion
 
@@ -226,15 +227,19 @@ class TurnSampler:
         return version.step >= (need.min_step or 0) and not self._balancer.is_undone(version)
 
     async def _part(self, episode: EpisodeState, max_new_tokens: int) -> Generation:
+        recorder = episode.recorder
         while True:
             started = time.perf_counter()
             try:
-                with episode.budget.outage():
-                    await self._balancer.wait_routable(episode.spec.need)
-                async with self._balancer.server(episode.spec.need, episode.server_url) as server:
-                    episode.server_url = server.url
-                    with self._status.waits_on("rollout"):
-                        return await self._ask(server, episode, max_new_tokens)
+                with tracing.span("model call", {"gen_ai.usage.input_tokens": len(recorder)}, kind="client") as span:
+                    with episode.budget.outage():
+                        await self._balancer.wait_routable(episode.spec.need)
+                    async with self._balancer.server(episode.spec.need, episode.server_url) as server:
+                        episode.server_url = server.url
+                        with self._status.waits_on("rollout"):
+                            generation = await self._ask(server, episode, max_new_tokens)
+                    span.set({"server.address": server.url, **_described(generation)})
+                    return generation
             except RateLimited as error:
                 await asyncio.sleep(error.retry_after_s)
             except VolleyError as error:
@@ -298,6 +303,16 @@ class TurnSampler:
             "stop_token_ids": self._end_ids,
             "sampling_seed": seeding.sampling_seed(spec.seed, spec.ticket, spec.sample_index, position, episode.draw),
         }
+
+
+def _described(generation: Generation) -> dict[str, str | int]:
+    """Describe an answer for its span."""
+    return {
+        "gen_ai.usage.output_tokens": len(generation.output_ids),
+        "gen_ai.response.finish_reason": generation.finish_reason,
+        "volley.cached_tokens": generation.cached_tokens,
+        "volley.version": generation.versions[-1].version if generation.versions else "",
+    }
 
 
 async def _abort(server: ServerLoad, rid: str) -> None:

@@ -29,7 +29,7 @@ from services.orchestrator.schedule.rounds import RoundAdmission
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.errors import QueueUnavailable
-from shared.process import telemetry
+from shared.process import telemetry, tracing
 from shared.queue.records import Published, PublishRefusal, QueueState, Reservation
 from shared.run.wedge import Wait
 from shared.types import Group
@@ -247,16 +247,19 @@ class TicketLoop:
     async def _work(self, reservation: Reservation, need: VersionBounds) -> None:
         ticket, began, has_slot = reservation.ticket, time.monotonic(), True
         try:
-            with self._policy.ticket():
-                group = await self._run_group(ticket, need)
-                if group.rule is None:
-                    self._judge.ended(group, began)
-                sent = await self._policy.judged(group)
-            if not self._is_publishable(ticket):  # the trainer may need an earlier ticket again
-                self._slots.release()
-                has_slot = False
-                await self._publishable(ticket)
-            await self._publish(sent, group, reservation)
+            with tracing.span("ticket", {"volley.ticket": ticket}, place=tracing.of_ticket(ticket)) as span:
+                with self._policy.ticket():
+                    group = await self._run_group(ticket, need)
+                    if group.rule is None:
+                        self._judge.ended(group, began)
+                    sent = await self._policy.judged(group)
+                span.set({"volley.env": group.env, "volley.outcome": group.failure or sent.rule or "complete"})
+                if not self._is_publishable(ticket):  # the trainer may need an earlier ticket again
+                    self._slots.release()
+                    has_slot = False
+                    await self._publishable(ticket)
+                with tracing.span("publish"):
+                    await self._publish(sent, group, reservation)
         except asyncio.CancelledError:
             await self._give_back(ticket)
             raise

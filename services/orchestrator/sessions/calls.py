@@ -27,6 +27,7 @@ from shared.dialects.prompts import Prompt, begin_call, ends_open, render, varia
 from shared.dialects.records import Answered, Asked, Head, Sampled, usage_of
 from shared.errors import InputError, Unavailable, VolleyError, first_error
 from shared.models.chat import ChatTokenizer
+from shared.process import tracing
 from shared.types import ASSISTANT, MAX_BRANCHES, MAX_TREE_TOKENS
 
 _LONG_TEXT = 20_000  # characters; tokenizing more would block the event loop
@@ -52,12 +53,17 @@ class CallSampler:
         self.model = model
 
     async def sample(self, session: Session, asked: Asked, number: int) -> RecordedCall:
-        """Sample the answers of a call.
+        """Sample the answers of a call. Its span lies in the caller's trace, if that sent one, else in the episode's.
 
         Raises InputError for fields that cannot be honoured, ContextExceeded, CallsUsedUp, Unavailable.
         """
         _check(asked)
         running = await session.running_sample()
+        caller, about = tracing.here(), {"volley.session": session.record.id, "volley.call": number}
+        with tracing.span("agent call", about, parent=caller or running.place, link=caller and running.place):
+            return await self._sample(session, running, asked, number)
+
+    async def _sample(self, session: Session, running: RunningSample, asked: Asked, number: int) -> RecordedCall:
         prompt = await self._place(session, asked)
         place = prompt.place
         self._check_room(session, prompt, asked.n)

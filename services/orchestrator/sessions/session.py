@@ -28,6 +28,8 @@ from services.orchestrator.sessions.records import CallEntry, CallRequest, Sessi
 from services.orchestrator.sessions.store import SessionStore, Statement
 from services.orchestrator.sessions.tree import Node, Tree
 from shared.errors import Conflict, RateLimited, Unavailable
+from shared.process import tracing
+from shared.process.tracing import Place
 
 MOST_AT_ONCE = 64
 """Limit of the calls of one session that run at the same time."""
@@ -43,10 +45,11 @@ type Limit = Literal["turns", "context"]
 
 @dataclass(frozen=True, slots=True)
 class RunningSample:
-    """Sample of a group or evaluation that the session generates, and the budget of its attempts."""
+    """Sample of a group or evaluation that the session generates, the budget of its attempts, and its span."""
 
     spec: SamplingSpec
     budget: TokenBudget
+    place: Place | None = field(default_factory=tracing.here)
 
 
 @dataclass(slots=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from services.rollout.engines.base import (
 )
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import RateLimited, Unavailable
+from shared.process import tracing
 
 SILENT_S = 5.0
 _ABORT_S = 1.0
@@ -72,9 +74,11 @@ class GenerationRunner:
         Raises Unavailable while requests must not be routed here or too many are here already, ClientGone (the engine
         has then been told to stop), and as `Engine.generate`.
         """
+        began = time.time()
         results = await self._trusted(len(requests), lambda: _for_client(self._all(requests, watch), receive))
         for result in results:
             metrics.count(result)
+            _trace(result, began)
         return results
 
     async def score(self, ids: np.ndarray, receive: Receive | None = None, top_logprobs: int = 0) -> ScoredTokens:
@@ -184,3 +188,17 @@ async def _for_client[T](work: Coroutine[Any, Any, T], receive: Receive | None) 
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _trace(result: GenerateResult, began: float) -> None:
+    """Record the phases of a request below the present span; `began` is a time as time.time() gives."""
+    place = tracing.here()
+    for phase, seconds in zip(("queue wait", "prefill"), result.waited_s, strict=False):
+        tracing.record(phase, place, began, began + seconds)
+        began += seconds
+    about = {
+        "gen_ai.usage.input_tokens": result.prompt_tokens,
+        "gen_ai.usage.output_tokens": len(result.output_ids),
+        "volley.cached_tokens": result.cached_tokens,
+    }
+    tracing.record("decode" if result.waited_s else "generate", place, began, attributes=about)

@@ -205,7 +205,8 @@ class GenerateResult:
     `routed_experts` [m, L, k] (shared.routing): experts of the positions from `routed_from` on, except the last
     position, which was not computed. After a weight change positions are computed again; the experts are those of the
     first computation. None if the request did not ask, or the model has no experts. `top` has n rows; None if the
-    request did not ask.
+    request did not ask. `waited_s` are the seconds in the queue, and from there to the first token, as far as it came
+    and the engine measures them.
     """
 
     rid: str
@@ -217,6 +218,7 @@ class GenerateResult:
     cached_tokens: int
     routed_experts: np.ndarray | None = None
     top: TopTokens | None = None
+    waited_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 
 from services.trainer.groups.group_buffer import GroupBuffer
@@ -11,6 +12,7 @@ from services.trainer.loop.settlement import Settlement
 from services.trainer.status import TrainerStatus
 from services.trainer.waiter import Waiter
 from shared.errors import Unavailable
+from shared.process import tracing
 
 _CONSUMER = "trainer"
 _READ_COUNT = 32
@@ -63,8 +65,11 @@ class GroupReader:
         entries = await self._waiter.call_queue(lambda: self._queue.read(self._epoch, _CONSUMER, count, _READ_BLOCK_MS))
         if not entries:
             await self._settlement.check_queue()
+        began = time.time()
         async with self._settlement.exclusive:
             await self._settlement.drop(await self._buffer.receive(entries))
+        for entry in entries:
+            tracing.record("read", tracing.of_ticket(entry.ticket), began)
         self._status.waiting_groups = self._buffer.n_waiting
         self._status.changed.set()
 

@@ -8,6 +8,7 @@ lock covers the decision in memory and its lines. A checkpoint has the state of 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from services.trainer.status import TrainerStatus
 from services.trainer.step_log import FencedLog
 from services.trainer.waiter import Waiter
 from shared.errors import Unavailable
-from shared.process import telemetry
+from shared.process import telemetry, tracing
 from shared.queue.records import Finished
 from shared.run import ledger
 from shared.run.chain import Chain
@@ -192,6 +193,8 @@ class Settlement:
     async def _report_dropped(self, dropped: DroppedGroup) -> None:
         ticket, reason, detail = dropped.entry.ticket, dropped.reason, dropped.detail
         self._status.ended(reason, dropped.rule)
+        about = {"volley.outcome": reason, "volley.reason": detail}
+        tracing.record("end without training", tracing.of_ticket(ticket), time.time(), attributes=about)
         log = _log.warning if dropped.is_defect or dropped.rule is None else _log.info
         log("ticket ended without training", ticket=ticket, reason=reason, rule=dropped.rule, detail=detail)
         if dropped.is_defect:

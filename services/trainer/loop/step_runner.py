@@ -22,7 +22,7 @@ from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.status import TrainerStatus
 from services.trainer.waiter import Waiter
 from shared.errors import NonFinite, WeightsError
-from shared.process import telemetry
+from shared.process import telemetry, tracing
 from shared.run import checksums
 from shared.run.checkpoint_files import PARAMS
 from shared.types import WeightVersion
@@ -65,8 +65,20 @@ class StepRunner:
 
         Raises Fenced, and Unavailable after a stop.
         """
-        started, before = time.perf_counter(), self._settlement.pending.version
+        before = self._settlement.pending.version
         after = WeightVersion(before.epoch, before.step + 1)
+        about = {"volley.step": after.step, "volley.version": str(after)}
+        with tracing.span("step", about, place=tracing.of_step(after.step)) as span:
+            tracing.record("wait for groups", tracing.here(), time.time() - wait_s)
+            timings = await self._run(groups, wait_s, before, after)
+            if timings is None:
+                span.fail(f"refused: {self._status.refused or 'skipped'}")
+        return timings
+
+    async def _run(
+        self, groups: Sequence[ReadyGroup], wait_s: float, before: WeightVersion, after: WeightVersion
+    ) -> dict[str, float] | None:
+        started, began = time.perf_counter(), time.time()
         self._status.phase = "training"
         with self._settlement.unrecorded(g.group.ticket for g in groups):
             async with asyncio.TaskGroup() as group:
@@ -80,12 +92,15 @@ class StepRunner:
             self._n_refused = 0
             self._status.trained(metrics)
             line = self._line_of(metrics, groups, {"step": step_s, "wait": wait_s, "archive": archive_s})
-            trained = time.perf_counter()
+            trained, trained_at = time.perf_counter(), time.time()
             found = await self._waiter.blocking(self._parts.backend.checksums)
             line |= {checksums.CHECKSUMS: dict(found)}
-            await self._settlement.record(groups, digests, after, line, found[PARAMS])
+            with tracing.span("record"):
+                await self._settlement.record(groups, digests, after, line, found[PARAMS])
         recorded = time.perf_counter()
-        await self._settlement.settle(line)
+        with tracing.span("commit"):
+            await self._settlement.settle(line)
+        _trace(groups, after, began, trained_at)
         timings = {"record_s": recorded - trained, "commit_s": time.perf_counter() - recorded}
         self._status.timed("record", timings["record_s"])
         _log.info(
@@ -101,7 +116,8 @@ class StepRunner:
     async def _train(self, groups: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics | NonFinite:
         """Train the step; return its metrics, or NonFinite, after which the model in memory is invalid."""
         try:
-            return await self._waiter.blocking(self._parts.backend.step, groups, before)
+            with tracing.span("train"):
+                return await self._waiter.blocking(self._parts.backend.step, groups, before)
         except NonFinite as error:
             return error
 
@@ -109,9 +125,10 @@ class StepRunner:
         """Archive the groups while they are trained on; return their digests and the seconds it took."""
         started = time.perf_counter()
         payloads = [g.payload for g in groups]
-        digests = await self._waiter.retry_until_stopped(
-            lambda: asyncio.to_thread(self._parts.archive.write, version, payloads)
-        )
+        with tracing.span("archive"):
+            digests = await self._waiter.retry_until_stopped(
+                lambda: asyncio.to_thread(self._parts.archive.write, version, payloads)
+            )
         return digests, time.perf_counter() - started
 
     def _line_of(
@@ -166,3 +183,12 @@ class StepRunner:
             if (broken := await self._waiter.blocking(log.train, parts.backend, step)) is not None:
                 raise WeightsError(f"{broken.version} cannot be reproduced: {broken.why}")
         await self._waiter.blocking(parts.backend.apply_settings, self._plan.settings)
+
+
+def _trace(groups: Sequence[ReadyGroup], version: WeightVersion, began: float, trained: float) -> None:
+    """Record a step in the traces of its tickets. Args: began, trained: times as time.time() gives."""
+    about, step = {"volley.step": version.step, "volley.version": str(version)}, tracing.of_step(version.step)
+    for one in groups:
+        place = tracing.of_ticket(one.group.ticket)
+        tracing.record("train", place, began, trained, about, step)
+        tracing.record("commit", place, trained, attributes=about, link=step)

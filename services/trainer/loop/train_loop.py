@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 from services.trainer.groups.group_buffer import GroupBuffer, ReadyGroup
@@ -95,7 +95,7 @@ class TrainLoop:
         while settlement.pending.version.step < plan.max_steps and not status.stopping and not status.refused:
             groups = None if status.paused else await self._take()
             if groups is not None and (timings := await self._runner.run(groups, time.perf_counter() - waited)):
-                await self._publish(timings)
+                await self._publish(timings, [one.group.ticket for one in groups])
             if self._checkpointer.is_due:
                 await self._checkpointer.begin()
             status.checkpoint_wanted = False
@@ -158,11 +158,14 @@ class TrainLoop:
             await status.changed.wait()
         status.changed.clear()
 
-    async def _publish(self, timings: Mapping[str, float]) -> None:
-        """Publish the committed version; the rollout servers load it while the next step runs."""
+    async def _publish(self, timings: Mapping[str, float], tickets: Sequence[int] = ()) -> None:
+        """Publish the committed version; the rollout servers load it while the next step runs.
+
+        `tickets` are those of its step.
+        """
         backend, version = self._parts.backend, self._settlement.pending.version
         published = await self._waiter.retry_until_stopped(lambda: self._waiter.blocking(backend.publish, version))
-        self._publisher.start(published, timings)
+        self._publisher.start(published, timings, tickets)
 
     async def _write_last_checkpoint(self) -> None:
         """Write the last checkpoint: after a stop, or after the last step."""

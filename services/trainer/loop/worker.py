@@ -23,7 +23,7 @@ from services.trainer.status import TrainerStatus
 from services.trainer.step_log import FencedLog
 from services.trainer.waiter import Waiter
 from shared.errors import DecodeError, Fenced, Unavailable
-from shared.process import telemetry
+from shared.process import telemetry, tracing
 from shared.queue.records import QueueState
 from shared.run import commits, held
 from shared.run.folder import RunFolder
@@ -125,6 +125,7 @@ class TrainerWorker:
         opens the queue only once there are none, so other services never see the run go back.
         """
         beginning = await self._waiter.retry_until_stopped(lambda: asyncio.to_thread(self._parts.beginning))
+        tracing.follow(self._status.run, beginning)
         for _ in range(_BEGINNINGS):
             if not await asyncio.to_thread(self._is_newest, found):  # beginning from an older step would lose groups
                 found = await self._recovery.recover()

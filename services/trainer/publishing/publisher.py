@@ -24,7 +24,7 @@ from services.trainer.status import TrainerStatus
 from services.trainer.step_log import FencedLog
 from shared.engines import DeclaredEngine
 from shared.errors import VolleyError
-from shared.process import telemetry
+from shared.process import telemetry, tracing
 from shared.published.manifest import WeightOffer
 from shared.types import WeightVersion
 
@@ -132,10 +132,14 @@ class Publisher:
 
     async def _deliver(self, url: str, published: PublishedVersion, urls: Sequence[str]) -> Delivery:
         started, answer, reason = time.perf_counter(), {}, None
+        about = {"volley.version": str(published.version), "server.address": url}
         try:
-            async with self._connect(url) as server:
-                offer = WeightOffer(str(published.version), published.manifest, self._sources(urls, url))
-                answer = await server.update_weights(offer, self._mode)
+            with tracing.span("hand over to a server", about, kind="client") as span:
+                async with self._connect(url) as server:
+                    offer = WeightOffer(str(published.version), published.manifest, self._sources(urls, url))
+                    answer = await server.update_weights(offer, self._mode)
+                timed = (answer or {}).get("timings") or {}
+                span.set({f"volley.{name}": took for name, took in timed.items() if isinstance(took, int | float)})
             self._taken[url] = published.version
         except VolleyError as error:
             reason = str(error)
@@ -173,19 +177,25 @@ class HandoverPublisher:
         self._publish, self._log, self._status, self._group = publish, log, status, group
         self._newest: PublishedVersion | None = None
 
-    def start(self, published: PublishedVersion, timings: Mapping[str, float]) -> None:
+    def start(self, published: PublishedVersion, timings: Mapping[str, float], tickets: Sequence[int] = ()) -> None:
         """Start publishing the version of a committed step.
 
-        `timings` are the seconds of the handover so far, without those in `published`. The group fails with Fenced if
-        another trainer has begun.
+        `timings` are the seconds of the handover so far, without those in `published`; `tickets` are those of the step.
+        The group fails with Fenced if another trainer has begun.
         """
         self._newest = published
-        self._group.create_task(self._hand_over(published, {**timings, **published.timings}))
+        self._group.create_task(self._hand_over(published, {**timings, **published.timings}, tickets))
 
-    async def _hand_over(self, published: PublishedVersion, timings: Mapping[str, float]) -> None:
-        started = time.perf_counter()
-        deliveries = await self._publish(published)
+    async def _hand_over(
+        self, published: PublishedVersion, timings: Mapping[str, float], tickets: Sequence[int]
+    ) -> None:
+        started, began, about = time.perf_counter(), time.time(), {"volley.version": str(published.version)}
+        step = tracing.of_step(published.version.step) if tickets else None
+        with tracing.span("hand over", about, parent=step):
+            deliveries = await self._publish(published)
         seconds = time.perf_counter() - started
+        for ticket in tickets:
+            tracing.record("hand over", tracing.of_ticket(ticket), began, attributes=about, link=step)
         self._status.timed("publish", seconds)
         version = {"step": published.version.step, "version": str(published.version)}
         version |= {"digest": published.digest, "n_bytes": published.n_bytes, "delta_bytes": published.delta_bytes}

@@ -387,6 +387,7 @@ def _result(message: Message) -> GenerateResult:
         cached_tokens=message["cached_tokens"],
         routed_experts=from_wire(message["routed_experts"]) if "routed_experts" in message else None,
         top=_top(message, len(message["output_ids"])),
+        waited_s=tuple(message.get("waited", ())),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -60,6 +62,8 @@ class RolloutReq(Req):
         self._sampled_top: tuple[np.ndarray, np.ndarray] | None = None
         self.spans: list[tuple[str, int]] = []
         self._labelled = 0
+        self._times = [time.monotonic()]
+        """When it arrived, when its first step was launched, and when that had sampled its first token."""
         self._routed_to: int | None = message["routed_from"]
         """The first position whose experts are wanted and not known."""
         self._routed: list[np.ndarray] = []
@@ -70,6 +74,8 @@ class RolloutReq(Req):
 
     def fill_row(self, rows: SamplingRows, i: int, *, unknown: bool) -> None:
         """Fill its row of a step; `unknown`: the step before samples a token that `output_ids` does not hold yet."""
+        if len(self._times) == 1:
+            self._times.append(time.monotonic())
         rows.temperature_B[i], rows.top_p_B[i], rows.top_k_B[i] = self.temperature, self.top_p, self.top_k
         rows.seed_B2[i], rows.index_B[i] = self.seed, len(self.output_ids) + unknown
         rows.min_p_B[i] = self.min_p
@@ -88,6 +94,8 @@ class RolloutReq(Req):
         if not new:
             return 0
         self._labelled += new
+        if len(self._times) == 2:
+            self._times.append(time.monotonic())
         if self.guide is not None and (error := self.guide.accept(self.output_ids[-new:])) and not self.finished():
             self.to_finish = FINISH_ABORT(f"the grammar cannot be followed: {error}")
         if self._sampled_top is not None:
@@ -130,6 +138,7 @@ class RolloutReq(Req):
                 "spans": self.spans,
                 "prompt_tokens": len(self.origin_input_ids),
                 "cached_tokens": self.cached_tokens,
+                "waited": [after - before for before, after in pairwise(self._times)],
             }
         )
 
