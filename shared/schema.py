@@ -70,8 +70,8 @@ class RunSection(Section):
     or `gs://BUCKET/PREFIX`, used by this run alone: the trainer also keeps checkpoints and log there, and rollout
     servers may load checkpoints from there. `date` is the date that chat templates write; the first start of a run sets
     it to today's date in UTC. `trackers` are the experiment trackers that `volley train` reports to;
-    with `dashboard` it offers a page to look at the run. `traces` is the address of an OpenTelemetry collector, to which
-    all services send spans by OTLP over HTTP.
+    with `dashboard` it offers a page to look at the run. `traces` is the address of an OpenTelemetry collector,
+    to which all services send spans by OTLP over HTTP.
     """
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")

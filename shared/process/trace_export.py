@@ -135,7 +135,8 @@ class _Reported(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        self._exporter.shutdown()
+        with contextlib.suppress(Exception):
+            self._exporter.shutdown()
 
 
 class _SdkSpan:

@@ -88,7 +88,7 @@ def use(tracer: Tracer | None, run: str = "") -> None:
 
 
 def follow(run: str, beginning: str) -> None:
-    """Follow a beginning of the run (see services.trainer.publishing.beginning): its tickets have traces of their own."""
+    """Follow a beginning of the run: the tickets of each have traces of their own."""
     global _run
     _run = f"{run}/{beginning}"
 

@@ -20,15 +20,17 @@ import orjson
 import pytest
 
 from shared.run import archive, token_values
+from shared.run.archive import Archive
 from shared.run.folder import RunFolder
 from shared.run.token_values import TokenValues
 from shared.types import Group, WeightVersion
 from tests.support.asgi import served
-from tests.support.small_run import make
+from tests.support.small_run import group, make
 from volley.dashboard.advice import advise
 from volley.dashboard.app import make_app
 from volley.dashboard.beside import in_browser
 from volley.dashboard.entrance import Entrance
+from volley.dashboard.handovers import handovers
 from volley.dashboard.runs import Runs
 from volley.reporting.intervals import SuccessRate
 from volley.trajectories.episodes import read_group
@@ -158,6 +160,52 @@ async def test_episodes_are_listed_filtered_and_sorted(page: httpx.AsyncClient) 
     assert (await get(page, "/api/runs/r/episodes", text="TRAIN/", reward_min=0.5))["total"] > 0
     assert (await get(page, "/api/runs/r/episodes", text="' OR 1=1 --"))["total"] == 0
     assert len((await get(page, "/api/runs/r/episodes", limit=3, offset=18))["rows"]) == 2
+
+
+async def test_listed_episodes_are_summed_up_by_environment(page: httpx.AsyncClient) -> None:
+    (row,) = (await get(page, "/api/runs/r/episodes"))["environments"]
+    assert (row["env"], row["episodes"]) == ("toy", 20)
+    assert sum(row["ends"].values()) == 20
+    assert row["failures"] == {}
+    (some,) = (await get(page, "/api/runs/r/episodes", step_min=2, step_max=3))["environments"]
+    assert some["episodes"] == 8
+    assert (await get(page, "/api/runs/r/episodes", env="none"))["environments"] == []
+
+
+def test_failures_are_counted_by_class(root: Path) -> None:
+    version = WeightVersion(9, 1)
+    failed = [
+        replace(one, failures={"EpisodeLost": 2, "Unavailable": 1}, end="answered")
+        for one in group(70, version).trajectories
+    ]
+    archive = Archive(root / "r" / "archive", "r")
+    archive.claim(9)
+    archive.write(version, [Group(70, "toy", "train/70", tuple(failed)).encode()])
+    index = EpisodeIndex(RunFolder(root / "r"), "r", root)
+    index.refresh()
+    (row,) = index.environments(Filters(ticket=70))
+    assert row["failures"] == {"EpisodeLost": 2 * len(failed), "Unavailable": len(failed)}
+    assert row["ends"] == {"answered": len(failed)}
+
+
+async def test_hand_overs_are_shown_by_version_and_server(page: httpx.AsyncClient, root: Path) -> None:
+    server = {"url": "http://h:1", "seconds": 0.5, "timings": {"pull_s": 0.2, "pause_s": 0.01, "pulled_bytes": 7}}
+    lost = {"url": "http://h:2", "seconds": 1.0, "timings": {}, "error": "it is away"}
+    line = {
+        "step": 5,
+        "version": "e000002-s000005",
+        "n_bytes": 100,
+        "delta_bytes": 9,
+        "record_s": 0.25,
+        "commit_s": 0.25,
+    }
+    rows = [line | {"servers": [server, lost, "no server"]}, line | {"servers": []}, line | {"servers": None}]
+    found = handovers(rows, "retract")
+    assert [row["url"] for row in found] == [None, None, "http://h:1", "http://h:2"]
+    assert (found[2]["pause_s"], found[2]["pulled_bytes"], found[2]["trainer_s"]) == (0.01, 7, 0.5)
+    assert found[3]["error"] == "it is away"
+    shown = await get(page, "/api/runs/r")
+    assert {row["mode"] for row in shown["handovers"]} == {"retract"}
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,12 @@ def append(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
         file.writelines(orjson.dumps(one) + b"\n" for one in lines)
 
 
+def replaced(path: Path, kept: int, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Cut a file after `kept` lines and append others, as a resumed run does."""
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:kept]))
+    append(path, lines)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     folder = RunFolder(tmp_path / "runs" / "one")
@@ -98,6 +104,39 @@ def test_each_number_of_a_line_arrives_once_and_later_lines_after_it(
     assert {one[0] for one in tracker.written} >= {"samples", "config", "facts"}
     assert not {"train/loss", "train/is_best", "train/step", "train/version"} & {one[0] for one in tracker.written}
     assert "model.content" not in str(tracker.written)
+
+
+@pytest.mark.parametrize("kept", [2, 1, 0])
+def test_lines_that_were_replaced_while_nobody_looked_are_sent(
+    folder: RunFolder, tracker: WrittenTracker, kept: int
+) -> None:
+    append(folder.metrics, [line(3)])
+    assert track.main(folder.path, ["tensorboard"]) == 0
+    replaced(folder.metrics, kept, [line(step, reward_mean=-step) for step in range(kept + 1, 6)])
+    for _ in range(2):
+        assert track.main(folder.path, ["tensorboard"]) == 0
+    sent = [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert tracker.steps("train/reward_mean") == sent + [(step, -step) for step in range(kept + 1, 6)]
+
+
+def test_lines_that_were_replaced_by_fewer_are_sent(folder: RunFolder, tracker: WrittenTracker) -> None:
+    append(folder.metrics, [line(3), line(4)])
+    assert track.main(folder.path, ["tensorboard"]) == 0
+    replaced(folder.metrics, 1, [line(2, reward_mean=-2)])
+    assert track.main(folder.path, ["tensorboard"]) == 0
+    append(folder.metrics, [line(3, reward_mean=-3)])
+    assert track.main(folder.path, ["tensorboard"]) == 0
+    assert tracker.steps("train/reward_mean")[4:] == [(2, -2), (3, -3)]
+
+
+def test_positions_of_older_commits_are_read(folder: RunFolder, tracker: WrittenTracker) -> None:
+    assert track.main(folder.path, ["tensorboard"]) == 0
+    path = folder.tracker("tensorboard")
+    raw = orjson.loads(path.read_bytes())
+    path.write_bytes(orjson.dumps({"id": raw["id"], "sent": raw["sent"]}))
+    append(folder.metrics, [line(3)])
+    assert track.main(folder.path, ["tensorboard"]) == 0
+    assert tracker.steps("train/reward_mean") == [(1, 0.1), (2, 0.2), (3, 0.3)]
 
 
 def test_a_tracker_that_was_away_gets_what_it_missed(folder: RunFolder, tracker: WrittenTracker) -> None:

@@ -21,6 +21,7 @@ from shared.web.access import AccessTokens, Role
 from shared.web.http import create_app
 from volley.dashboard.advice import advise
 from volley.dashboard.entrance import CookieAccess, Entrance
+from volley.dashboard.handovers import handovers
 from volley.dashboard.live import Fleet, events
 from volley.dashboard.runs import RunFiles, Runs
 from volley.reporting.jsonl import read
@@ -149,6 +150,7 @@ def _described(files: RunFiles) -> dict[str, Any]:
         "curves": known.curves(),
         "advice": [dataclasses.asdict(one) for one in advise(known.train, known.rates)],
         "dispositions": known.dispositions,
+        "handovers": handovers(known.handovers, str(known.config.get("rollout.update_mode") or "retract")),
         "chain": head.chain.steps if head is not None and head.chain is not None else None,
         "version": None if head is None else str(head.version),
     }
@@ -195,7 +197,8 @@ def _listed(state: DashboardState, files: RunFiles, asked: Listing) -> dict[str,
     page = index.page(asked)
     for row, is_undone in zip(page["rows"], undone(page["rows"], files.head), strict=True):
         row["undone"] = is_undone
-    return page | {"waiting": waiting, "damaged": index.damaged, "choices": index.choices()}
+    found = {"waiting": waiting, "damaged": index.damaged, "choices": index.choices()}
+    return page | found | {"environments": index.environments(asked)}
 
 
 @router.get("/api/runs/{run}/episodes.jsonl", tags=["dashboard"])

@@ -27,7 +27,7 @@ from volley.runs import survey
 from volley.runs.beginning import began
 from volley.runs.record import RunRecord, read_record
 
-type Kind = Literal["train", "eval", "sft"]
+type Kind = Literal["train", "eval", "sft", "handover"]
 type Rows = Sequence[Mapping[str, Any]]
 
 _MOST_RUNS = 1000
@@ -101,7 +101,12 @@ class RunFiles:
 
     def __init__(self, name: str, folder: RunFolder) -> None:
         self.name, self.folder, self.began = name, folder, began(folder)
-        files: dict[Kind, Path] = {"train": folder.metrics, "eval": folder.evals, "sft": folder.sft}
+        files: dict[Kind, Path] = {
+            "train": folder.metrics,
+            "eval": folder.evals,
+            "sft": folder.sft,
+            "handover": folder.handovers,
+        }
         self._tails = {kind: JsonlTail(path) for kind, path in files.items()}
         self._rows: dict[Kind, list[Mapping[str, Any]]] = {kind: [] for kind in files}
         self._ledger, self._dispositions = JsonlTail(folder.ledger), Counter[str]()
@@ -111,7 +116,7 @@ class RunFiles:
             self.problem = f"{found[0][0]} {found[0][1]}"
 
     def refresh(self) -> bool:
-        """Read new lines. Returns True if there are any, or lines were undone."""
+        """Read new lines. Returns True if there are any that curves show, or such lines were undone."""
         if self.problem is not None:
             return False
         with self._reading:
@@ -122,10 +127,10 @@ class RunFiles:
         for kind, tail in self._tails.items():
             if tail.is_undone():  # a crash undid steps
                 tail.restart()
-                self._rows[kind], has_new = [], True
+                self._rows[kind], has_new = [], has_new or kind != "handover"
             new = tail.new()
             self._rows[kind] += new
-            has_new |= bool(new)
+            has_new |= bool(new) and kind != "handover"
         self._dispositions.update(
             name for line in self._ledger.records() if isinstance(name := line.get("disposition"), str)
         )
@@ -147,6 +152,7 @@ class RunFiles:
             _last_of_each(counted.of_steps(rows["train"], head)),
             _last_of_each(counted.of_weights(rows["eval"], head)),
             _last_of_each(rows["sft"]),
+            _last_of_each(counted.of_steps(rows["handover"], head)),
             dict(self._dispositions),
         )
 
@@ -197,8 +203,8 @@ class RunFiles:
 class Snapshot:
     """State of a run's files at one time.
 
-    `train`, `evals` and `sft` are the lines that count (shared.run.counted), the last one of each step and environment,
-    by step. `dispositions` counts lines of the ledger.
+    `train`, `evals`, `sft` and `handovers` are the lines that count (shared.run.counted), the last one of each step and
+    environment, by step. `dispositions` counts lines of the ledger.
     """
 
     record: RunRecord | None
@@ -206,6 +212,7 @@ class Snapshot:
     train: Rows
     evals: Rows
     sft: Rows
+    handovers: Rows
     dispositions: Mapping[str, int]
 
     @property

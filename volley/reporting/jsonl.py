@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from shared import codec
 from shared.bounds import MAX_LINE_VALUES
 from shared.errors import ConfigError, DecodeError
-from shared.files.reading import ended_lines, open_file
+from shared.files.reading import MAX_LINE_BYTES, ended_lines, open_file
+
+_MOST_MARKS = 64
+
+
+class Mark(NamedTuple):
+    """A line that was read: its end in the file and its size, in bytes, and a digest of it."""
+
+    end: int
+    size: int
+    digest: str
+
+    def fits(self, file: IO[bytes]) -> bool:
+        file.seek(self.end - self.size)
+        return _digest(file.read(min(self.size - 1, MAX_LINE_BYTES))) == self.digest
 
 
 class JsonlTail:
@@ -20,11 +36,15 @@ class JsonlTail:
     that do not parse are skipped: a killed writer may leave half a line, and its successor starts a new one. Lines with
     more values than any record are skipped too.
 
-    `offset` is the position after the last line read, in bytes.
+    `offset` is the position after the last line read, in bytes. `marks` are the last lines read, by which `go_back`
+    finds out whether they were replaced, also for a later reader; None marks none.
     """
 
-    def __init__(self, path: Path, *, from_end: bool = False, offset: int = 0) -> None:
+    def __init__(
+        self, path: Path, *, from_end: bool = False, offset: int = 0, marks: Iterable[Mark] | None = None
+    ) -> None:
         self._path = path
+        self.marks = None if marks is None else deque(marks, maxlen=_MOST_MARKS)
         self.offset = path.stat().st_size if from_end and path.exists() else offset
         self._last: tuple[int, bytes] = (0, b"")
 
@@ -38,9 +58,25 @@ class JsonlTail:
         except OSError:
             return size > 0
 
+    def go_back(self) -> bool:
+        """Go back to the last marked line that is still there, or to the start if none is. Returns True if it did."""
+        if not self.marks:
+            return False
+        before = self.offset
+        try:
+            with open_file(self._path) as file:
+                while self.marks and not self.marks[-1].fits(file):
+                    self.marks.pop()
+        except OSError:
+            self.marks.clear()
+        self.offset = self.marks[-1].end if self.marks else 0
+        return self.offset < before
+
     def restart(self) -> None:
         """Begin again at the start of the file."""
         self.offset, self._last = 0, (0, b"")
+        if self.marks is not None:
+            self.marks.clear()
 
     def new(self) -> list[dict[str, Any]]:
         return list(self.records())
@@ -62,6 +98,8 @@ class JsonlTail:
         for size, line in ended_lines(file):
             self.offset += size
             self._last = size, line
+            if self.marks is not None:
+                self.marks.append(Mark(self.offset, size, _digest(line)))
             yield line
 
 
@@ -85,3 +123,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except DecodeError:
         return None
     return value if isinstance(value, dict) else None
+
+
+def _digest(line: bytes) -> str:
+    return hashlib.blake2b(line, digest_size=8).hexdigest()

@@ -1,14 +1,15 @@
 """Messages for a tracker, made of the lines of a run's files, and how far they have been sent.
 
 A line counts as sent once the tracker has written it (`FLUSH`); its position is then in the run's folder. So each line
-arrives at least once, also if either side is killed, and a tracker that was away gets what it missed.
+arrives at least once, also if either side is killed, and a tracker that was away gets what it missed. Lines that a
+resumed run replaced are sent again, from the last one that is still there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from shared.errors import ConfigError
 from shared.files.storage import replace
 from shared.run import commits
 from shared.run.folder import RunFolder
-from volley.reporting.jsonl import JsonlTail, numbers
+from volley.reporting.jsonl import JsonlTail, Mark, numbers
 from volley.runs.record import read_record
 
 type Message = dict[str, Any]
@@ -36,25 +37,29 @@ _SAVE_EVERY = 64
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Run's id in the tracker, and bytes sent of each file."""
+    """Run's id in the tracker, bytes sent of each file, and the last lines of each that were sent."""
 
     id: str
     sent: Mapping[str, int]
+    marks: Mapping[str, Sequence[Mark]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Position:
         """Return the position in the file, or a new run's. Raises ConfigError if the file is damaged."""
         try:
             raw = orjson.loads(path.read_bytes())
-            return cls(str(raw["id"]), {str(name): int(n) for name, n in raw["sent"].items()})
+            sent = {str(name): int(n) for name, n in raw["sent"].items()}
+            of_files = raw.get("marks", {}).items()
+            return cls(str(raw["id"]), sent, {name: [_mark(one) for one in marks] for name, marks in of_files})
         except FileNotFoundError:
             return cls(uuid4().hex[:12], {})
-        except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
             raise ConfigError(f"{path} is damaged", "remove it: the run is then sent again, as a new one") from error
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace(path, orjson.dumps({"id": self.id, "sent": self.sent}))
+        marks = {name: [tuple(mark) for mark in of] for name, of in self.marks.items()}
+        replace(path, orjson.dumps({"id": self.id, "sent": self.sent, "marks": marks}))
 
 
 class Feed:
@@ -68,7 +73,10 @@ class Feed:
         position = Position.read(self._path)
         self.id, self._saved = position.id, dict[str, int]()
         files = {"sft": folder.sft, "train": folder.metrics, "eval": folder.evals, "samples": folder.samples}
-        self._tails = {name: JsonlTail(path, offset=position.sent.get(name, 0)) for name, path in files.items()}
+        self._tails = {
+            name: JsonlTail(path, offset=position.sent.get(name, 0), marks=position.marks.get(name, ()))
+            for name, path in files.items()
+        }
 
     def opening(self) -> Message:
         record = read_record(self._folder)
@@ -88,6 +96,8 @@ class Feed:
 
     def unsent(self) -> Iterator[Message]:
         """Yield messages. Asking for the next one says that the tracker has taken the last."""
+        for tail in self._tails.values():
+            tail.go_back()
         for name in ("sft", "train", "eval"):
             for n, line in enumerate(self._tails[name].records(), 1):
                 yield _scalars(name, line)
@@ -112,8 +122,13 @@ class Feed:
         sent = {name: tail.offset for name, tail in self._tails.items()}
         if sent != self._saved:
             yield FLUSH
-            Position(self.id, sent).write(self._path)
+            marks = {name: list(tail.marks or ()) for name, tail in self._tails.items()}
+            Position(self.id, sent, marks).write(self._path)
             self._saved = sent
+
+
+def _mark(raw: Any) -> Mark:
+    return Mark(int(raw[0]), int(raw[1]), str(raw[2]))
 
 
 def _scalars(group: str, line: Mapping[str, Any]) -> Message:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -174,6 +175,38 @@ class EpisodeIndex:
                 for column in ("env", "end")
             }
         return {column: [value for value in values if value] for column, values in found.items()}
+
+    def environments(self, filters: Filters) -> list[dict[str, Any]]:
+        """Summarize the episodes that meet the filters by environment.
+
+        Rows have `env`, `episodes`, `success`, `reward` (mean), `ends` and failed attempts (`failures`) by name.
+        """
+        where, values = filters.sql()
+        with self._opened() as database:
+            means = database.execute(
+                f"SELECT env, count(*), avg(success), avg(reward) FROM episodes {where} GROUP BY env ORDER BY 2 DESC",  # noqa: S608
+                values,
+            ).fetchall()
+            ends = database.execute(
+                f'SELECT env, "end", failures, count(*) FROM episodes {where} GROUP BY 1, 2, 3',  # noqa: S608
+                values,
+            ).fetchall()
+        found = {
+            env: {
+                "env": env,
+                "episodes": n,
+                "success": success,
+                "reward": reward,
+                "ends": Counter(),
+                "failures": Counter(),
+            }
+            for env, n, success, reward in means
+        }
+        for env, end, failures, n in ends:
+            found[env]["ends"][end or "unknown"] += n
+            for name, times in (part.rsplit(" ", 1) for part in failures.split(", ") if " " in part):
+                found[env]["failures"][name] += n * int(times)
+        return [*found.values()]
 
     def versions_of(self, ticket: int) -> list[WeightVersion]:
         """Return the versions whose step trained on the ticket, newest first; several if steps were undone."""

@@ -1,5 +1,5 @@
 // List of a run's archived episodes, with filters that are part of the address.
-import { address, element, fetchJson, number, table } from "./page.js";
+import { address, element, fetchJson, number, percent, table } from "./page.js";
 
 const COLUMNS = [["step", "step", true], ["ticket", "ticket", true], ["sample", "sample", true], ["env", "environment"], ["task", "task"],
   ["reward", "reward", true], ["success", "success"], ["end", "end"], ["sampled", "sampled tokens", true], ["tokens", "tokens", true],
@@ -27,7 +27,7 @@ export async function showEpisodes(main, run, query) {
       asked.set("limit", PAGE);
       found = await fetchJson(`/api/runs/${address(run)}/episodes?${asked}`);
       fill(form, found.choices, query);
-      results.replaceChildren(...show(found));
+      results.replaceChildren(...environments(found.environments), ...show(found));
     } while (found.waiting > 0 && results.isConnected);
   }
 
@@ -97,4 +97,14 @@ function fill(form, choices, query) {
     const known = new Set([...select.options].map((one) => one.value));
     for (const value of choices[name]) if (!known.has(value)) select.append(element("option", { value, selected: query.get(name) === value }, value));
   }
+}
+
+// Ends and failed attempts of the listed episodes, by environment.
+function environments(rows) {
+  if (rows.length === 0) return [];
+  const shares = (counts, all) => Object.entries(counts).sort((a, b) => b[1] - a[1]).map(([name, n]) => `${name} ${percent(n / all)}`).join(", ");
+  const counts = (found) => Object.entries(found).sort((a, b) => b[1] - a[1]).map(([name, n]) => `${name} ${number(n)}`).join(", ");
+  const cells = rows.map((row) => [row.env, number(row.episodes), percent(row.success), number(row.reward), shares(row.ends, row.episodes), counts(row.failures) || "–"]);
+  return [table(["environment", { text: "episodes", number: true }, { text: "success", number: true }, { text: "mean reward", number: true },
+    { text: "ends", wrap: true }, { text: "failed attempts", wrap: true }], cells)];
 }

@@ -47,7 +47,7 @@ function parts(found, run, services) {
     const cards = metrics.map(([name, key]) => card(name, curves.train, key)).filter(Boolean);
     if (cards.length) made.push(element("h2", {}, title), element("div", { class: "cards" }, ...cards));
   }
-  made.push(...others(curves), element("h2", {}, "Services"), services, ...ledger(found), ...commands(summary), settings(found));
+  made.push(...others(curves), element("h2", {}, "Services"), services, ...handovers(found.handovers), ...ledger(found), ...commands(summary), settings(found));
   return made;
 }
 
@@ -95,18 +95,78 @@ function others(curves) {
   return made.length ? [element("h2", {}, "More"), ...made] : [];
 }
 
+// Share of a run's reports that name a fact.
+function fact(fleet, key) {
+  return fleet.services.map((one) => one.facts?.[key]).find((value) => value !== undefined && value !== null);
+}
+
+function pause(one, facts) {
+  if (facts.internal_state?.paused) return "decoding is paused";
+  return facts.paused || facts.state === "paused" ? "paused on request" : null;
+}
+
+function memory(one, facts) {
+  if (one.kind === "trainer") return Object.entries(facts.memory || {}).map(([name, mib]) => `${name} ${number(Math.round(mib))} MiB`).join(", ");
+  const free = facts.internal_state?.free_kv_tokens;
+  return free === undefined || !facts.max_total_tokens ? "" : `${percent(free / facts.max_total_tokens)} of the key/value pool free`;
+}
+
+function queue(fleet) {
+  const state = fact(fleet, "queue");
+  if (!state || typeof state !== "object") return [];
+  const tile = (name, value) => element("div", { class: "tile" }, element("b", {}, number(value)), element("span", {}, name));
+  return [element("h2", {}, "Queue"), element("div", { class: "tiles" }, tile("groups that wait for the trainer", state.depth),
+    tile("tickets in work, or to be issued again", state.leased), tile("oldest ticket that has not ended", Math.min(state.low + 1, state.issued)),
+    tile("tickets issued", state.issued), tile("ended untrained", state.void), tile("poisoned entries kept", state.dead))];
+}
+
+// What the running episodes wait for, in a sentence.
+function waits(fleet) {
+  const counts = Object.entries(fact(fleet, "waits") || {}).filter(([, n]) => n > 0);
+  const running = fact(fleet, "episodes_running");
+  if (Array.isArray(fact(fleet, "waits")) || counts.length === 0 || !running) return [];
+  const names = { rollout: "for the model's tokens", env: "for their environment", server: "for a server that may take them", teacher: "for the teacher" };
+  const parts = counts.sort((a, b) => b[1] - a[1]).map(([on, n]) => `${number(n)} ${names[on] ?? `for ${on}`}`);
+  return [element("p", {}, `Of ${number(running)} running episodes wait: ${parts.join(", ")}.`)];
+}
+
+function members(fleet) {
+  const rows = (fact(fleet, "mixture") || []).map((one) => [one.env, element("span", { class: one.reason ? "warn" : null }, one.state), percent(one.share),
+    number(one.groups), number(one.groups_failed), `${number(one.attempts_failed)} of ${number(one.attempts)}`, percent(one.success), number(one.reward_mean),
+    one.reason ?? one.failing ?? "–"]);
+  if (rows.length === 0) return [];
+  return [element("h2", {}, "Environments"), table(["environment", "state", { text: "share", number: true }, { text: "groups", number: true },
+    { text: "failed groups", number: true }, { text: "failed attempts", number: true }, { text: "success", number: true }, { text: "mean reward", number: true },
+    { text: "trouble", wrap: true }], rows)];
+}
+
+const bytes = (n) => (n === null || n === undefined ? "–" : n >= 1e9 ? `${(n / 1e9).toFixed(2)} GB` : n >= 1e6 ? `${(n / 1e6).toFixed(1)} MB` : `${(n / 1e3).toFixed(0)} kB`);
+const took = (s) => (s === null || s === undefined ? "–" : s >= 1 ? `${s.toFixed(1)} s` : `${(1000 * s).toFixed(1)} ms`);
+
+function handovers(list) {
+  if (!list || list.length === 0) return [];
+  const rows = list.map((one) => [one.version, one.url ?? "no server", one.error ? element("span", { class: "bad" }, one.error) : took(one.server_s),
+    bytes(one.n_bytes), one.delta_bytes ? bytes(one.delta_bytes) : "–", bytes(one.pulled_bytes), took(one.trainer_s), took(one.pause_s), one.mode]);
+  return [element("h2", {}, "Hand-overs"), element("p", { class: "soft" },
+    "Each version on its way to each server. Meanwhile the trainer waited, then goes on; the server decoded, and stood still for the last column but one."),
+  element("details", { id: "handovers" }, element("summary", {}, `The newest ${number(list.length)}`), table(["version", "server", { text: "seconds", wrap: true },
+    { text: "weights", number: true }, { text: "as delta", number: true }, { text: "pulled", number: true }, { text: "trainer waited", number: true },
+    { text: "decoding stood still", number: true }, "running requests"], rows))];
+}
+
 function showFleet(services, live, fleet) {
   live.textContent = `${fleet.state}${fleet.chain[0] ? `: ${fleet.chain[0]}` : ""}`.slice(0, 140);
   const rows = fleet.services.map((one) => {
     const facts = one.facts || {};
     const engine = facts.internal_state || {};
     const state = one.error ? element("span", { class: "bad" }, one.error) : one.not_ready ? element("span", { class: "warn" }, one.not_ready) : "ready";
-    const version = facts.weight_version ?? facts.version ?? "–";
+    const version = facts.current ?? facts.weight_version ?? facts.version ?? "–";
     return [one.name, state, version, number(engine.running ?? facts.running_episodes), number(engine.queued ?? facts.queued),
-      facts.phase ?? facts.state ?? "–", one.url];
+      pause(one, facts) ?? facts.phase ?? facts.state ?? "–", memory(one, facts) || "–", one.url];
   });
-  const headings = ["service", { text: "state", wrap: true }, "weights", { text: "running", number: true }, { text: "waiting", number: true }, "work", "address"];
-  services.replaceChildren(table(headings, rows), ...fleet.chain.map((one) => element("p", {}, `← ${one}`)));
+  const headings = ["service", { text: "state", wrap: true }, "weights", { text: "running", number: true }, { text: "waiting", number: true }, "work", { text: "memory", wrap: true }, "address"];
+  const chain = fleet.chain.length ? [element("h2", {}, "Who waits for whom"), ...fleet.chain.map((one) => element("p", {}, `← ${one}`))] : [];
+  services.replaceChildren(table(headings, rows), ...chain, ...waits(fleet), ...queue(fleet), ...members(fleet));
 }
 
 function ledger(found) {
