@@ -83,7 +83,7 @@ def test_what_accelerates_is_named_or_found(checkout: Path, tmp_path: Path) -> N
     assert run(checkout, path, UV_CALLS=str(calls), VOLLEY_ACCELERATOR="gpu").returncode == 0
     made = [line.split() for line in calls.read_text(encoding="utf-8").splitlines()[3:]]
     assert [line[0] for line in made] == [str(checkout / ".venvs" / name) for name in ("rollout", "trainer")]
-    assert [line[line.index("--extra") + 1] for line in made] == ["rollout-gpu", "trainer-gpu"]
+    assert [line[line.index("--extra", line.index("traces")) + 1] for line in made] == ["rollout-gpu", "trainer-gpu"]
     refused = run(checkout, path, UV_CALLS=str(calls), VOLLEY_ACCELERATOR="npu")
     assert refused.returncode == 1
     assert "VOLLEY_ACCELERATOR is npu, none of cpu, gpu, tpu" in refused.stderr

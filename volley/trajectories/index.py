@@ -10,8 +10,9 @@ import hashlib
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,21 +117,19 @@ class EpisodeIndex:
         self._path = _database(folder, cache)
         self._memory: sqlite3.Connection | None = None
         self.damaged: dict[str, str] = {}
-        with self._opened() as database:
-            database.execute("CREATE TABLE IF NOT EXISTS files (version TEXT PRIMARY KEY)")
-            names = ", ".join(f'"{name}" {kind}' for name, kind in _COLUMNS.items())
-            database.execute(f"CREATE TABLE IF NOT EXISTS episodes ({names}, PRIMARY KEY (version, ticket, sample))")
-            database.execute("CREATE INDEX IF NOT EXISTS by_step ON episodes (step, ticket, sample)")
 
     def refresh(self, *, most_files: int | None = None) -> int:
         """Index new files, newest first, at most `most_files`. Returns how many remain."""
-        with self._lock, self._opened() as database:
-            known = {row[0] for row in database.execute("SELECT version FROM files")}
-            waiting = [v for v in archive.versions(self._folder.archive) if str(v) not in known]
-            waiting = [v for v in reversed(waiting) if str(v) not in self.damaged]
-            for version in waiting[:most_files]:
-                self._add(database, version)
-            return max(0, len(waiting) - (len(waiting) if most_files is None else most_files))
+        with self._lock:
+            return self._within(lambda database: self._refresh(database, most_files))
+
+    def _refresh(self, database: sqlite3.Connection, most_files: int | None) -> int:
+        known = {row[0] for row in database.execute("SELECT version FROM files")}
+        waiting = [v for v in archive.versions(self._folder.archive) if str(v) not in known]
+        waiting = [v for v in reversed(waiting) if str(v) not in self.damaged]
+        for version in waiting[:most_files]:
+            self._add(database, version)
+        return max(0, len(waiting) - (len(waiting) if most_files is None else most_files))
 
     def _add(self, database: sqlite3.Connection, version: WeightVersion) -> None:
         marks = ", ".join("?" * len(_COLUMNS))
@@ -151,29 +150,25 @@ class EpisodeIndex:
             raise InputError(f"no column is called {asked.sort[:50]}", f"sort by one of {', '.join(sorted(SORTS))}")
         where, values = asked.sql()
         order = f'ORDER BY "{asked.sort}" {"DESC" if asked.descending else "ASC"}, step DESC, ticket, sample'
-        with self._opened() as database:
-            total = database.execute(f"SELECT count(*) FROM episodes {where}", values).fetchone()[0]  # noqa: S608
-            found = database.execute(
-                f"SELECT * FROM episodes {where} {order} LIMIT ? OFFSET ?",  # noqa: S608 - names of columns are ours
-                [*values, asked.limit, asked.offset],
-            ).fetchall()
+        ((total,),) = self._rows(f"SELECT count(*) FROM episodes {where}", values)  # noqa: S608
+        found = self._rows(
+            f"SELECT * FROM episodes {where} {order} LIMIT ? OFFSET ?",  # noqa: S608 - names of columns are ours
+            [*values, asked.limit, asked.offset],
+        )
         return {"total": total, "rows": [dict(zip(_COLUMNS, row, strict=True)) for row in found]}
 
     def every(self, filters: Filters) -> Iterator[dict[str, Any]]:
         """Yield all rows that meet the filters, by step, ticket and sample."""
         where, values = filters.sql()
-        with self._opened() as database:
-            rows = database.execute(f"SELECT * FROM episodes {where} ORDER BY step, ticket, sample", values)  # noqa: S608
-            for row in rows:
-                yield dict(zip(_COLUMNS, row, strict=True))
+        rows = self._rows(f"SELECT * FROM episodes {where} ORDER BY step, ticket, sample", values)  # noqa: S608
+        yield from (dict(zip(_COLUMNS, row, strict=True)) for row in rows)
 
     def choices(self) -> dict[str, list[str]]:
         """Return the values of `env` and `end`, and the range of steps."""
-        with self._opened() as database:
-            found = {
-                column: [row[0] for row in database.execute(f'SELECT DISTINCT "{column}" FROM episodes ORDER BY 1')]  # noqa: S608
-                for column in ("env", "end")
-            }
+        found = {
+            column: [row[0] for row in self._rows(f'SELECT DISTINCT "{column}" FROM episodes ORDER BY 1')]  # noqa: S608
+            for column in ("env", "end")
+        }
         return {column: [value for value in values if value] for column, values in found.items()}
 
     def environments(self, filters: Filters) -> list[dict[str, Any]]:
@@ -182,55 +177,77 @@ class EpisodeIndex:
         Rows have `env`, `episodes`, `success`, `reward` (mean), `ends` and failed attempts (`failures`) by name.
         """
         where, values = filters.sql()
-        with self._opened() as database:
-            means = database.execute(
-                f"SELECT env, count(*), avg(success), avg(reward) FROM episodes {where} GROUP BY env ORDER BY 2 DESC",  # noqa: S608
-                values,
-            ).fetchall()
-            ends = database.execute(
-                f'SELECT env, "end", failures, count(*) FROM episodes {where} GROUP BY 1, 2, 3',  # noqa: S608
-                values,
-            ).fetchall()
-        found = {
-            env: {
-                "env": env,
-                "episodes": n,
-                "success": success,
-                "reward": reward,
-                "ends": Counter(),
-                "failures": Counter(),
-            }
-            for env, n, success, reward in means
-        }
-        for env, end, failures, n in ends:
-            found[env]["ends"][end or "unknown"] += n
-            for name, times in (part.rsplit(" ", 1) for part in failures.split(", ") if " " in part):
-                found[env]["failures"][name] += n * int(times)
-        return [*found.values()]
+        counted = self._rows(
+            f'SELECT env, "end", failures, count(*), sum(success), sum(reward) FROM episodes {where} GROUP BY 1, 2, 3',  # noqa: S608
+            values,
+        )
+        found: dict[str, _Counts] = {}
+        for env, end, failures, n, n_solved, reward in counted:
+            found.setdefault(env, _Counts()).add(end, failures, n, n_solved, reward)
+        return [{"env": env} | found[env].describe() for env in sorted(found, key=lambda env: -found[env].n)]
 
     def versions_of(self, ticket: int) -> list[WeightVersion]:
         """Return the versions whose step trained on the ticket, newest first; several if steps were undone."""
-        with self._opened() as database:
-            rows = database.execute("SELECT DISTINCT version FROM episodes WHERE ticket = ?", (ticket,))
-            return sorted((WeightVersion.parse(row[0]) for row in rows), reverse=True)
+        rows = self._rows("SELECT DISTINCT version FROM episodes WHERE ticket = ?", (ticket,))
+        return sorted((WeightVersion.parse(row[0]) for row in rows), reverse=True)
 
-    @contextmanager
-    def _opened(self) -> Iterator[sqlite3.Connection]:
-        if self._memory is not None:
-            yield self._memory
-            return
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            database = sqlite3.connect(self._path, timeout=30.0)
-            database.execute("PRAGMA journal_mode=WAL")
-            database.execute("PRAGMA synchronous=OFF")  # an index that is lost is made again
-        except (OSError, sqlite3.Error):  # the cache cannot be written
-            self._memory = sqlite3.connect(":memory:", check_same_thread=False)
-            yield self._memory
-            return
-        with closing(database):
-            yield database
-            database.commit()
+    def _rows(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        return self._within(lambda database: database.execute(query, values).fetchall())
+
+    def _within[T](self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Do work on the index; if its file cannot be used, as on a full disk, in memory from then on."""
+        if self._memory is None:
+            try:
+                with closing(_opened(self._path)) as database:
+                    found = work(database)
+                    database.commit()
+                    return found
+            except (OSError, sqlite3.Error):
+                self._memory = _with_tables(sqlite3.connect(":memory:", check_same_thread=False))
+        return work(self._memory)
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Counts of one environment's episodes."""
+
+    n: int = 0
+    n_solved: int = 0
+    reward: float = 0.0
+    ends: Counter[str] = field(default_factory=Counter[str])
+    failures: Counter[str] = field(default_factory=Counter[str])
+
+    def add(self, end: str, failures: str, n: int, n_solved: int, reward: float | None) -> None:
+        """Add n episodes. Args: failures: as in the column."""
+        self.n, self.n_solved, self.reward = self.n + n, self.n_solved + n_solved, self.reward + (reward or 0.0)
+        self.ends[end or "unknown"] += n
+        for name, times in (part.rsplit(" ", 1) for part in failures.split(", ") if " " in part):
+            self.failures[name] += n * int(times)
+
+    def describe(self) -> dict[str, Any]:
+        means = {"success": self.n_solved / self.n, "reward": self.reward / self.n}
+        return {"episodes": self.n, **means, "ends": self.ends, "failures": self.failures}
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """Open the index's file. Raises OSError, sqlite3.Error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    database = sqlite3.connect(path, timeout=30.0)
+    try:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("PRAGMA synchronous=OFF")  # an index that is lost is made again
+        return _with_tables(database)
+    except BaseException:
+        database.close()
+        raise
+
+
+def _with_tables(database: sqlite3.Connection) -> sqlite3.Connection:
+    database.execute("CREATE TABLE IF NOT EXISTS files (version TEXT PRIMARY KEY)")
+    names = ", ".join(f'"{name}" {kind}' for name, kind in _COLUMNS.items())
+    database.execute(f"CREATE TABLE IF NOT EXISTS episodes ({names}, PRIMARY KEY (version, ticket, sample))")
+    database.execute("CREATE INDEX IF NOT EXISTS by_step ON episodes (step, ticket, sample)")
+    return database
 
 
 def undone(rows: Sequence[Mapping[str, Any]], head: TrainerState | None) -> list[bool]:
