@@ -25,6 +25,7 @@ from shared.run.folder import RunFolder
 from shared.run.token_values import TokenValues
 from shared.types import Group, WeightVersion
 from tests.support.asgi import served
+from tests.support.disk import file_size_limit
 from tests.support.small_run import group, make
 from volley.dashboard.advice import advise
 from volley.dashboard.app import make_app
@@ -170,6 +171,14 @@ async def test_listed_episodes_are_summed_up_by_environment(page: httpx.AsyncCli
     (some,) = (await get(page, "/api/runs/r/episodes", step_min=2, step_max=3))["environments"]
     assert some["episodes"] == 8
     assert (await get(page, "/api/runs/r/episodes", env="none"))["environments"] == []
+
+
+def test_a_full_disk_leaves_the_index_in_memory(root: Path, tmp_path: Path) -> None:
+    with file_size_limit(1000):
+        index = EpisodeIndex(RunFolder(root / "r"), "r", tmp_path / "full")
+        assert index.refresh() == 0
+        assert index.page(Listing())["total"] == 20
+    assert index.choices()["env"] == ["toy"]
 
 
 def test_failures_are_counted_by_class(root: Path) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 import orjson
 import pytest
 
-from shared.errors import ConfigError, Unavailable
+from shared.errors import ConfigError, StorageFull, Unavailable
 from shared.run.folder import RunFolder
+from tests.support.disk import file_size_limit
 from tests.support.foreign import environment
 from volley.commands import track
 from volley.runs.record import RunRecord, write_record
 from volley.tracking.beside import tracked
+from volley.tracking.feed import FLUSH, Feed
 from volley.tracking.upload import upload
 
 PACKAGES = ("tensorboardX", "tensorboard", "wandb", "trackio", "pandas", "mlflow-skinny")
@@ -127,6 +129,18 @@ def test_lines_that_were_replaced_by_fewer_are_sent(folder: RunFolder, tracker: 
     append(folder.metrics, [line(3, reward_mean=-3)])
     assert track.main(folder.path, ["tensorboard"]) == 0
     assert tracker.steps("train/reward_mean")[4:] == [(2, -2), (3, -3)]
+
+
+def test_a_full_disk_keeps_no_line_from_the_tracker(folder: RunFolder) -> None:
+    feed = Feed(folder, "tensorboard")
+    with file_size_limit(10):
+        sent = [message["step"] for message in feed.unsent() if message.get("group") == "train"]
+    assert sent == [1, 2]
+    assert isinstance(feed.unsaved, StorageFull)
+    append(folder.metrics, [line(3)])
+    assert [message["step"] for message in feed.unsent() if "scalars" in message] == [3]
+    assert feed.unsaved is None
+    assert not [message for message in Feed(folder, "tensorboard").unsent() if message != FLUSH]
 
 
 def test_positions_of_older_commits_are_read(folder: RunFolder, tracker: WrittenTracker) -> None:

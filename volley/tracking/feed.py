@@ -17,8 +17,8 @@ from uuid import uuid4
 
 import orjson
 
-from shared.errors import ConfigError
-from shared.files.storage import replace
+from shared.errors import ConfigError, StorageUnavailable
+from shared.files.storage import replace, storage
 from shared.run import commits
 from shared.run.folder import RunFolder
 from volley.reporting.jsonl import JsonlTail, Mark, numbers
@@ -57,7 +57,9 @@ class Position:
             raise ConfigError(f"{path} is damaged", "remove it: the run is then sent again, as a new one") from error
 
     def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        """Raises StorageUnavailable."""
+        with storage(path.parent.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
         marks = {name: [tuple(mark) for mark in of] for name, of in self.marks.items()}
         replace(path, orjson.dumps({"id": self.id, "sent": self.sent, "marks": marks}))
 
@@ -65,13 +67,15 @@ class Position:
 class Feed:
     """Unsent messages of one run for one tracker.
 
-    Raises ConfigError if the folder is not that of a run.
+    Raises ConfigError if the folder is not that of a run. `unsaved` is why the position could not be written, as on a
+    full disk: it is tried again with the next lines.
     """
 
     def __init__(self, folder: RunFolder, tracker: str) -> None:
         self._folder, self._tracker, self._path = folder, tracker, folder.tracker(tracker)
         position = Position.read(self._path)
         self.id, self._saved = position.id, dict[str, int]()
+        self.unsaved: StorageUnavailable | None = None
         files = {"sft": folder.sft, "train": folder.metrics, "eval": folder.evals, "samples": folder.samples}
         self._tails = {
             name: JsonlTail(path, offset=position.sent.get(name, 0), marks=position.marks.get(name, ()))
@@ -123,8 +127,12 @@ class Feed:
         if sent != self._saved:
             yield FLUSH
             marks = {name: list(tail.marks or ()) for name, tail in self._tails.items()}
-            Position(self.id, sent, marks).write(self._path)
-            self._saved = sent
+            try:
+                Position(self.id, sent, marks).write(self._path)
+            except StorageUnavailable as error:
+                self.unsaved = error
+            else:
+                self._saved, self.unsaved = sent, None
 
 
 def _mark(raw: Any) -> Mark:

@@ -77,10 +77,16 @@ def upload(
             with Reporter.running(environments.python_of(tracker)) as reporter:
                 feed = Feed(folder, tracker)
                 reporter.send(feed.opening())
-                while _pass(reporter, feed, is_last=not follow or ended.is_set()):
+                while True:
+                    is_last = not follow or ended.is_set()
+                    _pass(reporter, feed, is_last=is_last)
+                    if feed.unsaved is not None and str(feed.unsaved) != before:
+                        before = str(feed.unsaved)
+                        say(f"{tracker}: {before}; if this process ends before, lines are sent again")
+                    if is_last:
+                        return
                     failures = 0
                     ended.wait(_POLL_S)
-                return
         except Unavailable as error:
             failures += 1
             is_last = not follow or ended.is_set()
@@ -93,11 +99,10 @@ def upload(
             threading.Event().wait(_RETRY_S) if is_last else ended.wait(wait_s)
 
 
-def _pass(reporter: Reporter, feed: Feed, *, is_last: bool) -> bool:
-    """Send what is new. Returns False after the last pass. Raises Unavailable."""
+def _pass(reporter: Reporter, feed: Feed, *, is_last: bool) -> None:
+    """Send what is new, at the end with the run's facts. Raises Unavailable."""
     for message in feed.unsent():
         reporter.send(message)
     if is_last:
         reporter.send(feed.facts())
         reporter.send(FLUSH)
-    return not is_last

@@ -40,6 +40,9 @@ function parts(found, run, services) {
   const { summary } = found;
   const made = [element("h1", {}, run)];
   if (summary.problem) return [...made, element("p", { class: "bad" }, `This folder is not read: ${summary.problem}`)];
+  if (summary.state === "unreadable") {
+    made.push(element("p", { class: "bad" }, "run.json cannot be read: it is damaged, or another version of Volley wrote it. Settings, environment and model are unknown."));
+  }
   const { curves } = found;
   made.push(tiles(summary, found), ...advice(found.advice));
   made.push(element("h2", {}, "Success on held-out tasks"), success(curves.success));
