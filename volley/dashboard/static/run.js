@@ -98,7 +98,7 @@ function others(curves) {
   return made.length ? [element("h2", {}, "More"), ...made] : [];
 }
 
-// Share of a run's reports that name a fact.
+// A fact that the first service reports that knows it.
 function fact(fleet, key) {
   return fleet.services.map((one) => one.facts?.[key]).find((value) => value !== undefined && value !== null);
 }
@@ -110,8 +110,8 @@ function pause(one, facts) {
 
 function memory(one, facts) {
   if (one.kind === "trainer") return Object.entries(facts.memory || {}).map(([name, mib]) => `${name} ${number(Math.round(mib))} MiB`).join(", ");
-  const free = facts.internal_state?.free_kv_tokens;
-  return free === undefined || !facts.max_total_tokens ? "" : `${percent(free / facts.max_total_tokens)} of the key/value pool free`;
+  const { free_kv_tokens: free, cached_kv_tokens: cached } = facts.internal_state || {};
+  return free === undefined || !facts.max_total_tokens ? "" : `${percent((free + (cached ?? 0)) / facts.max_total_tokens)} of the key/value pool available`;
 }
 
 function queue(fleet) {
@@ -151,10 +151,10 @@ function handovers(list) {
   const rows = list.map((one) => [one.version, one.url ?? "no server", one.error ? element("span", { class: "bad" }, one.error) : took(one.server_s),
     bytes(one.n_bytes), one.delta_bytes ? bytes(one.delta_bytes) : "–", bytes(one.pulled_bytes), took(one.trainer_s), took(one.pause_s), one.mode]);
   return [element("h2", {}, "Hand-overs"), element("p", { class: "soft" },
-    "Each version on its way to each server. Meanwhile the trainer waited, then goes on; the server decoded, and stood still for the last column but one."),
+    "For each version and server: how long the call took, the bytes, how long the trainer waited before its next step, and how long decoding stood still."),
   element("details", { id: "handovers" }, element("summary", {}, `The newest ${number(list.length)}`), table(["version", "server", { text: "seconds", wrap: true },
     { text: "weights", number: true }, { text: "as delta", number: true }, { text: "pulled", number: true }, { text: "trainer waited", number: true },
-    { text: "decoding stood still", number: true }, "running requests"], rows))];
+    { text: "decoding stood still", number: true }, "mode"], rows))];
 }
 
 function showFleet(services, live, fleet) {
