@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import FileResponse, RedirectResponse, Response, StreamingResponse
 
 from shared.errors import Forbidden, NotFound, RateLimited
-from shared.run import token_values
 from shared.services_schema import Limits
-from shared.types import WeightVersion
 from shared.web.access import AccessTokens, Role
 from shared.web.http import create_app
 from volley.dashboard.advice import advise
@@ -24,14 +23,16 @@ from volley.dashboard.entrance import CookieAccess, Entrance
 from volley.dashboard.handovers import handovers
 from volley.dashboard.live import Fleet, events
 from volley.dashboard.runs import RunFiles, Runs
-from volley.reporting.jsonl import read
-from volley.trajectories import episodes
-from volley.trajectories.index import EpisodeIndex, Filters, Listing, undone
+from volley.trajectories import files as exports
+from volley.trajectories.archived import ArchivedEpisodes
+from volley.trajectories.index import Filters, Listing, undone
 
 STATIC = Path(__file__).with_name("static")
 _FILES = frozenset(path.name for path in STATIC.iterdir()) if STATIC.is_dir() else frozenset[str]()
 _MOST_STREAMS = 32
 _MOST_OPEN = 8
+_BLOCK = 2**18
+_MEDIA_TYPES = {"jsonl": "application/x-ndjson", "parquet": "application/vnd.apache.parquet"}
 _MOST_FILES = 24
 """Archived files that one request indexes; the page asks again while files are waiting."""
 
@@ -44,7 +45,7 @@ ROLES = {
     "GET /api/runs/{run}/fleet": Role.VIEWER,
     "GET /api/runs/{run}/events": Role.VIEWER,
     "GET /api/runs/{run}/episodes": Role.VIEWER,
-    "GET /api/runs/{run}/episodes.jsonl": Role.VIEWER,
+    "GET /api/runs/{run}/episodes.{kind}": Role.VIEWER,
     "GET /api/runs/{run}/tickets/{ticket}": Role.VIEWER,
 }
 router = APIRouter()
@@ -60,20 +61,20 @@ class DashboardState:
         self.runs, self.entrance = runs, entrance
         self.ended = asyncio.Event()
         self.streams = 0
-        self._indexes: dict[str, EpisodeIndex] = {}
+        self._archives: dict[str, ArchivedEpisodes] = {}
         self._opening = Lock()
         self._fleets: dict[str, Fleet] = {}
 
-    def index(self, files: RunFiles) -> EpisodeIndex:
+    def archived(self, files: RunFiles) -> ArchivedEpisodes:
         """Blocks: it opens a database."""
         _check(files)
         key = f"{files.folder.path}\n{files.began!r}"
         with self._opening:
-            index = self._indexes.pop(key, None) or EpisodeIndex(files.folder, files.folder.name)
-            self._indexes[key] = index
-            while len(self._indexes) > _MOST_OPEN:
-                del self._indexes[next(iter(self._indexes))]
-        return index
+            found = self._archives.pop(key, None) or ArchivedEpisodes(files.folder)
+            self._archives[key] = found
+            while len(self._archives) > _MOST_OPEN:
+                del self._archives[next(iter(self._archives))]
+        return found
 
     def fleet(self, files: RunFiles) -> Fleet:
         _check(files)
@@ -192,36 +193,40 @@ async def list_episodes(request: Request, run: str, asked: Annotated[Listing, Qu
 
 
 def _listed(state: DashboardState, files: RunFiles, asked: Listing) -> dict[str, Any]:
-    index = state.index(files)
+    index = state.archived(files).index
     waiting = index.refresh(most_files=_MOST_FILES)
     page = index.page(asked)
     for row, is_undone in zip(page["rows"], undone(page["rows"], files.head), strict=True):
         row["undone"] = is_undone
-    found = {"waiting": waiting, "damaged": index.damaged, "choices": index.choices()}
-    return page | found | {"environments": index.environments(asked)}
+    about = {"waiting": waiting, "damaged": index.damaged, "choices": index.choices()}
+    return page | about | {"environments": index.environments(asked), "parquet": exports.has_parquet()}
 
 
-@router.get("/api/runs/{run}/episodes.jsonl", tags=["dashboard"])
-async def export_episodes(request: Request, run: str, asked: Annotated[Filters, Query()]) -> Response:
-    """Archived episodes that meet the filters, with their texts, a JSON line for each."""
+@router.get("/api/runs/{run}/episodes.{kind}", tags=["dashboard"])
+async def export_episodes(
+    request: Request, run: str, kind: Literal["jsonl", "parquet"], asked: Annotated[Filters, Query()]
+) -> Response:
+    """Archived episodes that meet the filters, with their texts: a JSON line for each, or a row of Parquet."""
     state = _state(request)
     files = await asyncio.to_thread(state.runs.open, run)
-    lines = await asyncio.to_thread(lambda: _exported(files, state.index(files), asked))
-    headers = {"Content-Disposition": 'attachment; filename="episodes.jsonl"'}
-    return StreamingResponse(lines, media_type="application/x-ndjson", headers=headers)
+    if kind == "parquet" and not exports.has_parquet():
+        raise NotFound("Parquet files need the package pyarrow on the dashboard's machine", "export JSON lines")
+    blocks = await asyncio.to_thread(lambda: _exported(state.archived(files), kind, asked))
+    headers = {"Content-Disposition": f'attachment; filename="episodes.{kind}"'}
+    return StreamingResponse(blocks, media_type=_MEDIA_TYPES[kind], headers=headers)
 
 
-def _exported(files: RunFiles, index: EpisodeIndex, asked: Filters) -> Iterator[bytes]:
-    index.refresh()
-    tokenizer, run = episodes.tokenizer_of(files.folder), files.folder.name
-    wanted: dict[str, set[tuple[int, int]]] = {}
-    for row in index.every(asked):
-        wanted.setdefault(row["version"], set()).add((row["ticket"], row["sample"]))
-    for name, samples in wanted.items():
-        version, tickets = WeightVersion.parse(name), {ticket for ticket, _ in samples}
-        for group in episodes.read_groups(files.folder, run, version, tickets):
-            lines = episodes.record_of(episodes.shown(group, version, tokenizer))
-            yield from (orjson.dumps(one) + b"\n" for one in lines if (one["ticket"], one["sample"]) in samples)
+def _exported(archived: ArchivedEpisodes, kind: str, asked: Filters) -> Iterator[bytes]:
+    archived.index.refresh()
+    records = archived.records(archived.rows(asked))
+    if kind == "jsonl":
+        return map(exports.line, records)
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the blocks are read from it later
+    with exports.writer(".parquet", file) as add:
+        for record in records:
+            add(record)
+    file.seek(0)
+    return iter(lambda: file.read(_BLOCK), b"")
 
 
 @router.get("/api/runs/{run}/tickets/{ticket}", tags=["dashboard"])
@@ -229,22 +234,4 @@ async def one_ticket(request: Request, run: str, ticket: int, version: str = "")
     """All episodes of a ticket, token by token, with its line in the ledger."""
     state = _state(request)
     files = await asyncio.to_thread(state.runs.open, run)
-    return _json(await asyncio.to_thread(_ticket, state, files, ticket, version))
-
-
-def _ticket(state: DashboardState, files: RunFiles, ticket: int, version: str) -> dict[str, Any]:
-    index = state.index(files)
-    lines = [line for line in read(files.folder.ledger) if line.get("ticket") == ticket]
-    if version:
-        found = [WeightVersion.parse(version)]
-    else:
-        named = [line.get("version") for line in lines if line.get("disposition") == "trained"]
-        found = [WeightVersion.parse(name) for name in reversed(named) if isinstance(name, str)] or index.versions_of(
-            ticket
-        )
-    if not found:
-        raise NotFound(f"no step was trained on ticket {ticket}", "only groups that were trained on are archived")
-    group = episodes.read_group(files.folder, files.folder.name, found[0], ticket)
-    values = token_values.read(files.folder.tokens, files.folder.name, found[0])
-    made = episodes.shown(group, found[0], episodes.tokenizer_of(files.folder), values)
-    return made | {"ledger": lines, "path": str(files.folder.path)}
+    return _json(await asyncio.to_thread(lambda: state.archived(files).ticket(ticket, version)))

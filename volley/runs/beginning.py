@@ -1,4 +1,4 @@
-"""First start of a run: its identifier, and settings it fixes that the configuration file may leave out."""
+"""First start of a run: its identifier, its name, and settings that the configuration file may leave out."""
 
 from __future__ import annotations
 
@@ -67,3 +67,10 @@ def began(folder: RunFolder) -> bytes:
     with suppress(OSError):
         return read_file(folder.beginning, 1024)
     return b""
+
+
+def name_of(folder: RunFolder) -> str:
+    """Return the run's name in the configuration; a folder that was renamed may have another name."""
+    with suppress(ConfigError):
+        return config.recorded(folder.config).config.run.name
+    return folder.name

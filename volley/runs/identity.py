@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from shared import config
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, ServiceUnreachable, Unauthorized, VolleyError
 from shared.run.folder import RunFolder
 from shared.services import SERVICES, kind_of
 from shared.web.access import Role, token_for
 from volley.runs.addresses import Addresses
+from volley.runs.beginning import name_of
 
 STRANGER = "another run's service answers there"
 _TIMEOUT_S = 3.0
@@ -65,7 +65,7 @@ async def _ours(folder: RunFolder, found: Addresses, name: str, url: str) -> boo
             return not readable
         except VolleyError:
             return True
-    return info.run_key is None or _serves(answer, info.run_key, _name(folder))
+    return info.run_key is None or _serves(answer, info.run_key, name_of(folder))
 
 
 async def _is_service(client: HttpClient, kind: str) -> bool:
@@ -83,10 +83,3 @@ def _serves(answer: Any, key: str, run: str) -> bool:
     rows = answer if isinstance(answer, list) else [answer]
     names = {row[key] for row in rows if isinstance(row, dict) and isinstance(row.get(key), str)}
     return not names or run in names
-
-
-def _name(folder: RunFolder) -> str:
-    """Run name in the configuration; a folder that was renamed may have another name."""
-    with suppress(ConfigError):
-        return config.load([folder.config]).config.run.name
-    return folder.name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from shared.types import Group, Trajectory, WeightVersion
 from volley.runs.record import stored
 
 _MOST_TOKENIZERS = 4
+_ARRAYS = ("token_ids", "loss_mask", "logprobs")
 
 
 def read_group(folder: RunFolder, run: str, version: WeightVersion, ticket: int) -> Group:
@@ -136,16 +137,54 @@ def _tokenizer(path: Path) -> ChatTokenizer | None:
         return None
 
 
-def record_of(group: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a line for each episode of a group, for an export: its fields, with texts joined by turn."""
-    rows: list[dict[str, Any]] = []
-    for one in group["trajectories"]:
-        turns = [
-            {"role": role, "text": "".join(sequence["texts"][start:end]), "reward": reward, "sequence": i}
-            for i, sequence in enumerate(one["sequences"])
-            for start, end, role, reward in sequence["turns"]
+def record_of(
+    one: Trajectory, version: WeightVersion, tokenizer: ChatTokenizer | None, *, tokens: bool = False
+) -> dict[str, Any]:
+    """Describe an episode for an export: its fields, and its turns as text.
+
+    Args:
+        version: weights that the step made which trained on it.
+        tokens: add `sequences`, each with `parent`, `shared` and arrays `token_ids`, `loss_mask`, `logprobs` [T].
+    """
+    sequences = one.sequences()
+    turns = [
+        {"role": turn.role, "text": text, "reward": turn.reward, "sequence": i}
+        for i, sequence in enumerate(sequences)
+        for turn, text in zip(sequence.turns, turn_texts(sequence, tokenizer), strict=True)
+    ]
+    record = {
+        "ticket": one.ticket,
+        "sample": one.sample_index,
+        "attempt": one.attempt,
+        "env": one.env,
+        "task": one.task,
+        "version": str(version),
+        "step": version.step,
+        "reward": one.reward,
+        "success": one.success,
+        "status": one.status,
+        "end": one.end,
+        "components": dict(one.reward_components),
+        "faults": dict(one.faults),
+        "failures": dict(one.failures),
+        "turns": turns,
+    }
+    if tokens:
+        record["sequences"] = [
+            {"parent": s.parent, "shared": s.shared} | {name: getattr(s, name) for name in _ARRAYS} for s in sequences
         ]
-        fields = ("sample", "reward", "components", "success", "status", "end", "faults", "failures")
-        named = {key: group[key] for key in ("ticket", "env", "task", "version", "step")}
-        rows.append(named | {key: one[key] for key in fields} | {"turns": turns})
-    return rows
+    return record
+
+
+def turn_texts(one: EpisodeSequence, tokenizer: ChatTokenizer | None) -> list[str]:
+    """Return the text of each turn of a sequence. Without a tokenizer, tokens are shown by their ids."""
+    ids, done, found = one.token_ids.tolist(), 0, list[str]()
+    decoder = None if tokenizer is None else TokenDecoder(tokenizer, skip_special=False)
+    for turn in one.turns:
+        if decoder is None:
+            found.append(" ".join(map(str, ids[turn.start : turn.end])))
+            continue
+        decoder.add(ids[done : turn.start])
+        found.append(decoder.add(ids[max(done, turn.start) : turn.end]))
+        done = max(done, turn.end)
+    return found

@@ -49,6 +49,7 @@ _COLUMNS: Mapping[str, str] = {
 }
 SORTS = frozenset(_COLUMNS)
 MOST_ROWS = 500
+MAX_TASK = 2000
 _SCHEMA = 1
 type Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
 
@@ -56,24 +57,30 @@ type Integer = Annotated[int, Field(ge=-(2**53), le=2**53)]
 class Filters(BaseModel):
     """Conditions that all rows of a list meet; None for no condition.
 
-    `text` is a part of environment, task, end or failure, or a ticket's number. Bounds are inclusive.
+    The dashboard's search, the options of `volley trajectories` and the arguments of `Client.trajectories` are these
+    fields. Bounds are inclusive.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    text: str | None = Field(None, max_length=200)
-    env: str | None = Field(None, max_length=200)
-    end: str | None = Field(None, max_length=100)
-    success: bool | None = None
-    failed: bool | None = None
-    ticket: Integer | None = None
-    step_min: Integer | None = None
-    step_max: Integer | None = None
-    reward_min: float | None = None
-    reward_max: float | None = None
-    tokens_min: Integer | None = None
-    tokens_max: Integer | None = None
-    staleness_min: Integer | None = None
+    text: str | None = Field(
+        None, max_length=200, description="part of environment, task, end or failure; or a ticket's number"
+    )
+    env: str | None = Field(None, max_length=200, description="name of the environment, as NAME or NAME@VERSION")
+    task: str | None = Field(None, max_length=MAX_TASK, description="name of the task, as train/17")
+    end: str | None = Field(None, max_length=100, description="how the episode ended, as answered")
+    success: bool | None = Field(None, description="the episode succeeded")
+    failed: bool | None = Field(None, description="attempts failed before the one that was trained on")
+    failure: str | None = Field(None, max_length=200, description="error class of a failed attempt, as SandboxFailed")
+    ticket: Integer | None = Field(None, description="ticket, whose episodes are a group")
+    step_min: Integer | None = Field(None, description="first step that trained on it")
+    step_max: Integer | None = Field(None, description="last step that trained on it")
+    reward_min: float | None = Field(None, description="smallest reward")
+    reward_max: float | None = Field(None, description="largest reward")
+    tokens_min: Integer | None = Field(None, description="smallest number of tokens, of all sequences")
+    tokens_max: Integer | None = Field(None, description="largest number of tokens, of all sequences")
+    staleness_min: Integer | None = Field(None, description="smallest age of its oldest weights, in steps")
+    staleness_max: Integer | None = Field(None, description="largest age of its oldest weights, in steps")
 
     def sql(self) -> tuple[str, list[Any]]:
         """Return a WHERE clause and its parameters."""
@@ -82,16 +89,19 @@ class Filters(BaseModel):
             ("step", self.step_min, self.step_max),
             ("reward", self.reward_min, self.reward_max),
             ("tokens", self.tokens_min, self.tokens_max),
-            ("staleness", self.staleness_min, None),
+            ("staleness", self.staleness_min, self.staleness_max),
         ):
             parts += [(f"{column} >= ?", low)] if low is not None else []
             parts += [(f"{column} <= ?", high)] if high is not None else []
-        for column in ("env", "end", "ticket"):
+        for column in ("env", "task", "end", "ticket"):
             parts += [(f'"{column}" = ?', value)] if (value := getattr(self, column)) is not None else []
         parts += [("success = ?", int(self.success))] if self.success is not None else []
         clauses, values = [clause for clause, _ in parts], [value for _, value in parts]
         if self.failed is not None:
             clauses.append("failures != ''" if self.failed else "failures = ''")
+        if self.failure is not None:
+            clauses.append("instr(', ' || failures, ?)")
+            values.append(f", {self.failure} ")
         if self.text:
             columns = ("env", "task", '"end"', "failures", "CAST(ticket AS TEXT)")
             clauses.append(f"({' OR '.join(f'instr(lower({column}), ?)' for column in columns)})")
