@@ -73,6 +73,11 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             "report a run to TensorBoard, W&B, trackio or MLflow",
             "track runs/quickstart --to tensorboard",
         ),
+        "trajectories": Command(
+            "commands.trajectories",
+            "search, read and export the episodes of a run",
+            "trajectories runs/quickstart --reward-max 0 --sort tokens",
+        ),
         "eval": Command(
             "commands.evaluate",
             "evaluate a run's version or a model on held-out tasks, without training",

@@ -9,6 +9,8 @@ there, and all other functions write to standard error.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,6 +98,17 @@ def clear_screen() -> None:
     """Begin a terminal's screen anew; elsewhere do nothing."""
     if sys.stdout.isatty() and not _mode.as_json:
         print("\x1b[H\x1b[2J", end="", flush=True)
+
+
+def has_status() -> bool:
+    """Tell if standard error is a terminal that can rewrite a line."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+
+
+def show_status(line: str) -> None:
+    """Rewrite the line of a terminal's standard error, cut to its width; an empty one removes it."""
+    width = shutil.get_terminal_size().columns
+    print(f"\r\x1b[2K{visible(line)[: width - 1]}", end="", file=sys.stderr, flush=True)
 
 
 def complain(line: object) -> None:

@@ -49,6 +49,10 @@ def _run(command: Callable[[], int]) -> int:
         return _failed(VolleyError(f"{os.fsdecode(error.filename)}: {error.strerror}"), 1)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+    except Exception as error:  # a defect: Python prints where
+        if lacks_result():
+            print_result({"error": problem(VolleyError(f"{type(error).__name__}: {error}")), "exit_code": 1})
+        raise
     if lacks_result():
         print_result({"exit_code": code})
     return code

@@ -35,6 +35,7 @@ from volley.dashboard.handovers import handovers
 from volley.dashboard.runs import Runs
 from volley.reporting.intervals import SuccessRate
 from volley.trajectories.episodes import read_group
+from volley.trajectories.files import has_parquet
 from volley.trajectories.index import EpisodeIndex, Filters, Listing
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m\x00"
@@ -274,6 +275,10 @@ async def test_an_export_holds_the_listed_episodes(page: httpx.AsyncClient) -> N
     lines = [orjson.loads(line) for line in answer.content.splitlines()]
     assert [(line["step"], line["sample"]) for line in lines] == [(5, 0), (5, 1), (5, 0), (5, 1)]
     assert all(turn["text"] for line in lines for turn in line["turns"])
+    assert (await page.get("/api/runs/r/episodes.csv")).status_code in (404, 422)
+    parquet = await page.get("/api/runs/r/episodes.parquet", params={"step_min": 5})
+    assert parquet.status_code == (200 if has_parquet() else 404)
+    assert (await get(page, "/api/runs/r/episodes"))["parquet"] == has_parquet()
 
 
 async def test_hostile_text_and_numbers_stay_data(page: httpx.AsyncClient, root: Path) -> None:

@@ -54,6 +54,7 @@ SUCCESS: Mapping[str, Case] = {
     "follow": Case("--config {run}/config.yaml", ["steps"]),
     "status": Case("{run}", ["state", "services"]),
     "report": Case("{run}", ["steps", "tickets"]),
+    "trajectories": Case("{run}", ["total", "rows", "damaged"]),
     "compare": Case("{run} {run} --plot {tmp}/plot.png"),
     "track": Case("{run} --to tensorboard", ["reported", "failed"], code=None),
     "verify": Case("{run}", ["ok", "violations"]),
@@ -127,7 +128,7 @@ def test_wrong_usage_is_json(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert value["error"]["detail"] in errors
 
 
-@pytest.mark.parametrize("name", ["report", "verify", "replay --from-step 1", "reverify", "track"])
+@pytest.mark.parametrize("name", ["report", "verify", "replay --from-step 1", "reverify", "track", "trajectories"])
 def test_a_wrong_folder_is_json(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command, *more = name.split()
     code, value, _ = called(capsys, command, str(tmp_path), *more)

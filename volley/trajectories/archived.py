@@ -13,7 +13,6 @@ from shared.run import commits, token_values
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.types import Trajectory, WeightVersion
-from volley.layout import CACHE
 from volley.reporting.jsonl import read
 from volley.runs import survey
 from volley.runs.beginning import name_of
@@ -31,9 +30,9 @@ class ArchivedEpisodes:
     `damaged` names the archived files that cannot be read, with the reason.
     """
 
-    def __init__(self, folder: RunFolder, cache: Path = CACHE / "dashboard") -> None:
+    def __init__(self, folder: RunFolder) -> None:
         self.folder, self.run = folder, name_of(folder)
-        self.index = EpisodeIndex(folder, self.run, cache)
+        self.index = EpisodeIndex(folder, self.run)
 
     @classmethod
     def open(cls, path: Path) -> ArchivedEpisodes:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shared.errors import DecodeError, InputError
+from shared.errors import ConfigError, DecodeError, InputError
 from shared.run import archive
 from shared.run.counted import is_step
 from shared.run.folder import RunFolder
@@ -82,6 +82,17 @@ class Filters(BaseModel):
     staleness_min: Integer | None = Field(None, description="smallest age of its oldest weights, in steps")
     staleness_max: Integer | None = Field(None, description="largest age of its oldest weights, in steps")
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Check values by field; texts of numbers are numbers. Raises ConfigError that names the field."""
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = ".".join(map(str, first["loc"]))
+            hint = f"the filters are {', '.join(cls.model_fields)}"
+            raise ConfigError(f"filter {name}={str(first['input'])[:100]!r}: {first['msg']}", hint) from None
+
     def sql(self) -> tuple[str, list[Any]]:
         """Return a WHERE clause and its parameters."""
         parts: list[tuple[str, Any]] = []
@@ -121,10 +132,10 @@ class Listing(Filters):
 class EpisodeIndex:
     """Index of one run. Its methods may be called from several threads."""
 
-    def __init__(self, folder: RunFolder, run: str, cache: Path = CACHE / "dashboard") -> None:
+    def __init__(self, folder: RunFolder, run: str, cache: Path | None = None) -> None:
         self._folder, self._run = folder, run
         self._lock = threading.Lock()
-        self._path = _database(folder, cache)
+        self._path = _database(folder, cache or CACHE / "dashboard")
         self._memory: sqlite3.Connection | None = None
         self.damaged: dict[str, str] = {}
 

@@ -53,11 +53,13 @@ export async function showEpisodes(main, run, query) {
     const compare = element("button", { type: "button", disabled: chosen.size < 2, onclick: () => { location.hash = `#/run/${address(run)}/ticket/${address([...chosen].join(","))}`; } }, "Show side by side");
     const exported = new URLSearchParams([...query].filter(([key]) => !["sort", "descending", "offset"].includes(key)));
     const damaged = Object.entries(found.damaged).map(([name, why]) => element("p", { class: "bad" }, `${name} is left out: ${why}`));
+    const download = (kind, text) =>
+      element("a", { href: `/api/runs/${address(run)}/episodes.${kind}?${exported}`, download: `episodes.${kind}` }, text);
     const more = element("div", { class: "row" },
       element("button", { type: "button", disabled: offset === 0, onclick: () => go({ offset: Math.max(0, offset - PAGE) || null }) }, "← newer"),
       element("span", {}, `${number(Math.min(offset + 1, found.total))}–${number(Math.min(offset + PAGE, found.total))} of ${number(found.total)}`),
       element("button", { type: "button", disabled: offset + PAGE >= found.total, onclick: () => go({ offset: offset + PAGE }) }, "older →"),
-      compare, element("a", { href: `/api/runs/${address(run)}/episodes.jsonl?${exported}`, download: "episodes.jsonl" }, "export as JSON lines"),
+      compare, download("jsonl", "export as JSON lines"), found.parquet ? download("parquet", "as Parquet") : null,
       found.waiting ? element("span", { class: "soft" }, `reading ${found.waiting} more steps…`) : null);
     return [...damaged, more, table(headings, rows)];
   }
