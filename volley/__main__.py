@@ -116,6 +116,11 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             "a configuration with the source of each value, or its JSON schema",
             "config show --config configs/quickstart.yaml --set",
         ),
+        "completion": Command(
+            "commands.completion",
+            "a script that completes commands and runs in bash, zsh or fish",
+            'eval "$(volley completion bash)"',
+        ),
         "access": Command(
             "commands.access",
             "addresses and token files of a run, as shell variables",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-_FOLDERS = ("run_dir", "run", "target", "targets", "rest")
+FOLDERS = ("run_dir", "run", "target", "targets", "rest")
+"""Arguments that name folders of runs."""
 
 
 def add_run_dir(part: argparse.ArgumentParser) -> None:
@@ -29,7 +30,7 @@ def accept(arguments: argparse.Namespace) -> None:
     from shared.run.folder import RunFolder
     from volley.runs import addresses
 
-    named = [value for name in _FOLDERS if (value := getattr(arguments, name, None))]
+    named = [value for name in FOLDERS if (value := getattr(arguments, name, None))]
     folders = [path for value in named for path in (value if isinstance(value, list) else [value])]
     for path in folders:
         trust.accept(RunFolder(Path(str(path).partition("@")[0] if not Path(path).exists() else path).absolute()))

@@ -69,6 +69,7 @@ SUCCESS: Mapping[str, Case] = {
     "doctor": Case("", code=None),
     "config show": Case("--config {run}/config.yaml"),
     "config schema": Case("", ["properties"]),
+    "completion": Case("fish", ["shell", "script"]),
     "access": Case("{run}", ["services", "variables"]),
 }
 """In this order: the later of `env` need the earlier."""
