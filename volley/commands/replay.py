@@ -17,6 +17,7 @@ from shared.run.folder import RunFolder
 from volley.layout import variables_of
 from volley.local import trainer_program
 from volley.printing import print_lines, print_result
+from volley.reporting.working import working
 from volley.run_arguments import add_run_dir
 
 
@@ -77,10 +78,14 @@ def replayed(folder: RunFolder, what: list[str], last: int | None, *, show: bool
     arguments = [str(folder.path), *what, *([] if last is None else ["--to-step", str(last)])]
 
     def print_step(line: Mapping[str, Any]) -> None:
+        if "step" in line:
+            tell(f"after step {line['step']}")
         if show and "loss" in line:
             print_lines(f"step {line['step']}: loss {line['loss']:.6g}, {line['compared']}")
 
-    return trainer_program.run("services.trainer.replay.steps", arguments, variables_of("trainer", cpu=cpu), print_step)
+    variables = variables_of("trainer", cpu=cpu)
+    with working("training again") as tell:
+        return trainer_program.run("services.trainer.replay.steps", arguments, variables, print_step)
 
 
 def format_result(result: dict[str, Any]) -> str:

@@ -19,6 +19,10 @@ type Tell = Callable[[str], None]
 """Sets the part of the work that is being done, such as "step 12 of 40"."""
 
 
+def silent(part: str) -> None:
+    """Tell nothing."""
+
+
 @contextmanager
 def working(what: str) -> Iterator[Tell]:
     """Show `what`, the part that is told and the elapsed time, if the work takes more than a moment."""

@@ -27,6 +27,7 @@ from shared.run.folder import RunFolder
 from shared.run.state import in_lineage
 from shared.types import Group, WeightVersion
 from volley.printing import join_lines, print_result
+from volley.reporting.working import Tell, working
 from volley.reverify.episodes import Rejudged, rejudge
 from volley.reverify.service import environments_of
 from volley.run_arguments import add_run_dir
@@ -82,7 +83,8 @@ def main(run_dir: Path, *, only: str | None, instead: str | None) -> int:
     trust.check(folder)
     if instead is not None and only is None:
         raise ConfigError("--by needs --env", "name the environment of the episodes to replay with --env NAME")
-    result = asyncio.run(_reverified(folder, only, instead))
+    with working("replaying episodes") as tell:
+        result = asyncio.run(_reverified(folder, only, instead, tell))
     print_result(result, lambda: format_result(result))
     return 1 if any(row["skipped"] for row in result["environments"].values()) or not result["environments"] else 0
 
@@ -112,13 +114,13 @@ def format_result(result: Mapping[str, Any]) -> str:
     return join_lines(lines)
 
 
-async def _reverified(folder: RunFolder, only: str | None, instead: str | None) -> dict[str, Any]:
+async def _reverified(folder: RunFolder, only: str | None, instead: str | None, tell: Tell) -> dict[str, Any]:
     run = config.load([folder.config]).config
     model = await asyncio.to_thread(model_folder, run.model.path, folder.path)
     await asyncio.to_thread(with_content, run, model)  # its tokenizer may have changed since
     tokenizer = await asyncio.to_thread(ChatTokenizer, model)
     async with environments_of(folder) as client:
-        return await _judged(_groups(folder, run.run.name), client, tokenizer, run.run.seed, only, instead)
+        return await _judged(_groups(folder, run.run.name, tell), client, tokenizer, run.run.seed, only, instead)
 
 
 async def _judged(
@@ -144,12 +146,13 @@ async def _judged(
     return {"environments": {name: _row(tally) for name, tally in sorted(tallies.items())}, "changed": changed}
 
 
-def _groups(folder: RunFolder, run: str) -> Iterator[tuple[WeightVersion, Group]]:
+def _groups(folder: RunFolder, run: str, tell: Tell) -> Iterator[tuple[WeightVersion, Group]]:
     """Yield the groups of all steps along the lineage, in order, one at a time."""
     head = commits.newest(folder)
-    lineage = head.lineage if head else ()
+    lineage, lineage_end = (head.lineage, head.step) if head else ((), 0)
     for version in archive.versions(folder.archive):
         if in_lineage(version, lineage):
+            tell(f"step {version.step} of {lineage_end}")
             for payload in archive.read(folder.archive, run, version):
                 yield version, Group.decode(payload)
 

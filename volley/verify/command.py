@@ -25,6 +25,7 @@ from shared.run.state import TrainerState, in_lineage
 from shared.schema import RunConfig
 from shared.types import WeightVersion
 from volley.printing import join_lines, print_result
+from volley.reporting.working import Tell, silent, working
 from volley.run_arguments import add_run_dir
 from volley.runs import engines, survey
 from volley.runs.record import read_record
@@ -71,7 +72,8 @@ def main(run_dir: Path) -> int:
         return _futures(folder.path)
     if not folder.config.exists():
         raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
-    result = verify(folder)
+    with working("verifying") as tell:
+        result = verify(folder, tell)
     print_result(result, lambda: format_result(result))
     return 0 if result["ok"] else 1
 
@@ -85,22 +87,22 @@ def _futures(folder: Path) -> int:
     return 1 if problems else 0
 
 
-def verify(folder: RunFolder) -> Result:
+def verify(folder: RunFolder, tell: Tell = silent) -> Result:
     """Run all checks; `violations` lists what they find, `reported` what only a server says. Raises ConfigError.
 
     Unless the folder is trusted, files that no run writes are reported before anything is read, and the work is bounded
-    by the folder's bytes.
+    by the folder's bytes. `tell` gets the name of each part.
     """
     try:
         if trust.is_accepted(folder):
-            return _proof(folder, budget.unbounded)
+            return _proof(folder, budget.unbounded, tell)
         began = time.monotonic()
         with budget.bounded(budget.SURVEY):
             found = survey.look(folder)
         if found.problems:
             return _refused(*(Violation(ViolationKind.FOLDER, reason, file=name) for name, reason in found.problems))
         with budget.bounded(budget.allowed(found, time.monotonic() - began)):
-            return _proof(folder, budget.UnpackingBudget(found.archives).spend)
+            return _proof(folder, budget.UnpackingBudget(found.archives).spend, tell)
     except budget.OutOfTime as error:
         return _refused(Violation(ViolationKind.FOLDER, str(error)))
     except budget.NotFinished as error:
@@ -114,12 +116,13 @@ def _refused(*violations: Violation) -> Result:
     return _result(findings, None, {"set_aside": {}, "redis": "not asked"})
 
 
-def _proof(folder: RunFolder, spend: Spend) -> Result:
+def _proof(folder: RunFolder, spend: Spend, tell: Tell) -> Result:
     """Args: spend: called with the bytes that archives unpack to."""
     run = config.recorded(folder.config).config
     name = run.run.name
     seen = "there is no queue" if run.is_supervised else asyncio.run(queue.ask(folder, name))
     findings = Findings()
+    tell("checkpoints")
     with checkpoint_files.hashing_once():
         found, violations = checkpoints.retained(folder.checkpoints, name)
     findings.add(violations)
@@ -130,10 +133,12 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
         about = {"set_aside": aside, **supervised.verify(folder, run, found, findings)}
         return _result(findings, None, about)
     history = _History.read(folder, name, found, findings)
+    tell("ledger")
     lines, unreadable = tickets.read(folder.ledger)
     findings.add(unreadable)
     lines = tickets.with_pending(lines, history.head)
     fates = tickets.fates(lines, history.head)
+    tell("commit records and parameters")
     missing = _check_states(folder, run, history, fates, findings)
     findings.add(unfounded.check_ledger(lines, fates.undone, folder, name, history.head))
     findings.add(tickets.check(lines, fates, history.head, run.trainer.groups_per_step))
@@ -142,6 +147,7 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
     )
     findings.add(tickets.beyond(lines, fates, history.head, reach))
     del lines
+    tell("archived groups")
     _check_groups(folder, run, history, fates, findings, spend)
     settled = fates.n_trained.keys() | fates.voids.keys()
     differing = [] if isinstance(seen, str) else queue.check(seen, history.head, settled)
