@@ -19,18 +19,18 @@ from typing import Any
 import orjson
 
 from shared.clients.env import EnvClient
-from shared.errors import ConfigError, Unavailable
+from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from shared.visible import visible
 from shared.web.access import Role, read_token, token_for
-from volley.commands.environment_source import EnvSource, read_content, settings_of
 from volley.layout import CACHE, PROJECT, TEMPLATES, python_of, variables_of
 from volley.printing import join_lines, print_lines, print_result
 from volley.reporting.working import working
 from volley.run_arguments import add_trust
 from volley.runs import addresses
+from volley.submissions.source import EnvSource, read_content, settings_of
+from volley.submissions.waiting import decided
 
-_POLL_S = 0.3
 _WAIT_S = 600.0
 _FILE_HELP = "a Python file, a .zip, a .whl, a folder (also of Harbor tasks), or - for standard input"
 type _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -52,7 +52,7 @@ class EnvTarget:
             return EnvClient(self.url, token=token, ca_file=self.ca_file)
         folder = RunFolder(self.run_dir.absolute()) if self.run_dir else addresses.newest_run()
         found = addresses.read(folder)
-        return EnvClient(found.urls["env"], token=token_for(found.token_files, Role.ADMIN), ca_file=found.ca_file)
+        return EnvClient(found.url("env"), token=token_for(found.token_files, Role.ADMIN), ca_file=found.ca_file)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -242,26 +242,12 @@ async def _submit(target: EnvTarget, body: Mapping[str, Any], replace: bool, wai
         if not wait:
             print_result(row)
             return 0
-        row = await _decided(client, row["name"], row["state"])
+        row = await decided(client, row["name"], row["state"], _WAIT_S, print_lines)
         lines = _report_lines(row.get("report"))
         if row["state"] == "canary":
             lines.append(f"live runs play it now and then; `volley env show {body['name']}` shows its results")
         print_result(row, join_lines(lines))
         return 1 if row["state"] == "rejected" else 0
-
-
-async def _decided(client: EnvClient, name: str, state: str) -> Mapping[str, Any]:
-    """Wait until the version is validated, printing each new state. Raises Unavailable."""
-    deadline = time.monotonic() + _WAIT_S
-    while time.monotonic() < deadline:
-        row = (await client.versions(name))[0]
-        if row["state"] != state:
-            state = row["state"]
-            print_lines(f"{name} is {state}: {row['why']}" if row["why"] else f"{name} is {state}")
-        if state not in ("submitted", "validating"):
-            return row
-        await asyncio.sleep(_POLL_S)
-    raise Unavailable(f"{name} is still {state} after {_WAIT_S:g} s", f"`volley env show {name}` shows its state")
 
 
 def listed(target: EnvTarget) -> int:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from shared.clients.base import HttpClient
 from shared.engines import AS_REPORTED, DeclaredEngine
@@ -21,7 +19,7 @@ from volley.printing import clear_screen, join_lines, print_result
 from volley.reporting.environments import format_mixture
 from volley.run_arguments import add_trust
 from volley.runs import addresses
-from volley.runs.observing import TIMEOUT_S, ServiceStatus, observe, of_run, state_of
+from volley.runs.observing import TIMEOUT_S, ServiceStatus, described, observe, of_run, state_of
 from volley.runs.record import read_record
 
 _KEYS = ("current", "staged", "state", "step", "version", "epoch", "phase")
@@ -87,7 +85,7 @@ def main(
         folder = RunFolder(Path(targets[0]).absolute()) if targets else addresses.newest_run()
         seen, verdict = asyncio.run(of_run(folder))
     hint = _hint(folder) if verdict.state == "stopped" else []
-    print_result(_described(seen, verdict), _text(seen, verdict, hint), one_line=repeated)
+    print_result(described(seen, verdict), _text(seen, verdict, hint), one_line=repeated)
     return 0 if all(s.error is None and s.not_ready is None for s in seen) and verdict.state != "wedged" else 1
 
 
@@ -162,8 +160,3 @@ def _details_of(seen: ServiceReport) -> str:
     details = [f"{key} {seen.facts[key]}" for key in _KEYS if seen.facts.get(key) not in (None, "")]
     named = [f"engine {engine}"] if engine and engine.lacks else []
     return ", ".join([*details, *named, *([AS_REPORTED] if engine and engine.unproven else [])])
-
-
-def _described(seen: Sequence[ServiceReport], verdict: Verdict) -> dict[str, Any]:
-    services = [dataclasses.asdict(s) | {"ready": state_of(s) == "ready"} for s in seen]
-    return {**dataclasses.asdict(verdict), "services": services}

@@ -43,7 +43,7 @@ async def _own(folder: RunFolder) -> EnvClient | None:
         return None
     if not known.get("env") or not any(known.get(name) for name, info in SERVICES.items() if info.run_key):
         return None
-    return EnvClient(found.urls["env"], token=token_for(found.token_files, Role.SERVICE), ca_file=found.ca_file)
+    return EnvClient(found.url("env"), token=token_for(found.token_files, Role.SERVICE), ca_file=found.ca_file)
 
 
 @asynccontextmanager

@@ -32,6 +32,12 @@ class Addresses(BaseModel):
     ca_file: Path | None
     external: tuple[str, ...] = ()
 
+    def url(self, name: str) -> str:
+        """Return the address of a process. Raises ConfigError if the run has no such service."""
+        if name not in self.urls:
+            raise ConfigError(f"the run has no service {name}", f"its services are {', '.join(sorted(self.urls))}")
+        return self.urls[name]
+
 
 def write(folder: RunFolder, urls: Mapping[str, str], external: Mapping[str, str], services: ServicesSection) -> None:
     """Write processes.json with absolute paths. Raises StorageFull."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shared.clients.base import HttpClient
@@ -69,6 +69,12 @@ async def of_run(folder: RunFolder) -> tuple[list[ServiceReport], Verdict]:
         for name, url in found.urls.items()
     ]
     return seen, Verdict("stopped", (identity.elsewhere_message(folder),))
+
+
+def described(seen: Sequence[ServiceReport], verdict: Verdict) -> dict[str, Any]:
+    """Describe an observation as JSON."""
+    services = [asdict(one) | {"ready": state_of(one) == "ready"} for one in seen]
+    return {**asdict(verdict), "services": services}
 
 
 def _services(found: Addresses) -> list[ServiceStatus]:

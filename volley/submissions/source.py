@@ -1,4 +1,4 @@
-"""Turn the environment named on the command line into a request to the service.
+"""Turn an environment of a user into a request to the service.
 
 A file or folder becomes the text of a Python file or the bytes of a zip file. None of it is imported or run.
 """
@@ -43,8 +43,8 @@ class Content:
 class EnvSource:
     """The environment to submit.
 
-    A file or folder, the import path of a package that the service has installed, or the address of a remote
-    environment with its task files by split. `config` is a file with its settings.
+    A file or folder, the text `code` of a Python file, the import path of a package that the service has installed, or
+    the address of a remote environment with its task files by split. `config` is a file with its settings.
     """
 
     file: Path | None = None
@@ -54,10 +54,11 @@ class EnvSource:
     tasks: Mapping[str, Path] = field(default_factory=dict[str, Path])
     config: Path | None = None
     entry: str | None = None
+    code: str | None = None
 
     def body(self, name: str | None, weight: float) -> dict[str, Any]:
         """Body of POST /environments, where `archive` holds a zip file's bytes. Raises ConfigError."""
-        content = read_content(self.file) if self.file is not None else None
+        content = self._content()
         whole: dict[str, Any] = {"config": settings_of(self.config), "weight": weight}
         whole["name"] = name or self._plain_name(content)
         if content is not None:
@@ -68,14 +69,24 @@ class EnvSource:
         tasks = {split: _text(path) for split, path in self.tasks.items()}
         return {**whole, "url": self.remote, "protocol": self.protocol, **({"tasks": tasks} if tasks else {})}
 
+    def _content(self) -> Content | None:
+        """Raises ConfigError."""
+        if self.file is not None and self.code is not None:
+            raise ConfigError(f"both {self.file} and the code of an environment are given", "give one of them")
+        if self.code is not None:
+            return _recognised("the code of the environment", "", self.code.encode())
+        return read_content(self.file) if self.file is not None else None
+
     def _plain_name(self, content: Content | None) -> str:
         """Raises ConfigError."""
         if content is not None and content.name:
             return content.name
         if self.import_path is not None:
             return self.import_path.rpartition(":")[2]
-        what = "an environment from standard input" if content is not None else "a remote environment"
-        raise ConfigError(f"{what} needs a name", "add --name NAME")
+        if content is None and self.remote is None:
+            raise ConfigError("no environment is given", "name a file, or give the code of one")
+        what = "an environment without a file" if content is not None else "a remote environment"
+        raise ConfigError(f"{what} needs a name", "add --name NAME, or name=… in Python")
 
 
 def read_content(path: Path) -> Content:

@@ -1,0 +1,242 @@
+"""`volley.Client`: records of a finished run, services of a live one, and what a wrong use is told."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.errors import ConfigError, InputError, NotFound, ServiceUnreachable, Unauthorized, Unavailable
+from shared.process.ports import free_port
+from shared.run.folder import RunFolder
+from shared.types import Trajectory
+from tests.support import small_run
+from tests.support.foreign import environment
+from tests.support.stack import Training, training
+from volley import AsyncClient, Client
+from volley.layout import PROJECT
+from volley.trajectories.tables import Table
+
+EXTERNAL = """
+class Echo:
+    agent = "external"
+    splits = {"train": 100, "eval": 10}
+
+    def reset(self, split, index, seed):
+        return f"say {2 * index + (split == 'eval')}"
+"""
+HEAVY = {"aiohttp", "fastapi", "httpx", "numpy", "omegaconf", "orjson", "pydantic"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_run.make(tmp_path_factory.mktemp("made") / small_run.RUN)
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("volley.trajectories.index.CACHE", tmp_path / "cache")
+    return Path(shutil.copytree(made, tmp_path / "r"))
+
+
+@pytest.fixture
+def client(run: Path) -> Iterator[Client]:
+    with Client(run) as client:
+        yield client
+
+
+def test_the_import_is_light() -> None:
+    code = f"import sys; from volley import AsyncClient, Client; sys.exit(' '.join({HEAVY} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, encoding="utf-8", check=False)
+    assert (done.stderr.strip(), done.returncode) == ("", 0) or done.stderr == "\n"
+
+
+def test_the_records_of_a_finished_run(client: Client, run: Path) -> None:
+    summary = client.summary()
+    assert (summary["state"], summary["step"]) == ("finished", 5)
+    steps = client.steps().to_numpy()
+    assert steps["step"].tolist() == [1, 2, 3, 4, 5]
+    assert steps["reward_mean"].dtype == np.float64
+    assert {line["disposition"] for line in client.ledger()} >= {"trained", "stale", "failed"}
+    assert len(client.evaluations()) == len(client.supervised_steps()) == 0
+    assert client.status()["state"] in ("stopped", "unknown")
+
+
+def test_trajectories_are_read_when_asked_for(client: Client, tmp_path: Path) -> None:
+    found = client.trajectories(step_min=5, reward_min=1)
+    assert len(found) == 2
+    assert found.to_numpy()["reward"].tolist() == [1.0, 1.0]
+    (one, _) = found
+    assert isinstance(one, Trajectory)
+    assert (one.token_ids.dtype, one.logprobs.dtype) == (np.int32, np.float32)
+    assert len(one.branches) == 1
+    record = next(found.records(tokens=True))
+    assert (record["ticket"], len(record["sequences"])) == (one.ticket, 2)
+    assert found.export(tmp_path / "e.jsonl") == 2
+    assert client.ticket(one.ticket)["trajectories"][1]["reward"] == one.reward
+
+
+def test_a_followed_run_that_has_ended_ends_the_loop(client: Client) -> None:
+    kinds = [event.kind for event in client.follow(from_start=True)]
+    assert kinds.count("step") == 5
+    assert kinds.count("ticket") >= 10
+    assert list(client.follow()) == []
+
+
+async def test_lines_come_while_a_process_works_on_the_run(run: Path) -> None:
+    folder = RunFolder(run)
+    folder.record.write_text(folder.record.read_text("utf-8").replace('"finished": true', '"finished": false'), "utf-8")
+    from shared.files.locks import try_lock
+
+    with (run / ".lock").open("a+", encoding="utf-8") as lock:
+        assert try_lock(lock)
+        following = AsyncClient(run).follow(poll_s=0.01)
+        waiting = asyncio.ensure_future(anext(following))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        with folder.metrics.open("a", encoding="utf-8") as file:
+            file.write('{"step": 6, "version": "e000002-s000006"}\n{"step": 7, "ver')
+        event = await asyncio.wait_for(waiting, 30)
+        assert (event.kind, event.record["step"]) == ("step", 6)
+    assert [one async for one in following] == []
+
+
+@pytest.mark.parametrize(
+    ("use", "kind", "named"),
+    [
+        (lambda run: Client(), ConfigError, "folder"),
+        (lambda run: Client("http://127.0.0.1:1"), ConfigError, "address"),
+        (lambda run: Client(run.parent / "none"), ConfigError, "none"),
+        (lambda run: Client(run).trajectories(colour="red"), ConfigError, "colour"),
+        (lambda run: Client(run).trajectories(step_min="x"), ConfigError, "step_min"),
+        (lambda run: Client(run).ticket(99_999), NotFound, "99999"),
+        (lambda run: Client(run).submit(), ConfigError, "file"),
+        (lambda run: Client(run).submit(code="x = 1"), ConfigError, "name"),
+        (lambda run: Client(run).submit("no.py"), ConfigError, "no.py"),
+        (lambda run: Client(env=f"http://127.0.0.1:{free_port()}").environments(), ServiceUnreachable, "/environments"),
+        (lambda run: Client(env="http://127.0.0.1:1").claim(), ConfigError, "orchestrator"),
+        (lambda run: Client(env="http://127.0.0.1:1").steps(), ConfigError, "folder"),
+    ],
+)
+def test_wrong_use_is_named(run: Path, use: Callable[[Path], Any], kind: type[Exception], named: str) -> None:
+    with pytest.raises(kind, match=named):
+        use(run)
+
+
+def test_a_folder_of_links_is_refused_unless_it_is_trusted(run: Path) -> None:
+    folder = RunFolder(run)
+    folder.metrics.rename(run.parent / "elsewhere")
+    folder.metrics.symlink_to(run.parent / "elsewhere")
+    with pytest.raises(ConfigError, match="link"):
+        Client(run).steps()
+
+
+def test_columns_are_arrays_of_their_kind() -> None:
+    rows = [{"a": 1, "b": True, "c": 0.5, "d": "x", "e": [1]}, {"a": 2, "b": False, "c": None, "d": "y\x00"}]
+    found = Table(rows).to_numpy()
+    assert [found[name].dtype.kind for name in "abcde"] == ["i", "b", "f", "O", "O"]
+    assert np.isnan(found["c"][1])
+    assert found["e"].tolist() == [[1], None]
+    assert Table([]).to_numpy() == {}
+
+
+def test_tables_name_the_missing_package(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pandas", "polars"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for made in (client.steps().to_pandas, client.trajectories().to_polars):
+        with pytest.raises(ConfigError, match=r"volley\[tables\]"):
+            made()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_an_agent_outside_plays_in_a_live_run(tmp_path: Path) -> None:
+    changes = ("trainer.max_steps=2000", "services.env.unsandboxed=[echo, broken]")
+    with training(tmp_path, *changes, simulated=True) as going:
+        going.wait_for(r"^step +1/", 100)
+        with Client(going.folder.path) as client:
+            play(client)
+        asyncio.run(play_async(going))
+        with pytest.raises(Unauthorized):
+            Client(env=Client(going.folder.path)._client.address("env", "admin")[0], token="x" * 20).environments()
+
+
+def play(client: Client) -> None:
+    with pytest.raises(InputError, match="rejected"):
+        client.submit(code="import nothing_of_this_name\n", name="broken")
+    row = client.submit(code=EXTERNAL, name="echo", weight=1)
+    assert row["state"] in ("canary", "active")
+    assert client.environment("echo")[0]["name"] == "echo@1"
+    with pytest.raises(NotFound):
+        client.claim("other", wait_s=0)
+    tickets = set()
+    for n in range(6):
+        with client.session("echo", wait_s=60) as session:
+            tickets.add(session.ticket)
+            assert session.messages[0]["content"].startswith("say ")
+            assert session.chat(list(session.messages))["role"] == "assistant"
+            session.end("done")
+            session.reward(float(n % 2), success=bool(n % 2))
+        assert session.describe()["state"] in ("ended", "trained")
+        assert session.key not in repr(session)
+    with pytest.raises(RuntimeError, match="mine"), client.session("echo", wait_s=60) as session:
+        raise RuntimeError("mine")
+    assert session.describe()["state"] == "void"
+    drain(client)
+    assert client.retire("echo@1")["state"] == "retired"
+    drain(client)
+    steps = [event.record["step"] for event in take(client.follow(), "step", 2)]
+    assert steps[1] > steps[0]
+    assert tickets & {row["ticket"] for row in client.trajectories(text="echo").rows}
+
+
+def drain(client: Client) -> None:
+    """Play all tasks that wait for an agent: the trainer waits for whole groups."""
+    with suppress(Unavailable, NotFound):
+        while True:
+            with client.session(wait_s=3) as session:
+                session.chat(list(session.messages))
+                session.end("drained")
+                session.reward(0.0)
+
+
+def take(events: Iterator[Any], kind: str, n: int) -> list[Any]:
+    found = []
+    while len(found) < n:
+        event = next(events)
+        found += [event] if event.kind == kind else []
+    return found
+
+
+async def play_async(going: Training) -> None:
+    client = AsyncClient(going.folder.path)
+    assert (await client.status())["state"] == "running"
+    async for event in client.follow():
+        if event.kind == "ticket":
+            break
+    assert len(await client.trajectories()) > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_notebook_runs_on_a_live_run(tmp_path: Path) -> None:
+    packages = ["pandas>=2.2", "polars>=1.20", "pyarrow>=20", "nbclient>=0.10", "ipykernel>=6.29"]
+    python = environment("notebook", packages)
+    (site,) = python.parents[1].glob("lib/python*/site-packages")
+    changes = ("trainer.max_steps=400", "services.env.unsandboxed=[compass]", "data.n_eval_tasks=2")
+    with training(tmp_path, *changes) as going:
+        going.wait_for(r"^step +1/", 300)
+        variables = {"PYTHONPATH": f"{site}:{PROJECT}", "PATH": "/usr/bin:/bin", "RUN": str(going.folder.path)}
+        variables |= {"MPLBACKEND": "agg", "HOME": str(tmp_path), "SESSIONS": "8"}
+        program = [sys.executable, "-m", "nbclient.cli", "--output", str(tmp_path / "run"), "--timeout", "240"]
+        notebook = "examples/notebooks/run_from_python.ipynb"
+        done = subprocess.run([*program, notebook], cwd=PROJECT, env=variables, capture_output=True, timeout=480)
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
