@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 import orjson
 
+from shared.errors import StorageUnavailable
 from shared.visible import visible, visible_json
 
 
@@ -69,9 +70,19 @@ def print_result(value: Any, text: str | Callable[[], str] = "", *, one_line: bo
     _clear_status()
     if _mode.as_json:
         _mode.has_result = True
-        print(format_json(value, indent=not one_line), flush=True)
+        _write(format_json(value, indent=not one_line), sys.stdout)
     elif shown := text if isinstance(text, str) else text():
         print_block(shown)
+
+
+def _write(text: str, file: TextIO) -> None:
+    """Raises StorageUnavailable if the text cannot be written, and BrokenPipeError if nobody reads it."""
+    try:
+        print(text, file=file, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StorageUnavailable(f"standard output: {error.strerror}", "the output is not complete") from error
 
 
 def _lines_file() -> TextIO:
@@ -81,7 +92,7 @@ def _lines_file() -> TextIO:
 def print_lines(*lines: object) -> None:
     """Write each value as one line to standard output, or to standard error if that is for JSON."""
     _clear_status()
-    print("\n".join(map(visible, lines)), file=_lines_file(), flush=True)
+    _write("\n".join(map(visible, lines)), _lines_file())
 
 
 def print_block(text: str) -> None:
@@ -94,7 +105,7 @@ def print_for_shell(*lines: str) -> None:
     if sys.stdout.isatty():
         print_lines(*lines)
     else:
-        print("\n".join(lines), flush=True)
+        _write("\n".join(lines), sys.stdout)
 
 
 def clear_screen() -> None:

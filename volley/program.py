@@ -70,7 +70,7 @@ def _flushed(code: int) -> int:
     try:
         sys.stdout.flush()
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):
+        if not isinstance(error, BrokenPipeError) and not code:  # else the error is reported already
             with contextlib.suppress(OSError):
                 complain(f"volley: standard output: {error.strerror}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -195,6 +195,15 @@ def test_the_reader_of_a_pipe_may_leave(run: Path) -> None:
     assert done.stderr == ""
 
 
+def test_an_output_that_cannot_be_written_is_one_line(run: Path) -> None:
+    for option in ("", "--json"):
+        command = f"{sys.executable} -m volley trajectories {run} --limit 0 {option} > /dev/full"
+        done = subprocess.run(["bash", "-c", command], cwd=PROJECT, capture_output=True, encoding="utf-8", check=False)
+        assert done.returncode == 1
+        assert done.stderr.startswith("volley: standard output: ")
+        assert done.stderr.count("\n") == 1
+
+
 def test_parquet_names_the_missing_package(tmp_path: Path) -> None:
     if files.has_parquet():
         pytest.skip("pyarrow is installed")

@@ -14,7 +14,7 @@ from typing import IO, Any, Self
 
 import orjson
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, StorageFull
 from shared.files.storage import storage
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -56,14 +56,17 @@ def write(path: Path, records: Iterable[Record]) -> int:
     """
     check(path)
     draft, n = path.with_name(f".{path.name}.{os.getpid()}.tmp"), 0
-    with storage(path.absolute().parent):
-        try:
+    try:
+        with storage(path.absolute().parent):
             with draft.open("xb") as file, writer(path.suffix, file) as add:
                 for record in records:
                     add(record)
                     n += 1
             draft.replace(path)
-        finally:
+    except StorageFull as error:
+        raise StorageFull(f"{path} was not written: {error.hint}", "make room, or name a file elsewhere") from error
+    finally:
+        with suppress(OSError):
             draft.unlink(missing_ok=True)
     return n
 
