@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -72,7 +73,6 @@ class Learner:
         everywhere = replicated(self.mesh)
         self._like, self._kept = (everywhere, like), (like, jax.tree.map(lambda x: x.sharding, self._state))
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
-        self._are_finite = jax.jit(_are_finite, static_argnames="published", out_shardings=everywhere)
         self.configure(optimizer, objective)
 
     def configure(self, optimizer: optax.GradientTransformation, objective: Objective) -> None:
@@ -162,12 +162,12 @@ class Learner:
         self._state = jax.tree.unflatten(tree, [made[name] for name in expected])
 
     def non_finite(self, published: str) -> list[str]:
-        """Names of parameters and optimizer state that hold a NaN or an infinity. One reduction on the devices.
+        """Names of parameters and optimizer state that hold a NaN or an infinity, found on the devices.
 
         Parameters count too if only rounding to the dtype `published` makes an infinity.
         """
         with self.mesh:
-            return non_finite_names(self._params, self.optimizer_state(), published, self._are_finite)
+            return non_finite_names(self._params, self.optimizer_state(), published)
 
 
 class PolicyLearner(Protocol):
@@ -243,19 +243,16 @@ def _name(path: Sequence[Any]) -> str:
     return ".".join([_STATE, *map(str, parts)])
 
 
-def non_finite_names(
-    params: Params, state: Mapping[str, jax.Array], published: str, check: Callable[..., jax.Array] | None = None
-) -> list[str]:
-    """Names of parameters and optimizer state that hold a NaN or an infinity; `check` is a compiled `_are_finite`."""
-    check = jax.jit(_are_finite, static_argnames="published") if check is None else check
-    finite = np.asarray(check(list(params.values()), list(state.values()), published=published))
-    names = [*params, *(f"optimizer {name}" for name in state)]
-    return [name for name, ok in zip(names, finite, strict=True) if not ok]
+def non_finite_names(params: Params, state: Mapping[str, jax.Array], published: str) -> list[str]:
+    """Names of parameters and optimizer state that hold a NaN or an infinity.
+
+    Arrays are checked one by one, so that equal shapes share a program: one of all takes seconds to compile.
+    """
+    found = {name: _is_finite(x, published=published) for name, x in params.items()}
+    found |= {f"optimizer {name}": _is_finite(x, published=str(x.dtype)) for name, x in state.items()}
+    return [name for name, ok in jax.device_get(found).items() if not ok]
 
 
-def _are_finite(params: list[jax.Array], state: list[jax.Array], *, published: str) -> jax.Array:
-    """Check each array for NaN and infinity; bool [number of arrays]."""
-    return jnp.stack(
-        [jnp.isfinite(x.astype(published)).all() & jnp.isfinite(x).all() for x in params]
-        + [jnp.isfinite(x).all() for x in state]
-    )
+@partial(jax.jit, static_argnames="published")
+def _is_finite(x: jax.Array, *, published: str) -> jax.Array:
+    return jnp.isfinite(x.astype(published)).all() & jnp.isfinite(x).all()
