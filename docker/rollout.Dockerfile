@@ -7,7 +7,7 @@ ENV UV_PROJECT_ENVIRONMENT=/opt/volley UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=co
 WORKDIR /app
 COPY pyproject.toml uv.lock docker/sync.sh ./
 RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache \
-    sh sync.sh --extra "$EXTRA" --no-install-package imageio-ffmpeg
+    sh sync.sh --extra "$EXTRA" --extra traces --no-install-package imageio-ffmpeg
 
 FROM python:3.13-slim
 RUN useradd --uid 10001 --user-group --no-log-init --home-dir /home/volley --create-home volley \
