@@ -100,7 +100,7 @@ def test_the_pages_have_commands_and_each_is_known():
     assert len(LINES) > 30
     assert len(SCRIPTS) == 10
     first = {re.sub(r"^([A-Z_]+=(\"[^\"]*\"|\S*) )+", "", line.values[0]).split()[0] for line in LINES}
-    assert first == {"make", "volley", "docker", "source", "python"}
+    assert first == {"make", "volley", "docker", "source", "python", "helm", "kubectl"}
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if not line.values[0].startswith("python")])
@@ -122,10 +122,23 @@ def test_a_line_runs(place, line):
         return
     elif command[0] == "source":
         done = shell(place, f"set +u; {line}; volley --help")
+    elif command[0] in ("helm", "kubectl"):
+        cluster(command)
+        return
     else:
         docker(command[1:], dict(variable.split("=", 1) for variable in variables))
         return
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def cluster(command):
+    """No cluster is needed to see that a command names files, containers and objects of the chart."""
+    templates = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "deploy/helm/volley/templates").iterdir())
+    assert all((ROOT / word).exists() for word in command if word.startswith("deploy/"))
+    for option, text in (("-c", "- name: {}\n"), ("-l", '"component" "{}"')):
+        if option in command:
+            name = command[command.index(option) + 1].rpartition("=")[2]
+            assert text.format(name) in templates.replace("  # ", "\n"), name
 
 
 def docker(command, variables):

@@ -1,0 +1,153 @@
+{{- define "volley.name" -}}
+{{- contains "volley" .Release.Name | ternary .Release.Name (printf "%s-volley" .Release.Name) | trunc 26 | trimSuffix "-" -}}
+{{- end }}
+
+{{- define "volley.secret" -}}
+{{- .Values.secrets.existingSecret | default (printf "%s-secrets" (include "volley.name" .)) -}}
+{{- end }}
+
+{{- define "volley.labels" -}}
+{{ include "volley.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end }}
+
+{{- define "volley.selector" -}}
+app.kubernetes.io/name: volley
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end }}
+
+{{- define "volley.match" -}}
+{{- dict "matchLabels" (include "volley.selector" . | fromYaml) | toJson -}}
+{{- end }}
+
+{{- /* Metadata of an object: `component`, and a `suffix` of its name. */ -}}
+{{- define "volley.metadata" -}}
+name: {{ include "volley.name" .root }}-{{ .suffix | default .component }}
+namespace: {{ .root.Release.Namespace }}
+labels: {{- include "volley.labels" . | nindent 2 }}
+{{- end }}
+
+{{- define "volley.podMetadata" -}}
+labels:
+  {{- include "volley.selector" . | nindent 2 }}
+  {{- with .values.podLabels }}{{ toYaml . | nindent 2 }}{{ end }}
+annotations:
+  kubectl.kubernetes.io/default-container: {{ .component }}
+  {{- if ne .component "redis" }}
+  checksum/config: {{ include "volley.layers" .root | sha256sum | trunc 16 }}  # another configuration restarts the Pod
+  {{- end }}
+  {{- with .values.podAnnotations }}{{ toYaml . | nindent 2 }}{{ end }}
+{{- end }}
+
+{{- /* Fields of a Pod that do not depend on its containers. */ -}}
+{{- define "volley.pod" -}}
+serviceAccountName: {{ include "volley.name" .root }}{{ has .component (list "trainer" "rollout") | ternary "-bucket" "" }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext:
+  runAsNonRoot: true
+  runAsUser: 10001
+  runAsGroup: 10001
+  fsGroup: 10001
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" }}
+{{- with index $.values $key }}
+{{ $key }}: {{ toJson . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* Fields of a container: `image`, `values` of its component, `mounts` as a list. */ -}}
+{{- define "volley.container" -}}
+image: {{ index .root.Values.images .image }}
+imagePullPolicy: {{ .root.Values.imagePullPolicy }}
+securityContext:
+  {{- $base := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) }}
+  {{- toYaml (merge (.values.securityContext | default dict | deepCopy) $base) | nindent 2 }}
+resources: {{- toYaml .values.resources | nindent 2 }}
+volumeMounts:
+  {{- toYaml (concat .mounts (.values.extraVolumeMounts | default list)) | nindent 2 }}
+{{- end }}
+
+{{- /* A service's environment, port and probes. A start-up probe outlasts downloads and compilation. */ -}}
+{{- define "volley.service" -}}
+env:
+  - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+  {{- with .values.extraEnv }}{{ toYaml . | nindent 2 }}{{ end }}
+ports: [{name: http, containerPort: {{ .port }}}]
+startupProbe: {httpGet: {path: /health, port: http}, periodSeconds: 5, timeoutSeconds: 6, failureThreshold: {{ div (add .values.startSeconds 4) 5 }}}
+livenessProbe: {httpGet: {path: /health, port: http}, periodSeconds: 10, timeoutSeconds: 6, failureThreshold: 6}
+readinessProbe: {httpGet: {path: /ready, port: http}, periodSeconds: 5, timeoutSeconds: 6}
+{{- end }}
+
+{{- /* Options that name the layers of the configuration: the run's, the containers', the cluster's. */ -}}
+{{- define "volley.options" -}}
+{{- range .Values.configFiles }}--config {{ . }} {{ end -}}
+--config /etc/volley/run.yaml --config docker/stack.yaml --config /etc/volley/cluster.yaml
+{{- end }}
+
+{{- define "volley.command" -}}
+{{- toJson (concat .start (splitList " " (include "volley.options" .root)) (.overrides | default list)) -}}
+{{- end }}
+
+{{- define "volley.commonVolumes" -}}
+- {name: config, configMap: {name: {{ include "volley.name" .root }}-config}}
+- name: secrets
+  secret:
+    secretName: {{ include "volley.secret" .root }}
+    defaultMode: 0440
+    {{- with .secrets }}
+    items: [{{ range $i, $key := . }}{{ if $i }}, {{ end }}{key: {{ $key }}, path: {{ $key }}}{{ end }}]
+    {{- end }}
+- {name: tmp, emptyDir: {sizeLimit: 4Gi}}
+{{- with .values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "volley.commonMounts" -}}
+- {name: config, mountPath: /etc/volley, readOnly: true}
+- {name: secrets, mountPath: /run/secrets, readOnly: true}
+- {name: tmp, mountPath: /tmp}
+{{- end }}
+
+{{- /* A claim of one component: `storage`. */ -}}
+{{- define "volley.claimSpec" -}}
+accessModes: [ReadWriteOnce]
+{{- with .class }}
+storageClassName: {{ . }}
+{{- end }}
+resources: {requests: {storage: {{ .size }}}}
+{{- end }}
+
+{{- define "volley.processes" -}}
+{{- mul .Values.trainer.hosts .Values.trainer.slices -}}
+{{- end }}
+
+{{- define "volley.grace" -}}
+{{- $limits := dig "services" "limits" dict .Values.config -}}
+{{- add (ceil ($limits.grace_s | default 10)) 15 -}}
+{{- end }}
+
+{{- define "volley.layers" -}}
+run.yaml: |
+  {{- toYaml .Values.config | nindent 2 }}
+cluster.yaml: |
+  services:
+    redis_url: {{ .Values.redis.enabled | ternary (printf "redis://%s-redis:6379/0" (include "volley.name" .)) .Values.redis.url }}
+    env: {url: "http://{{ include "volley.name" . }}-env:8101"}
+    orchestrator: {url: "http://{{ include "volley.name" . }}-orchestrator:8103"}
+    trainer:
+      url: http://{{ include "volley.name" . }}-trainer:8104
+      num_processes: {{ include "volley.processes" . }}
+      {{- if gt (include "volley.processes" . | int) 1 }}
+      coordinator_address: {{ include "volley.name" . }}-trainer:8105
+      {{- end }}
+{{- end }}
