@@ -85,7 +85,8 @@ class EnvSource:
             return self.import_path.rpartition(":")[2]
         if content is None and self.remote is None:
             raise ConfigError("no environment is given", "name a file, or give the code of one")
-        what = "an environment without a file" if content is not None else "a remote environment"
+        origin = "without a file" if self.code is not None else "from standard input"
+        what = f"an environment {origin}" if content is not None else "a remote environment"
         raise ConfigError(f"{what} needs a name", "add --name NAME, or name=… in Python")
 
 
