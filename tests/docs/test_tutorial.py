@@ -70,8 +70,9 @@ def test_the_commands_print_what_the_page_shows(tmp_path: Path) -> None:
             script.append(f"{{\n{text}}} > out-{n} 2>&1")
         else:
             outputs[n - 1] = text
-    # The target is the repository's; it must not install anything for this folder.
-    lines = "\n".join(script).replace("make ", f"make -f {ROOT}/Makefile -o install ")
+    # The target is the repository's: without installing anything, and with its run in this folder.
+    target = f"make -f {ROOT}/Makefile -o install quickstart ARGS=run.dir={tmp_path}/runs"
+    lines = "\n".join(script).replace("make quickstart", target)
     done = subprocess.run(["bash", "-c", lines], cwd=tmp_path, capture_output=True, encoding="utf-8", timeout=800)
     printed = {path.name: path.read_text(encoding="utf-8") for path in sorted(tmp_path.glob("out-*"))}
     assert done.returncode == 0, [text[-3000:] for text in printed.values()][-1]
