@@ -29,8 +29,8 @@ class Block:
 
 
 def first_example() -> str:
-    """The environment on the first page of docs/environments.md."""
-    return example_of("docs/environments.md")
+    """The environment of the tutorial."""
+    return example_of("docs/quickstart.md")
 
 
 def example_of(page: str) -> str:

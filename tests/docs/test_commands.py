@@ -33,7 +33,7 @@ from volley.runs import addresses
 BLOCKS = blocks()
 SCRIPTS = [block for block in BLOCKS if block.script]
 LINES = [pytest.param(line, id=line[:60]) for block in BLOCKS if not block.script for line in block.lines]
-RUNS = ("gsm8k", "quickstart", "openai_sdk", "NAME")
+RUNS = ("gsm8k", "quickstart", "live", "openai_sdk", "NAME")
 FILES = {
     "compass.yaml": "configs/quickstart.yaml",
     "run.yaml": "configs/gsm8k_qwen3_4b_tpu.yaml",

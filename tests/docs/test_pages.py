@@ -49,6 +49,5 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) < MOST_WORDS
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
-def test_a_page_shows_the_environment_that_is_tested(page):
-    assert example_of(page) == first_example()
+def test_the_readme_shows_the_environment_that_is_tested():
+    assert example_of("README.md") == first_example()

@@ -1,4 +1,4 @@
-"""The example of docs/environments.md, run as it is printed."""
+"""The environment of the tutorial, run as it is printed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The environment on the first page of docs/environments.md, sent into a run that is going on: it is trained on without
+"""The environment of the tutorial, sent into a run that is going on: it is trained on without
 a restart.
 """
 
