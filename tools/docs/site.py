@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ REFERENCE = ROOT / ".cache" / "docs" / "reference.json"
 MARKER = re.compile(r"<!-- reference: ([\w-]+) -->")
 _SECTION = re.compile(r"^## ([^:\n]+).*?\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
 _ROW = re.compile(r"^\| \[[^\]]+\]\(([\w-]+\.md)\)", re.MULTILINE)
+_NAMED = re.compile(r"\[[\w-]+\.md\]\(([\w-]+\.md)")
 _LOADED = re.compile(r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=\"(?:https?:)?//[^\"]*")
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)")
 
@@ -34,9 +36,15 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put references in place of their markers, and names in place of links to files outside of the documentation."""
+    """Put in references, titles for the names of pages, and names for links to files outside of the documentation."""
     references = json.loads(REFERENCE.read_text(encoding="utf-8"))
-    return without_outside_links(MARKER.sub(lambda found: references[found[1]], markdown))
+    whole = MARKER.sub(lambda found: references[found[1]], markdown)
+    return without_outside_links(_NAMED.sub(lambda found: f"[{_title(found[1])}]({found[1]}", whole))
+
+
+@cache
+def _title(page: str) -> str:
+    return (ROOT / "docs" / page).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
 
 
 def without_outside_links(markdown: str) -> str:
