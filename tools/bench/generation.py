@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.policy import GenerationPolicy
 from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
-from services.orchestrator.servers.balancer import Balancer, VersionBounds
+from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
 from services.orchestrator.servers.concurrency import AdaptiveConcurrency
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
@@ -39,6 +40,7 @@ from tools.bench.simulation import (
 _MODEL = Path(__file__).parents[2] / "configs" / "models" / "tiny"
 _SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 _HOURS = 1e6
+_DRAIN_S, _AWAY_S = 5.0, 30.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Study:
     cache_tokens: int = 10**9
     context_scale: int = 1
     n_kills: int = 0
+    preempted_every_s: float | None = None
     discards: bool = False
     generation: GenerationSection = field(default_factory=GenerationSection)
 
@@ -93,6 +96,8 @@ async def _run(study: Study) -> Outcome:
     limit = slots.limit
     async with asyncio.TaskGroup() as tasks:
         others = [tasks.create_task(_killing(study.n_kills, balancer, servers))]
+        if study.preempted_every_s is not None:
+            others.append(tasks.create_task(_preempting(study.preempted_every_s, balancer, servers)))
         if study.generation.concurrency == "adaptive":
             others.append(tasks.create_task(_adapting(AdaptiveConcurrency(slots, study.group_size), servers)))
         for steps in range(1, study.n_steps + 1) if study.discards else [study.n_steps]:
@@ -152,6 +157,25 @@ async def _killing(n: int, balancer: Balancer, servers: list[SimulatedServer]) -
         balancer.fail(load, "killed")
         await asyncio.sleep(1.0)
         balancer.observe(load, WeightVersion.parse(server.versions[-1][1]))
+
+
+async def _preempting(every_s: float, balancer: Balancer, servers: list[SimulatedServer]) -> None:
+    """Take a server away at intervals; each comes back, with an empty cache, after `_AWAY_S`.
+
+    As on SIGTERM, its requests may go on for `_DRAIN_S`, but no new one comes; then they end with their tokens.
+    """
+
+    async def preempt(load: ServerLoad, server: SimulatedServer) -> None:
+        balancer.fail(load, "the server is stopping")
+        await asyncio.sleep(_DRAIN_S)
+        server.drain()
+        await asyncio.sleep(_AWAY_S - _DRAIN_S)
+        balancer.observe(load, WeightVersion.parse(server.versions[-1][1]))
+
+    async with asyncio.TaskGroup() as running:
+        for number in count():
+            await asyncio.sleep(every_s)
+            running.create_task(preempt(balancer.servers[number % len(servers)], servers[number % len(servers)]))
 
 
 async def _adapting(concurrency: AdaptiveConcurrency, servers: list[SimulatedServer]) -> None:

@@ -81,7 +81,8 @@ class SimulatedServer:
     busy_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self._free, self._died = asyncio.Semaphore(self.slots), asyncio.Future[None]()
+        self._free = asyncio.Semaphore(self.slots)
+        self._died, self._drained = asyncio.Future[None](), asyncio.Future[None]()
         self._cached = OrderedDict[bytes, int]()
 
     async def generate(
@@ -93,7 +94,7 @@ class SimulatedServer:
         timeout_s: float | None = None,
         routed_from: int | None = None,
     ) -> Generation:
-        died, self.queued = self._died, self.queued + 1
+        died, drained, self.queued = self._died, self._drained, self.queued + 1
         try:
             await self._free.acquire()
         finally:
@@ -103,8 +104,8 @@ class SimulatedServer:
         prefill_s = self._uncached(input_ids, n) * TOKEN_S / _PREFILL
         self.running, began = self.running + 1, loop.time()
         try:
-            _, waiting = await asyncio.wait([died], timeout=prefill_s + n * TOKEN_S)
-            if not waiting:
+            await asyncio.wait([died, drained], timeout=prefill_s + n * TOKEN_S, return_when=asyncio.FIRST_COMPLETED)
+            if died.done():
                 raise ServiceUnreachable("killed")
         finally:
             self.running -= 1
@@ -113,6 +114,10 @@ class SimulatedServer:
             self._free.release()
         rng = np.random.default_rng(sampling["sampling_seed"])
         ids = rng.integers(10, 200, n).astype(np.int32)
+        if drained.done():
+            n = min(n, max(0, int((loop.time() - began - prefill_s) / TOKEN_S)))
+            spans = self._spans(began + prefill_s, n)
+            return Generation(ids[:n], np.full(n, -0.5, np.float32), spans, "abort")
         if n < sampling["max_new_tokens"]:
             ids[-1] = sampling["stop_token_ids"][0]
         return Generation(ids, np.full(n, -0.5, np.float32), self._spans(began + prefill_s, n), "stop")
@@ -140,6 +145,12 @@ class SimulatedServer:
         """End all running requests with an error; the next ones start with an empty cache."""
         self._died.set_result(None)
         self._died = asyncio.Future[None]()
+        self._cached.clear()
+
+    def drain(self) -> None:
+        """End all running requests with the tokens they have; the next ones start with an empty cache."""
+        self._drained.set_result(None)
+        self._drained = asyncio.Future[None]()
         self._cached.clear()
 
     async def abort(self, rid: str) -> None: ...
