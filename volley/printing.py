@@ -141,7 +141,8 @@ def format_json(value: Any, *, indent: bool = True) -> str:
     try:
         text = orjson.dumps(value, option=orjson.OPT_INDENT_2 if indent else None, default=str).decode()
     except TypeError:  # file names may hold bytes that are not UTF-8
-        text = json.dumps(value, indent=2 if indent else None, default=str)
+        plain = json.loads(json.dumps(value, default=str), parse_constant=lambda name: None)
+        text = json.dumps(plain, indent=2 if indent else None)
     return visible_json(text)
 
 

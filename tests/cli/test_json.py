@@ -77,7 +77,7 @@ SUCCESS: Mapping[str, Case] = {
 ELSEWHERE = {
     *("quickstart", "sft", "dpo", "tinker", "dashboard", "eval", "replay", "reverify", "model get", "serve", "export"),
 }
-"""Commands that train, serve or download: their success is in tests/system/test_json.py."""
+"""Commands that train, serve or download: their work is too long for these tests."""
 
 
 @pytest.fixture(scope="module")

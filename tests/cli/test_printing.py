@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import re
 import shutil
 import unicodedata
@@ -56,7 +57,9 @@ def test_json_for_programs_has_the_same_value_and_no_controls(value: Any) -> Non
 
 
 def test_json_of_a_name_that_is_no_text() -> None:
-    assert not FORBIDDEN.search(format_json({"file": "\udc80\x9b"}))
+    text = format_json({"file": "\udc80\x9b", "loss": float("nan")})
+    assert not FORBIDDEN.search(text)
+    assert json.loads(text, parse_constant=pytest.fail) == {"file": "\udc80\x9b", "loss": None}
 
 
 def test_every_printer_makes_its_text_visible(capsys: pytest.CaptureFixture[str]) -> None:

@@ -195,7 +195,7 @@ def play(client: Client) -> None:
     drain(client)
     steps = [event.record["step"] for event in take(client.follow(), "step", 2)]
     assert steps[1] > steps[0]
-    assert tickets & {row["ticket"] for row in client.trajectories(text="echo").rows}
+    assert tickets & {row["ticket"] for row in client.trajectories(env="echo").rows}
 
 
 def drain(client: Client) -> None:

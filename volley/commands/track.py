@@ -6,7 +6,7 @@ import argparse
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import get_args
 
@@ -14,6 +14,7 @@ from shared.errors import ConfigError, VolleyError
 from shared.run.folder import RunFolder
 from shared.schema import TrackerName
 from volley.printing import print_lines, print_result
+from volley.reporting.working import working
 from volley.run_arguments import add_run_dir
 from volley.runs.record import read_record, stored
 from volley.tracking.upload import upload
@@ -55,7 +56,7 @@ def main(run_dir: Path, trackers: Sequence[str], *, follow: bool = False) -> int
             failed[tracker] = str(error)
             print_lines(f"{tracker}: {error}")
 
-    with ExitStack() as threads:
+    with nullcontext() if follow else working(f"reporting to {', '.join(wanted)}"), ExitStack() as threads:
         for tracker in wanted:
             thread = threading.Thread(target=report, args=(tracker,), name=tracker)
             thread.start()

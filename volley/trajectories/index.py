@@ -66,8 +66,8 @@ class Filters(BaseModel):
     text: str | None = Field(
         None, max_length=200, description="part of environment, task, end or failure; or a ticket's number"
     )
-    env: str | None = Field(None, max_length=200, description="name of the environment, as NAME or NAME@VERSION")
-    task: str | None = Field(None, max_length=MAX_TASK, description="name of the task, as train/17")
+    env: str | None = Field(None, max_length=200, description="environment, as NAME (all versions) or NAME@VERSION")
+    task: str | None = Field(None, max_length=MAX_TASK, description="task, as train/17 or train/17@DIGEST")
     end: str | None = Field(None, max_length=100, description="how the episode ended, as answered")
     success: bool | None = Field(None, description="the episode succeeded")
     failed: bool | None = Field(None, description="attempts failed before the one that was trained on")
@@ -104,12 +104,16 @@ class Filters(BaseModel):
         ):
             parts += [(f"{column} >= ?", low)] if low is not None else []
             parts += [(f"{column} <= ?", high)] if high is not None else []
-        for column in ("env", "task", "end", "ticket"):
+        for column in ("end", "ticket"):
             parts += [(f'"{column}" = ?', value)] if (value := getattr(self, column)) is not None else []
         parts += [("success = ?", int(self.success))] if self.success is not None else []
         clauses, values = [clause for clause, _ in parts], [value for _, value in parts]
         if self.failed is not None:
             clauses.append("failures != ''" if self.failed else "failures = ''")
+        for column, name in (("env", self.env), ("task", self.task)):
+            if name is not None:
+                clauses.append(f"({column} = ? OR instr({column}, ? || '@') = 1)")
+                values += [name, name]
         if self.failure is not None:
             clauses.append("instr(', ' || failures, ?)")
             values.append(f", {self.failure} ")
