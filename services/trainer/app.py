@@ -94,7 +94,7 @@ async def open_trainer(
     config: RunConfig, open_backend: Callable[[BackendInputs], OpenedBackend]
 ) -> AsyncIterator[RunningService]:
     """Raises ConfigError."""
-    config, origin, model = await asyncio.to_thread(_prepared, config)
+    config, origin, model = await asyncio.to_thread(prepared, config)
     settings = from_run.from_config(config)
     callers = read_tokens(settings.token_files)
     token, admin = (callers.of(Role.SERVICE), callers.of(Role.ADMIN)) if callers else (None, None)
@@ -159,7 +159,7 @@ def _bucket(
     return RunBucket(restore, writer, folder, status, end_s)
 
 
-def _prepared(config: RunConfig) -> tuple[RunConfig, Origin | None, Path]:
+def prepared(config: RunConfig) -> tuple[RunConfig, Origin | None, Path]:
     """Return the configuration with its model's content, the run that it starts from, and the model's folder.
 
     The model of a run that starts from another is that run's; the run's folder records the origin. Raises ConfigError.

@@ -15,7 +15,7 @@ from shared.outcomes import FilterRule
 from shared.queue.records import Finished, QueueState, StreamEntry
 from shared.run.checksums import Checksums
 from shared.run.pinned import Flat
-from shared.run.state import TrainerState
+from shared.run.state import ForkPoint, TrainerState
 from shared.types import Lineage, WeightVersion
 
 OnNonFinite = Literal["stop", "skip"]
@@ -90,6 +90,10 @@ class Backend(Protocol):
         """
         ...
 
+    def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
+        """Return the effective share of the groups' tokens under the present weights (see `Policy.effective_share`)."""
+        ...
+
     def rewind(self, version: WeightVersion) -> None: ...
 
     def take(self, state: TrainerState, base: WeightVersion) -> Callable[[], Path]:
@@ -129,7 +133,8 @@ class TrainPlan:
 
     `settings` are the settings that a checkpoint records (see shared.run.pinned); `original` are those that the run
     started with, for checkpoints that record none; `origin` is the version of another run that this run starts from;
-    `on_nonfinite` is the action after a non-finite step; `env` is the main environment.
+    `on_nonfinite` is the action after a non-finite step; `env` is the main environment. `forks` are the logs that a fork
+    trains from; `free` are prefixes of settings that it may change at its beginning.
     """
 
     max_steps: int
@@ -145,6 +150,8 @@ class TrainPlan:
     on_nonfinite: OnNonFinite = "stop"
     env: str = ""
     eval_every_n_steps: int | None = None
+    forks: tuple[ForkPoint, ...] = ()
+    free: tuple[str, ...] = ()
 
     def is_evaluated(self, step: int) -> bool:
         return self.eval_every_n_steps is not None and step % self.eval_every_n_steps == 0

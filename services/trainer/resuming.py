@@ -12,16 +12,19 @@ from shared.run.state import TrainerState
 _log = telemetry.Log("worker")
 
 
-def resolve_settings(found: TrainerState, settings: Flat, original: Flat) -> TrainerState:
+def resolve_settings(
+    found: TrainerState, settings: Flat, original: Flat, free: tuple[str, ...] = ()
+) -> TrainerState:
     """Return the state with the settings that it was trained under.
 
     A checkpoint that records no settings gets `original`, or else `settings`. Raises ConfigError if `settings` changes
-    a setting that may not change.
+    a setting that may not change; those that start with one of `free` may.
     """
     began = original or settings
     if not found.settings and found.lineage and began:
         found = replace(found, settings=((found.lineage[0][0], began),))
     if found.settings and settings:
-        for change in pinned.permitted(pinned.in_force(found.settings, found.epoch), settings, step=found.step):
+        was = pinned.in_force(found.settings, found.epoch)
+        for change in pinned.permitted(was, settings, step=found.step, free=free):
             _log.info("setting changed", change=str(change), from_step=found.step)
     return found

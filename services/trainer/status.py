@@ -50,6 +50,7 @@ class TrainerStatus:
     epoch: int = 0
     waiting_groups: int = 0
     refused: str | None = None
+    log_ended: str | None = None
     waits: dict[object, Wait] = field(default_factory=dict)
     set_aside: Mapping[str, str] = field(default_factory=dict)
     last: StepMetrics | SupervisedMetrics | None = None

@@ -96,6 +96,16 @@ class RunFolder:
         return self.path / "checkpoints.jsonl"
 
     @property
+    def fork(self) -> Path:
+        """Origin of a fork (see shared.run.forks)."""
+        return self.path / "fork.json"
+
+    @property
+    def mended(self) -> Path:
+        """Groups of a fork's log with new rewards, as an archive of the other run."""
+        return self.path / "mended"
+
+    @property
     def refused(self) -> Path:
         return self.path / "refused.jsonl"
 

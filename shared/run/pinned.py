@@ -265,13 +265,17 @@ def _means_the_same(key: str, was: Any, now: Any) -> bool:
     return (key in _PATHS and same_path(was, now)) or (key == "run.date" and was is None)
 
 
-def permitted(was: Flat, now: Flat, *, step: int) -> list[Change]:
+def permitted(was: Flat, now: Flat, *, step: int, free: tuple[str, ...] = ()) -> list[Change]:
     """Return the changes that take effect after `step`, the newest durable one.
 
-    Raises ConfigError naming forbidden changes.
+    Keys that start with one of `free` may change too. Raises ConfigError naming forbidden changes.
     """
     found = changes(was, now)
-    wrong = [(change, reason) for change in found if (reason := _objection(change, step))]
+    wrong = [
+        (change, reason)
+        for change in found
+        if not change.key.startswith(free) and (reason := _objection(change, step))
+    ]
     if wrong:
         named = "; ".join(
             f"{c.key} (was {_shown(c.was)}, now {_shown(c.now)}) may not change: {reason}"

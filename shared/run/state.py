@@ -51,6 +51,15 @@ _EPOCH, _STEP = itemgetter(0), itemgetter(1)
 
 
 @dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """Log of another run that this run trains from after `step`; `lineage` is the other run's when it was forked."""
+
+    run: str
+    step: int
+    lineage: Lineage
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerState:
     """State of the trainer after `step` optimizer steps.
 
@@ -64,7 +73,8 @@ class TrainerState:
     are missing in older checkpoints. `origin` is the version of another run that the run started from, if any (see
     shared.models.origin). `data` describes the data of supervised training, by digest (also of its `files`), and the
     position in it; there `step` counts supervised steps. `files` are prefixes of other files of the run, `losses`
-    counts how often each lost lines (see shared.run.held); None in older states.
+    counts how often each lost lines (see shared.run.held); None in older states. `forks` are the logs of other runs
+    whose groups this run has trained on (see shared.run.forks).
     """
 
     epoch: int
@@ -85,6 +95,7 @@ class TrainerState:
     data: Mapping[str, Any] | None = None
     files: HeldFiles | None = None
     losses: Losses | None = None
+    forks: tuple[ForkPoint, ...] = ()
     schema: int = SCHEMA
 
     @property
@@ -95,9 +106,15 @@ class TrainerState:
         return TicketProgress(self.low, self.done, self.void)
 
     def starting_epoch(
-        self, epoch: int, *, keep_reference: bool, settings: Flat | None = None, origin: Mapping[str, Any] | None = None
+        self,
+        epoch: int,
+        *,
+        keep_reference: bool,
+        settings: Flat | None = None,
+        origin: Mapping[str, Any] | None = None,
+        forks: tuple[ForkPoint, ...] = (),
     ) -> Self:
-        """Return the state at the start of a new incarnation, with new settings if given.
+        """Return the state at the start of a new incarnation, with new settings, or new `forks`, if given.
 
         The first incarnation's weights become the reference, if one is kept; `origin` is the version that they come
         from.
@@ -109,7 +126,14 @@ class TrainerState:
         lineage = (*self.lineage, (epoch, self.step))
         origin = self.origin if self.lineage else origin
         return replace(
-            self, epoch=epoch, lineage=lineage, reference=reference, recent=(), settings=amended, origin=origin
+            self,
+            epoch=epoch,
+            lineage=lineage,
+            reference=reference,
+            recent=(),
+            settings=amended,
+            origin=origin,
+            forks=forks or self.forks,
         )
 
     def at(
@@ -175,6 +199,7 @@ class TrainerState:
                 data=_data(raw.get("data")),
                 files=held.parse(raw.get("files")),
                 losses=held.parse_losses(raw.get("losses")),
+                forks=parse_forks(raw.get("forks", ())),
             )
         except (KeyError, TypeError, ValueError, AttributeError, DecodeError) as error:
             raise WeightsError(f"state.json lacks or mistypes a field: {error!r}"[:_MAX_DETAIL]) from error
@@ -221,6 +246,13 @@ def parse_lineage(pairs: list[Any]) -> Lineage:
     if any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(lineage)):
         raise ValueError("the lineage does not ascend")
     return lineage
+
+
+def parse_forks(raw: Any) -> tuple[ForkPoint, ...]:
+    """Parse fork points. Raises KeyError, TypeError or ValueError."""
+    return tuple(
+        ForkPoint(_text(one["run"]), _count(one, "step"), parse_lineage(_list(one, "lineage"))) for one in raw
+    )
 
 
 def _phase(value: Any) -> Phase:
@@ -376,6 +408,11 @@ def in_lineage(version: WeightVersion, lineage: Sequence[tuple[int, int]]) -> bo
         return False
     undone_after = lineage[i + 1][1] if i + 1 < len(lineage) else None
     return version.step >= lineage[i][1] and (undone_after is None or version.step <= undone_after)
+
+
+def in_log(version: WeightVersion, forks: Sequence[ForkPoint]) -> bool:
+    """True if `version` may have sampled groups of a log that a fork trains from."""
+    return any(in_lineage(version, fork.lineage) for fork in forks)
 
 
 def until(epoch: int, lineage: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:

@@ -95,12 +95,14 @@ class RunClaim(NamedTuple):
 
 
 @contextmanager
-def claimed(loaded: LoadedConfig, say: Callable[[str], None] = print_lines) -> Iterator[RunClaim]:
+def claimed(
+    loaded: LoadedConfig, say: Callable[[str], None] = print_lines, free: tuple[str, ...] = ()
+) -> Iterator[RunClaim]:
     """Make the run's folder, or continue the existing one, exclusively for this process.
 
     After a supervisor was killed, waits until its last process has ended. A run that has trained nothing takes the new
     configuration; for any other, `say` gets each change. Raises ConfigError if another process works on the run, if a
-    setting differs that may not change, or if the run is finished.
+    setting differs that may not change (and does not start with one of `free`), or if the run is finished.
     """
     folder = RunFolder(loaded.config.run.folder.absolute())
     try:
@@ -125,7 +127,7 @@ def claimed(loaded: LoadedConfig, say: Callable[[str], None] = print_lines) -> I
         loaded = beginning.with_content(loaded, folder, {} if record is None else record.config)
         if record is not None and (record.finished or _has_begun(folder)):
             loaded = beginning.with_former_defaults(loaded, _in_force(record, commits.newest(folder)), say)
-        record = _continued(folder, loaded, say) or _new(loaded)
+        record = _continued(folder, loaded, say, free) or _new(loaded)
         record = dataclasses.replace(record, origin=None if origin is None else dataclasses.asdict(origin))
         replace(folder.config, loaded.to_yaml().encode())
         write_record(folder, record)
@@ -245,14 +247,16 @@ def _agree(folder: RunFolder, in_force: Mapping[str, Any]) -> None:
         trust.mark(folder)
 
 
-def _continued(folder: RunFolder, loaded: LoadedConfig, say: Callable[[str], None]) -> RunRecord | None:
+def _continued(
+    folder: RunFolder, loaded: LoadedConfig, say: Callable[[str], None], free: tuple[str, ...]
+) -> RunRecord | None:
     record = read_record(folder)
     if record is None:
         head = commits.newest(folder)
         if folder.record.exists() or (folder.metrics.exists() and not (head and head.settings)):
             raise ConfigError(f"{folder.path} holds files but no readable run.json", "choose another run.name=…")
         # services that were started by hand have trained it
-        return _amended(folder, _new(loaded), loaded, say) if head else None
+        return _amended(folder, _new(loaded), loaded, say, free) if head else None
     if not (record.finished or _has_begun(folder)):
         if differing := pinned.changes(record.config, pinned.relevant(loaded.config)):
             say(
@@ -260,7 +264,7 @@ def _continued(folder: RunFolder, loaded: LoadedConfig, say: Callable[[str], Non
                 f"({'; '.join(map(str, differing[:5]))})"
             )
         return dataclasses.replace(_new(loaded), created=record.created, elapsed_s=record.elapsed_s)
-    return _amended(folder, record, loaded, say)
+    return _amended(folder, record, loaded, say, free)
 
 
 def _has_begun(folder: RunFolder) -> bool:
@@ -269,14 +273,16 @@ def _has_begun(folder: RunFolder) -> bool:
     return any(file.exists() and file.stat().st_size for file in files) or any(folder.checkpoints.rglob(MANIFEST))
 
 
-def _amended(folder: RunFolder, record: RunRecord, loaded: LoadedConfig, say: Callable[[str], None]) -> RunRecord:
+def _amended(
+    folder: RunFolder, record: RunRecord, loaded: LoadedConfig, say: Callable[[str], None], free: tuple[str, ...]
+) -> RunRecord:
     """Record of a continued run, whose settings may change from its newest step on. Raises ConfigError."""
     head, now = commits.newest(folder), pinned.relevant(loaded.config)
     step = head.step if head else 0
     was = _in_force(record, head)
     try:
         content.check(beginning.content_of(was), beginning.content_of(now), loaded.config.model.path)
-        found = pinned.permitted(was, now, step=step)
+        found = pinned.permitted(was, now, step=step, free=free)
     except ConfigError as error:
         raise ConfigError(f"run {folder.name} in {folder.path}: {error.detail}", error.hint) from None
     if record.finished and loaded.config.is_supervised:

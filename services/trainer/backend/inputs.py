@@ -9,7 +9,7 @@ from pathlib import Path
 
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.interfaces import Backend
-from services.trainer.publishing.publications import Publications
+from services.trainer.publishing.publications import ModelPublications
 from services.trainer.settings import TokenLimits, TrainerSettings
 from services.trainer.status import TrainerStatus
 from shared.clients.env import EnvClient
@@ -32,7 +32,7 @@ class BackendInputs:
     folder: Path
     tokenizer: ChatTokenizer
     origin: Origin | None
-    publications: Publications
+    publications: ModelPublications
     sinks: MetricsFanout = field(default_factory=MetricsFanout)
 
 

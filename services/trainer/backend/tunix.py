@@ -75,22 +75,6 @@ class ModelCheckpoints(Protocol):
     def foreign(self, origin: Origin) -> RestoredCheckpoint: ...
 
 
-class ModelPublications(Protocol):
-    """Methods of `Publications` that publish versions of the model."""
-
-    def publish(
-        self,
-        version: WeightVersion,
-        leaves: Sequence[ManifestLeaf],
-        arrays: Takes,
-        model: Mapping[str, Any],
-        probe: Probe | None,
-        adapter: PublishedAdapter | None = None,
-    ) -> PublishedVersion: ...
-
-    def base(self, epoch: int, leaves: Sequence[ManifestLeaf], arrays: Takes) -> WeightTree: ...
-
-
 class TunixBackend:
     """Backend of RL with Tunix models. Every method blocks; calls must not overlap.
 
@@ -239,6 +223,11 @@ class TunixBackend:
         """See `Policy.logprob_diffs`; `present` is the version of the present weights."""
         assert self._policy is not None
         return self._policy.logprob_diffs(held, present)
+
+    def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
+        """See `Policy.effective_share`; `present` is the version of the present weights."""
+        assert self._policy is not None
+        return self._policy.effective_share(held, present)
 
     def rewind(self, version: WeightVersion) -> None:
         """Restore model and optimizer, bit for bit, from a checkpoint of this incarnation.

@@ -21,7 +21,7 @@ from shared.queue.records import Finished, StreamEntry
 from shared.routing import RoutingShape
 from shared.run.archive import MAX_GROUP_BYTES
 from shared.run.progress import TicketProgress
-from shared.run.state import in_lineage
+from shared.run.state import ForkPoint, in_lineage, in_log
 from shared.types import Group, WeightVersion
 
 Order = Literal["arrival", "ticket"]
@@ -93,12 +93,19 @@ class GroupBuffer:
     Args:
         progress: shared with the checkpoint, which saves it.
         lineage: see `TrainerState`; the last entry is the present incarnation.
+        forks: logs of other runs whose groups may come too.
 
     `n_filtered` counts the groups that were filtered since the last step was taken.
     """
 
-    def __init__(self, progress: TicketProgress, lineage: Sequence[tuple[int, int]], rules: AdmissionRules) -> None:
-        self.progress, self._lineage, self._rules = progress, lineage, rules
+    def __init__(
+        self,
+        progress: TicketProgress,
+        lineage: Sequence[tuple[int, int]],
+        rules: AdmissionRules,
+        forks: Sequence[ForkPoint] = (),
+    ) -> None:
+        self.progress, self._lineage, self._rules, self._forks = progress, lineage, rules, forks
         self._waiting: dict[int, tuple[ReadyGroup, StreamEntry]] = {}
         self.highest = 0
         self.n_filtered = Counter[FilterRule]()
@@ -132,6 +139,9 @@ class GroupBuffer:
         """True if the entry should be decoded: it is new, and was not delivered so often that it may kill readers."""
         return not self._is_known(entry) and entry.deliveries < MAX_DELIVERIES
 
+    def _is_known_version(self, version: WeightVersion) -> bool:
+        return in_lineage(version, self._lineage) or in_log(version, self._forks)
+
     def _is_known(self, entry: StreamEntry) -> bool:
         return self.progress.is_finished(entry.ticket) or entry.ticket in self._waiting
 
@@ -154,7 +164,7 @@ class GroupBuffer:
         if group.failure is not None:
             return self._drop(entry, "filtered" if group.rule else "failed", group.failure, rule=group.rule)
         held = ready_group(group, entry.payload, entry.entry_id)
-        undone = next((v for v in sampled_by(group) if not in_lineage(v, self._lineage)), None)
+        undone = next((v for v in sampled_by(group) if not self._is_known_version(v)), None)
         if undone is not None:
             return self._drop(
                 entry, "superseded", f"{undone} was undone by a later trainer", (held.oldest, held.newest)

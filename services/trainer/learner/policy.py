@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from services.trainer.algorithms.terms.algorithm import Algorithm, Episode, Needs
+from services.trainer.algorithms.terms.importance import MAX_LOG_RATIO
+from services.trainer.algorithms.terms.statistics import EffectiveShare
 from services.trainer.batches.batch import (
     Aggregation,
     Batch,
@@ -169,6 +171,20 @@ class Policy:
 
         Only tokens that the present weights sampled count; None for a group without such tokens.
         """
+        return [_mean_difference(of_group) for of_group in self._compared(held, present)]
+
+    def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
+        """Compute Kish's effective sample size of the sampled tokens, as a share of them; the weights do not change.
+
+        A token's weight is the ratio of the present policy to the one that sampled it, not truncated.
+        """
+        found = [one for of_group in self._compared(held, present) for one in of_group]
+        log_ratios = np.concatenate([(ours - row.behaviour)[row.mask > 0] for row, ours in found])
+        weights = np.exp(np.clip(log_ratios.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        return EffectiveShare(weights.sum(), np.square(weights).sum(), len(weights)).value() or 0.0
+
+    def _compared(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[list[tuple[Row, np.ndarray]]]:
+        """Score the rows of each group with the present weights: float32 [T] of each row."""
         of_groups = [[row for t in h.group.trajectories for row in policy_rows(t, present)] for h in held]
         rows = [row for of_group in of_groups for row in of_group]
         layout = self._options.layout
@@ -176,7 +192,7 @@ class Policy:
         batches = assembled(rows, np.zeros(len(rows)), parts, layout.pad_id)
         scored = self._logprobs(self._learner.params, batches)
         ours = iter(zip(rows, by_row(scored, rows, parts), strict=True))
-        return [_mean_difference([next(ours) for _ in of_group]) for of_group in of_groups]
+        return [[next(ours) for _ in of_group] for of_group in of_groups]
 
     def token_values(self, held: Sequence[ReadyGroup], before: WeightVersion) -> list[list[TokenValues]]:
         """Return what a step on these groups would start from, by group and episode; the weights do not change."""

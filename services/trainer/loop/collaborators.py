@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from services.trainer.interfaces import Backend, CheckpointStore, TrainQueue
 from services.trainer.loop.ledger import LedgerFile
+from services.trainer.loop.log_bounds import LogBounds
 from services.trainer.loop.refusals import Refusals
 from services.trainer.loop.run_bucket import RunBucket
 from services.trainer.publishing.publications import PublishedVersion
@@ -24,7 +25,8 @@ class Collaborators:
 
     `warm_start` returns early if a stop is asked for. `publish` notifies the servers of a version. `beginning`
     identifies the beginning of the run. `bucket` copies the run's folder to its bucket, if it has one. `has_lost` is
-    true if the newest version must be published again. `sinks` get each line of `metrics`.
+    true if the newest version must be published again. `sinks` get each line of `metrics`. `log` bounds a fork, which
+    trains from another run's log.
     """
 
     backend: Backend
@@ -43,3 +45,4 @@ class Collaborators:
     bucket: RunBucket | None = None
     has_lost: Callable[[], bool] = lambda: False
     sinks: MetricsFanout = field(default_factory=MetricsFanout)
+    log: LogBounds | None = None

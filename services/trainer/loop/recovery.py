@@ -125,7 +125,7 @@ class Recovery:
                 bound, undone = await asyncio.to_thread(self._head, checkpoint), ()
                 lost = await asyncio.to_thread(self._lost, bound)
                 why = _describe_lost(lost, self._status.run)
-            head = resolve_settings(bound, self._plan.settings, self._plan.original)
+            head = resolve_settings(bound, self._plan.settings, self._plan.original, self._plan.free)
             await self._build()
             if (
                 why_not := await self._waiter.retry_until_stopped(lambda c=checkpoint: self._contradicted(c))

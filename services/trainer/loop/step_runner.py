@@ -137,7 +137,8 @@ class StepRunner:
         """Observe the step's times and make its line of metrics.jsonl."""
         for part, took in seconds.items():
             self._status.timed(part, took)
-        return step_line(metrics, [one.group for one in groups], seconds, self._plan.env)
+        line = step_line(metrics, [one.group for one in groups], seconds, self._plan.env)
+        return line if self._parts.log is None else line | {"effective_share": self._parts.log.effective_share}
 
     async def _refuse(
         self, error: NonFinite, before: WeightVersion, groups: Sequence[ReadyGroup], digests: Sequence[str]

@@ -50,7 +50,7 @@ class TrainLoop:
         publisher: HandoverPublisher,
     ) -> None:
         self._plan, self._parts, self._status, self._waiter, self._publisher = plan, parts, status, waiter, publisher
-        self._buffer = GroupBuffer(state.progress(), state.lineage, plan.rules)
+        self._buffer = GroupBuffer(state.progress(), state.lineage, plan.rules, state.forks)
         self._settlement = Settlement(parts, self._buffer, status, waiter, state, saved, plan.max_steps)
         self._reader = GroupReader(plan, parts.queue, state.epoch, self._buffer, self._settlement, status, waiter)
         self._compared = state.version, set[int]()  # tickets whose log-probabilities agree with this version
@@ -93,6 +93,8 @@ class TrainLoop:
             await self._waiter.blocking(self._parts.backend.compile)
         waited = time.perf_counter()
         while settlement.pending.version.step < plan.max_steps and not status.stopping and not status.refused:
+            if await self._has_log_ended():
+                return
             groups = None if status.paused else await self._take()
             if groups is not None and (timings := await self._runner.run(groups, time.perf_counter() - waited)):
                 await self._publish(timings, [one.group.ticket for one in groups])
@@ -106,6 +108,16 @@ class TrainLoop:
                 await self._wait()
             else:
                 waited = time.perf_counter()
+
+    async def _has_log_ended(self) -> bool:
+        """True if a fork has nothing more to train; `status.ended` has the reason."""
+        if (log := self._parts.log) is None:
+            return False
+        is_exhausted = log.is_exhausted()  # first: then the buffer has all of its groups
+        groups, present = self._next_groups(), self._settlement.pending.version
+        why = await self._waiter.blocking(log.ended, groups, present, is_exhausted)
+        self._status.log_ended = why
+        return why is not None
 
     async def _take(self) -> list[ReadyGroup] | None:
         """Drop stale groups, then take the groups of the next step; None if some are missing."""

@@ -189,7 +189,7 @@ class TrainerWorker:
         """State at the start of this epoch; a run whose `max_steps` was raised is no longer done."""
         plan = self._plan
         state = known.starting_epoch(
-            epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin
+            epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin, forks=plan.forks
         )
         state = replace(state, phase="done" if state.step >= plan.max_steps else "rl")
         files, rewritten = held.at_start(RunFolder(self._parts.archive.root.parent), state.files)

@@ -74,6 +74,10 @@ class LeadingBackend:
         arguments = {"groups": _payloads(held), "version": str(present)}
         return self._together("logprob_diffs", arguments, lambda: self._own.logprob_diffs(held, present))
 
+    def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
+        arguments = {"groups": _payloads(held), "version": str(present)}
+        return self._together("effective_share", arguments, lambda: self._own.effective_share(held, present))
+
     def rewind(self, version: WeightVersion) -> None:
         self._together("rewind", {"version": str(version)}, lambda: self._own.rewind(version))
 
@@ -127,6 +131,7 @@ class FollowingCalls:
             "compile": lambda _: own.compile(),
             "step": lambda given: own.step(_groups(given), _version(given)),
             "logprob_diffs": lambda given: own.logprob_diffs(_groups(given), _version(given)),
+            "effective_share": lambda given: own.effective_share(_groups(given), _version(given)),
             "rewind": lambda given: own.rewind(_version(given)),
             "checksum": lambda _: own.checksum(),
             "checksums": lambda _: own.checksums(),

@@ -10,7 +10,6 @@ from services.trainer import options as from_run
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend
 from services.trainer.backend.tunix import (
     ModelCheckpoints,
-    ModelPublications,
     TunixBackend,
     check_vocabulary,
     note_positions,
@@ -25,6 +24,7 @@ from services.trainer.multihost.checkpoints import FollowingCheckpoints, Leading
 from services.trainer.multihost.options import group_options
 from services.trainer.multihost.processes import Follower, Leader
 from services.trainer.multihost.publications import FollowingPublications, LeadingPublications
+from services.trainer.publishing.publications import ModelPublications
 from services.trainer.settings import TokenLimits
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import StepLog

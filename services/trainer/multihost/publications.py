@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from services.trainer.multihost.processes import Follower, Leader
-from services.trainer.publishing.publications import Arrays, Publications, PublishedVersion
+from services.trainer.publishing.publications import Arrays, ModelPublications, PublishedVersion
 from shared.published.chunks import in_order
 from shared.published.manifest import Chunk, PublishedAdapter, WeightTree
 from shared.run.checkpoint_files import ManifestLeaf, Probe
@@ -23,7 +23,7 @@ from shared.types import WeightVersion
 class LeadingPublications:
     """`Publications` of process 0."""
 
-    def __init__(self, own: Publications, leader: Leader) -> None:
+    def __init__(self, own: ModelPublications, leader: Leader) -> None:
         self._own, self._leader = own, leader
         self._base: WeightTree | None = None
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -63,6 +63,22 @@ class PublishedVersion:
     n_bytes: int
     delta_bytes: int
     timings: Mapping[str, float]
+
+
+class ModelPublications(Protocol):
+    """Methods of `Publications` that publish versions of the model."""
+
+    def publish(
+        self,
+        version: WeightVersion,
+        leaves: Sequence[ManifestLeaf],
+        arrays: Arrays,
+        model: Mapping[str, Any],
+        probe: Probe | None,
+        adapter: PublishedAdapter | None = None,
+    ) -> PublishedVersion: ...
+
+    def base(self, epoch: int, leaves: Sequence[ManifestLeaf], arrays: Arrays) -> WeightTree: ...
 
 
 @dataclass

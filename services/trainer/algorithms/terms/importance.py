@@ -22,7 +22,7 @@ from shared.algorithm_base import PolicyGradientSection
 
 Level = Literal["none", "token", "sequence"]
 RejectionLevel = Literal["none", "token", "sequence", "geometric"]
-_MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ NONE = Correction()
 
 def clipped_difference(ahead: jax.Array, behind: jax.Array) -> jax.Array:
     """Compute log(ahead / behind) [B, T] from log-probabilities, clipped to ±20."""
-    return jnp.clip(ahead - behind, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return jnp.clip(ahead - behind, -MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def squared_distance(ahead: jax.Array, behind: jax.Array) -> jax.Array:
@@ -100,4 +100,4 @@ def _ratio(difference: jax.Array, mask: jax.Array, level: Level | RejectionLevel
     total = of_sequences(difference, packing)
     if level == "geometric":
         total = total / jnp.maximum(of_sequences(mask, packing), 1.0)
-    return jnp.exp(jnp.clip(total, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    return jnp.exp(jnp.clip(total, -MAX_LOG_RATIO, MAX_LOG_RATIO))

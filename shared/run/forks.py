@@ -1,0 +1,86 @@
+"""fork.json: the log of another run that this run trains from, and how far.
+
+Invariant: a fork copies the beginning of the other run under its own name, and archives every group that it trains on.
+So its folder proves by itself what was trained; the other run's folder is only read while the fork takes groups from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+
+from shared.errors import ConfigError
+from shared.files.reading import read_file
+from shared.files import storage
+from shared.run.folder import RunFolder
+from shared.run.state import ForkPoint, TrainerState, initial_state, parse_forks
+from shared.types import WeightVersion
+
+FREE = ("data.rewards",)
+"""Settings that may differ between a run and its fork although they may not change during a run."""
+_MOST_BYTES = 2**20
+_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Origin and bounds of a fork.
+
+    `source` is the absolute folder of the other run, `version` its newest one when it was forked. Groups of the steps
+    after `step`, and up to `version`, are trained in the order of the log, with the rewards of the archive or, if
+    `mended`, with those that environments gave anew. Training ends after step `last`, or before a step whose groups have
+    an effective share below `least_share`. `points` are the fork points of the lineage, the newest last. If `step` is
+    not the fork's first, the steps before it were copied, or up to `rebuilt` are trained again under the other run's
+    settings.
+    """
+
+    source: str
+    step: int
+    last: int
+    version: str
+    points: tuple[ForkPoint, ...]
+    least_share: float
+    mended: bool = False
+    rebuilt: int = 0
+
+    @property
+    def run(self) -> str:
+        """Name of the other run."""
+        return self.points[-1].run
+
+    @property
+    def head(self) -> TrainerState:
+        """Position of the other run when it was forked: step and lineage alone."""
+        version = WeightVersion.parse(self.version)
+        return replace(
+            initial_state(0), epoch=version.epoch, step=version.step, lineage=self.points[-1].lineage
+        )
+
+    def log(self, folder: RunFolder) -> Path:
+        """Return the archive to train from; `folder` is the fork's."""
+        return folder.mended if self.mended else RunFolder(Path(self.source)).archive
+
+    def write(self, folder: RunFolder) -> None:
+        """Write fork.json. Raises StorageFull."""
+        text = orjson.dumps({"schema": _SCHEMA, **asdict(self)}, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        storage.replace(folder.fork, text)
+
+    @classmethod
+    def read(cls, folder: RunFolder) -> Self | None:
+        """Read fork.json; None if the run is no fork. Raises ConfigError if it cannot be read."""
+        try:
+            raw: Mapping[str, Any] = orjson.loads(read_file(folder.fork, _MOST_BYTES))
+            if raw["schema"] != _SCHEMA:
+                raise ValueError(f"schema {raw['schema']!r}, expected {_SCHEMA}")
+            fields = {name: raw[name] for name in cls.__slots__ if name != "points"}
+            return cls(**fields, points=parse_forks(raw["points"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{folder.fork} cannot be read: {error!r}"[:300], "remove the fork's folder, and fork again"
+            ) from error
