@@ -5,7 +5,7 @@ A section holds only keys that its algorithm uses. Names and defaults are Tunix'
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -268,9 +268,14 @@ AlgorithmSection = Annotated[
 ]
 
 
-def keys_of(name: str | None) -> Collection[str]:
+def keys_of(name: str | None) -> Set[str]:
     """Return the keys of the section of algorithm `name`; empty for an unknown name."""
-    return _fields(name)
+    return _fields(name).keys()
+
+
+def every_key() -> Set[str]:
+    """Return the keys of all algorithms."""
+    return {key for one in _sections() for key in one.model_fields}
 
 
 def default_of(name: str | None, key: str) -> Any:
@@ -281,5 +286,8 @@ def default_of(name: str | None, key: str) -> Any:
 
 
 def _fields(name: str | None) -> Mapping[str, FieldInfo]:
-    sections: tuple[type[PolicyGradientSection], ...] = get_args(get_args(AlgorithmSection)[0])
-    return next((one.model_fields for one in sections if name in get_args(one.model_fields["name"].annotation)), {})
+    return next((one.model_fields for one in _sections() if name in get_args(one.model_fields["name"].annotation)), {})
+
+
+def _sections() -> tuple[type[PolicyGradientSection], ...]:
+    return get_args(get_args(AlgorithmSection)[0])

@@ -221,16 +221,20 @@ def recorded(path: Path) -> LoadedConfig:
         return validate(tree)
 
 
-def stored(folder: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Load the configuration in a run's folder, with absolute paths.
+def stored(folder: Path, overrides: Sequence[str] = (), files: Sequence[Path] = ()) -> LoadedConfig:
+    """Load the configuration in a run's folder, with absolute paths; later `files` and `overrides` win over it.
 
-    Older runs hold paths relative to the folder where they were started. Relative paths in `overrides` are resolved
-    against the present directory. Raises ConfigError.
+    Older runs hold paths relative to the folder where they were started. Relative paths in `files` and `overrides` are
+    resolved against the present directory. Raises ConfigError.
     """
     was = rooted(load([RunFolder(folder).config]), _started_in(RunFolder(folder).record))
-    if not overrides:
+    if not (overrides or files):
         return was
-    return rooted(_sourced(validate(_overridden(was.tree, overrides)), Path.cwd()), Path.cwd())
+    tree: Any = was.tree
+    for path in files:
+        with _translated(f"config file {path}"):
+            tree = _merged(tree, _read(path))
+    return rooted(_sourced(validate(_overridden(tree, overrides)), Path.cwd()), Path.cwd())
 
 
 def rooted(loaded: LoadedConfig, base: Path) -> LoadedConfig:

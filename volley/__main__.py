@@ -91,6 +91,11 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             "train archived groups again, and compare bit for bit",
             "replay runs/quickstart --from-step 14",
         ),
+        "fork": Command(
+            "commands.fork",
+            "train archived groups again under other settings, as a new run, without generating",
+            "fork runs/quickstart algorithm.name=dppo --from 8",
+        ),
         "reverify": Command(
             "reverify.command",
             "replay archived episodes in today's environments, and compare rewards",

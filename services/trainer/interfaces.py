@@ -91,7 +91,7 @@ class Backend(Protocol):
         ...
 
     def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
-        """Return the effective share of the groups' tokens under the present weights (see `Policy.effective_share`)."""
+        """Effective share of the groups' tokens under the present weights (see `Policy.effective_share`)."""
         ...
 
     def rewind(self, version: WeightVersion) -> None: ...
@@ -133,8 +133,8 @@ class TrainPlan:
 
     `settings` are the settings that a checkpoint records (see shared.run.pinned); `original` are those that the run
     started with, for checkpoints that record none; `origin` is the version of another run that this run starts from;
-    `on_nonfinite` is the action after a non-finite step; `env` is the main environment. `forks` are the logs that a fork
-    trains from; `free` are prefixes of settings that it may change at its beginning.
+    `on_nonfinite` is the action after a non-finite step; `env` is the main environment. `forks` are the logs that a
+    fork trains from; `free` are prefixes of settings that it may change at its beginning.
     """
 
     max_steps: int

@@ -12,9 +12,7 @@ from shared.run.state import TrainerState
 _log = telemetry.Log("worker")
 
 
-def resolve_settings(
-    found: TrainerState, settings: Flat, original: Flat, free: tuple[str, ...] = ()
-) -> TrainerState:
+def resolve_settings(found: TrainerState, settings: Flat, original: Flat, free: tuple[str, ...] = ()) -> TrainerState:
     """Return the state with the settings that it was trained under.
 
     A checkpoint that records no settings gets `original`, or else `settings`. Raises ConfigError if `settings` changes

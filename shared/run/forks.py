@@ -1,26 +1,26 @@
 """fork.json: the log of another run that this run trains from, and how far.
 
 Invariant: a fork copies the beginning of the other run under its own name, and archives every group that it trains on.
-So its folder proves by itself what was trained; the other run's folder is only read while the fork takes groups from it.
+So its folder alone proves what was trained; the other run's folder is read only while the fork takes groups from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import orjson
 
 from shared.errors import ConfigError
-from shared.files.reading import read_file
 from shared.files import storage
+from shared.files.reading import read_file
 from shared.run.folder import RunFolder
 from shared.run.state import ForkPoint, TrainerState, initial_state, parse_forks
 from shared.types import WeightVersion
 
-FREE = ("data.rewards",)
+FREE = ("data.rewards", "data.env_config")
 """Settings that may differ between a run and its fork although they may not change during a run."""
 _MOST_BYTES = 2**20
 _SCHEMA = 1
@@ -31,11 +31,12 @@ class Fork:
     """Origin and bounds of a fork.
 
     `source` is the absolute folder of the other run, `version` its newest one when it was forked. Groups of the steps
-    after `step`, and up to `version`, are trained in the order of the log, with the rewards of the archive or, if
-    `mended`, with those that environments gave anew. Training ends after step `last`, or before a step whose groups have
-    an effective share below `least_share`. `points` are the fork points of the lineage, the newest last. If `step` is
-    not the fork's first, the steps before it were copied, or up to `rebuilt` are trained again under the other run's
-    settings.
+    after `step`, and up to `version`, are trained in the order of the log, with the archived rewards or, if `mended`,
+    with those that environments gave anew (`judged_by` names another environment, by that of a group). Training ends
+    after step `last`, or before a step whose groups have an effective share below `least_share`.
+
+    `points` are the fork points of the lineage, the newest last. The steps up to `step` were copied. Those up to
+    `rebuilt` are trained again under the other run's settings and rewards, because no checkpoint of it was retained.
     """
 
     source: str
@@ -46,6 +47,7 @@ class Fork:
     least_share: float
     mended: bool = False
     rebuilt: int = 0
+    judged_by: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def run(self) -> str:
@@ -56,13 +58,16 @@ class Fork:
     def head(self) -> TrainerState:
         """Position of the other run when it was forked: step and lineage alone."""
         version = WeightVersion.parse(self.version)
-        return replace(
-            initial_state(0), epoch=version.epoch, step=version.step, lineage=self.points[-1].lineage
-        )
+        return replace(initial_state(0), epoch=version.epoch, step=version.step, lineage=self.points[-1].lineage)
 
-    def log(self, folder: RunFolder) -> Path:
-        """Return the archive to train from; `folder` is the fork's."""
-        return folder.mended if self.mended else RunFolder(Path(self.source)).archive
+    @property
+    def began(self) -> int:
+        """Step after which the fork's own settings and rewards hold."""
+        return max(self.step, self.rebuilt)
+
+    def log(self, folder: RunFolder, step: int) -> Path:
+        """Return the archive with the groups of a step; `folder` is the fork's."""
+        return folder.mended if self.mended and step > self.began else RunFolder(Path(self.source)).archive
 
     def write(self, folder: RunFolder) -> None:
         """Write fork.json. Raises StorageFull."""

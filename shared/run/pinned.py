@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from shared import moved_keys
-from shared.algorithm_schema import default_of, keys_of
+from shared.algorithm_schema import default_of, every_key, keys_of
 from shared.errors import ConfigError
 from shared.files.reading import read_file
 from shared.schema import RunConfig
@@ -207,10 +207,19 @@ def in_force(settings: Settings, epoch: int) -> dict[str, Any]:
 
 
 def _of_its_algorithm(flat: Flat) -> dict[str, Any]:
-    """Drop keys of an earlier algorithm; they were recorded as null when an algorithm without them took over."""
-    known = keys_of(flat.get(_NAME))
-    gone = {key for key, value in flat.items() if value is None and key.startswith(_ALGORITHM)} if known else set[str]()
-    return {key: value for key, value in flat.items() if key not in gone or key.split(".")[1] in known}
+    """Drop keys of an earlier algorithm that the present one lacks.
+
+    They were recorded as null when the present one took over, or have the default that they have without it.
+    """
+    if not (known := keys_of(flat.get(_NAME))):
+        return dict(flat)
+    others = every_key() - known
+
+    def is_gone(key: str, value: Any) -> bool:
+        top = key.removeprefix(_ALGORITHM).partition(".")[0]
+        return key.startswith(_ALGORITHM) and top not in known and (value is None or top in others)
+
+    return {key: value for key, value in flat.items() if not is_gone(key, value)}
 
 
 def amended(settings: Settings, epoch: int, now: Flat) -> Settings:
@@ -272,9 +281,7 @@ def permitted(was: Flat, now: Flat, *, step: int, free: tuple[str, ...] = ()) ->
     """
     found = changes(was, now)
     wrong = [
-        (change, reason)
-        for change in found
-        if not change.key.startswith(free) and (reason := _objection(change, step))
+        (change, reason) for change in found if not change.key.startswith(free) and (reason := _objection(change, step))
     ]
     if wrong:
         named = "; ".join(

@@ -250,9 +250,7 @@ def parse_lineage(pairs: list[Any]) -> Lineage:
 
 def parse_forks(raw: Any) -> tuple[ForkPoint, ...]:
     """Parse fork points. Raises KeyError, TypeError or ValueError."""
-    return tuple(
-        ForkPoint(_text(one["run"]), _count(one, "step"), parse_lineage(_list(one, "lineage"))) for one in raw
-    )
+    return tuple(ForkPoint(_text(one["run"]), _count(one, "step"), parse_lineage(_list(one, "lineage"))) for one in raw)
 
 
 def _phase(value: Any) -> Phase:

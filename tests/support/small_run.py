@@ -11,7 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from services.trainer.loop.worker import TrainerWorker
 from services.trainer.metrics.step_metrics import StepMetrics, of_groups
 from services.trainer.models.arrays import CheckpointContents, RestoredCheckpoint
 from services.trainer.publishing.publications import PublishedVersion
+from services.trainer.replay.log_queue import bounds_of, log_of
 from services.trainer.settings import filter_options
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import StepLog
@@ -35,10 +36,12 @@ from shared.config import load
 from shared.errors import NonFinite
 from shared.published.manifest import Chunk
 from shared.queue.records import StreamEntry
-from shared.run import checksums, pinned
+from shared.run import checksums, forks, pinned
 from shared.run.archive import Archive
 from shared.run.checkpoint_files import ManifestLeaf
 from shared.run.commits import CommitLog
+from shared.run.folder import RunFolder
+from shared.run.forks import Fork
 from shared.run.state import TrainerState
 from shared.schema import RunConfig
 from shared.types import Branch, Group, Lineage, Trajectory, VersionSpan, WeightVersion
@@ -107,6 +110,7 @@ class Weightless:
     def __init__(self, checkpoints: CheckpointFolders) -> None:
         self._checkpoints, self.weight, self.count = checkpoints, 0.0, 0.0
         self._restored: RestoredCheckpoint | None = None
+        self.share = 1.0
         self.memory: Mapping[str, float] = {}
         self.plan = ""
         self.restored, self.may_build, self.may_start, self.may_save = (threading.Event() for _ in range(4))
@@ -152,6 +156,9 @@ class Weightless:
 
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
         return [None for _ in held]
+
+    def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
+        return self.share
 
     def rewind(self, version: WeightVersion) -> None:
         restored = self._checkpoints.restored(version)
@@ -210,31 +217,38 @@ class Incarnation:
         queue: TrainQueue | None = None,
         config: RunConfig | None = None,
         on_nonfinite: OnNonFinite = "stop",
+        fork: Fork | None = None,
     ) -> None:
         run = config or load([folder / "config.yaml"]).config
-        steps = run.trainer.max_steps
-        self.queue, self.status = SmallRun(), TrainerStatus(RUN, steps)
+        steps, name = run.trainer.max_steps, run.run.name
+        self.queue, self.status = SmallRun(), TrainerStatus(name, steps)
+        log = None if fork is None else log_of(fork, RunFolder(folder))
         logs = StepLog(folder / "metrics.jsonl"), StepLog(folder / "handovers.jsonl"), Refusals(folder)
-        checkpoints = CheckpointFolders(folder / "checkpoints", RUN, max_to_keep, NumpyArrays())
-        ledger, archive = LedgerFile(folder / "ledger.jsonl"), Archive(folder / "archive", RUN)
+        checkpoints = CheckpointFolders(folder / "checkpoints", name, max_to_keep, NumpyArrays())
+        ledger, archive = LedgerFile(folder / "ledger.jsonl"), Archive(folder / "archive", name)
         self.backend = Weightless(checkpoints)
         parts = Collaborators(
             self.backend,
             checkpoints,
-            queue or self.queue,
+            log or queue or self.queue,
             ledger,
             archive,
-            CommitLog(folder / "archive", RUN),
+            CommitLog(folder / "archive", name),
             *logs,
             executor,
             _nothing,
             _published,
             lambda: "anew",
+            log=None if fork is None or log is None else bounds_of(fork, self.backend, log),
         )
         rules = AdmissionRules("arrival", ETA, 32, 96, SIZE, filter_options(run.trainer.filters))
         settings, original = pinned.relevant(run), pinned.original(folder / "run.json")
         self.worker = TrainerWorker(
-            TrainPlan(steps, BATCH, 1, 5.0, 0, False, rules, settings, original, on_nonfinite=on_nonfinite, env="toy"),
+            replace(
+                TrainPlan(steps, BATCH, 1, 5.0, 0, False, rules, settings, original, None, on_nonfinite, env="toy"),
+                forks=fork.points if fork else (),
+                free=forks.FREE if fork else (),
+            ),
             parts,
             self.status,
         )

@@ -114,6 +114,9 @@ class FakeBackend:
         self.events.append(f"compare {[h.group.ticket for h in held]}")
         return [self.diffs.get(h.group.ticket, 0.0) if h.newest == present else None for h in held]
 
+    def effective_share(self, held: Any, present: WeightVersion) -> float:
+        return 1.0
+
     def rewind(self, version: WeightVersion) -> None:
         self.events.append(f"rewind {version}")
         self.weights = list(self.kept[version])

@@ -23,7 +23,7 @@ from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.groups.group_buffer import ReadyGroup
 from services.trainer.metrics.step_metrics import StepMetrics, of_groups, of_statistics
 from services.trainer.models.arrays import Arrays, CheckpointContents, RestoredCheckpoint
-from services.trainer.publishing.publications import Publications, PublishedVersion
+from services.trainer.publishing.publications import ModelPublications, PublishedVersion
 from services.trainer.settings import TokenLimits
 from shared.boot import RunningService, main
 from shared.errors import ConfigError, WeightsError
@@ -72,7 +72,7 @@ class SimulatedBackend:
         model: Mapping[str, Any],
         seed: int,
         origin: Origin | None = None,
-        publications: Publications | None = None,
+        publications: ModelPublications | None = None,
         learning_rate: float = 0.0,
     ) -> None:
         self._own_rate = self._rate = learning_rate
@@ -130,6 +130,9 @@ class SimulatedBackend:
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
         """None for each group: this backend computes no log-probabilities."""
         return [None for _ in held]
+
+    def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
+        return 1.0
 
     def rewind(self, version: WeightVersion) -> None:
         restored = self._checkpoints.restored(version)

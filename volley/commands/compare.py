@@ -25,7 +25,7 @@ from volley.run_arguments import add_trust
 from volley.runs.record import read_record
 
 _NOT_COMPARED = ("run.name",)
-_CONFIG = "config"
+CONFIG = "config"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,27 @@ def varied(paths: Sequence[str], overrides: Sequence[str], variations: Sequence[
     Args:
         variations: each a key and its values; the key `config` has files, which follow `paths`.
     """
+    run = config.load(paths, overrides).config.run
+    wanted = dict[Path, tuple[list[str], list[str]]]()
+    for chosen in combinations(variations):
+        name = "-".join([run.name, *(slug(key, value) for key, value in chosen)])
+        files = [*paths, *(value for key, value in chosen if key == CONFIG)]
+        settings = [*overrides, *(f"{key}={value}" for key, value in chosen if key != CONFIG), f"run.name={name}"]
+        settings += [f"run.bucket={run.bucket}/{name}"] if run.bucket else []  # runs never share a bucket
+        loaded = config.rooted(config.load(files, settings), Path.cwd())
+        wanted[loaded.config.run.folder] = files, settings
+    for folder, (files, settings) in wanted.items():
+        if not train.is_finished(RunFolder(folder)) and (code := train.main(files, settings)):
+            raise SystemExit(code)
+    return list(wanted)
+
+
+def combinations(variations: Sequence[Sequence[str]]) -> list[Sequence[tuple[str, str]]]:
+    """Return each combination of values, as pairs of key and value. Raises ConfigError for a variation without values.
+
+    Args:
+        variations: each a key and its values.
+    """
     for key, *values in variations:
         if not values or any("=" in value for value in (key, *values)):
             raise ConfigError(f"--vary {key} {' '.join(values)}".strip(), "give a key and its values: --vary KEY A B")
@@ -88,19 +109,7 @@ def varied(paths: Sequence[str], overrides: Sequence[str], variations: Sequence[
                 f"--vary {key} is not possible",
                 "each variation gets a name and a bucket of its own, derived from those given",
             )
-    run = config.load(paths, overrides).config.run
-    wanted = dict[Path, tuple[list[str], list[str]]]()
-    for chosen in itertools.product(*[[(key, value) for value in values] for key, *values in variations]):
-        name = "-".join([run.name, *(_slug(key, value) for key, value in chosen)])
-        files = [*paths, *(value for key, value in chosen if key == _CONFIG)]
-        settings = [*overrides, *(f"{key}={value}" for key, value in chosen if key != _CONFIG), f"run.name={name}"]
-        settings += [f"run.bucket={run.bucket}/{name}"] if run.bucket else []  # runs never share a bucket
-        loaded = config.rooted(config.load(files, settings), Path.cwd())
-        wanted[loaded.config.run.folder] = files, settings
-    for folder, (files, settings) in wanted.items():
-        if not train.is_finished(RunFolder(folder)) and (code := train.main(files, settings)):
-            raise SystemExit(code)
-    return list(wanted)
+    return list(itertools.product(*[[(key, value) for value in values] for key, *values in variations]))
 
 
 def main(run_dirs: Sequence[Path], plot: Path | None) -> int:
@@ -166,9 +175,9 @@ def _label(run: ComparedRun) -> str:
     return f"{run.name} ({changed})" if changed and len(changed) <= 40 else run.name
 
 
-def _slug(key: str, value: str) -> str:
+def slug(key: str, value: str) -> str:
     """Name of a setting: `algorithm.name`, `ppo` -> ppo; `grpo_config.off_policy_steps`, `2` -> off_policy_steps-2."""
-    if key == _CONFIG:
+    if key == CONFIG:
         return Path(value).stem
     last = key.rpartition(".")[2]
     return re.sub(r"[^A-Za-z0-9._]+", "-", value if last == "name" else f"{last}-{value}").strip("-")

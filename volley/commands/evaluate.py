@@ -105,12 +105,8 @@ def main(
         raise ConfigError(
             f"--json {output}: there is no folder {output.absolute().parent}", "name a file in an existing folder"
         )
-    loaded, source = _configured(target, paths, overrides)
     try:
-        with _scratch(loaded) as folder:
-            if source is not None and trust.is_own(source) and source.environments.is_dir():
-                shutil.copytree(source.environments, folder / _NAME / "environments", symlinks=True)
-            result = _measured(config.changed(loaded, {"run.dir": str(folder)}), seams)
+        result, _ = measured(target, paths, overrides, seams)
     except train.Stopped as stopped:
         print_lines(f"stopped by {stopped}: nothing was measured")
         return stopped.exit_code
@@ -121,6 +117,20 @@ def main(
     for row in () if is_json() else result["evaluations"]:
         print_text(format_evaluation(row, result["model"]))
     return 0
+
+
+def measured(
+    target: str, paths: Sequence[str] = (), overrides: Sequence[str] = (), seams: stack.StackSeams = stack.REAL
+) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
+    """Evaluate as `main`; return the result, and the lines of evals.jsonl of the temporary run.
+
+    Raises Stopped, VolleyError.
+    """
+    loaded, source = _configured(target, paths, overrides)
+    with _scratch(loaded) as folder:
+        if source is not None and trust.is_own(source) and source.environments.is_dir():
+            shutil.copytree(source.environments, folder / _NAME / "environments", symlinks=True)
+        return _measured(config.changed(loaded, {"run.dir": str(folder)}), seams)
 
 
 def format_evaluation(row: Mapping[str, Any], model: str) -> str:
@@ -171,8 +181,11 @@ def _scratch(loaded: LoadedConfig) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _measured(loaded: LoadedConfig, seams: stack.StackSeams) -> dict[str, Any]:
-    """Run the evaluation. Returns its rows with intervals, the model and the seed. Raises Stopped, VolleyError."""
+def _measured(loaded: LoadedConfig, seams: stack.StackSeams) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
+    """Run the evaluation. Returns its rows with intervals, the model and the seed; and the rows as they are recorded.
+
+    Raises Stopped, VolleyError.
+    """
     with claimed(loaded) as claim, shown(loaded.config.trainer.max_steps) as display:
         train.supervise(
             loaded, claim, lambda running: _evaluated(running, display), display.say, seams, display.service
@@ -180,12 +193,13 @@ def _measured(loaded: LoadedConfig, seams: stack.StackSeams) -> dict[str, Any]:
         rows = jsonl.read(claim.folder.evals)
         found = claim.record.origin
     run, env = loaded.config.run, loaded.config.data.env
-    return {
+    result = {
         "model": f"{found['folder']}@{found['version']}" if found else loaded.config.model.path,
         "manifest": found["manifest"] if found else None,
         "seed": run.seed,
         "evaluations": [_row(row, str(row.get("env") or env)) for row in rows],
     }
+    return result, list(rows)
 
 
 def _row(row: Mapping[str, Any], env: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ Invariant: the folder gets its name when it is complete; a killed or failed copy
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,7 +51,9 @@ def find(source: RunFolder, run: str, step: int, head: TrainerState) -> Beginnin
     """Find state and checkpoint for a fork after `step`. Raises ConfigError if they are not retained."""
     retained = [v for v in checkpoint_files.versions(source.checkpoints) if in_lineage(v, head.lineage)]
     logged = [v for v in commits.versions(source.archive) if in_lineage(v, head.lineage)]
-    state = next(filter(None, (_state(source, v) for v in sorted({*retained, *logged}, reverse=True) if v.step == step)), None)
+    state = next(
+        filter(None, (_state(source, v) for v in sorted({*retained, *logged}, reverse=True) if v.step == step)), None
+    )
     if state is not None:
         usable = [v for v in retained if v <= state.version and in_lineage(v, state.lineage)]
         if usable:

@@ -6,10 +6,10 @@ import asyncio
 import math
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from shared.clients.env import EnvClient
+from shared.clients.env import EnvClient, StepReply
 from shared.errors import DecodeError, RateLimited, Unavailable, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.run import seeding
@@ -24,7 +24,7 @@ class Rejudged:
     """An archived episode and its reward in the current environment.
 
     `was`, `was_success`: archived reward and success. `reward`, `success`: current ones; None if the episode could not
-    be replayed, for the reason `why`.
+    be replayed, for the reason `why`. `rewards`: those of the turns, which add up to `reward`; `components`: its parts.
     """
 
     env: str
@@ -36,6 +36,8 @@ class Rejudged:
     reward: float | None = None
     success: bool | None = None
     why: str = ""
+    rewards: tuple[float, ...] = ()
+    components: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def changed(self) -> bool:
@@ -62,10 +64,16 @@ async def rejudge(client: EnvClient, tokenizer: ChatTokenizer, trajectory: Traje
     if any(not branch.turns or branch.turns[0].role != HISTORY for branch in trajectory.branches):
         return replace(known, why="an episode of several sequences has no single list of messages")
     try:
-        reward, success = await _played(client, trajectory, said(tokenizer, trajectory), seed, env)
+        played = await _played(client, trajectory, said(tokenizer, trajectory), seed, env)
     except VolleyError as error:
         return replace(known, why=f"{type(error).__name__}: {error.detail}")
-    return replace(known, reward=reward, success=success)
+    return replace(
+        known,
+        reward=sum(played.rewards),
+        success=played.success,
+        rewards=tuple(played.rewards),
+        components=played.components,
+    )
 
 
 def said(tokenizer: ChatTokenizer, trajectory: Trajectory) -> list[str]:
@@ -79,10 +87,22 @@ def said(tokenizer: ChatTokenizer, trajectory: Trajectory) -> list[str]:
     return [tokenizer.message_text(ids)[:MAX_MESSAGE] for ids in said]
 
 
-async def _played(
-    client: EnvClient, trajectory: Trajectory, replies: Sequence[str], seed: int, env: str
-) -> tuple[float, bool]:
-    """Play the episode; return reward and success.
+@dataclass(slots=True)
+class _Played:
+    """Rewards of an episode's turns, the last with that of the episode's end, and the sums of their components."""
+
+    rewards: list[float] = field(default_factory=list[float])
+    components: dict[str, float] = field(default_factory=dict[str, float])
+    success: bool = False
+
+    def add(self, reply: StepReply) -> None:
+        self.rewards.append(reply.reward)
+        for name, value in reply.reward_components.items():
+            self.components[name] = self.components.get(name, 0.0) + value
+
+
+async def _played(client: EnvClient, trajectory: Trajectory, replies: Sequence[str], seed: int, env: str) -> _Played:
+    """Play the episode.
 
     Raises VolleyError, and DecodeError if the task differs or the episode ends at another turn.
     """
@@ -90,7 +110,7 @@ async def _played(
     request_id = uuid.uuid4().hex
     env_seed = seeding.env_seed(seed, trajectory.ticket, trajectory.sample_index)
     opening = await _retry_until_ready(client.create, request_id, env, split, index, seed=env_seed)
-    rewards, success, over = list[float](), False, False
+    played, over = _Played(), False
     try:
         if opening.task != trajectory.task:
             raise DecodeError(f"{env} has the task {opening.task[:100]} there, the archive {trajectory.task[:100]}")
@@ -98,14 +118,16 @@ async def _played(
             if over:
                 raise DecodeError(f"{env} ends the episode after {n} turns, the archive after {len(replies)}")
             reply = await _retry_until_ready(client.step, opening.episode_id, f"{request_id}-{n}", text)
-            rewards.append(reply.reward)
-            success, over = reply.success, reply.terminated or reply.truncated
+            played.add(reply)
+            played.success, over = reply.success, reply.terminated or reply.truncated
         if opening.scored_at_end and not over:
             reply = await _retry_until_ready(client.finish, opening.episode_id, f"{request_id}-finish")
-            rewards.append(reply.reward)
+            played.add(reply)
+            *rest, before, end = played.rewards
+            played.rewards = [*rest, before + end]
     finally:
         await client.delete_episode(opening.episode_id)
-    return sum(rewards), success
+    return played
 
 
 async def _retry_until_ready[**P, T](call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:

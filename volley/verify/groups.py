@@ -1,8 +1,8 @@
 """Compare the archive with the ledger.
 
-Each step has its recorded groups, fresh enough and of this lineage. A group that decodes stores each sampled token of
-its episodes once, branches included (see shared.types); a step with branches trained each once if its line of metrics
-counts as many tokens as the episodes have.
+Each step has its recorded groups, fresh enough and of this lineage; a fork's may be of the lineage of its log. A group
+that decodes stores each sampled token of its episodes once, branches included (see shared.types); a step with branches
+trained each once if its line of metrics counts as many tokens as the episodes have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared.run import archive
 from shared.run.archive import Spend
 from shared.run.ledger import Line
 from shared.run.mixture import TicketAssignment
-from shared.run.state import TrainerState, epoch_of, in_lineage, until
+from shared.run.state import TrainerState, epoch_of, in_lineage, in_log, until
 from shared.types import Group, WeightVersion
 from volley.verify.records import Metrics
 from volley.verify.violation import Violation, ViolationKind
@@ -150,13 +150,14 @@ def _group(
         yield ViolationKind.MIXTURE, f"its environment is {group.env[:80]!r}, the mixture says {env!r}"
     sampled = sorted({WeightVersion.parse(span.version) for t in group.trajectories for span in t.all_spans()})
     present, ancestors = made.step - 1, until(made.epoch, head.lineage)
+    forks = [fork for fork in head.forks if fork.step < made.step]
     for version in sampled:
         if present - version.step > bounds.max_staleness:
             yield (
                 ViolationKind.STALENESS,
                 f"tokens of {version} were {present - version.step} steps old, allowed are {bounds.max_staleness}",
             )
-        if version.step > present or not in_lineage(version, ancestors):
+        if (version.step > present or not in_lineage(version, ancestors)) and not in_log(version, forks):
             yield ViolationKind.LINEAGE, f"tokens of {version}, which is no ancestor of {made}"
     named = line and line["ticket"] == group.ticket and line.get("versions")
     if named and named != [str(sampled[0]), str(sampled[-1])]:

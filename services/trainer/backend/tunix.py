@@ -34,8 +34,7 @@ from services.trainer.models.options import ModelOptions
 from services.trainer.models.splash import uses_splash
 from services.trainer.planning import memory
 from services.trainer.planning.plan import plan
-from services.trainer.publishing.publications import Arrays as Takes
-from services.trainer.publishing.publications import PublishedVersion
+from services.trainer.publishing.publications import ModelPublications, PublishedVersion
 from shared.errors import ConfigError, WeightsError
 from shared.findings import beyond_positions
 from shared.models import adapter
@@ -43,9 +42,9 @@ from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from shared.models.origin import Origin
 from shared.process import telemetry
-from shared.published.manifest import PublishedAdapter, WeightTree
+from shared.published.manifest import PublishedAdapter
 from shared.run import checksums
-from shared.run.checkpoint_files import PARAMS, Adapter, BaseWeights, ManifestLeaf, Probe
+from shared.run.checkpoint_files import PARAMS, Adapter, BaseWeights
 from shared.run.checksums import Checksums
 from shared.run.pinned import Flat
 from shared.run.state import OPTIMIZER, TrainerState

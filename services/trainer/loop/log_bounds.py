@@ -1,4 +1,4 @@
-"""End of a fork, which trains from another run's log: its last step, the log's end, or a policy too far from the log."""
+"""End of a fork, which trains from another run's log: its last step, the log's end, or a too low effective share."""
 
 from __future__ import annotations
 

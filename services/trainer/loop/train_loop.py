@@ -93,9 +93,10 @@ class TrainLoop:
             await self._waiter.blocking(self._parts.backend.compile)
         waited = time.perf_counter()
         while settlement.pending.version.step < plan.max_steps and not status.stopping and not status.refused:
-            if await self._has_log_ended():
+            is_ready, has_ended = await self._look_into_log()
+            if has_ended:
                 return
-            groups = None if status.paused else await self._take()
+            groups = await self._take() if is_ready and not status.paused else None
             if groups is not None and (timings := await self._runner.run(groups, time.perf_counter() - waited)):
                 await self._publish(timings, [one.group.ticket for one in groups])
             if self._checkpointer.is_due:
@@ -109,15 +110,17 @@ class TrainLoop:
             else:
                 waited = time.perf_counter()
 
-    async def _has_log_ended(self) -> bool:
-        """True if a fork has nothing more to train; `status.ended` has the reason."""
+    async def _look_into_log(self) -> tuple[bool, bool]:
+        """Tell if a fork may train the next groups, which are then measured, and if it has ended.
+
+        `status.log_ended` has the reason. Other runs always may.
+        """
         if (log := self._parts.log) is None:
-            return False
+            return True, False
         is_exhausted = log.is_exhausted()  # first: then the buffer has all of its groups
         groups, present = self._next_groups(), self._settlement.pending.version
-        why = await self._waiter.blocking(log.ended, groups, present, is_exhausted)
-        self._status.log_ended = why
-        return why is not None
+        self._status.log_ended = await self._waiter.blocking(log.ended, groups, present, is_exhausted)
+        return bool(groups), self._status.log_ended is not None
 
     async def _take(self) -> list[ReadyGroup] | None:
         """Drop stale groups, then take the groups of the next step; None if some are missing."""

@@ -1,8 +1,9 @@
 """Training of a fork: the train loop of a run, on the archived groups of another run instead of a queue.
 
-`python -m services.trainer.replay.fork RUN_DIR [--env-url URL]` reads fork.json and config.yaml in the fork's folder. It
-writes a JSON line a step to stdout, then the result, or an error as a problem body. It needs no other service, except
-the environment service at URL for the warm start of a fork from step 0. A killed fork resumes like any run.
+`python -m services.trainer.replay.fork RUN_DIR --last STEP [--env-url URL]` reads fork.json and config.yaml in the
+fork's folder. It writes a JSON line a step to stdout, then the result, or an error as a problem body. It needs no other
+service, except the environment service at URL for the warm start of a fork from step 0. A killed fork resumes like any
+run.
 """
 
 from __future__ import annotations
@@ -26,13 +27,12 @@ from services.trainer.app import prepared
 from services.trainer.backend.inputs import BackendInputs
 from services.trainer.loop.collaborators import Collaborators
 from services.trainer.loop.ledger import LedgerFile
-from services.trainer.loop.log_bounds import LogBounds
 from services.trainer.loop.refusals import Refusals
 from services.trainer.loop.worker import TrainerWorker
 from services.trainer.publishing.beginning import beginning
 from services.trainer.publishing.publications import Arrays, PublishedVersion
 from services.trainer.publishing.publisher import Delivery
-from services.trainer.replay.log_queue import LogQueue, entries
+from services.trainer.replay.log_queue import bounds_of, log_of
 from services.trainer.settings import TrainerSettings
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import StepLog
@@ -60,10 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train, and return the exit code: 0 at the end, 1 failed, 2 wrong usage, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="python -m services.trainer.replay.fork")
     parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--last", type=int, required=True, metavar="STEP")
     parser.add_argument("--env-url", default=_NOWHERE)
     arguments = parser.parse_args(argv)
     try:
-        result = asyncio.run(train(RunFolder(arguments.run_dir.absolute()), arguments.env_url))
+        result = asyncio.run(train(RunFolder(arguments.run_dir.absolute()), arguments.last, arguments.env_url))
     except VolleyError as error:
         _print_line(problem(error))
         return 2 if isinstance(error, ConfigError) else 1
@@ -73,15 +74,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def train(folder: RunFolder, env_url: str) -> dict[str, Any]:
-    """Train until the fork ends; return {ok, step, version, why}. Raises VolleyError, also if a step was refused."""
+async def train(folder: RunFolder, last: int, env_url: str) -> dict[str, Any]:
+    """Train until the fork ends, at most to step `last`; return {ok, step, version, why}.
+
+    Raises VolleyError, also if a step was refused.
+    """
     fork = Fork.read(folder)
     if fork is None:
         raise ConfigError(f"{folder.path} is not the folder of a fork", "use `volley fork RUN_DIR`")
     run = config.stored(folder.path).config
     status = TrainerStatus(run.run.name, run.trainer.max_steps)
     async with AsyncExitStack() as stack:
-        worker = await _opened(stack, run, folder, fork, env_url, status)
+        worker = await _opened(stack, run, folder, replace(fork, last=last), env_url, status)
         try:
             async with asyncio.TaskGroup() as group:
                 work = group.create_task(worker.run())
@@ -126,8 +130,7 @@ async def _opened(
     stack.callback(opened.close)
     plan = from_run.plan(run, opened.tokens, origin)
     plan = replace(plan, rules=replace(plan.rules, order="arrival"), forks=fork.points, free=forks.FREE)
-    lines = LedgerFile(RunFolder(Path(fork.source)).ledger).read()
-    queue = LogQueue(entries(fork.log(folder), fork.run, lines, fork.head, fork.step + 1))
+    queue = log_of(fork, folder)
     parts = Collaborators(
         backend=opened.backend,
         checkpoints=opened.checkpoints,
@@ -143,7 +146,7 @@ async def _opened(
         publish=_to_nobody,
         beginning=partial(beginning, folder.published),
         sinks=sinks,
-        log=LogBounds(opened.backend, fork.last, fork.least_share, queue.is_exhausted),
+        log=bounds_of(fork, opened.backend, queue),
     )
     return TrainerWorker(plan, parts, status)
 

@@ -8,14 +8,20 @@ tickets that are finished.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from services.trainer.interfaces import Backend
+from services.trainer.loop.ledger import LedgerFile
+from services.trainer.loop.log_bounds import LogBounds
 from shared.errors import DecodeError
 from shared.queue.records import Finished, QueueState, StreamEntry
 from shared.run import archive, counted, ledger
+from shared.run.folder import RunFolder
+from shared.run.forks import Fork
 from shared.run.ledger import TRAINED, Line
 from shared.run.state import TrainerState, epoch_of
 from shared.types import Group, Lineage, WeightVersion
@@ -66,13 +72,25 @@ class LogQueue:
         return QueueState(0, 0, 0, 0, True, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
-def entries(root: Path, run: str, lines: Iterable[Line], head: TrainerState, first: int) -> Iterator[StreamEntry]:
+def log_of(fork: Fork, folder: RunFolder) -> LogQueue:
+    """Open the log of a fork; `folder` is the fork's."""
+    lines = LedgerFile(RunFolder(Path(fork.source)).ledger).read()
+    return LogQueue(entries(partial(fork.log, folder), fork.run, lines, fork.head, fork.step + 1))
+
+
+def bounds_of(fork: Fork, backend: Backend, queue: LogQueue) -> LogBounds:
+    return LogBounds(backend, fork.last, fork.least_share, queue.is_exhausted)
+
+
+def entries(
+    root: Callable[[int], Path], run: str, lines: Iterable[Line], head: TrainerState, first: int
+) -> Iterator[StreamEntry]:
     """Yield the groups of the steps from `first` to the head's, and the tickets that ended without training meanwhile.
 
     Raises DecodeError if an archive is damaged or not that of the ledger.
 
     Args:
-        root: archive of the groups.
+        root: archive of the groups of a step.
         run: name of the run that trained on them.
         lines: ledger of that run.
         head: its newest state.
@@ -88,7 +106,7 @@ def entries(root: Path, run: str, lines: Iterable[Line], head: TrainerState, fir
         while voids and voids[-1]["step"] < step:
             yield _ended(run, voids.pop())
         version = WeightVersion(epoch_of(step, head.lineage) or 0, step)
-        yield from _of_step(root, run, version, of_steps.get(step, []))
+        yield from _of_step(root(step), run, version, of_steps.get(step, []))
     for line in reversed(voids):
         yield _ended(run, line)
 
@@ -101,7 +119,9 @@ def _of_step(root: Path, run: str, version: WeightVersion, lines: Sequence[Line]
         ticket = lines[n - 1]["ticket"]
         yield StreamEntry(f"{version}/{n}", ticket, payload, 1)
     if n != len(lines):
-        raise DecodeError(f"archive {archive.path_of(root, version)} does not hold {len(lines)} groups, as the ledger says")
+        raise DecodeError(
+            f"archive {archive.path_of(root, version)} does not hold {len(lines)} groups, as the ledger says"
+        )
 
 
 def _ended(run: str, line: Mapping[str, Any]) -> StreamEntry:
