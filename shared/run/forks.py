@@ -7,6 +7,7 @@ So its folder alone proves what was trained; the other run's folder is read only
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +18,7 @@ from shared.errors import ConfigError
 from shared.files import storage
 from shared.files.reading import read_file
 from shared.run.folder import RunFolder
-from shared.run.state import ForkPoint, TrainerState, initial_state, parse_forks
+from shared.run.state import ForkPoint, TrainerState, epoch_of, initial_state, parse_forks
 from shared.types import WeightVersion
 
 FREE = ("data.rewards", "data.env_config")
@@ -61,6 +62,13 @@ class Fork:
         return replace(initial_state(0), epoch=version.epoch, step=version.step, lineage=self.points[-1].lineage)
 
     @property
+    def origin(self) -> dict[str, str]:
+        """Version of the other run that the fork follows, as `shared.models.origin` has it, and the log's end."""
+        lineage = self.points[-1].lineage
+        version = WeightVersion(epoch_of(self.began, lineage) or lineage[0][0], self.began)
+        return {"run": self.run, "folder": self.source, "version": str(version), "log_end": self.version}
+
+    @property
     def began(self) -> int:
         """Step after which the fork's own settings and rewards hold."""
         return max(self.step, self.rebuilt)
@@ -89,3 +97,10 @@ class Fork:
             raise ConfigError(
                 f"{folder.fork} cannot be read: {error!r}"[:300], "remove the fork's folder, and fork again"
             ) from error
+
+
+def read(folder: RunFolder) -> Fork | None:
+    """Read fork.json; None if the run is no fork, or it cannot be read."""
+    with suppress(ConfigError):
+        return Fork.read(folder)
+    return None

@@ -119,12 +119,17 @@ def main(run_dirs: Sequence[Path], plot: Path | None) -> int:
     folders = [RunFolder(path.absolute()) for path in run_dirs]
     runs = compared(folders)
     print_result([asdict(run) for run in runs], lambda: table(runs))
-    from volley.reporting import plot as plots
-
     target = plot or Path(f"compare-{'-'.join(run.name for run in runs)[:80]}.png")
-    plots.draw_beside(target, {_label(run): run.rates for run in runs})
+    draw(runs, target)
     print_lines(f"plot: {target}")
     return 0
+
+
+def draw(runs: Sequence[ComparedRun], target: Path) -> None:
+    """Draw the success of the runs over each other."""
+    from volley.reporting import plot as plots
+
+    plots.draw_beside(target, {_label(run): run.rates for run in runs})
 
 
 def compared(folders: Sequence[RunFolder]) -> list[ComparedRun]:

@@ -21,7 +21,7 @@ from shared.run.folder import RunFolder
 from volley.commands import compare, evaluate, train
 from volley.forks import training
 from volley.forks.plan import ForkPlan, Wanted, planned
-from volley.printing import print_json, print_lines
+from volley.printing import print_lines, print_result
 from volley.run_arguments import add_run_dir
 
 _LEAST_SHARE = 0.3
@@ -66,7 +66,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--evaluate", action="store_true", help="evaluate each fork on held-out tasks at its end")
     parser.add_argument("--live", action="store_true", help="go on generating after the log's end, as an ordinary run")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings of the fork")
 
 
@@ -82,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         {} if arguments.by is None else {arguments.env: arguments.by},
     )
     then = Then(arguments.evaluate, arguments.live)
-    return main(arguments.run_dir, wanted, arguments.overrides, arguments.vary, then, as_json=arguments.json)
+    return main(arguments.run_dir, wanted, arguments.overrides, arguments.vary, then)
 
 
 def main(
@@ -91,8 +90,6 @@ def main(
     overrides: Sequence[str],
     variations: Sequence[Sequence[str]] = (),
     then: Then = Then(),
-    *,
-    as_json: bool = False,
 ) -> int:
     """Train the forks in sequence, and compare them with the run. Returns the exit code. Raises VolleyError.
 
@@ -100,12 +97,12 @@ def main(
     """
     source = RunFolder(run_dir.absolute())
     plans = [planned(source, wanted, one, files) for one, files in varied(source.name, overrides, variations)]
-    results = [_forked(plan, then, as_json=as_json) for plan in plans]
-    if as_json:
-        print_json(results)
-        return 0
-    if not then.live:
-        compare.main([source.path, *(plan.folder.path for plan in plans)], plan_plot(plans), as_json=False)
+    results = [_forked(plan, then) for plan in plans]
+    runs = compare.compared([source, *(plan.folder for plan in plans)])
+    print_result(results, lambda: compare.table(runs))
+    plot = plans[0].folder.path / "compare.png"
+    compare.draw(runs, plot)
+    print_lines(f"plot: {plot}")
     return 0
 
 
@@ -126,13 +123,8 @@ def varied(
     return made
 
 
-def plan_plot(plans: Sequence[ForkPlan]) -> Path:
-    """Return the file of the plot, in the folder of the first fork."""
-    return plans[0].folder.path / "compare.png"
-
-
-def _forked(plan: ForkPlan, then: Then, *, as_json: bool) -> Mapping[str, Any]:
-    say = _silent if as_json else print_lines
+def _forked(plan: ForkPlan, then: Then) -> Mapping[str, Any]:
+    say = print_lines
     say(f"fork {plan.folder.name} of {plan.fork.run} from step {plan.fork.began} in {plan.folder.path}")
     result = training.trained(plan, say)
     say(f"{plan.folder.name} ended after step {result['step']}: {result['why']}")
@@ -155,7 +147,3 @@ def _evaluated(plan: ForkPlan, say: training.Say) -> None:
     storage.append(folder.evals, b"".join(orjson.dumps(line) + b"\n" for line in lines), durable=True)
     for row in result["evaluations"]:
         say(evaluate.format_evaluation(row, result["model"]))
-
-
-def _silent(*lines: object) -> None:
-    pass

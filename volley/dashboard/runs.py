@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from shared.errors import DecodeError, NotFound, VolleyError
 from shared.files.locks import existing_lock_file, try_lock
-from shared.run import commits, counted, trust
+from shared.run import commits, counted, forks, trust
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
 from shared.run.state import TrainerState
@@ -176,7 +176,7 @@ class RunFiles:
             env=str(config.get("data.env") or ""),
             algorithm=str(config.get("algorithm.name") or config.get("mode") or ""),
             model=Path(str(config.get("model.path") or "")).name,
-            origin=record.origin if record else None,
+            origin=fork.origin if (fork := forks.read(self.folder)) else record.origin if record else None,
             problem=self.problem,
         )
 

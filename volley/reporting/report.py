@@ -19,7 +19,7 @@ from typing import Any
 from shared.engines import AS_REPORTED, DeclaredEngine
 from shared.errors import ConfigError, DecodeError
 from shared.failure_rates import CERTAIN, TOLERATED, tail
-from shared.run import commits, counted, ledger
+from shared.run import commits, counted, forks, ledger
 from shared.run.best import best_version
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS, Change
@@ -95,6 +95,7 @@ def make(folder: RunFolder) -> dict[str, Any]:
     summary |= {"tickets": dispositions(lines, head), "episodes": outcomes(steps, lines, head)}
     summary |= {"environments": [one.summary() for one in curves], "best": _best(folder, head)}
     summary |= {"engines": [_engine(one) for one in engines.read(folder)]}
+    summary |= {"forked_from": fork.origin if (fork := forks.read(folder)) else None}
     write_json(folder.summary, summary)
     from volley.reporting import plot
 
@@ -262,6 +263,8 @@ def _provenance_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Rows for the run that this one started from, and for changed settings, if any."""
     origin = summary["started_from"]
     rows = [("started from", f"{origin['version']} of run {origin['run']}")] if origin else []
+    if (fork := summary.get("forked_from")) is not None:
+        rows.append(("forked from", f"{fork['version']} of run {fork['run']}, with its log up to {fork['log_end']}"))
     for one in summary["changed"]:
         rows += [
             (f"changed from step {one['from_step']} on", str(Change(key, was, now)))

@@ -138,7 +138,7 @@ class StepRunner:
         for part, took in seconds.items():
             self._status.timed(part, took)
         line = step_line(metrics, [one.group for one in groups], seconds, self._plan.env)
-        return line if self._parts.log is None else line | {"effective_share": self._parts.log.effective_share}
+        return line if self._parts.log is None else line | self._parts.log.of_line()
 
     async def _refuse(
         self, error: NonFinite, before: WeightVersion, groups: Sequence[ReadyGroup], digests: Sequence[str]

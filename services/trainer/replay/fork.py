@@ -129,7 +129,9 @@ async def _opened(
     )
     stack.callback(opened.close)
     plan = from_run.plan(run, opened.tokens, origin)
-    plan = replace(plan, rules=replace(plan.rules, order="arrival"), forks=fork.points, free=forks.FREE)
+    filters = replace(plan.rules.filters, max_logprob_diff=None)  # no group was sampled by the fork's own weights
+    rules = replace(plan.rules, order="arrival", filters=filters)
+    plan = replace(plan, rules=rules, forks=fork.points, free=forks.FREE)
     queue = log_of(fork, folder)
     parts = Collaborators(
         backend=opened.backend,
