@@ -75,7 +75,8 @@ SUCCESS: Mapping[str, Case] = {
 """In this order: the later of `env` need the earlier."""
 
 ELSEWHERE = {
-    *("quickstart", "sft", "dpo", "tinker", "dashboard", "eval", "replay", "reverify", "model get", "serve", "export"),
+    *("quickstart", "sft", "dpo", "tinker", "dashboard", "eval", "replay", "reverify"),
+    *("fork", "model get", "serve", "export"),
 }
 """Commands that train, serve or download: their work is too long for these tests."""
 

@@ -95,9 +95,15 @@ def main(
 
     All are planned before the first is trained, so a wrong setting of the last one is named at once.
     """
+    if then.live and variations:
+        raise ConfigError(
+            "--live and --vary cannot be combined", "continue one of the forks with `volley up` afterwards"
+        )
     source = RunFolder(run_dir.absolute())
     plans = [planned(source, wanted, one, files) for one, files in varied(source.name, overrides, variations)]
     results = [_forked(plan, then) for plan in plans]
+    if then.live:
+        return train.resume(plans[0].folder.path, [])
     runs = compare.compared([source, *(plan.folder for plan in plans)])
     print_result(results, lambda: compare.table(runs))
     plot = plans[0].folder.path / "compare.png"
@@ -130,8 +136,6 @@ def _forked(plan: ForkPlan, then: Then) -> Mapping[str, Any]:
     say(f"{plan.folder.name} ended after step {result['step']}: {result['why']}")
     if then.evaluate:
         _evaluated(plan, say)
-    if then.live:
-        train.resume(plan.folder.path, [])
     return {"run": plan.folder.name, "folder": str(plan.folder.path), **result}
 
 
