@@ -255,3 +255,42 @@ def test_an_epoch_under_another_algorithm_is_replayed_under_that_one(other: dict
     for epoch in (1, 2, 3):
         found = [pinned.relevant(recorded.config_of(epoch, one)) for one in stored]
         assert found == [flats[epoch - 1]] * 3
+
+
+@pytest.mark.parametrize("first", [2, 3])
+def test_a_fork_without_settings_repeats_the_run_bit_for_bit(recorded: Path, tmp_path: Path, first: int):
+    """Step 3 has no checkpoint: it is trained again from that of step 2."""
+    done = volley("fork", recorded, "--from", str(first), f"run.dir={tmp_path}", "--json")
+    assert done.returncode == 0, done.stderr
+    (result,) = orjson.loads(done.stdout)
+    assert (result["run"], result["step"]) == ("r-fork", STEPS)
+    ours, theirs = (checksums_of(folder) for folder in (tmp_path / "r-fork", recorded))
+    assert ours == theirs
+    assert len(ours) == STEPS
+    assert result_of(volley("verify", tmp_path / "r-fork", "--json"))["ok"]
+
+
+@pytest.mark.long
+def test_a_fork_with_another_loss_survives_a_kill_and_is_replayed(recorded: Path, tmp_path: Path):
+    wanted = ["fork", recorded, "--from", "2", "algorithm.name=dppo", f"run.dir={tmp_path}"]
+    command = [sys.executable, "-m", "volley", *map(str, wanted)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", env=in_use()) as process:
+        assert process.stdout is not None
+        next(line for line in process.stdout if line.startswith("step 3/"))
+        process.kill()
+    done = volley(*wanted)
+    assert done.returncode == 0, done.stderr
+    fork = tmp_path / "r-fork"
+    verified = result_of(volley("verify", fork, "--json"))
+    assert (verified["ok"], verified["by_disposition"]) == (True, {"trained": STEPS * BATCH})
+    replayed = result_of(volley("replay", fork, "--from-step", "2", "--json"))
+    assert (replayed["ok"], replayed["steps"]) == (True, STEPS - 2)
+    ours, theirs = (checksums_of(folder) for folder in (fork, recorded))
+    assert ours[:2] == theirs[:2]
+    assert all(a != b for a, b in zip(ours[2:], theirs[2:], strict=True))
+
+
+def checksums_of(folder: Path) -> list[str]:
+    """Checksums of the parameters after each step."""
+    lines = [orjson.loads(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+    return [line["checksums"]["params"] for line in lines]

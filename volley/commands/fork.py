@@ -96,9 +96,7 @@ def main(
     All are planned before the first is trained, so a wrong setting of the last one is named at once.
     """
     if then.live and variations:
-        raise ConfigError(
-            "--live and --vary cannot be combined", "continue one of the forks with `volley up` afterwards"
-        )
+        raise ConfigError("--live and --vary cannot be combined", "continue one of the forks with `volley up` later")
     source = RunFolder(run_dir.absolute())
     plans = [planned(source, wanted, one, files) for one, files in varied(source.name, overrides, variations)]
     results = [_forked(plan, then) for plan in plans]
