@@ -96,6 +96,16 @@ def test_a_fork_trains_each_step_on_the_groups_of_that_step(source: RunFolder):
     assert trained(plan.folder) == expected
 
 
+def test_a_fork_trains_the_steps_since_the_newest_checkpoint_again(source: RunFolder):
+    for path in source.checkpoints.glob("e*-s000002"):
+        shutil.rmtree(path)
+    plan = planned(source, wanted(2), ["algorithm.name=dppo"])
+    assert plan.beginning is not None
+    assert plan.beginning.checkpoint.step == 1
+    assert train(plan).step == small_run.STEPS
+    assert command.verify(plan.folder)["violations"] == []
+
+
 def test_a_fork_ends_after_the_steps_that_were_asked_for_and_goes_on_from_there(source: RunFolder):
     plan = planned(source, wanted(1, 2), [])
     status = train(plan)

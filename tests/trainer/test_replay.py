@@ -20,6 +20,7 @@ from shared.queue.server import embedded_server
 from shared.run import archive, checkpoint_files, commits, pinned, token_values
 from shared.run import state as states
 from shared.run.archive import Archive
+from shared.run.folder import RunFolder
 from shared.types import Group, WeightVersion
 from tests.trainer.process import BATCH, ROOT, in_use, producing, trainer
 from volley.runs import record
@@ -257,9 +258,11 @@ def test_an_epoch_under_another_algorithm_is_replayed_under_that_one(other: dict
         assert found == [flats[epoch - 1]] * 3
 
 
-@pytest.mark.parametrize("first", [2, 3])
-def test_a_fork_without_settings_repeats_the_run_bit_for_bit(recorded: Path, tmp_path: Path, first: int):
-    """Step 3 has no checkpoint: it is trained again from that of step 2."""
+def test_a_fork_without_settings_repeats_the_run_bit_for_bit(recorded: Path, tmp_path: Path):
+    """From the step on at which the run's present settings began."""
+    head = commits.newest(RunFolder(recorded))
+    assert head is not None
+    first = head.lineage[-1][1]
     done = volley("fork", recorded, "--from", str(first), f"run.dir={tmp_path}", "--json")
     assert done.returncode == 0, done.stderr
     (result,) = orjson.loads(done.stdout)
