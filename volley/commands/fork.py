@@ -29,7 +29,7 @@ _LEAST_SHARE = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Then:
-    """What follows each fork: an evaluation on held-out tasks, or training with generation."""
+    """Actions after each fork: an evaluation on held-out tasks, or training with generation."""
 
     evaluate: bool = False
     live: bool = False
