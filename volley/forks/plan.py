@@ -1,4 +1,4 @@
-"""Plan of a fork: its folder, configuration, first and last step. Reads the other run's folder only.
+"""Plan of a fork: its folder, configuration, first and last step. Reads the other run's folder only."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _check_log(source: RunFolder, run: str, head: TrainerState, wanted: Wanted) 
 
 
 def _beginning(source: RunFolder, run: str, head: TrainerState, first: int) -> Beginning | None:
-    """Find the beginning to copy; None if the first weights are made again. Raises ConfigError if neither is possible."""
+    """Find the beginning to copy; None if the first weights are made again. Raises ConfigError if it cannot be."""
     try:
         return beginning.find(source, run, first, head)
     except ConfigError:
