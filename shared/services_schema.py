@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -46,6 +46,27 @@ class Endpoint(Section):
         return 1
 
 
+class HarborSection(Section):
+    """Containers of Harbor's task folders.
+
+    `environment` is the type of Harbor's environments that runs them (docker, podman, singularity, gke, daytona, …), or
+    MODULE:CLASS; without one the service takes no task folders. `options` are its keyword arguments, `variables` names
+    of this service's environment variables that it gets. `network: declared` gives a network only to tasks that ask
+    for it, `public` also to those that say nothing, as Harbor does. At most `max_starting` containers start at once,
+    and one that is older than `max_lifetime_s` is removed. `package` is installed for them, unless `python` is an
+    interpreter that has it.
+    """
+
+    environment: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,100}$")] | None = None
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    variables: tuple[str, ...] = ()
+    network: Literal["declared", "public"] = "declared"
+    max_starting: PositiveInt = 4
+    max_lifetime_s: PositiveFloat = 7200.0
+    package: str = "harbor>=0.25,<0.27"
+    python: Path | None = None
+
+
 class EnvEndpoint(Endpoint):
     """The environment service.
 
@@ -56,7 +77,7 @@ class EnvEndpoint(Endpoint):
     environments whose files have changed since the run started: `volley reverify` sets it, a training run refuses them.
     `package_index` is the only source of their dependencies. `remote_tokens_file` is a secret file with a line `URL
     TOKEN` for each server of remote environments that needs a token. `reward_servers` are the judges and reward
-    services that `data.rewards` names.
+    services that `data.rewards` names. `harbor` are the containers of task folders.
     """
 
     port: Port = SERVICES["env"].port
@@ -68,6 +89,7 @@ class EnvEndpoint(Endpoint):
     package_index: Url = "https://pypi.org/simple"
     remote_tokens_file: Path | None = None
     reward_servers: dict[str, RewardServer] = Field(default_factory=dict)
+    harbor: HarborSection = HarborSection()
 
 
 class RolloutEndpoint(Endpoint):

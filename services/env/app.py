@@ -20,6 +20,7 @@ from services.env.backends.remote.site import open_access
 from services.env.catalogue import KINDS, Catalogue, CatalogueEntry, try_out
 from services.env.content import ContentRecord
 from services.env.episodes import Episodes
+from services.env.harbor.containers import Containers
 from services.env.rewards.rewards import Rewards
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.settings import MAX_OBJECTS, ConfiguredSource, EnvSettings, from_config
@@ -64,7 +65,8 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     rewarding = Rewards(settings.rewards, settings.reward_servers, settings.folder, settings.ca_file)
     async with sandboxes, servers, pool, rewarding as rewards:
         store = SubmissionStore(settings.folder / "submitted")
-        submissions = _submissions(settings, store, catalogue, sandboxes)
+        containers = Containers(settings.harbor)
+        submissions = _submissions(settings, store, catalogue, sandboxes, containers)
         content = ContentRecord(settings.folder, store, allow_changed_code=settings.allow_changed_code)
         await submissions.open()
         for full_name, source in settings.sources.items():
@@ -85,6 +87,7 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
         app.state.env = EnvState(catalogue, episodes, submissions, rewards, ToolSet(toolbox, ANY_TOOLS), content)
         _log.info("environments ready", env=settings.env, available=[entry.name for entry in catalogue.entries()])
         workers = [episodes.sweep, runner.watch, pool.keep, submissions.validate_waiting, submissions.judge_canaries]
+        workers.append(containers.keep)
         try:
             yield RunningService(app, workers)
         finally:
@@ -117,11 +120,15 @@ def _environments_of_run(settings: EnvSettings, catalogue: Catalogue) -> list[Ca
 
 
 def _submissions(
-    settings: EnvSettings, store: SubmissionStore, catalogue: Catalogue, sandboxes: Sandboxes
+    settings: EnvSettings,
+    store: SubmissionStore,
+    catalogue: Catalogue,
+    sandboxes: Sandboxes,
+    containers: Containers,
 ) -> Submissions:
     """Raises ConfigError."""
     remotes = open_access(settings.remote_tokens_file, settings.ca_file, settings.deadline_s)
-    programs = Programs(store, settings.folder, settings.package_index)
+    programs = Programs(store, settings.folder, settings.package_index, containers)
     offers = Offers(
         store, catalogue, sandboxes, remotes, programs, settings.sandbox, settings.deadline_s, settings.ca_file
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from services.env.harbor.containers import HarborSettings
 from services.env.sandbox.limits import SandboxLimits
 from shared.reward_schema import EnvironmentRewards, RewardServer
 from shared.run.folder import RunFolder
@@ -61,6 +62,7 @@ class EnvSettings:
         deadline_s: deadline of one call into environment code, in seconds.
         n_threads: calls into one kind of environment that run at once.
         n_processes: processes for episodes of built-in environments; 0 runs them in threads of the service.
+        harbor: containers of task folders.
     """
 
     env: str
@@ -87,6 +89,7 @@ class EnvSettings:
     rewards: Mapping[str, EnvironmentRewards] = field(default_factory=dict[str, EnvironmentRewards])
     reward_servers: Mapping[str, RewardServer] = field(default_factory=dict[str, RewardServer])
     sources: Mapping[str, ConfiguredSource] = field(default_factory=dict[str, ConfiguredSource])
+    harbor: HarborSettings = field(default_factory=HarborSettings)
 
 
 def from_config(config: RunConfig) -> EnvSettings:
@@ -101,6 +104,7 @@ def from_config(config: RunConfig) -> EnvSettings:
     for name, entry in played.items():
         if name not in data.sources and (name == data.env or entry.env_config) and not entry.base:
             configs[name] = {**configs.get(name, {}), **entry.env_config}
+    folder = env.folder or RunFolder(config.run.folder).environments
     return EnvSettings(
         env=data.env,
         configs=configs,
@@ -112,7 +116,8 @@ def from_config(config: RunConfig) -> EnvSettings:
         token_files=config.services.token_files,
         others=tuple(name for name in played if name != data.env),
         variants={name: (entry.base, entry.env_config) for name, entry in played.items() if entry.base},
-        folder=env.folder or RunFolder(config.run.folder).environments,
+        folder=folder,
+        harbor=HarborSettings(env.harbor, config.run.name, folder / "trials", folder / "pythons"),
         sandbox=SandboxLimits(memory_mb=env.sandbox_memory_mb),
         max_sandboxes=max(64, orchestrator.max_concurrent_episodes + 32),
         package_index=env.package_index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import uuid
@@ -40,7 +41,7 @@ def sum_task(first: int = 1, **changes: str) -> dict[str, str]:
     return {
         "task.toml": TASK_TOML,
         "instruction.md": f"Write the sum of the numbers in data/numbers.txt into total.txt. ({first})\n",
-        "environment/Dockerfile": "FROM ubuntu:24.04\nENV UNIT=metre\nWORKDIR /app\nCOPY numbers.txt data/\n",
+        "environment/Dockerfile": "FROM python:3.13-slim\nENV UNIT=metre\nWORKDIR /app\nCOPY numbers.txt data/\n",
         "environment/numbers.txt": "".join(f"{number}\n" for number in numbers),
         "tests/test.sh": TEST_SH,
         "tests/check.sh": f'[ "$(cat total.txt)" = {sum(numbers)} ]\n',
@@ -60,16 +61,9 @@ def zipped(*folders: tuple[str, Mapping[str, str]]) -> bytes:
     return out.getvalue()
 
 
-def dockerfile(line: str) -> dict[str, str]:
-    return {"environment/Dockerfile": f"FROM debian:12-slim\n{line}\n"}
-
-
-def toml(section: str, line: str) -> dict[str, str]:
-    return {"task.toml": TASK_TOML.replace(f"[{section}]\n", f"[{section}]\n{line}\n")}
-
-
-async def submit(client: httpx.AsyncClient, data: bytes, name: str = "adder") -> httpx.Response:
-    return await client.post("/environments", params={"name": name}, content=data, headers=ZIP)
+async def submit(client: httpx.AsyncClient, data: bytes, name: str = "adder", **config: Any) -> httpx.Response:
+    query = {"name": name, "config": json.dumps(config)}
+    return await client.post("/environments", params=query, content=data, headers=ZIP)
 
 
 def call(command: str) -> str:
@@ -96,9 +90,16 @@ class Conversation:
     async def _ask(self, what: str, **body: Any) -> dict[str, Any]:
         self._steps += 1
         asked = {"request_id": str(self._steps), **body}
-        answer = await self._client.post(f"/episodes/{self._id}/{what}", json=asked)
+        answer = await self.ask(what, **asked)
+        while answer.status_code == 429:
+            await asyncio.sleep(0.02)
+            answer = await self.ask(what, **asked)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    async def ask(self, what: str, **body: Any) -> httpx.Response:
+        """One request, with whatever is answered."""
+        return await self._client.post(f"/episodes/{self._id}/{what}", json=body)
 
     async def run(self, command: str) -> str:
         """What the model reads after a command."""
@@ -108,5 +109,8 @@ class Conversation:
 async def begin(client: httpx.AsyncClient, env: str = "adder", index: int = 0, split: str = "train") -> Conversation:
     body = {"request_id": f"{env} {split} {index} {uuid.uuid4().hex}", "env": env, "split": split, "index": index}
     made = await client.post("/episodes", json=body)
+    while made.status_code == 429:
+        await asyncio.sleep(0.02)
+        made = await client.post("/episodes", json=body)
     assert made.status_code == 201, made.text
     return Conversation(client, made.json())

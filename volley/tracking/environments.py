@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
-import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from shared.process.uv import INDEX, run_uv
+from shared.process.foreign import python_with
+from shared.process.uv import INDEX
 from volley.layout import CACHE
 
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
@@ -19,7 +16,6 @@ REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "trackio": ("trackio>=0.20,<1", "pandas>=2.2"),
     "mlflow": ("mlflow-skinny>=3.5,<4",),
 }
-_INSTALL_S = 900
 _HINT = f"{INDEX}; or name a Python that has the tracker: VOLLEY_TRACKER_PYTHON=PATH"
 
 
@@ -31,25 +27,4 @@ def python_of(tracker: str) -> Path:
     given = os.environ.get("VOLLEY_TRACKER_PYTHON")
     if given:
         return Path(given)
-    wanted = REQUIREMENTS[tracker]
-    digest = hashlib.sha256("\n".join([sys.version, *wanted]).encode()).hexdigest()[:16]
-    folder = CACHE / "trackers" / f"{tracker}-{digest}"
-    python = folder / "bin" / "python"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f"{tracker}.lock").open("w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not python.exists():
-            _make(tracker, folder, wanted)
-    return python
-
-
-def _make(tracker: str, folder: Path, wanted: tuple[str, ...]) -> None:
-    draft = folder.with_name(f".{folder.name}")
-    shutil.rmtree(draft, ignore_errors=True)
-    for arguments in (
-        ("venv", "--python", sys.executable, "--relocatable", str(draft)),
-        ("pip", "install", "--python", str(draft / "bin" / "python"), *wanted),
-    ):
-        run_uv(*arguments, wanted=f"tracker {tracker}", timeout_s=_INSTALL_S, hint=_HINT)
-    shutil.rmtree(folder, ignore_errors=True)  # its interpreter is gone
-    draft.rename(folder)
+    return python_with(tracker, REQUIREMENTS[tracker], CACHE / "trackers", _HINT)

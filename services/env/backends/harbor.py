@@ -1,72 +1,64 @@
-"""Harbor task folders as an environment: the model works in a shell, then the task's tests give the reward.
+"""Harbor task folders as an environment: the model works in a container's shell, then the task's verifier judges.
 
-Every episode is a sandbox that starts programs, with its own root. Its first message is the task's instruction. A
-message with a call of the tool `bash` runs a command; a message without a call ends the task, and so does the last
-allowed message.
+Every episode is a trial of Harbor's (see services.env.bridges.harbor_worker), started with the episode: its container
+starts while the model reads the first message, which is the task's instruction. A message with a call of the tool
+`bash` runs a command; a message without a call ends the task or its step, and so does the last allowed message.
 
-Invariants: no file of tests/ or solution/ is in the sandbox until the model's last command and all its processes have
-ended; the reward is /logs/verifier/reward.json or reward.txt as tests/test.sh then writes it. Of the model's changes
-the tests see only the working folder and the folders that the Dockerfile made; everything else (variables, the user's
-folder, temporary files, a share of the disk) is reset. Tests that write no reward give 0: they wrote one at the
-validation, with and without the solution, so the model has broken something.
+Invariants: no file of tests/ or solution/ is in the container until the model's last command and its processes have
+ended; the reward is that of Harbor's verifier. A container that is gone gives no reward. Tests that write no reward in
+a container that answers give 0: they wrote one at the validation, with and without the solution, so the model has
+broken something. While a container is at work longer than a request may take, Busy asks the client to repeat it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import json
 import math
-import posixpath
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from services.env.backend import KnownSplits, call_seconds
-from services.env.episode_types import MAX_REWARD, Demonstration, Fault, Info, Message, StepResult, check_task, user
+from services.env.episode_types import (
+    MAX_REWARD,
+    Demonstration,
+    Fault,
+    Info,
+    Message,
+    StepResult,
+    check_task,
+    fingerprint,
+    user,
+)
+from services.env.harbor.containers import Agent, Containers, answered
 from services.env.harbor.tasks import HarborTask
-from services.env.sandbox.limits import SandboxLimits, ShellProgram
-from services.env.sandbox.sandbox import Sandbox
-from services.env.sandbox.sandboxes import Sandboxes
-from services.env.tools.bash import BASH, BashSession, Shell
+from services.env.tools.base import ToolFault
+from services.env.tools.bash import BASH, BashSession, CommandResult
 from services.env.tools.dispatch import EpisodeTools
 from services.env.tools.settings import ToolUse
 from shared.dialects.calls import CallFormat, tool_calls_of
-from shared.errors import Busy, InputError, NotFound, RateLimited, SandboxFailed
+from shared.errors import Conflict, InputError, NotFound
 from shared.text import well_formed
 
 HARBOR = "harbor"
 """Protocol of a submission of task folders."""
-COMMAND_S, GRADE_S = 10.0, 14.0
-"""Seconds for one command, and for the tests; their sum is less than a client waits for a step."""
-SOLVE_S = 60.0
-"""Seconds for a solution, which only the validation runs."""
-THREADS, OPEN_FILES, DISK_MB = 64, 64, 128
-JUDGING_ROOM = 0.25
-"""Share of the disk that must be free for the tests, because on a full disk they cannot write their results."""
-_CALL_S = 10.0
-"""Deadline of quick calls, in seconds."""
-_TESTS, _SOLUTION, _LOGS = "/tests/test.sh", "/solution/solve.sh", "/logs/verifier"
-_RENEWED = ("/tests", "/logs", "/verifier")
-_FOLDERS = (_LOGS, "/logs/agent", "/logs/artifacts")
-_MAX_REWARD_FILE = 2**16
-_HOME = "/verifier"
-"""The user's folder during the tests, newly made; also the home in the sandbox's /etc/passwd."""
-_OWN = {"HOME": _HOME, "PYTHONNOUSERSITE": "1"}
+MAX_COMMAND = 100_000
+"""Bytes of a command; the kernel takes 128 KiB for one argument."""
 
 
 class HarborConfig(BaseModel):
     """Settings of task folders.
 
     Attributes:
-        max_turns: messages of the model; after the last one the task is graded as it stands, and truncated.
+        max_turns: messages of the model; after the last one the task is judged as it stands, and truncated.
         tool_format: format of the model's tool calls.
         max_output: characters of a command's output that the model reads; the middle of longer output is dropped.
+        command_timeout_s: seconds for one command.
+        judge: `task` judges where the task says, in the model's container by default; `fresh` in a fresh container of
+            the task that gets the working folder only, so nothing else that the model changed can fool the tests.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -74,6 +66,8 @@ class HarborConfig(BaseModel):
     max_turns: int = Field(default=20, ge=1, le=1000)
     tool_format: CallFormat = "auto"
     max_output: int = Field(default=4000, ge=100, le=100_000)
+    command_timeout_s: float = Field(default=60.0, ge=1, le=3600)
+    judge: Literal["task", "fresh"] = "task"
 
 
 def read_config(given: Mapping[str, Any]) -> HarborConfig:
@@ -110,12 +104,12 @@ class Verdict:
 
 @dataclass(eq=False)
 class HarborBackend(KnownSplits):
-    """Backend of task folders.
+    """Backend of an archive of task folders.
 
     Args:
         read: reads the tasks by split, called when they are first needed.
         splits_of: numbers of tasks.
-        limits: limits of a sandbox of the service.
+        containers: where the tasks are played.
         log: failures of episodes, and output of their tests.
     """
 
@@ -123,91 +117,53 @@ class HarborBackend(KnownSplits):
     read: Callable[[], Awaitable[Mapping[str, Sequence[HarborTask]]]]
     splits_of: Mapping[str, int]
     config: HarborConfig
-    sandboxes: Sandboxes
-    limits: SandboxLimits
+    containers: Containers
     log: deque[str]
     has_demonstration: bool = False
     is_remote: bool = False
 
     async def describe(self) -> HarborDescription:
-        """Read the tasks and count them. Raises InputError, StorageDenied."""
+        """Read the tasks and count them. Raises InputError, StorageDenied, Unavailable."""
         return HarborDescription({split: len(tasks) for split, tasks in (await self.read()).items()})
 
     async def task(self, split: str, index: int) -> str:
         return f"{split}/{index} {(await self._task(split, index)).name}"[:200]
 
+    async def instruction(self, split: str, index: int) -> str:
+        """First message of a task."""
+        return (await self._task(split, index)).instruction
+
     async def reset(self, split: str, index: int, seed: int) -> HarborEpisode:
         """Start an episode. `seed` has no effect, because nothing in a task is random."""
         task = await self._task(split, index)
         with call_seconds(self.name, "reset").time():
-            sandbox = await self.open(task)
-        return HarborEpisode(self, task, sandbox, f"{split}/{index} {task.name}"[:200])
+            number, started = await self.containers.start(task.folder, "player", fresh=self.config.judge == "fresh")
+        return HarborEpisode(self, task, number, started, f"{split}/{index} {task.name}"[:200])
 
     async def demonstration(self, split: str, index: int) -> Demonstration:
         raise NotFound(f"{self.name} has no demonstrations", "a solution is a script, not a conversation")
 
-    async def prove(self, split: str, index: int) -> tuple[Verdict, Verdict]:
-        """Run a task's tests in an untouched sandbox, and after solution/solve.sh. Raises VolleyError."""
+    async def prove(self, split: str, index: int, *, solve: bool) -> Verdict:
+        """Judge a task untouched, or after its solution. Raises VolleyError."""
+        agent: Agent = "oracle" if solve else "nop"
         task = await self._task(split, index)
-        return await self._proof(task, solve=False), await self._proof(task, solve=True)
+        number, result = await self.containers.start(task.folder, agent, fresh=self.config.judge == "fresh")
+        try:
+            return self.verdict(task, await asyncio.shield(result), agent)
+        finally:
+            self.containers.close(number)
 
     def why_stuck(self) -> str | None:
         return None
 
-    async def open(self, task: HarborTask) -> Sandbox:
-        """Start a sandbox for the task. Raises Busy, Forbidden, SandboxFailed, Unavailable."""
-        own = self.limits
-        disk_mb = min(DISK_MB, task.storage_mb or DISK_MB)
-        memory_mb = min(own.memory_mb, task.memory_mb or own.memory_mb)
-        limits = replace(
-            own, threads=THREADS, open_files=OPEN_FILES, memory_mb=memory_mb, disk_mb=disk_mb, file_mb=disk_mb
+    def verdict(self, task: HarborTask, answer: Mapping[str, Any], agent: Agent = "player") -> Verdict:
+        """Read the verdict of a trial, and log it."""
+        found = verdict_of(answer["rewards"] or {}, answer["why"])
+        printed = well_formed(str(answer.get("output", "")))[-500:].strip()
+        self.log.append(
+            f"{task.name}: {agent}: reward {found.reward:g}{f', {found.why}' if found.why else ''} {printed}"
         )
-        try:
-            sandbox = await self.sandboxes.start(ShellProgram(), limits)
-        except RateLimited as full:
-            raise Busy(full.detail, full.hint, full.retry_after_s) from full
-        try:
-            await put(sandbox, task.image.files, (*_FOLDERS, *task.image.folders))
-        except BaseException:
-            await asyncio.shield(sandbox.close())
-            raise
-        return sandbox
-
-    async def _proof(self, task: HarborTask, *, solve: bool) -> Verdict:
-        sandbox = await self.open(task)
-        try:
-            if solve:
-                await put(sandbox, task.solution)
-                timeout_s = min(SOLVE_S, task.agent_s or SOLVE_S)
-                ran = await shell_of(task, sandbox, task.solution_env).run(_SOLUTION, timeout_s)
-                self.log.append(f"{task.name}: solve.sh {ran.summary}")
-            return await self.judge(task, sandbox)
-        finally:
-            await asyncio.shield(sandbox.close())
-
-    async def judge(self, task: HarborTask, sandbox: Sandbox) -> Verdict:
-        """Put the tests into the sandbox, run them, and read their reward.
-
-        Raises SandboxFailed if the sandbox is gone.
-        """
-        try:
-            kept = {"paths": _RENEWED, "kept": _work(task), "workdir": task.image.workdir}
-            await sandbox.call("renew", kept, _CALL_S)
-            await put(sandbox, task.tests, _FOLDERS, JUDGING_ROOM)
-        except SandboxFailed as failed:
-            if not failed.alive:
-                raise
-            return Verdict(0.0, why=f"the tests cannot be written to the sandbox: {failed.detail}")
-        timeout_s = min(GRADE_S, task.verifier_s)
-        ran = await _judging(task, sandbox).run(_TESTS, timeout_s)
-        self.log.append(f"{task.name}: test.sh {ran.summary}")
-        if ran.ended:
-            return Verdict(0.0, why=f"the tests were killed: {ran.why_ended(timeout_s)}")
-        for name, read in (("reward.json", _of_json), ("reward.txt", _of_text)):
-            text = await sandbox.call("take", {"path": f"{_LOGS}/{name}", "most": _MAX_REWARD_FILE}, _CALL_S)
-            if isinstance(text, str):
-                return read(text)
-        return Verdict(0.0, why="the tests wrote neither reward.txt nor reward.json to /logs/verifier")
+        return found
 
     async def _task(self, split: str, index: int) -> HarborTask:
         check_task(self.name, self.splits_of, split, index)
@@ -215,130 +171,125 @@ class HarborBackend(KnownSplits):
 
 
 class HarborEpisode:
-    """One task in its sandbox."""
+    """One task in its container."""
 
     database: None = None
     tools: Sequence[Mapping[str, Any]] = (BASH.schema,)
 
-    def __init__(self, backend: HarborBackend, task: HarborTask, sandbox: Sandbox, name: str) -> None:
+    def __init__(
+        self, backend: HarborBackend, task: HarborTask, number: str, started: asyncio.Future[dict[str, Any]], name: str
+    ) -> None:
         self.task = name
         self.opening: tuple[Message, ...] = (user(task.instruction),)
-        self._backend, self._of, self._sandbox = backend, task, sandbox
-        self._left_s = math.inf if task.agent_s is None else task.agent_s
-        use = ToolUse(timeout_s=COMMAND_S, max_calls_per_turn=1, max_calls=1000, max_output=backend.config.max_output)
-        self._bash = EpisodeTools([BashSession(shell_of(task, sandbox, {}))], use)
-        self._turns = 0
+        self._backend, self._of, self._number, self._started = backend, task, number, started
+        self._pending: asyncio.Future[dict[str, Any]] | None = None
+        self._answered: tuple[bool, tuple[Message, ...], Fault | None] | None = None
+        self._message = ""
+        self._step, self._turns = 0, 0
+        self._left_s = _limit(task, 0)
+        use = ToolUse(max_calls_per_turn=1, max_calls=1000, max_output=backend.config.max_output)
+        self._bash = EpisodeTools([BashSession(self)], use)
 
     async def step(self, message: Message) -> StepResult:
-        """Answer one message. Raises SandboxFailed if the sandbox is gone, which gives no reward; GivenUp."""
+        """Answer one message.
+
+        Raises Busy (repeat the request), Conflict (another message while one is answered), SandboxFailed (no reward).
+        """
+        digest = fingerprint(message)
+        if self._message not in ("", digest):
+            raise Conflict("the episode still answers another message", "repeat that message")
+        self._message = digest
         with call_seconds(self._backend.name, "step").time():
-            return await self._stepped(message)
+            result = await self._stepped(message)
+        self._message = ""
+        return result
 
     async def finish(self) -> StepResult:
-        """Grade the task as it stands, because its client stops."""
+        """Judge the task as it stands, because its client stops."""
         with call_seconds(self._backend.name, "step").time():
-            return await self._judged((), None, truncated=True)
+            return await self._judged((), None, truncated=True, last=True)
 
     async def close(self) -> None:
-        await asyncio.shield(self._sandbox.close())
+        self._backend.containers.close(self._number)
+
+    async def run(self, command: str, timeout_s: float) -> CommandResult:
+        """Run a command, in the time of the environment's settings. Raises Busy, SandboxFailed, ToolFault."""
+        del timeout_s
+        if len(command.encode()) > MAX_COMMAND:
+            raise ToolFault(f"the command has more than {MAX_COMMAND} bytes: write a long file in parts")
+        own_s = min(self._backend.config.command_timeout_s, max(1.0, self._left_s))
+        found = await self._asked("command", command=command, timeout_s=own_s)
+        self._left_s = 0.0 if found["ended"] == "disk" else self._left_s - found["seconds"]
+        return CommandResult(
+            output=well_formed(found["output"]), exit=found["exit"], ended=found["ended"], limit_s=own_s
+        )
 
     async def _stepped(self, message: Message) -> StepResult:
-        calls = await tool_calls_of(message, self._backend.config.tool_format, self.tools)
-        self._turns += 1
-        messages: tuple[Message, ...] = ()
-        fault: Fault | None = None
-        if calls:
-            began = time.monotonic()
-            answers = await self._bash.answer(calls)
-            self._left_s -= time.monotonic() - began
-            messages = tuple(Message(role="tool", content=answer.text) for answer in answers)
-            fault = None if all(answer.ok for answer in answers) else "tool"
-            if self._turns < self._backend.config.max_turns and self._left_s > 0:
-                return StepResult(messages, 0.0, False, False, Info({"reward": 0.0}, False, fault))
-        return await self._judged(messages, fault, truncated=bool(calls))
+        if self._answered is None:
+            self._answered = await self._carried_out(message)
+        called, messages, fault = self._answered
+        if called and self._turns < self._backend.config.max_turns and self._left_s > 0:
+            self._answered = None
+            return _continued(messages, fault)
+        over = self._turns >= self._backend.config.max_turns
+        return await self._judged(messages, fault, truncated=called, last=over)
 
-    async def _judged(self, messages: tuple[Message, ...], fault: Fault | None, *, truncated: bool) -> StepResult:
-        verdict = await self._backend.judge(self._of, self._sandbox)
+    async def _carried_out(self, message: Message) -> tuple[bool, tuple[Message, ...], Fault | None]:
+        """Carry out the calls of a message: whether it has any, their answers, and the model's fault. Raises Busy."""
+        await answered(self._started)
+        calls = await tool_calls_of(message, self._backend.config.tool_format, self.tools)
+        answers = await self._bash.answer(calls) if calls else []
+        self._turns += 1
+        fault: Fault | None = None if all(answer.ok for answer in answers) else "tool"
+        return bool(calls), tuple(Message(role="tool", content=answer.text) for answer in answers), fault
+
+    async def _judged(
+        self, messages: tuple[Message, ...], fault: Fault | None, *, truncated: bool, last: bool
+    ) -> StepResult:
+        """End the task's step: go on with its next one, or give the reward. Raises Busy, SandboxFailed.
+
+        Args:
+            last: the steps after this one are judged as they stand.
+        """
+        await answered(self._started)
+        found = await self._asked("judge", last=last)
+        self._answered = None
+        if "instruction" in found:
+            self._step += 1
+            self._left_s = _limit(self._of, self._step)
+            return _continued((*messages, user(well_formed(found["instruction"]))), fault)
+        verdict = self._backend.verdict(self._of, found)
         extra = {"rewards": dict(verdict.rewards), **({"verifier": verdict.why} if verdict.why else {})}
         info = Info({"reward": verdict.reward}, verdict.reward >= 1.0, fault, extra)
         return StepResult(messages, verdict.reward, terminated=not truncated, truncated=truncated, info=info)
 
-
-def shell_of(task: HarborTask, sandbox: Sandbox, env: Mapping[str, str]) -> Shell:
-    """Shell of a task, with variables in addition to its environment's."""
-    return Shell(sandbox, task.image.workdir, {**task.image.env, **env})
-
-
-def _judging(task: HarborTask, sandbox: Sandbox) -> Shell:
-    """Shell of the tests, with only their own variables.
-
-    The environment's variables could point programs to places where the model wrote.
-    """
-    return Shell(sandbox, task.image.workdir, {**_OWN, **task.verifier_env})
+    async def _asked(self, call: str, **params: Any) -> dict[str, Any]:
+        """Send a request unless one is pending, and wait for the answer. Raises Busy, SandboxFailed."""
+        if self._pending is None:
+            self._pending = self._backend.containers.send(call, self._number, **params)
+        try:
+            return await answered(self._pending)
+        finally:
+            if self._pending.done():
+                self._pending = None
 
 
-def _work(task: HarborTask) -> list[str]:
-    """Folders of the model's work: the working folder, the Dockerfile's folders, and those of its files."""
-    image = task.image
-    beside = (path if (above := posixpath.dirname(path)) == "/" else above for path in image.files)
-    return sorted({image.workdir, *image.folders, *beside})
+def _limit(task: HarborTask, step: int) -> float:
+    """Seconds for the commands of a task's step."""
+    limits = task.commands_s
+    found = limits[step] if step < len(limits) else None
+    return math.inf if found is None else found
 
 
-async def put(sandbox: Sandbox, files: Mapping[str, Path], folders: Sequence[str] = (), room: float = 0.0) -> None:
-    """Write files into a sandbox by their absolute paths; scripts become executable. Raises SandboxFailed.
-
-    Args:
-        room: share of the disk that must remain free.
-    """
-
-    def read() -> list[dict[str, Any]]:
-        contents = {path: file.read_bytes() for path, file in files.items()}
-        return [
-            {
-                "path": path,
-                "content": base64.b64encode(data).decode(),
-                "run": data.startswith(b"#!") or _is_script(path),
-            }
-            for path, data in contents.items()
-        ]
-
-    asked = {"files": await asyncio.to_thread(read), "folders": list(folders), "room": room}
-    await sandbox.call("put", asked, _CALL_S)
+def _continued(messages: tuple[Message, ...], fault: Fault | None) -> StepResult:
+    return StepResult(messages, 0.0, False, False, Info({"reward": 0.0}, False, fault))
 
 
-def _is_script(path: str) -> bool:
-    return path.endswith(".sh")
-
-
-def _of_text(text: str) -> Verdict:
-    try:
-        reward = float(text)
-    except ValueError:
-        reward = math.nan
-    return _verdict({"reward": reward}, "reward.txt")
-
-
-def _of_json(text: str) -> Verdict:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return Verdict(0.0, why="reward.json is not JSON")
-    return _verdict(found if isinstance(found, dict) else {"reward": found}, "reward.json")
-
-
-def _verdict(found: Mapping[str, Any], name: str) -> Verdict:
-    """Verdict from numbers by name: the number `reward` counts, or else the only number."""
-    numbers = {
-        well_formed(key[:80]): float(value)
-        for key, value in found.items()
-        if isinstance(value, int | float) and _fits(value)  # true counts as 1, as in Harbor
-    }
-    if len(numbers) < len(found) or not numbers:
-        return Verdict(0.0, why=f"{name} holds values that are not finite numbers")
-    if "reward" not in numbers and len(numbers) > 1:
-        return Verdict(0.0, numbers, f"{name} has several numbers, but none named reward")
-    return Verdict(numbers.get("reward", next(iter(numbers.values()))), numbers)
-
-
-def _fits(value: float) -> bool:
-    return abs(value) <= MAX_REWARD  # False for NaN
+def verdict_of(found: Mapping[str, Any], why: str) -> Verdict:
+    """Verdict from numbers by name: the number `reward` counts, or else the mean of all."""
+    if why or not found:
+        return Verdict(0.0, why=well_formed(why) or "the verifier gave no reward")
+    numbers = {well_formed(key[:80]): float(value) for key, value in found.items() if abs(value) <= MAX_REWARD}
+    if len(numbers) < len(found):
+        return Verdict(0.0, why=f"the verifier gave a number beyond {MAX_REWARD:g}")
+    return Verdict(numbers.get("reward", sum(numbers.values()) / len(numbers)), numbers)

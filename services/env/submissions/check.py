@@ -16,6 +16,7 @@ from pathlib import Path
 
 from services.env.backend import EnvironmentDescription, SubmittedBackend
 from services.env.backends.sandboxed import LOG_LINES
+from services.env.harbor.containers import Containers, HarborSettings
 from services.env.sandbox.limits import SandboxLimits
 from services.env.sandbox.packages.dependencies import PYPI
 from services.env.sandbox.sandboxes import Sandboxes
@@ -25,6 +26,7 @@ from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submission import MIN_TIER, Submission, described, numbered
 from services.env.submissions.validation import Validated, validate
 from shared.errors import VolleyError
+from shared.services_schema import HarborSection
 from shared.visible import visible
 
 _DEADLINE_S = 30.0
@@ -40,12 +42,14 @@ async def checked(wanted: Submission, cache: Path, kept: Path) -> Validated:
     Raises InputError (a service would refuse it at once), Unavailable (no sandbox can be started).
     """
     store = SubmissionStore(kept)
-    programs = Programs(store, cache, os.environ.get("UV_DEFAULT_INDEX", PYPI))
-    async with Sandboxes() as sandboxes:
+    docker = HarborSection(environment="docker")  # the machine and the tasks are the caller's own
+    containers = Containers(HarborSettings(docker, wanted.name, kept / "trials", cache))
+    programs = Programs(store, cache, os.environ.get("UV_DEFAULT_INDEX", PYPI), containers)
+    async with Sandboxes() as sandboxes, containers.running():
         tier = await sandboxes.probe()
         if tier.level < MIN_TIER:
             sys.stderr.write(visible(f"note  this machine cannot confine the code: {'; '.join(tier.missing)}") + "\n")
-        source = await programs.check(wanted, sandboxes.probe_shell)
+        source = await programs.check(wanted)
         version = numbered(wanted, 1, source.protocol)
         await asyncio.to_thread(store.add, version, source.files)
         log: deque[str] = deque(maxlen=LOG_LINES)

@@ -181,11 +181,15 @@ def local_backend(
     log: deque[str],
     ca_file: Path | None = None,
 ) -> SubmittedBackend:
-    """Build the backend of a version submitted as a file. Raises InputError if its settings are unknown."""
+    """Build the backend of a version submitted as a file.
+
+    Raises InputError if its settings are unknown, Forbidden without containers for task folders.
+    """
     name, splits = version.full_name, version.splits
     if version.protocol == HARBOR:
         config = read_config(version.config)
-        return HarborBackend(name, lambda: programs.tasks_of(version), splits, config, sandboxes, limits, log)
+        programs.containers.check()
+        return HarborBackend(name, lambda: programs.tasks_of(version), splits, config, programs.containers, log)
     known = (lambda: programs.of(version), splits, version.has_demonstration, sandboxes, limits, deadline_s, log)
     if version.agent is not None:
         return AgentBackend(name, *known, agent=version.agent, ca_file=ca_file)

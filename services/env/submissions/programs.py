@@ -7,12 +7,13 @@ versions. No code of a submission runs here (see sandbox.packages).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.env.backends.harbor import HARBOR, read_config
+from services.env.harbor.containers import Containers
 from services.env.harbor.tasks import HarborTask, is_task_archive, read_tasks
 from services.env.sandbox.limits import EnvironmentProgram
 from services.env.sandbox.packages.archives import UnpackedArchive, unpack
@@ -44,19 +45,20 @@ class Programs:
     Args:
         folder: folder for unpacked archives and installed dependencies.
         index: the only package index.
+        containers: read and play task folders.
     """
 
-    def __init__(self, store: SubmissionStore, folder: Path, index: str) -> None:
-        self._store, self._unpacked = store, folder / "unpacked"
+    def __init__(self, store: SubmissionStore, folder: Path, index: str, containers: Containers) -> None:
+        self._store, self._unpacked, self.containers = store, folder / "unpacked", containers
         self._dependencies = DependencyStore(folder / "packages", index)
         self._made: dict[str, EnvironmentProgram] = {}
         self._tasks: dict[str, Mapping[str, Sequence[HarborTask]]] = {}
 
-    async def check(self, wanted: Submission, probe_shell: Callable[[], Awaitable[None]]) -> CheckedSource:
+    async def check(self, wanted: Submission) -> CheckedSource:
         """Check a submission without running it, and return the files to store.
 
-        Raises InputError, DecodeError, TooLarge naming the fault, and what `probe_shell` raises if sandboxes cannot
-        start the programs that it needs.
+        Raises InputError, DecodeError, TooLarge naming the fault; Forbidden, Unavailable if task folders cannot be
+        played.
         """
         if (remote := wanted.remote) is not None:
             return CheckedSource(stored_files(remote), remote.protocol)
@@ -68,8 +70,7 @@ class Programs:
         unpacked = await asyncio.to_thread(unpack, content, self._unpacked)
         if await asyncio.to_thread(is_task_archive, unpacked.top):
             read_config(wanted.config or {})
-            await asyncio.to_thread(read_tasks, unpacked.top)
-            await probe_shell()
+            await asyncio.to_thread(read_tasks, unpacked.top, self.containers.read)
             return CheckedSource({ARCHIVE: content}, HARBOR)
         _check_archive(unpacked, wanted.entry)
         return CheckedSource({ARCHIVE: content})
@@ -86,11 +87,16 @@ class Programs:
         return made
 
     async def tasks_of(self, version: SubmittedVersion) -> Mapping[str, Sequence[HarborTask]]:
-        """Tasks of a version that is an archive of task folders, by split. Raises InputError, StorageDenied."""
+        """Tasks of a version that is an archive of task folders, by split.
+
+        Raises InputError, StorageDenied, Forbidden, Unavailable.
+        """
         tasks = self._tasks.get(version.full_name)
         if tasks is None:
             unpacked = await asyncio.to_thread(unpack, await self._content(version), self._unpacked)
-            tasks = self._tasks[version.full_name] = await asyncio.to_thread(read_tasks, unpacked.top)
+            tasks = self._tasks[version.full_name] = await asyncio.to_thread(
+                read_tasks, unpacked.top, self.containers.read
+            )
         return tasks
 
     async def _make(self, version: SubmittedVersion) -> EnvironmentProgram:

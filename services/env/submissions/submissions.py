@@ -290,7 +290,7 @@ class Submissions:
         return version.replaced(self._versions[version.name].values())
 
     async def _add(self, wanted: Submission) -> SubmittedVersion:
-        source = await self._programs.check(wanted, self._sandboxes.probe_shell)
+        source = await self._programs.check(wanted)
         known = self._versions.get(wanted.name, {})
         number = 1 + max(max(known, default=0), await asyncio.to_thread(self._store.newest, wanted.name))
         if len(known) >= MAX_VERSIONS:

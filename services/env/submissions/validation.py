@@ -12,17 +12,17 @@ splits, give warnings only.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.env.agents.backend import AgentBackend
+from services.env.agents.backend import START_S, AgentBackend
 from services.env.backend import EnvironmentDescription, LiveEpisode, SubmittedBackend
-from services.env.backends.harbor import COMMAND_S, GRADE_S, SOLVE_S, HarborBackend
-from services.env.episode_types import EVAL, TRAIN, Message, StepResult, assistant, fingerprint
+from services.env.backends.harbor import HarborBackend
+from services.env.episode_types import EVAL, TRAIN, Message, StepResult, assistant, fingerprint, user
 from services.env.submissions.agent_checks import check_agent, openings_of
-from services.env.submissions.findings import AT_ONCE, Failed, Findings, gathered, raise_if_ours, spread
+from services.env.submissions.container_checks import CONTAINERS_S, check_containers
+from services.env.submissions.findings import Failed, Findings, gathered, raise_if_ours, spread
 from services.env.submissions.record import Report
 from shared.errors import VolleyError
 
@@ -30,8 +30,6 @@ MAX_CALL_S = 5.0
 """Seconds that a reset or a step may take during validation."""
 DEADLINE_S = 180.0
 """Seconds for the whole validation."""
-PROVE_S = 180.0
-"""Additional seconds for the solutions of task folders; none is started later."""
 TRIALS_S = 120.0
 """Additional seconds for programs of agents."""
 _PLAYED = {TRAIN: 6, EVAL: 3}
@@ -74,9 +72,8 @@ async def validate(open_backend: Open) -> Validated:
             if description is not None:
                 backend = open_backend(description)
                 if isinstance(backend, HarborBackend):
-                    deadline_s += proofs_s()
+                    deadline_s += CONTAINERS_S
                     deadline.reschedule(asyncio.get_running_loop().time() + deadline_s)
-                    await _check_solutions(backend, findings)
                 if isinstance(backend, AgentBackend):
                     deadline_s += TRIALS_S
                     deadline.reschedule(asyncio.get_running_loop().time() + deadline_s)
@@ -106,58 +103,12 @@ async def _check_loading(backend: SubmittedBackend, findings: Findings) -> Envir
 _SPLITS_HINT = 'give the class splits = {"train": 1000, "eval": 100}: the number of tasks of each'
 
 
-def proofs_s() -> float:
-    """Longest time for programs of task folders, in seconds: solutions are tried, and some tasks played twice."""
-    return PROVE_S + SOLVE_S + 2 * GRADE_S + 2 * sum(_PLAYED.values()) * GRADE_S / AT_ONCE
-
-
-async def _check_solutions(backend: HarborBackend, findings: Findings) -> None:
-    """Check that each task's solution gives 1 and an idle episode less. If time is short, checks a random sample."""
-    tasks = [(split, index) for split, n in sorted(backend.splits_of.items()) for index in range(n)]
-    random.Random(0).shuffle(tasks)
-    until = time.monotonic() + PROVE_S
-
-    async def tried(number: int) -> bool:
-        if number and time.monotonic() > until:
-            return False
-        await _check_solution(backend, *tasks[number])
-        return True
-
-    try:
-        n = sum(await gathered([lambda number=number: tried(number) for number in range(len(tasks))]))
-    except Failed as failed:
-        findings.checks.append(failed.check)
-        return
-    if n < len(tasks):
-        findings.warnings.append(f"the solutions of {n} of {len(tasks)} tasks were tried; there was no time for more")
-    findings.passed("solutions", f"{n} solutions give 1, and idle episodes less")
-
-
-async def _check_solution(backend: HarborBackend, split: str, index: int) -> None:
-    """Check one task's solution. Raises Failed."""
-    name = await backend.task(split, index)
-    try:
-        idle, solved = await backend.prove(split, index)
-    except VolleyError as error:
-        raise_if_ours(error, backend)
-        raise Failed("solutions", f"{name}: {error.detail}", error.hint) from error
-    if idle.why or idle.reward >= 1.0:
-        fault = idle.why or f"the tests give {idle.reward:g} after an idle episode"
-        raise Failed("solutions", f"{name}: {fault}", "tests/test.sh must give less than 1 before the task is solved")
-    if solved.why or solved.reward != 1.0:
-        fault = solved.why or f"the tests give {solved.reward:g} after solution/solve.sh"
-        raise Failed("solutions", f"{name}: {fault}", _SOLUTION_HINT)
-
-
-_SOLUTION_HINT = (
-    "see the output of both scripts in the log; a sandbox has bash, the programs of the machine's /usr, and no network"
-)
-
-
 async def _check_play(backend: SubmittedBackend, findings: Findings) -> None:
     try:
         if isinstance(backend, AgentBackend):
             await check_agent(backend, findings)
+        elif isinstance(backend, HarborBackend):
+            await check_containers(backend, findings)
         else:
             await _check_episodes(backend, findings)
         await _check_disjoint_splits(backend, findings)
@@ -168,9 +119,9 @@ async def _check_play(backend: SubmittedBackend, findings: Findings) -> None:
         return
     slowest = max(findings.reset_s, findings.step_s)
     summary = f"the slowest reset took {findings.reset_s:.3f} s"
-    if not isinstance(backend, AgentBackend):
+    if not isinstance(backend, AgentBackend | HarborBackend):
         summary += f", the slowest step {findings.step_s:.3f} s"
-    most = COMMAND_S + GRADE_S if isinstance(backend, HarborBackend | AgentBackend) else MAX_CALL_S
+    most = START_S if isinstance(backend, AgentBackend) else MAX_CALL_S
     if slowest > most:
         findings.failed("time", summary, f"a call may take {most:g} s while it is validated")
     else:
@@ -253,6 +204,8 @@ async def _check_disjoint_splits(backend: SubmittedBackend, findings: Findings) 
 
     if isinstance(backend, AgentBackend):
         openings = await openings_of(backend, wanted)
+    elif isinstance(backend, HarborBackend):
+        openings = [(user(await backend.instruction(*task)),) for task in wanted]
     else:
         openings = await gathered([lambda task=task: opening(*task) for task in wanted])
     digests = ["".join(map(fingerprint, messages)) for messages in openings]

@@ -1,4 +1,4 @@
-"""Methods of a sandbox that starts programs: put files, take files, run shell commands.
+"""Shell commands in a sandbox that starts programs.
 
 It is the first process of a pid namespace without root's rights. All processes of a command end with it, so nothing
 runs between two calls or changes what the next call finds. Commands cannot signal, trace or read this process.
@@ -6,20 +6,17 @@ runs between two calls or changes what the next call finds. Commands cannot sign
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 import resource
 import select
 import signal
-import stat
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from namespaces import HOME
-from values import Refused
 
 Become = Callable[[], Any]
 """Runs in a new process, and ends it."""
@@ -31,45 +28,6 @@ MEGA, _BLOCK = 1 << 20, 1 << 16
 _REAPED = 256
 _DEFAULTS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
 """Signals that Python ignores or handles; programs expect the system's defaults."""
-
-
-def put(files: list[dict[str, Any]], folders: list[str], room: float) -> None:
-    """Make folders, and write files {"path", "content" (base64), "run" (True for a program)}.
-
-    Args:
-        room: share of the disk, and of its files, that must remain free.
-
-    Raises Refused.
-    """
-    try:
-        for path in folders:
-            os.makedirs(path, exist_ok=True)
-        for file in files:
-            os.makedirs(os.path.dirname(file["path"]), exist_ok=True)
-            flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(file["path"], flags, 0o644), "wb") as out:
-                out.write(base64.b64decode(file["content"]))
-            os.chmod(file["path"], 0o755 if file["run"] else 0o644)
-    except OSError as error:
-        raise Refused(f"{error.filename or 'a file'} cannot be written: {error.strerror}") from None
-    disk = os.statvfs("/")
-    if min(disk.f_bavail / disk.f_blocks, disk.f_favail / disk.f_files) < room:
-        raise Refused(f"less than {room:.0%} of the disk, or of its number of files, is free")
-
-
-def take(path: str, most: int) -> str | None:
-    """First `most` bytes of a plain file as text; None if there is none."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return None
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(most).decode("utf-8", "replace")
-    finally:
-        os.close(descriptor)
 
 
 def command(
@@ -272,4 +230,4 @@ class Middle:
         return (bytes(self._head) + gap + bytes(self._tail)).decode("utf-8", "replace")
 
 
-METHODS = {"put": put, "take": take, "command": command}
+METHODS = {"command": command}

@@ -46,7 +46,7 @@ _COMPUTED_S = 0.1
 _CLOCK = 2  # clock id of a process's CPU time, see clock_getcpuclockid(3)
 _ABOVE = 100  # descriptors above this number do not collide with a sandbox's own
 _SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "resume": signal.SIGCONT}
-_OWN = ("adapters", "agents", "confine", "host", "interpreter", "judging", "linux", "namespaces", "shell", "values")
+_OWN = ("adapters", "agents", "confine", "host", "interpreter", "linux", "namespaces", "shell", "values")
 
 
 def main() -> None:

@@ -1,0 +1,253 @@
+"""Run task folders by Harbor's own trials, in a process of Harbor's environment, for Volley's env service.
+
+    HARBOR_PYTHON worker.py read SETTINGS FOLDER…        # one JSON line for each task folder
+    HARBOR_PYTHON worker.py serve DESCRIPTOR SETTINGS    # the worker of a service
+
+An episode is one `Trial` of Harbor with the agent `Player`: Harbor builds or pulls the image, starts the containers,
+waits for health checks, applies users, time-outs and network policies, and runs the verifier. The agent takes its
+commands from the service. Requests and answers are JSON, one a line, over the socket (see services.env.workers.wire).
+
+Invariants
+- The end of the socket ends every trial, and so removes its containers. Containers of workers that were killed are
+  removed by the next worker on the machine, which knows them by their labels.
+- A reward is Harbor's verifier's, of a container that answered after it. A container that does not is `lost`.
+"""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import trials
+from engines import ENGINES, owner, reap, remove, sizes
+from folders import MAX_WHY, read
+from harbor.environments.factory import EnvironmentFactory
+from harbor.models.task.task import Task
+from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
+from harbor.trial.hooks import TrialEvent
+from shell import DISK, Lost
+from trials import EPISODE, Episode, Loader, Settings, container_class
+
+MODULE = "trials"
+LOOK_S = 10.0
+REFUSED = 3
+"""Exit code if the environment cannot be used."""
+
+
+class Worker:
+    """Trials of one service."""
+
+    def __init__(self, settings: Settings, writer: asyncio.StreamWriter) -> None:
+        self._settings, self._writer = settings, writer
+        self._starting = asyncio.Semaphore(settings.max_starting)
+        self._stopping = asyncio.Semaphore(2 * settings.max_starting)
+        self._episodes: dict[str, Episode] = {}
+        self._trials: dict[str, asyncio.Task[None]] = {}
+        self._results: dict[str, dict[str, Any]] = {}
+        self._closed: set[str] = set()
+        self._folder = Path(settings.folder)
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Answer requests until the socket ends; then end every trial."""
+        self._send({"ready": owner()})
+        await asyncio.to_thread(reap, self._settings.environment)
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(self._watch())
+            with contextlib.suppress(ConnectionError):
+                while line := await reader.readline():
+                    request = json.loads(line)
+                    if request["call"] == "close":
+                        self._close(request["episode"])
+                    else:
+                        group.create_task(self._serve_one(request, group))
+            for number in list(self._episodes):
+                self._close(number)
+            watch.cancel()
+
+    def _send(self, value: dict[str, Any]) -> None:
+        self._writer.write(json.dumps(value).encode() + b"\n")
+
+    async def _serve_one(self, request: dict[str, Any], group: asyncio.TaskGroup) -> None:
+        try:
+            answer = {"id": request["id"], "value": await self._answer(request, group)}
+        except Lost as error:
+            answer = {"id": request["id"], "lost": str(error)}
+        except asyncio.CancelledError:
+            answer = {"id": request["id"], "lost": "the episode was closed"}
+        except Exception as error:  # noqa: BLE001 - told to the service
+            answer = {"id": request["id"], "lost": f"{type(error).__name__}: {error}"[-MAX_WHY:]}
+        with contextlib.suppress(ConnectionError):
+            self._send(answer)
+
+    async def _answer(self, request: dict[str, Any], group: asyncio.TaskGroup) -> Any:
+        number = request["episode"]
+        if request["call"] == "start":
+            return await self._start(request, group)
+        episode = self._episodes.get(number)
+        if episode is None:
+            return self._ended(request)
+        if request["call"] == "command":
+            if not episode.playing:
+                raise Lost(episode.lost or "the container takes no commands any more")
+            answered = asyncio.get_running_loop().create_future()
+            episode.commands.put_nowait((request, answered))
+            try:
+                return await answered
+            except Lost:
+                if episode.over_disk:
+                    return DISK
+                raise
+        return await episode.next_phase(last=request["last"])
+
+    def _ended(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer a request about a trial that has ended. Raises Lost."""
+        found = self._results.get(request["episode"], {"lost": "the episode has ended"})
+        if "lost" in found:
+            raise Lost(found["lost"])
+        return DISK if request["call"] == "command" and found["over_disk"] else found
+
+    async def _start(self, request: dict[str, Any], group: asyncio.TaskGroup) -> dict[str, Any]:
+        """Start a trial; return its first instruction, or its result if no agent of the service plays it."""
+        number, fresh = request["episode"], request["fresh"]
+        bounds = self._starting, self._stopping
+        task = Task(request["folder"])
+        episode = Episode(number, task, self._settings, self._folder / number, *bounds, fresh=fresh)
+        self._episodes[number] = episode
+        self._trials[number] = group.create_task(self._run(number, episode, request["agent"]))
+        return await episode.phase
+
+    async def _run(self, number: str, episode: Episode, agent: str) -> None:
+        """Run a trial from its start to the removal of its containers."""
+        EPISODE.set(episode)
+        try:
+            async with contextlib.AsyncExitStack() as start:
+                await start.enter_async_context(self._starting)
+                episode.trial = trial = await self._trial(number, episode, agent)
+
+                async def started(event: Any) -> None:
+                    await start.aclose()
+
+                trial.add_hook(TrialEvent.AGENT_START, started)
+                async with asyncio.timeout(self._settings.max_lifetime_s):
+                    result = await trial.run()
+            answer = outcome(episode, result)
+        except TimeoutError:
+            answer = {"lost": f"the container lived longer than {self._settings.max_lifetime_s:g} s"}
+        except asyncio.CancelledError:
+            answer = {"lost": "the episode was closed"}
+        except Exception as error:  # noqa: BLE001 - told to the service
+            answer = {"lost": f"{type(error).__name__}: {error}"[-MAX_WHY:]}
+        settle(episode, answer)
+        del self._episodes[number], self._trials[number]
+        if number in self._closed:
+            self._closed.discard(number)
+        else:
+            self._results[number] = answer
+        await asyncio.to_thread(shutil.rmtree, episode.place, True)
+
+    async def _trial(self, number: str, episode: Episode, agent: str) -> Any:
+        """Make the trial. The task's time for the agent is Harbor's for its solution; the service counts a model's."""
+        played, own = agent == "player", self._settings
+        config = TrialConfig(
+            task=TaskConfig(path=episode.task.task_dir),
+            trial_name=number,
+            trials_dir=self._folder,
+            agent=AgentConfig(
+                name=None if played else agent,
+                import_path=f"{MODULE}:Player" if played else None,
+                override_timeout_sec=own.max_lifetime_s if played else None,
+            ),
+            environment=EnvironmentConfig(import_path=f"{MODULE}:Container", kwargs=own.options),
+        )
+        trial = await Loader.create(config)
+        if played:
+            trial.agent.episode = episode
+        return trial
+
+    def _close(self, number: str) -> None:
+        if self._results.pop(number, None) is None and (task := self._trials.get(number)) is not None:
+            self._closed.add(number)
+            task.cancel()
+
+    async def _watch(self) -> None:
+        """End trials whose containers hold more than their storage; only engines on this machine show it."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._episodes and self._settings.environment in ENGINES:
+                for number, megabytes in await asyncio.to_thread(sizes, ENGINES[self._settings.environment]):
+                    episode = self._episodes.get(number)
+                    if episode is not None and megabytes > episode.storage_mb and not episode.over_disk:
+                        episode.over_disk = True
+                        await asyncio.to_thread(remove, ENGINES[self._settings.environment], f"{number}__env")
+
+
+def settle(episode: Episode, answer: dict[str, Any]) -> None:
+    """Answer whoever waits for the phase or for a command."""
+    episode.phase.add_done_callback(lambda phase: phase.cancelled() or phase.exception())
+    if not episode.phase.done():
+        if "lost" in answer:
+            episode.phase.set_exception(Lost(answer["lost"]))
+        else:
+            episode.phase.set_result(answer)
+    while not episode.commands.empty():
+        asked = episode.commands.get_nowait()
+        if asked is not None and not asked[1].done():
+            asked[1].set_exception(Lost(answer.get("lost", "the trial has ended")))
+
+
+def outcome(episode: Episode, result: Any) -> dict[str, Any]:
+    """Rewards of a trial, why there are none, or `lost`."""
+    if episode.over_disk:
+        why = f"the container's files exceeded {episode.storage_mb} MiB (environment.storage_mb)"
+        return {"rewards": {}, "why": why, "over_disk": True}
+    steps = result.step_results or []
+    failures = [one.exception_info for one in (result, *steps) if one.exception_info is not None]
+    output = printed(episode.place)
+    if result.verifier_result is not None and episode.alive:
+        return {"rewards": result.verifier_result.rewards, "why": "", "output": output, "over_disk": False}
+    why = "; ".join(f"{one.exception_type}: {one.exception_message}" for one in failures)[-MAX_WHY:]
+    judged = result.verifier is not None or any(one.verifier is not None for one in steps)
+    if episode.alive and judged:
+        return {"rewards": {}, "why": why or "the verifier gave no reward", "output": output, "over_disk": False}
+    return {"lost": why or episode.lost or "the trial gave no result"}
+
+
+def printed(place: Path) -> str:
+    """End of the verifier's output."""
+    texts = [path.read_text("utf-8", "replace") for path in sorted(place.rglob("test-stdout.txt")) if path.is_file()]
+    return "\n".join(texts)[-2000:]
+
+
+async def serve(descriptor: int, settings: Settings) -> None:
+    trials.Container = container_class(settings.environment)
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor), limit=2**28)
+    await Worker(settings, writer).serve(reader)
+
+
+def preflight(settings: Settings) -> None:
+    """Raise SystemExit with the reason if the environment cannot be used here."""
+    try:
+        named = ":" not in settings.environment
+        if named and settings.environment not in EnvironmentFactory.registered_names():
+            raise ValueError(f"{settings.environment!r} is none of {', '.join(EnvironmentFactory.registered_names())}")
+        container_class(settings.environment).preflight(kwargs=settings.options)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the service
+        print(f"{error}"[-MAX_WHY:], file=sys.stderr)
+        raise SystemExit(REFUSED) from None
+
+
+def main() -> None:
+    if sys.argv[1] == "read":
+        preflight(Settings(**json.loads(sys.argv[2])))
+        for one in sys.argv[3:]:
+            print(json.dumps(read(one)))
+    else:
+        asyncio.run(serve(int(sys.argv[2]), Settings(**json.loads(sys.argv[3]))))
+
+
+if __name__ == "__main__":
+    main()
