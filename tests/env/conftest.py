@@ -47,7 +47,7 @@ type OpenClient = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
 
 @asynccontextmanager
-async def _open(folder: Path, **changes: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def open_service(folder: Path, **changes: Any) -> AsyncIterator[httpx.AsyncClient]:
     defaults: dict[str, Any] = {
         "env": "frozen_lake",
         "configs": {},
@@ -79,4 +79,4 @@ async def _open(folder: Path, **changes: Any) -> AsyncIterator[httpx.AsyncClient
 @pytest.fixture
 def open_client(tmp_path: Path) -> OpenClient:
     """An HTTP client of the service in this process, its workers running; keyword arguments change its settings."""
-    return partial(_open, tmp_path / "environments")
+    return partial(open_service, tmp_path / "environments")

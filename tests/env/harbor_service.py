@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -53,3 +54,12 @@ async def task_of(client: httpx.AsyncClient, **config: Any) -> str:
     row = await taken(client, ("", sum_task()), **config)
     assert row["state"] == "active", (row["why"], row["report"])
     return str(row["name"])
+
+
+def worker_in(folder: Path) -> int:
+    """Pid of the worker whose settings name the folder."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if "worker.py" in (text := path.read_text(encoding="utf-8")) and str(folder) in text:
+                return int(path.parent.name)
+    raise LookupError(folder)

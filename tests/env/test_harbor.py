@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
@@ -21,8 +20,8 @@ from services.env.harbor.containers import Containers, HarborSettings
 from services.env.harbor.tasks import is_task_archive, read_tasks
 from shared.errors import Forbidden, InputError, Unavailable
 from shared.services_schema import Limits
-from tests.env.conftest import OpenClient, _open
-from tests.env.harbor_service import harbor_settings, playing, served, taken, task_of
+from tests.env.conftest import OpenClient, open_service
+from tests.env.harbor_service import harbor_settings, playing, served, taken, task_of, worker_in
 from tests.env.harbor_tasks import TASK_TOML, begin, call, submit, sum_task, zipped
 from tests.env.submitted import decided
 
@@ -48,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def client(folder: Path, local: Path) -> AsyncIterator[httpx.AsyncClient]:
     """A service for all tests of this module."""
-    async with served(partial(_open, folder / "environments"), folder, max_starting=2) as opened:
+    async with served(partial(open_service, folder / "environments"), folder, max_starting=2) as opened:
         yield opened
 
 
@@ -144,21 +143,12 @@ async def test_a_worker_that_is_killed_is_started_again(client: httpx.AsyncClien
     name = await task_of(client)
     one = await begin(client, name)
     await one.run("true")
-    os.kill(_worker_in(folder), signal.SIGKILL)
+    os.kill(worker_in(folder), signal.SIGKILL)
     answer = await one.ask("step", request_id="x", message={"role": "assistant", "content": call("true")})
     assert answer.status_code == 500
     again = await begin(client, name)
     await again.run(SOLVE)
     assert (await again.say("Done."))["reward"] == 1.0
-
-
-def _worker_in(folder: Path) -> int:
-    """Pid of the worker whose settings name the folder."""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if "worker.py" in (text := path.read_text(encoding="utf-8")) and str(folder) in text:
-                return int(path.parent.name)
-    raise LookupError(folder)
 
 
 @pytest.mark.long

@@ -6,8 +6,16 @@ from typing import Any
 from harbor.environments.definition import has_agent_environment_definition
 from harbor.models.task.task import Task
 
-MAX_WHY = 1500
-"""Characters of a fault."""
+MAX_WHY = 700
+"""Characters of a fault; its end says most."""
+
+
+def brief(error: object, name: str = "") -> str:
+    """Text of an error without the command line that Harbor quotes, as one line."""
+    _, quoted, output = str(error).partition("Stdout: ")
+    text = " ".join((output.partition(" Stderr: None")[0] if quoted else str(error)).split())
+    kind = name or type(error).__name__
+    return f"{kind}: {text if len(text) <= MAX_WHY else '… ' + text[-MAX_WHY:]}"
 
 
 def read(folder: str) -> dict[str, Any]:
@@ -16,7 +24,7 @@ def read(folder: str) -> dict[str, Any]:
         task = Task(folder)
         problem = check(task)
     except Exception as error:  # noqa: BLE001 - told to the service
-        return {"fault": f"{type(error).__name__}: {error}"[-MAX_WHY:]}
+        return {"fault": brief(error)}
     if problem:
         return {"fault": problem}
     config, steps = task.config, task.config.steps or []

@@ -7,7 +7,7 @@ import time
 import tomllib
 import uuid
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from engines import ENGINES, owner
@@ -15,7 +15,6 @@ from folders import notes
 from harbor.agents.base import BaseAgent
 from harbor.agents.capabilities import AgentCapabilities
 from harbor.environments.base import BaseEnvironment
-from harbor.environments.definition import parse_dockerfile_workdir
 from harbor.environments.factory import EnvironmentFactory
 from harbor.models.environment_type import EnvironmentType
 from harbor.models.task.config import NetworkMode, VerifierEnvironmentMode
@@ -216,7 +215,21 @@ def write_overlay(episode: "Episode", environment: Path) -> Path:
 
 def working_folder(task: Task) -> str:
     """Folder of the model's work. Raises ValueError if the task names none."""
-    found = task.config.environment.workdir or parse_dockerfile_workdir(task.paths.environment_dir / "Dockerfile")
+    found, dockerfile = task.config.environment.workdir, task.paths.environment_dir / "Dockerfile"
+    if found is None and dockerfile.exists():
+        found = last_workdir(dockerfile.read_text(encoding="utf-8"))
     if found in (None, "/"):
         raise ValueError("judge=fresh needs a WORKDIR below / in the Dockerfile, or environment.workdir in task.toml")
+    return found
+
+
+def last_workdir(dockerfile: str) -> str | None:
+    """WORKDIR of the last stage, if it is plain text."""
+    found = None
+    for line in dockerfile.splitlines():
+        word, _, rest = line.strip().partition(" ")
+        if word.upper() == "FROM":
+            found = None
+        elif word.upper() == "WORKDIR" and "$" not in rest:
+            found = str(PurePosixPath(found or "/", rest.strip().strip('"')))
     return found

@@ -24,7 +24,7 @@ from typing import Any
 
 import trials
 from engines import ENGINES, owner, reap, remove, sizes
-from folders import MAX_WHY, read
+from folders import MAX_WHY, brief, read
 from harbor.environments.factory import EnvironmentFactory
 from harbor.models.task.task import Task
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
@@ -79,7 +79,7 @@ class Worker:
         except asyncio.CancelledError:
             answer = {"id": request["id"], "lost": "the episode was closed"}
         except Exception as error:  # noqa: BLE001 - told to the service
-            answer = {"id": request["id"], "lost": f"{type(error).__name__}: {error}"[-MAX_WHY:]}
+            answer = {"id": request["id"], "lost": brief(error)}
         with contextlib.suppress(ConnectionError):
             self._send(answer)
 
@@ -140,7 +140,7 @@ class Worker:
         except asyncio.CancelledError:
             answer = {"lost": "the episode was closed"}
         except Exception as error:  # noqa: BLE001 - told to the service
-            answer = {"lost": f"{type(error).__name__}: {error}"[-MAX_WHY:]}
+            answer = {"lost": brief(error)}
         settle(episode, answer)
         del self._episodes[number], self._trials[number]
         if number in self._closed:
@@ -209,7 +209,7 @@ def outcome(episode: Episode, result: Any) -> dict[str, Any]:
     output = printed(episode.place)
     if result.verifier_result is not None and episode.alive:
         return {"rewards": result.verifier_result.rewards, "why": "", "output": output, "over_disk": False}
-    why = "; ".join(f"{one.exception_type}: {one.exception_message}" for one in failures)[-MAX_WHY:]
+    why = "; ".join(brief(one.exception_message, one.exception_type) for one in failures)
     judged = result.verifier is not None or any(one.verifier is not None for one in steps)
     if episode.alive and judged:
         return {"rewards": {}, "why": why or "the verifier gave no reward", "output": output, "over_disk": False}

@@ -1,0 +1,103 @@
+"""Task folders in real containers: Docker Engine with Compose, and the image python:3.13-slim."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.env.conftest import open_service
+from tests.env.harbor_service import playing, served, taken, task_of, worker_in
+from tests.env.harbor_tasks import TASK_TOML, begin, call, sum_task
+
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
+IMAGE = "python:3.13-slim"
+SOLVE = "echo $(( $(paste -sd+ data/numbers.txt) )) > total.txt"
+
+
+def docker(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["docker", *arguments], capture_output=True, encoding="utf-8", timeout=60, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("docker") is None or docker("compose", "version").returncode:
+        pytest.skip("there is no Docker with Compose on this machine")
+    if (found := docker("image", "inspect", IMAGE)).returncode:
+        pytest.skip(f"Docker does not answer, or has no image {IMAGE}: {found.stderr.strip()}")
+    return tmp_path_factory.mktemp("docker")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def client(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with served(partial(open_service, folder / "environments"), folder, environment="docker") as opened:
+        yield opened
+
+
+def containers(run: str = "tested") -> list[str]:
+    return docker("ps", "--all", "--quiet", "--filter", f"label=volley.run={run}").stdout.split()
+
+
+async def test_tasks_are_proved_and_played_in_containers(client: httpx.AsyncClient) -> None:
+    one = await playing(client)
+    assert (await one.run("cat data/numbers.txt; echo $UNIT; pwd")).split() == ["1", "8", "21", "metre", "/app"]
+    assert await one.run("ls /sys/class/net") == "lo"
+    await one.run("(while :; do echo 1 > /logs/verifier/reward.txt; done) >/dev/null 2>&1 & env -i setsid sleep 300 &")
+    assert (await one.say("Done."))["reward"] == 0.0
+    two = await playing(client)
+    await two.run(SOLVE)
+    assert (await two.say("Done."))["reward"] == 1.0
+
+
+async def test_programs_that_the_model_replaces_do_not_fool_a_fresh_container(client: httpx.AsyncClient) -> None:
+    name = await task_of(client, judge="fresh")
+    for command, reward in ((SOLVE, 1.0), ("printf '#!/bin/sh\\nexit 0' > /usr/local/bin/bash; chmod +x $_", 0.0)):
+        one = await begin(client, name)
+        await one.run(command)
+        assert (await one.say("Done."))["reward"] == reward
+
+
+async def test_containers_of_a_killed_worker_are_removed(client: httpx.AsyncClient, folder: Path) -> None:
+    name = await task_of(client)
+    one = await begin(client, name)
+    await one.run("true")
+    left = await asyncio.to_thread(containers)
+    os.kill(worker_in(folder), signal.SIGKILL)
+    answer = await one.ask("step", request_id="x", message={"role": "assistant", "content": call("true")})
+    assert (answer.status_code, len(left)) == (500, 1)
+    two = await begin(client, name)
+    await two.run(SOLVE)
+    assert (await two.say("Done."))["reward"] == 1.0
+    assert not {*left} & {*await asyncio.to_thread(containers)}
+
+
+async def test_a_container_that_is_removed_gives_no_reward(client: httpx.AsyncClient) -> None:
+    one = await playing(client)
+    await one.run(SOLVE)
+    await asyncio.to_thread(docker, "rm", "--force", *containers())
+    while (answer := await one.ask("finish", request_id="x")).status_code == 429:
+        await asyncio.sleep(0.1)
+    assert answer.status_code == 500, answer.text
+
+
+async def test_a_container_that_fills_its_disk_gets_0_and_is_removed(client: httpx.AsyncClient) -> None:
+    task = sum_task(**{"task.toml": TASK_TOML.replace("memory_mb", "storage_mb = 20\nmemory_mb")})
+    row = await taken(client, ("", task))
+    one = await begin(client, str(row["name"]))
+    last = await one.say(call(f"{SOLVE}; head -c 60M /dev/zero > big; sleep 40"))
+    assert (last["reward"], last["truncated"]) == (0.0, True), last
+    assert "exceeded 20 MiB" in last["info"]["verifier"]
+
+
+async def test_an_image_that_does_not_exist_is_named(client: httpx.AsyncClient) -> None:
+    row = await taken(client, ("", sum_task(**{"environment/Dockerfile": "FROM absent.invalid/image:1\n"})))
+    assert (row["state"], "absent.invalid/image:1" in row["why"]) == ("rejected", True), row["why"]
