@@ -77,7 +77,9 @@ async def test_containers_of_a_killed_worker_are_removed(client: httpx.AsyncClie
     two = await begin(client, name)
     await two.run(SOLVE)
     assert (await two.say("Done."))["reward"] == 1.0
-    assert not {*left} & {*await asyncio.to_thread(containers)}
+    async with asyncio.timeout(60):
+        while {*left} & {*await asyncio.to_thread(containers)}:
+            await asyncio.sleep(0.5)
 
 
 async def test_a_container_that_is_removed_gives_no_reward(client: httpx.AsyncClient) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from services.env.backends.remote.site import open_access
 from services.env.catalogue import Catalogue
+from services.env.harbor.containers import Containers, HarborSettings
 from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.settings import ConfiguredSource
@@ -480,7 +481,7 @@ def submissions_of(
 async def test_patience_with_what_cannot_be_validated_begins_with_the_process(tmp_path: Path) -> None:
     """One that was submitted long ago, and is taken up by a service that starts again, is not rejected at once."""
     store, runner = SubmissionStore(tmp_path / "submitted"), ThreadRunner(1, 5.0, max_waiting=1)
-    programs = NoIndex(store, tmp_path, "http://127.0.0.1:9/simple")
+    programs = NoIndex(store, tmp_path, "http://127.0.0.1:9/simple", Containers(HarborSettings()))
     long_ago = (Transition(state="submitted", at=0), Transition(state="validating", at=1))
     store.add(SubmittedVersion(name="adder", version=1, digest="0" * 64, size=1, history=long_ago), {})
     clock = [601.0, 599.0, 0.0]
@@ -499,7 +500,7 @@ async def test_patience_with_what_cannot_be_validated_begins_with_the_process(tm
 
 async def test_where_nothing_is_confined_only_what_is_named_is_taken(tmp_path: Path) -> None:
     store, runner = SubmissionStore(tmp_path / "submitted"), ThreadRunner(1, 5.0, max_waiting=1)
-    programs = Programs(store, tmp_path, "http://127.0.0.1:9/simple")
+    programs = Programs(store, tmp_path, "http://127.0.0.1:9/simple", Containers(HarborSettings()))
     async with Sandboxes(namespaces=False, landlock=0) as sandboxes:
         submissions = submissions_of(store, runner, sandboxes, programs, unsandboxed=["known"])
         with pytest.raises(Forbidden, match="this machine cannot confine submitted code"):

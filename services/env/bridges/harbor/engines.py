@@ -36,17 +36,18 @@ def started_at(pid: int) -> str:
     return "".join(filter(str.isalnum, text)).lower()
 
 
-def reap(environment: str) -> None:
-    """Remove containers, networks and volumes of workers of this machine that are gone."""
-    if environment not in ENGINES:
-        return
+def left_over(command: str) -> list[tuple[str, str]]:
+    """Compose projects of workers of this machine that are gone, or this one's, with the number of their episode."""
     shown, found = '{{.Label "com.docker.compose.project"}}', set[str]()
     for kind, options in (("container", ["--all"]), ("network", [])):
-        found |= set(engine(ENGINES[environment], kind, "ls", *options, "--format", shown).split())
-    for project in found:
-        parts = PROJECT.match(project)
-        if parts is not None and parts[1] == machine() and started_at(int(parts[2])) != parts[3]:
-            remove(ENGINES[environment], project)
+        found |= set(engine(command, kind, "ls", *options, "--format", shown).split())
+    projects = [(project, PROJECT.match(project)) for project in found]
+    return [
+        (project, parts[0].removesuffix("__"))
+        for project, parts in projects
+        if parts is not None and parts[1] == machine()
+        if project.startswith(owner()) or started_at(int(parts[2])) != parts[3]
+    ]
 
 
 def remove(command: str, project: str) -> None:

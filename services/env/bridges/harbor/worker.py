@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import trials
-from engines import ENGINES, owner, reap, remove, sizes
+from engines import ENGINES, left_over, owner, remove, sizes
 from folders import MAX_WHY, brief, read
 from harbor.environments.factory import EnvironmentFactory
 from harbor.models.task.task import Task
@@ -54,7 +54,6 @@ class Worker:
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Answer requests until the socket ends; then end every trial."""
         self._send({"ready": owner()})
-        await asyncio.to_thread(reap, self._settings.environment)
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(self._watch())
             with contextlib.suppress(ConnectionError):
@@ -174,15 +173,22 @@ class Worker:
             task.cancel()
 
     async def _watch(self) -> None:
-        """End trials whose containers hold more than their storage; only engines on this machine show it."""
+        """Remove containers that hold more than their storage, and those that no trial has any more.
+
+        Only the engines of this machine show them.
+        """
+        if (command := ENGINES.get(self._settings.environment)) is None:
+            return
         while True:
+            for project, number in await asyncio.to_thread(left_over, command):
+                if number not in self._episodes:
+                    await asyncio.to_thread(remove, command, project)
+            for number, megabytes in await asyncio.to_thread(sizes, command) if self._episodes else ():
+                episode = self._episodes.get(number)
+                if episode is not None and megabytes > episode.storage_mb and not episode.over_disk:
+                    episode.over_disk = True
+                    await asyncio.to_thread(remove, command, f"{number}__env")
             await asyncio.sleep(LOOK_S)
-            if self._episodes and self._settings.environment in ENGINES:
-                for number, megabytes in await asyncio.to_thread(sizes, ENGINES[self._settings.environment]):
-                    episode = self._episodes.get(number)
-                    if episode is not None and megabytes > episode.storage_mb and not episode.over_disk:
-                        episode.over_disk = True
-                        await asyncio.to_thread(remove, ENGINES[self._settings.environment], f"{number}__env")
 
 
 def settle(episode: Episode, answer: dict[str, Any]) -> None:
