@@ -32,7 +32,7 @@ def started_at(pid: int) -> str:
             return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
         return ""
     command, same = ["ps", "-o", "lstart=", "-p", str(pid)], {**os.environ, "LC_ALL": "C", "TZ": "UTC"}
-    text = subprocess.run(command, capture_output=True, text=True, env=same, check=False).stdout
+    text = subprocess.run(command, capture_output=True, encoding="utf-8", env=same, check=False).stdout
     return "".join(filter(str.isalnum, text)).lower()
 
 
