@@ -49,6 +49,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "shared without a claim": ({"trainer": {"storage": {"kind": "shared"}}}, ["trainer.storage.claim"]),
     "a claim that is not used": ({"trainer": {"storage": {"claim": "runs"}}}, ["trainer.storage.claim=runs"]),
     "no replicas": ({"rollout": {"replicas": 0}}, ["/rollout/replicas", "minimum"]),
+    "value set to null": ({"trainer": {"storage": None}}, ["/trainer", "storage"]),
     "unknown value": ({"rollout": {"autoscale": True}}, ["/rollout", "autoscale"]),
     "autoscaler without Prometheus": ({"rollout": {"autoscaling": {"enabled": True}}}, ["autoscaling.prometheus"]),
     "autoscaler upside down": (

@@ -26,10 +26,18 @@ def values_of(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
+def merged(base: Any, over: Any) -> Any:
+    """Values as Helm merges them: a null removes a default."""
+    if not (isinstance(base, dict) and isinstance(over, dict)):
+        return over
+    whole = {key: merged(base.get(key), over[key]) if key in over else base[key] for key in base | over}
+    return {key: value for key, value in whole.items() if key not in over or over[key] is not None}
+
+
 def closed(schema: dict[str, Any], values: Any, at: str = "") -> list[str]:
     """Return the default values that the schema does not know."""
     found = schema.get("properties")
-    if not isinstance(values, dict) or found is None:
+    if not isinstance(values, dict) or found is None or schema.get("additionalProperties", True):
         return []
     unknown = [f"{at}.{key}" for key in values if key not in found]
     return unknown + [one for key in values if key in found for one in closed(found[key], values[key], f"{at}.{key}")]
@@ -41,7 +49,7 @@ def test_four_kinds_of_clusters_have_values() -> None:
 
 @pytest.mark.parametrize("path", [CHART / "values.yaml", *VALUES], ids=lambda path: path.stem)
 def test_values_fit_the_schema(path: Path) -> None:
-    jsonschema.Draft7Validator(SCHEMA).validate(values_of(path))
+    jsonschema.Draft7Validator(SCHEMA).validate(merged(DEFAULTS, values_of(path)))
     assert closed(SCHEMA, values_of(path)) == []
 
 
@@ -54,30 +62,35 @@ def test_values_fit_the_schema(path: Path) -> None:
         {"trainer": {"storage": {"kind": "nfs"}}},
         {"trainer": {"hosts": 1.5}},
         {"trainer": {"storage": {"size": "100 GB"}}},
-        {"env": {"resources": {"limits": {"cpu": "1"}}}},
+        {"env": {"resources": {"limits": {"memory": None}}}},
         {"redis": {"url": "redis://user:password@host:6379"}},
         {"configFiles": []},
         {"configFiles": ["run.yaml; true"]},
         {"bucket": "gs://b/p"},
+        {"config": None},
+        {"config": {"run": "quickstart"}},
+        {"config": {"services": []}},
+        {"trainer": {"storage": None}},
+        {"trainer": {"storage": {"kind": None}}},
     ],
     ids=json.dumps,
 )
 def test_schema_refuses(wrong: dict[str, Any]) -> None:
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.Draft7Validator(SCHEMA).validate(wrong)
+        jsonschema.Draft7Validator(SCHEMA).validate(merged(DEFAULTS, wrong))
 
 
 @pytest.mark.parametrize("path", VALUES, ids=lambda path: path.stem)
 def test_configuration_of_the_values_is_accepted(path: Path) -> None:
-    values = {**DEFAULTS, **values_of(path)}
+    values = merged(DEFAULTS, values_of(path))
     layers = [ROOT / name for name in values["configFiles"]]
     assert all(layer.is_relative_to(ROOT / "configs") for layer in layers), "the images hold no other"
     loaded = config.load([*layers, ROOT / "docker" / "stack.yaml"], given=values["config"])
     assert loaded.config.run.name == values["config"]["run"]["name"]
-    engine, limits = loaded.config.rollout.engine, values.get("rollout", {}).get("resources", {}).get("limits", {})
+    engine, limits = loaded.config.rollout.engine, values["rollout"]["resources"]["limits"]
     chips = limits.get("google.com/tpu", limits.get("nvidia.com/gpu", engine.tp_size))
     assert chips == engine.tp_size
-    hosts = values["trainer"].get("hosts", 1) * values["trainer"].get("slices", 1)
+    hosts = values["trainer"]["hosts"] * values["trainer"]["slices"]
     limits = values["trainer"]["resources"]["limits"]
     assert limits.get("google.com/tpu", 1) * hosts == loaded.config.trainer.mesh.n_devices
 
