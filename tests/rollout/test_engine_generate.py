@@ -141,6 +141,22 @@ def test_repeated_prompts_come_from_the_cache(server: RolloutProcess) -> None:
     assert second["output_ids"].tolist() == first["output_ids"].tolist()
 
 
+def test_a_prompt_that_waiting_requests_share_is_computed_once(server: RolloutProcess) -> None:
+    rng = np.random.default_rng(98)
+    prompts = [rng.integers(3, 500, 40).tolist() for _ in range(2)]
+    expected = [server.generate(prompt, 6)["output_ids"].tolist() for prompt in prompts]
+    server.post("/flush_cache", {})
+    server.post("/pause_generation", {"mode": "retract"})
+    started = [server.start(prompts[i % 2], 6) for i in range(8)]
+    wait_until(lambda: server.status()["queued"] == 8)
+    server.post("/continue_generation", {})
+    answers = [future.result() for future in started]
+    assert Counter(answer["meta_info"]["cached_tokens"] for answer in answers) == {0: 2, 39: 6}
+    for i, answer in enumerate(answers):
+        assert answer["output_ids"].tolist() == expected[i % 2]
+        assert server.error(prompts[i % 2], answer) <= 1e-4
+
+
 @pytest.mark.parametrize("action", ["/pause_generation", "/flush_cache"])
 def test_running_and_queued_requests_survive(server: RolloutProcess, action: str) -> None:
     """Twice as many requests as run at once; the stock handlers lose one or end the server."""

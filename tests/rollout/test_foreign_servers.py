@@ -172,6 +172,19 @@ async def test_nothing_is_answered_while_the_weights_are_unknown(tmp_path: Path,
 
 
 @same_for_each
+async def test_weights_that_were_not_loaded_again_are_found(tmp_path: Path, kind: Kind):
+    """After a refused load the server acknowledges the load of those before, and keeps its mixed ones."""
+    async with running(kind, tmp_path) as foreign, in_front(foreign) as engine:
+        await committed(engine, tmp_path, V1, 1)
+        foreign.engine.refuse_loads, foreign.engine.stay = 1, True
+        await engine.stage(weights(tmp_path, V2, 2))
+        with pytest.raises(WeightsError):
+            await engine.commit(V2, "retract")
+        with pytest.raises(Unavailable):
+            await engine.generate(asking())
+
+
+@same_for_each
 async def test_answers_of_a_restarted_server_are_refused(tmp_path: Path, kind: Kind):
     async with running(kind, tmp_path) as foreign, in_front(foreign) as engine:
         await committed(engine, tmp_path, V1, 1)

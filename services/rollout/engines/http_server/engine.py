@@ -37,6 +37,7 @@ from services.rollout.engines.base import (
 )
 from services.rollout.engines.http_server.receiver import Receiver
 from services.rollout.engines.http_server.wire import ForeignServer, Sampled
+from services.rollout.engines.probe import check_probe
 from shared.errors import (
     Conflict,
     EngineDied,
@@ -55,14 +56,23 @@ _log = Log("engine")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Loaded:
-    """Weights in a folder of this process, or of the caller (`is_ours` false). `probe_ids` are scored after a load."""
+    """Weights in a folder of this process, or of the caller (`is_ours` false), with the probe of StagedWeights."""
 
     folder: Path
     version: str
     digest: str
     names: frozenset[str]
-    probe_ids: np.ndarray | None
+    probe_ids: np.ndarray | None = None
+    probe_logprobs: np.ndarray | None = None
+    probe_noise: float | None = None
     is_ours: bool = True
+
+    def check(self, live: Live) -> None:
+        """Raises WeightsError if a server that was to load these weights serves others."""
+        if live.version != self.version:
+            raise WeightsError(f"the server names {live.version} after a load of {self.version}")
+        if live.logprobs is not None and self.probe_logprobs is not None:
+            check_probe(live.logprobs, self.probe_logprobs, self.probe_noise, "bfloat16")
 
 
 class HttpEngine:
@@ -133,7 +143,7 @@ class HttpEngine:
         self._drop_staged()
         if weights.kind == "hf":
             folder = Path(weights.folder)
-            self._staged = _Loaded(folder, weights.version, weights.digest, frozenset(), None, is_ours=False)
+            self._staged = _Loaded(folder, weights.version, weights.digest, frozenset(), is_ours=False)
             return LoadedWeights("", {})
         folder = self._folder / f"{weights.version}-{uuid.uuid4().hex[:8]}"
         wanted = True
@@ -168,7 +178,8 @@ class HttpEngine:
         except WeightsError:
             await asyncio.to_thread(remove, folder)
             raise
-        self._staged = _Loaded(folder, weights.version, weights.digest, names, weights.probe_ids)
+        probe = weights.probe_ids, weights.probe_logprobs, weights.probe_noise
+        self._staged = _Loaded(folder, weights.version, weights.digest, names, *probe)
         return LoadedWeights("", timings)
 
     async def commit(self, version: str, mode: CommitMode) -> CommitResult:
@@ -298,7 +309,7 @@ class HttpEngine:
             if before is None:
                 await self.resume()
                 return
-            await self._load(before, "retract")
+            before.check(await self._load(before, "retract"))
         except VolleyError as second:
             self._lose(f"a load failed: {error}; then the server failed to go back: {second}")
             with contextlib.suppress(VolleyError):

@@ -19,7 +19,7 @@ from sgl_jax.srt.server_args import ServerArgs
 from services.rollout.engines.base import OPTIONS, EngineSpec
 from services.rollout.engines.sglang_jax import models
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
-from services.rollout.engines.sglang_jax.scheduling.attention import BlockAttention, store_as_words
+from services.rollout.engines.sglang_jax.scheduling.attention import BlockAttention, fit_pool
 from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.products import (
     expert_products,
@@ -35,7 +35,6 @@ _SMALLEST_CPU_BATCH = 2
 """XLA for CPUs compiles a batch of one row badly: it copies the whole pool and converts every bfloat16 weight."""
 _WATCHDOG_S = 900.0
 _POOL_SHARE = 1 / 16  # of the host's memory
-_POOL_ALIGNMENT = 128  # the engine rounds head_dim up to a multiple of it in its pool
 
 
 class _ThisProcess:
@@ -62,7 +61,7 @@ def build_scheduler(
         LinearBase.__call__, moe.gmm = linear_through_float32, expert_products
     scheduler = RolloutScheduler(_server_args(spec, runs_on or spec.device), link, version)
     if spec.device == "cpu":
-        store_as_words(scheduler.runner.token_to_kv_pool)
+        fit_pool(scheduler.runner.token_to_kv_pool, _row(ModelConfig.read(Path(spec.model_path))))
     scheduler.parent_process = scheduler.tp_worker.parent_process = _ThisProcess()
     return scheduler
 
@@ -154,12 +153,15 @@ def _default_pool(spec: EngineSpec) -> int:
     So conversations stay cached between their turns.
     """
     model = ModelConfig.read(Path(spec.model_path))
-    head_dim = model.head_dim if model.latent is None else model.latent.qk_head_dim
-    row = -(-head_dim // _POOL_ALIGNMENT) * _POOL_ALIGNMENT
     itemsize = 4 if spec.dtype == "float32" else 2
-    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * row * itemsize
+    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * _row(model) * itemsize
     fitting = int(psutil.virtual_memory().total * _POOL_SHARE) // token_bytes
     return min(4 * spec.max_running_requests * spec.context_length, max(fitting, 2 * spec.context_length))
+
+
+def _row(model: ModelConfig) -> int:
+    """Return the numbers of a key or value of one head in the pool of a CPU."""
+    return model.head_dim if model.latent is None else model.latent.qk_head_dim
 
 
 def _default_bs(largest: int, smallest: int) -> tuple[int, ...]:

@@ -2,8 +2,11 @@
 
 The engine's own native backend scores every query against every key of the whole batch and copies the whole key/value
 pool once a layer; at 32 requests that is most of the time of a step. Here three nested loops with dynamic bounds visit
-each request, each block of its queries, and each block of its keys, with the running softmax of FlashAttention
-(Dao et al., 2022). A block of keys stays in the CPU's cache from its gather to its last use.
+groups of requests, each block of their queries, and each block of their keys, with the running softmax of
+FlashAttention (Dao et al., 2022). A block of keys stays in the CPU's cache from its gather to its last use.
+
+A group is one request of a prefill. Of a decode, whose requests have one query each, it is GROUP requests with about
+as many keys: sorted by length, so that few requests wait for a longer one.
 
 Layout of the inputs (the engine's): the tokens of all requests lie one after another; `cache_loc` holds the pool slots
 of all tokens of request 0, then of request 1, and so on. Padding requests have length 0 and come last.
@@ -22,6 +25,7 @@ from sgl_jax.srt.layers.attention.native_backend import NativeAttention
 
 BLOCK_K = 64
 BLOCK_Q = 16
+GROUP = 16
 
 
 class BlockAttention(NativeAttention):
@@ -85,7 +89,7 @@ def write_and_attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the new keys and values [T, K, D] to slots `out_cache_loc` (int32[T]; -1 is padding), then attends.
 
-    The pool's rows are as long as the engine makes them, D rounded up to a multiple of 128: what is beyond D stays 0.
+    The pool's rows may be longer than D: what is beyond stays 0.
     """
     tokens, kv_heads, dim = k.shape
     width = pool.shape[-1]
@@ -94,19 +98,22 @@ def write_and_attend(
     at = jnp.where(out_cache_loc >= 0, out_cache_loc, pool.shape[0])
     pool = pool.at[at].set(new, mode="drop")  # in place only while the pool keeps its shape: a reshape copies it twice
     rows = pool.reshape(-1, width)
-    attend = partial(attend_blocks, kv_heads=kv_heads, scale=scale, block_q=block_q, window=window, softcap=softcap)
-    return attend(q, rows, cache_loc, seq_lens, query_lens), pool
+    options = {"kv_heads": kv_heads, "scale": scale, "window": window, "softcap": softcap}
+    if block_q == 1:
+        return attend_tokens(q, rows, cache_loc, seq_lens, **options), pool
+    return attend_blocks(q, rows, cache_loc, seq_lens, query_lens, block_q=block_q, **options), pool
 
 
-def store_as_words(kv_pool: Any) -> None:
-    """Replace the bfloat16 buffers of an empty pool by uint16 buffers of the same shape and sharding.
+def fit_pool(kv_pool: Any, head_dim: int) -> None:
+    """Replace the buffers of an empty pool by buffers with rows of `head_dim`, uint16 for bfloat16; same sharding.
 
-    XLA for CPUs scatters no bfloat16: it would convert the whole pool to float32 and back at every layer of every
-    step. A bitcast of the pool would copy it, so the pool itself holds the bits as uint16.
+    The engine rounds the rows up to a multiple of 128 for its paged attention. XLA for CPUs scatters no bfloat16: it
+    would convert the whole pool to float32 and back at every layer of every step. A bitcast of the pool would copy it,
+    so the pool itself holds the bits as uint16.
     """
     for layer, buffer in enumerate(kv_pool.kv_buffer):
-        if buffer.dtype == jnp.bfloat16:
-            kv_pool.kv_buffer[layer] = jnp.zeros(buffer.shape, jnp.uint16, device=buffer.sharding)
+        shape, dtype = (*buffer.shape[:-1], head_dim), jnp.uint16 if buffer.dtype == jnp.bfloat16 else buffer.dtype
+        kv_pool.kv_buffer[layer] = jnp.zeros(shape, dtype, device=buffer.sharding)
 
 
 def _stored(values: jax.Array, dtype: Any) -> jax.Array:
@@ -150,9 +157,8 @@ def attend_blocks(
         softcap: c, where scores x are c · tanh(x / c).
     Returns: [T, H, D] in q's dtype; rows of padding are arbitrary but finite.
     """
-    (tokens, n_heads, dim), width = q.shape, rows.shape[-1]  # whole rows: the gather of cut ones is slower
-    grouped = jnp.pad(q, ((0, block_q), (0, 0), (0, width - dim)))
-    grouped = grouped.reshape(tokens + block_q, kv_heads, n_heads // kv_heads, width)
+    tokens, _, dim = q.shape
+    grouped = jnp.pad(_by_head(q, rows, kv_heads), ((0, block_q), (0, 0), (0, 0), (0, 0)))
     slots = jnp.pad(cache_loc, (0, BLOCK_K))
     query_starts = jnp.cumsum(query_lens) - query_lens
     key_starts = jnp.cumsum(seq_lens) - seq_lens
@@ -166,7 +172,7 @@ def attend_blocks(
             positions = first + i * block_q + jnp.arange(block_q)
             q_block = jax.lax.dynamic_slice_in_dim(grouped, at, block_q)
             n_keys = jnp.minimum(positions[-1] + 1, seq_lens[b])
-            block = one_block(q_block, rows, slots, key_starts[b], positions, n_keys)
+            block = one_block(q_block[None], rows, slots, key_starts[b][None], positions[None], n_keys)[0]
             return jax.lax.dynamic_update_slice_in_dim(out, block.astype(out.dtype), at, 0)
 
         return jax.lax.fori_loop(0, (query_lens[b] + block_q - 1) // block_q, queries, out)
@@ -175,11 +181,62 @@ def attend_blocks(
     return out[:tokens, ..., :dim].reshape(q.shape)
 
 
+def attend_tokens(
+    q: jax.Array,
+    rows: jax.Array,
+    cache_loc: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    kv_heads: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """`attend_blocks` of the last token of each request: q is [B or more, H, D], row b of request b."""
+    (n, _, dim), group = q.shape, min(GROUP, len(seq_lens))
+    padding = -len(seq_lens) % group
+    order = jnp.argsort(-seq_lens)
+    lens, starts, grouped = (
+        jnp.pad(x[order], ((0, padding), *((0, 0) for _ in x.shape[1:])))
+        for x in (seq_lens, jnp.cumsum(seq_lens) - seq_lens, _by_head(q, rows, kv_heads))
+    )
+    slots = jnp.pad(cache_loc, (0, BLOCK_K))
+
+    def requests(i: jax.Array, out: jax.Array) -> jax.Array:
+        q_some, lens_some, starts_some = (
+            jax.lax.dynamic_slice_in_dim(x, i * group, group) for x in (grouped, lens, starts)
+        )
+        block = _one_block(
+            q_some[:, None],
+            rows,
+            slots,
+            starts_some,
+            lens_some[:, None] - 1,
+            lens_some[0],
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+        return jax.lax.dynamic_update_slice_in_dim(out, block[:, 0].astype(out.dtype), i * group, 0)
+
+    n_groups = (jnp.sum(seq_lens > 0) + group - 1) // group
+    out = jax.lax.fori_loop(0, n_groups, requests, jnp.zeros_like(grouped))
+    out = out[jnp.argsort(order), ..., :dim].reshape(len(seq_lens), *q.shape[1:])
+    return jnp.pad(out, ((0, n - len(seq_lens)), (0, 0), (0, 0)))
+
+
+def _by_head(q: jax.Array, rows: jax.Array, kv_heads: int) -> jax.Array:
+    """Queries [T, H, D] as [T, K, H / K, D'], as long as the rows: the gather of cut rows would be slower."""
+    tokens, n_heads, dim = q.shape
+    padded = jnp.pad(q, ((0, 0), (0, 0), (0, rows.shape[-1] - dim)))
+    return padded.reshape(tokens, kv_heads, n_heads // kv_heads, rows.shape[-1])
+
+
 def _one_block(
     q: jax.Array,
     rows: jax.Array,
     slots: jax.Array,
-    key_start: jax.Array,
+    key_starts: jax.Array,
     positions: jax.Array,
     n_keys: jax.Array,
     *,
@@ -187,34 +244,40 @@ def _one_block(
     window: int | None,
     softcap: float | None,
 ) -> jax.Array:
-    """Online softmax of one block of queries [Q, K, G, D] at `positions` [Q], ascending, over keys 0..n_keys;
-    float32[Q, K, G, D]. What a query has of a block of keys without one that it sees is faded to 0 by the next.
+    """Online softmax of a block of queries [R, Q, K, G, D] of each of R requests at `positions` [R, Q], ascending.
+
+    `n_keys` is that of the request with the most; keys beyond a query's position are not seen. Returns float32 of q's
+    shape. What a query has of a block of keys without one that it sees is faded to 0 by the next; after one that it
+    sees, such a block adds exactly 0.
     """
-    n_q, kv_heads, group, dim = q.shape
-    q_KDN = q.astype(jnp.float32).transpose(1, 3, 0, 2).reshape(kv_heads, dim, n_q * group)
-    causal_N = jnp.repeat(positions, group)
+    n_requests, n_q, kv_heads, group, dim = q.shape
+    n = n_q * group
+    q_RKDN = q.astype(jnp.float32).transpose(0, 2, 4, 1, 3).reshape(n_requests, kv_heads, dim, n)
+    causal_RN = jnp.repeat(positions, group, axis=1)
     head_rows = (2 * jnp.arange(kv_heads))[:, None]
+    most = jnp.maximum(positions[:, -1:], 0)
 
     def keys(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, mixed = state
-        slot = jax.lax.dynamic_slice_in_dim(slots, key_start + i * BLOCK_K, BLOCK_K)
-        index = slot[None, :] * (2 * kv_heads) + head_rows
+        at = i * BLOCK_K + jnp.arange(BLOCK_K)
+        slot = slots[key_starts[:, None] + jnp.minimum(at, most)]
+        index = slot[:, None, :] * (2 * kv_heads) + head_rows
         k = _loaded(rows.at[index].get(mode="promise_in_bounds"))
         v = _loaded(rows.at[index + 1].get(mode="promise_in_bounds"))
-        scores = jnp.matmul(k, q_KDN).transpose(0, 2, 1) * scale
+        scores = jnp.matmul(k, q_RKDN).transpose(0, 1, 3, 2) * scale
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        ago = causal_N[:, None] - (i * BLOCK_K + jnp.arange(BLOCK_K))[None, :]
+        ago = causal_RN[..., None] - at
         visible = ago >= 0 if window is None else (ago >= 0) & (ago < window)
-        scores = jnp.where(visible, scores, -1e30)
+        scores = jnp.where(visible[:, None], scores, -1e30)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         weights, fade = jnp.exp(scores - new_top), jnp.exp(top - new_top)
         mixed = mixed * fade + jnp.matmul(weights, v)
         return new_top, total * fade + weights.sum(-1, keepdims=True), mixed
 
-    n = n_q * group
-    start = (jnp.full((kv_heads, n, 1), -1e30), jnp.zeros((kv_heads, n, 1)), jnp.zeros((kv_heads, n, dim)))
-    oldest = 0 if window is None else jnp.maximum(positions[0] - window + 1, 0) // BLOCK_K
+    of_heads = (n_requests, kv_heads, n)
+    start = (jnp.full((*of_heads, 1), -1e30), jnp.zeros((*of_heads, 1)), jnp.zeros((*of_heads, dim)))
+    oldest = 0 if window is None else jnp.maximum(positions.min() - window + 1, 0) // BLOCK_K
     _, total, mixed = jax.lax.fori_loop(oldest, (n_keys + BLOCK_K - 1) // BLOCK_K, keys, start)
     out = mixed / jnp.maximum(total, 1e-30)
-    return out.reshape(kv_heads, n_q, group, dim).transpose(1, 0, 2, 3)
+    return out.reshape(n_requests, kv_heads, n_q, group, dim).transpose(0, 2, 1, 3, 4)

@@ -126,6 +126,29 @@ class RolloutScheduler(Scheduler):
         enough = free >= 2 * self.max_running_requests * self.page_size
         return enough and not any(req.guide is not None for req in flight.reqs)
 
+    def get_new_batch_prefill(self) -> ScheduleBatch | None:
+        """Compute a prompt that waiting requests share once: others wait for that step, then find it in the cache."""
+        followers = self._followers()
+        queue, self.waiting_queue = self.waiting_queue, [req for req in self.waiting_queue if id(req) not in followers]
+        batch = super().get_new_batch_prefill()
+        left = {id(req) for req in self.waiting_queue}
+        self.waiting_queue = [req for req in queue if id(req) in left or id(req) in followers]
+        for req in queue:
+            req.may_follow &= id(req) not in followers or followers[id(req)] in left
+        return batch
+
+    def _followers(self) -> dict[int, int]:
+        """Return the waiting requests with the prompt of one before them, and that one, by `id`.
+
+        None if computing their prompts again would fit into the smallest prefill, which waiting would cost.
+        """
+        first, followers, saved = dict[bytes, int](), dict[int, int](), 0
+        for req in self.waiting_queue:
+            if req.may_follow and (leader := first.setdefault(req.prompt, id(req))) != id(req):
+                followers[id(req)] = leader
+                saved += len(req.origin_input_ids)
+        return followers if saved > self.tp_worker.compilation_manager.token_buckets[0] else {}
+
     def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
         """Leave out requests that end with the running step, then prepare the batch for decoding."""
         reqs, pending = batch.reqs_info[0].reqs, self._pending_rows()

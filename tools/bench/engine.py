@@ -1,0 +1,187 @@
+"""Compare tokens per second of the engine with stock sglang-jax, at several numbers of requests at once.
+
+Each side is a process that holds one engine: Volley's, or sglang-jax's own `Engine` on the same model with the same
+limits. They take turns, so both see the same machine, and the median of the rounds counts. `python -m
+tools.bench.engine [MODEL] [--dtype bfloat16] [--context 256]` prints one JSON object; without MODEL the quickstart's
+shape is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CONCURRENCY, N_NEW, PROMPT, N_ROUNDS = (1, 8, 32, 64), 64, 64, 3
+_MODEL = Path(__file__).parents[2] / "configs" / "models" / "tiny" / "config.json"
+
+type Generate = Callable[[list[int], int], Awaitable[int]]
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    if arguments.side is not None:
+        asyncio.run(_serve(arguments))
+        return
+    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
+        model = str(Path(arguments.model).absolute()) if arguments.model else _random_model(Path(temporary))
+        sides = {name: stack.enter_context(_side(name, model, arguments)) for name in _SIDES}
+        rates = measure(sides, arguments.rounds, arguments.new)
+    results = {
+        f"engine_{n}_requests": {
+            "value": rates["volley"][n],
+            "unit": "tokens/s",
+            "reference": rates["stock"][n],
+            "ratio": rates["volley"][n] / rates["stock"][n],
+        }
+        for n in CONCURRENCY
+    }
+    sys.stdout.write(json.dumps(results) + "\n")
+
+
+def measure(
+    sides: dict[str, subprocess.Popen[str]], rounds: int, n_new: int, concurrency: Sequence[int] = CONCURRENCY
+) -> dict[str, dict[int, float]]:
+    """Return the median tokens/s of each side at each number of requests; a first round compiles and does not count."""
+    rates: dict[str, dict[int, float]] = {name: {} for name in sides}
+    for n in concurrency:
+        found: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range(rounds + 1):
+            for name, process in sides.items():
+                rate = _ask(process, n, n_new, seed=100 * n + turn)
+                found[name] += [rate] if turn else []
+        for name, values in found.items():
+            rates[name][n] = statistics.median(values)
+            print(f"{name}: {n} requests: {' '.join(f'{value:.0f}' for value in values)}", file=sys.stderr, flush=True)
+    return rates
+
+
+def _ask(process: subprocess.Popen[str], n: int, n_new: int, seed: int) -> float:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps([n, n_new, seed]) + "\n")
+    process.stdin.flush()
+    for line in process.stdout:
+        if line.startswith("rate "):
+            return float(line.split()[1])
+    raise SystemExit(f"a side ended with code {process.wait()}")
+
+
+@contextlib.contextmanager
+def _side(name: str, model: str, arguments: argparse.Namespace) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tools.bench.engine", model, "--side", name]
+    command += ["--dtype", arguments.dtype, "--context", str(arguments.context)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        if process.stdin is not None:
+            process.stdin.close()
+        process.wait(30)
+
+
+# --- a side -------------------------------------------------------------------------------------------------------
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    """Answer lines [requests, new tokens, seed] with the rate, until standard input ends."""
+    async with _SIDES[arguments.side](arguments.model, arguments) as generate:
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            n, n_new, seed = json.loads(line)
+            rng = np.random.default_rng(seed)
+            prompts = [rng.integers(3, 500, PROMPT).tolist() for _ in range(n)]
+            start = time.perf_counter()
+            counts = await asyncio.gather(*(generate(prompt, n_new) for prompt in prompts))
+            print("rate", sum(counts) / (time.perf_counter() - start), flush=True)
+
+
+@contextlib.asynccontextmanager
+async def _volley(model: str, arguments: argparse.Namespace) -> AsyncIterator[Generate]:
+    from services.rollout.engines.base import EngineSpec, GenerateRequest, SamplingParams
+    from services.rollout.engines.sglang_jax.client import open_engine
+
+    spec = EngineSpec(
+        model, dtype=arguments.dtype, context_length=arguments.context, max_running_requests=CONCURRENCY[-1]
+    )
+    async with open_engine(spec) as engine:
+
+        async def generate(prompt: list[int], n_new: int) -> int:
+            sampling = SamplingParams(max_new_tokens=n_new, ignore_eos=True)
+            ids = np.array(prompt, np.int32)
+            return len((await engine.generate(GenerateRequest(os.urandom(8).hex(), ids, sampling))).output_ids)
+
+        yield generate
+
+
+@contextlib.asynccontextmanager
+async def _stock(model: str, arguments: argparse.Namespace) -> AsyncIterator[Generate]:
+    """sglang-jax's own engine. Its overlapped schedule and pages above one token give wrong tokens on CPUs."""
+    from sgl_jax.srt.entrypoints.engine import Engine
+
+    most = CONCURRENCY[-1]
+    engine = Engine(
+        model_path=model,
+        device="cpu",
+        dtype=arguments.dtype,
+        attention_backend="native",
+        context_length=arguments.context,
+        max_running_requests=most,
+        max_total_tokens=most * arguments.context,
+        max_prefill_tokens=2048,
+        chunked_prefill_size=2048,
+        page_size=1,
+        disable_precompile=True,
+        disable_overlap_schedule=True,
+        skip_server_warmup=True,
+        skip_tokenizer_init=True,
+        random_seed=0,
+    )
+
+    async def generate(prompt: list[int], n_new: int) -> int:
+        sampling = {"max_new_tokens": n_new, "temperature": 1.0, "ignore_eos": True}
+        answer: Any = await engine.async_generate(
+            input_ids=prompt, sampling_params=sampling, return_logprob=True, logprob_start_len=len(prompt) - 1
+        )
+        return int(answer["meta_info"]["completion_tokens"])
+
+    try:
+        yield generate
+    finally:
+        engine.shutdown()
+
+
+_SIDES = {"volley": _volley, "stock": _stock}
+
+
+def _random_model(folder: Path) -> str:
+    from tools.bench.rollout import write_model
+
+    config = json.loads(_MODEL.read_text(encoding="utf-8"))
+    return str(write_model(folder / "model", config, np.random.default_rng(0)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.engine", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", nargs="?", help="Hugging Face folder")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--new", type=int, default=N_NEW, help="tokens of each answer")
+    parser.add_argument("--rounds", type=int, default=N_ROUNDS)
+    parser.add_argument("--side", choices=sorted(_SIDES), help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    main()
