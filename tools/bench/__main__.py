@@ -38,6 +38,9 @@ BENCHMARKS = {
     "rollout": Benchmark(
         "tools.bench.rollout", "rollout", "tokens/s through HTTP against the engine called in process (aim ≥ 0.95)"
     ),
+    "engine": Benchmark(
+        "tools.bench.engine", "rollout", "tokens/s of 1, 8, 32 and 64 requests against sglang-jax's own engine", 1800.0
+    ),
     "trainer": Benchmark(
         "tools.bench.trainer",
         "trainer",

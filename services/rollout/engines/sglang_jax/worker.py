@@ -72,7 +72,7 @@ class EngineWorker:
             while not self._loaded.empty():
                 self._scheduler.settle()
                 self._loaded.get()()
-            busy = self._scheduler.turn() or bool(messages)
+            busy = self._scheduler.turn() or bool(messages) or self._scheduler.step.compile_next()
 
     def _answer(self, message: Message) -> None:
         op = message["op"]
@@ -338,9 +338,11 @@ def _boot(spec: EngineSpec, link: EngineLink) -> tuple[EngineWorker, Message]:
     with uncollected():
         from services.rollout.engines.sglang_jax.boot import build_scheduler, describe, precompile
         from services.rollout.engines.sglang_jax.scheduling.guides import Grammars
+        from services.rollout.engines.sglang_jax.scheduling.shapes import KnownShapes, file_of
 
     scheduler = build_scheduler(spec, link, BASE_VERSION if spec.load_weights else None)
     precompile(scheduler, spec)
+    scheduler.step.shapes = KnownShapes(file_of(spec))
     info = describe(scheduler, spec)
     grammars = Grammars(spec.tokenizer, info["vocab_size"], next(iter(info["eos_token_ids"]), None))
     return EngineWorker(link, scheduler, spec.dtype, grammars), info

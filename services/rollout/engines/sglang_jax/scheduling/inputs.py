@@ -92,6 +92,12 @@ def pack(batch: ModelWorkerBatch, rows: SamplingRows, n_top: int) -> tuple[np.nd
     return np.concatenate(list(arrays.values()), dtype=np.int32, casting="same_kind"), layout
 
 
+def blank(layout: Layout) -> np.ndarray:
+    """Return a packed array without requests, whose step writes no keys and values."""
+    arrays = [np.full(n, -1 if name == "out_cache_loc" else 0, np.int32) for name, n in layout.parts]
+    return np.concatenate(arrays)
+
+
 def _guides(rows: SamplingRows) -> dict[str, np.ndarray]:
     """Return the rows' constraints as padded arrays, each only if a row needs it."""
     n, arrays = len(rows.forced_B), dict[str, np.ndarray]()

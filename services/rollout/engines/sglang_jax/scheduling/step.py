@@ -23,8 +23,19 @@ from sgl_jax.srt.eplb.expert_location import get_global_expert_location_metadata
 from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
 
 from services.rollout.engines.base import MAX_TOP_LOGPROBS
-from services.rollout.engines.sglang_jax.scheduling.inputs import Layout, SamplingRows, batch_of, pack, unpack
+from services.rollout.engines.sglang_jax.scheduling.inputs import (
+    Layout,
+    SamplingRows,
+    batch_of,
+    blank,
+    pack,
+    unpack,
+)
 from services.rollout.engines.sglang_jax.scheduling.sampling import guided, most_likely, sample
+from services.rollout.engines.sglang_jax.scheduling.shapes import KnownShapes
+from shared.process.telemetry import Log
+
+log = Log("engine")
 
 
 class StepOutput(NamedTuple):
@@ -52,6 +63,7 @@ class FusedStep:
     def __init__(self, runner: Any, max_requests: int) -> None:
         """`max_requests`: the largest padded number of requests of a batch."""
         self._runner = runner
+        self.shapes = KnownShapes(None)
         self._sampled = jax.device_put(np.zeros(max_requests, np.int32), NamedSharding(runner.mesh, P(None)))
         model_def, _ = nnx.split(runner.model)
         self._compiled = compiled_step(runner.mesh, model_def, runner._model_state_def)
@@ -69,11 +81,27 @@ class FusedStep:
 
     def launch(self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None) -> StepOutput:
         """Start the batch on the device. The output's arrays are the device's; `jax.device_get` waits for them."""
-        runner = self._runner
+        return self._launch(self.arguments(batch, rows, leaves))
+
+    def _launch(self, arguments: tuple[Any, ...]) -> StepOutput:
+        runner, before = self._runner, self.compilations
         with jax.set_mesh(runner.mesh):
-            output, self._sampled, pool = self._compiled(*self.arguments(batch, rows, leaves))
+            output, self._sampled, pool = self._compiled(*arguments)
         runner.memory_pools.replace_all(pool)
+        if self.compilations > before:
+            self.shapes.add(arguments[-1])
         return output
+
+    def compile_next(self) -> bool:
+        """Compile a shape that an earlier engine used, by a step without requests. Returns False if none is left."""
+        layout = self.shapes.next()
+        if layout is None:
+            return False
+        try:
+            jax.block_until_ready(self._launch((*self._fixed(None), blank(layout), layout)))
+        except (TypeError, ValueError, KeyError) as error:  # the file was written by something else
+            log.warning("a shape of an earlier engine cannot be compiled", error=repr(error))
+        return True
 
     def arguments(
         self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None
@@ -84,13 +112,17 @@ class FusedStep:
         if metadata is not None:  # setting an attribute of a module walks what it holds
             runner.attn_backend.forward_metadata = metadata
         n_top = min(MAX_TOP_LOGPROBS, runner.model_config.vocab_size) if rows.with_top else 0
+        return (*self._fixed(leaves), *pack(batch, rows, n_top))
+
+    def _fixed(self, leaves: list[jax.Array] | None) -> tuple[Any, ...]:
+        """Build the arguments that do not depend on the batch."""
+        runner = self._runner
         return (
             runner.model_state_leaves if leaves is None else leaves,
             runner.memory_pools,
             runner.attn_backend,
             get_global_expert_location_metadata(),
             self._sampled,
-            *pack(batch, rows, n_top),
         )
 
 
