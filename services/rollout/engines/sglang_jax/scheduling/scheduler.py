@@ -133,16 +133,18 @@ class RolloutScheduler(Scheduler):
         batch = super().get_new_batch_prefill()
         left = {id(req) for req in self.waiting_queue}
         self.waiting_queue = [req for req in queue if id(req) in left or id(req) in followers]
+        unfinished = left | {id(req) for req in self.chunked_reqs}
         for req in queue:
-            req.may_follow &= id(req) not in followers or followers[id(req)] in left
+            req.may_follow &= id(req) not in followers or followers[id(req)] in unfinished
         return batch
 
     def _followers(self) -> dict[int, int]:
-        """Return the waiting requests with the prompt of one before them, and that one, by `id`.
+        """Return the waiting requests with the prompt of one before them, which may be half computed, and that one.
 
         None if computing their prompts again would fit into the smallest prefill, which waiting would cost.
         """
-        first, followers, saved = dict[bytes, int](), dict[int, int](), 0
+        first = {req.prompt: id(req) for req in self.chunked_reqs if req is not None}
+        followers, saved = dict[int, int](), 0
         for req in self.waiting_queue:
             if req.may_follow and (leader := first.setdefault(req.prompt, id(req))) != id(req):
                 followers[id(req)] = leader
