@@ -63,9 +63,9 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     toolbox = Toolbox(sandboxes, runner, servers, settings.unsandboxed)
     catalogue = open_catalogue(settings, runner, toolbox, pool if settings.n_processes else None)
     rewarding = Rewards(settings.rewards, settings.reward_servers, settings.folder, settings.ca_file)
-    async with sandboxes, servers, pool, rewarding as rewards:
+    containers = Containers(settings.harbor)
+    async with sandboxes, servers, pool, containers.running(), rewarding as rewards:
         store = SubmissionStore(settings.folder / "submitted")
-        containers = Containers(settings.harbor)
         submissions = _submissions(settings, store, catalogue, sandboxes, containers)
         content = ContentRecord(settings.folder, store, allow_changed_code=settings.allow_changed_code)
         await submissions.open()
@@ -87,7 +87,6 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
         app.state.env = EnvState(catalogue, episodes, submissions, rewards, ToolSet(toolbox, ANY_TOOLS), content)
         _log.info("environments ready", env=settings.env, available=[entry.name for entry in catalogue.entries()])
         workers = [episodes.sweep, runner.watch, pool.keep, submissions.validate_waiting, submissions.judge_canaries]
-        workers.append(containers.keep)
         try:
             yield RunningService(app, workers)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import re
 import signal
@@ -18,7 +19,9 @@ from services.env.backends.harbor import read_config, verdict_of
 from services.env.harbor import containers
 from services.env.harbor.containers import Containers, HarborSettings
 from services.env.harbor.tasks import is_task_archive, read_tasks
-from shared.errors import Forbidden, InputError, Unavailable
+from services.env.settings import ConfiguredSource
+from shared.errors import ConfigError, Forbidden, InputError, Unavailable
+from shared.run.sources import FoundSource
 from shared.services_schema import Limits
 from tests.env.conftest import OpenClient, open_service
 from tests.env.harbor_service import harbor_settings, playing, served, taken, task_of, worker_in
@@ -273,6 +276,23 @@ def test_environments_of_containers_that_cannot_be_used(tmp_path: Path) -> None:
         Containers(HarborSettings()).read([])
     with pytest.raises(Unavailable, match=r"none of .*docker"):
         Containers(harbor_settings(tmp_path, environment="dokcer")).read([])
+
+
+async def test_task_folders_of_the_configuration_are_there_when_the_service_is(
+    open_client: OpenClient, tmp_path: Path
+) -> None:
+    content = zipped(("", sum_task()))
+    file = tmp_path / "mine.zip"
+    file.write_bytes(content)
+    source = ConfiguredSource(FoundSource(file, None), hashlib.sha256(content).hexdigest(), {"max_turns": 3})
+    settings = {"env": "mine@1", "sources": {"mine@1": source}, "limits": Limits()}
+    async with open_client(**settings, harbor=harbor_settings(tmp_path)) as client:
+        one = await begin(client, "mine@1")
+        await one.run(SOLVE)
+        assert (await one.say("Done."))["reward"] == 1.0
+    with pytest.raises(ConfigError, match="there is no environment"):
+        async with open_client(**settings):
+            pass
 
 
 async def test_a_service_without_containers_refuses_task_folders(open_client: OpenClient) -> None:

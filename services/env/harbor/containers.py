@@ -101,7 +101,7 @@ class Containers:
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     async def keep(self) -> None:
-        """Worker: run the process from its first use on, and start it again if it ends."""
+        """Run the process from its first use on, and start it again if it ends."""
         await self._wanted.wait()
         while True:
             try:
@@ -113,13 +113,18 @@ class Containers:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Run the worker `keep` meanwhile."""
+        """Run the process meanwhile, from its first use on. Errors of the body are raised as they are."""
+        failure: Exception | None = None
         async with asyncio.TaskGroup() as group:
             task = group.create_task(self.keep())
             try:
                 yield
+            except Exception as error:  # noqa: BLE001 - raised below, outside of the group
+                failure = error
             finally:
                 task.cancel()
+        if failure is not None:
+            raise failure
 
     async def start(
         self, folder: Path, agent: Agent, *, fresh: bool = False
