@@ -78,7 +78,7 @@ ELSEWHERE = {
     *("quickstart", "sft", "dpo", "tinker", "dashboard", "eval", "replay", "reverify"),
     *("fork", "model get", "serve", "export"),
 }
-"""Commands that train, serve or download: their work is too long for these tests."""
+"""Commands that train, serve or download: tests/system/test_json.py runs them, but for the download."""
 
 
 @pytest.fixture(scope="module")
