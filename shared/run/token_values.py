@@ -1,7 +1,8 @@
 """Trainer's values of archived tokens, as `volley replay --tokens` writes them: `tokens/e000001/s000042.msgpack`.
 
-A file holds {schema, run, version, episodes: [[ticket, sample, logprobs, advantages], …]} for the step that made
-`version`. It is no part of the proof: it can be made again from archive and checkpoint.
+A file holds {schema, run, version, episodes: [[ticket, sample, logprobs, advantages, marks, weights], …]} for the step
+that made `version`; older files lack the last two. It is no part of the proof: it can be made again from archive and
+checkpoint.
 """
 
 from __future__ import annotations
@@ -23,15 +24,22 @@ _MOST_BYTES = 2**28
 _MOST_VALUES = 2**22
 
 
+CLIPPED, TRUNCATED, REJECTED = 1, 2, 4
+"""Marks of a token: a bound of the loss applies, its importance weight is capped, or the loss rejects it."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenValues:
     """Values of an episode's N stored tokens (see `Trajectory.stored`) at the start of a step.
 
-    `logprobs` float32 [N]: the trainer's log-probabilities, natural log; `advantages` float32 [N].
+    `logprobs` float32 [N]: the trainer's log-probabilities, natural log; `advantages` float32 [N]. `marks` uint8 [N]
+    say how the loss treats each token, `weights` float32 [N] are the importance weights; None if they are not known.
     """
 
     logprobs: np.ndarray
     advantages: np.ndarray
+    marks: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
 
 type OfEpisodes = Mapping[tuple[int, int], TokenValues]
@@ -44,7 +52,10 @@ def path_of(root: Path, version: WeightVersion) -> Path:
 
 def write(root: Path, run: str, version: WeightVersion, values: OfEpisodes) -> None:
     """Replace the file of a version. Raises StorageFull."""
-    rows = [[ticket, sample, one.logprobs, one.advantages] for (ticket, sample), one in values.items()]
+    rows = [
+        [*key, one.logprobs, one.advantages, *([] if one.marks is None else [one.marks, one.weights])]
+        for key, one in values.items()
+    ]
     record = {"schema": SCHEMA, "run": run, "version": str(version), "episodes": rows}
     path = path_of(root, version)
     with storage(root.parent):
@@ -66,13 +77,16 @@ def read(root: Path, run: str, version: WeightVersion) -> OfEpisodes:
     if (record.get("run"), record.get("version")) != (run, str(version)):
         raise DecodeError(f"{path} belongs to another run or version", "remove it")
     try:
-        return {(int(t), int(s)): TokenValues(*_arrays(rest)) for t, s, *rest in record["episodes"]}
+        return {(int(t), int(s)): _values(rest) for t, s, *rest in record["episodes"]}
     except (KeyError, TypeError, ValueError) as error:
         raise DecodeError(f"{path} is damaged: {error}"[:300], "remove it") from error
 
 
-def _arrays(values: Sequence[object]) -> tuple[np.ndarray, np.ndarray]:
-    logprobs, advantages = (one for one in values if isinstance(one, np.ndarray) and one.dtype == np.float32)
-    if len(logprobs) != len(advantages):
-        raise ValueError("an episode has values of different lengths")
-    return logprobs, advantages
+def _values(found: Sequence[object]) -> TokenValues:
+    dtypes = (np.float32, np.float32, np.uint8, np.float32)
+    arrays = [one for one in found if isinstance(one, np.ndarray)]
+    if len(arrays) != len(found) or len(found) not in (2, 4):
+        raise ValueError("values of an episode are not arrays")
+    if any(one.dtype != dtype or len(one) != len(arrays[0]) for one, dtype in zip(arrays, dtypes, strict=False)):
+        raise ValueError("values of an episode have other types or lengths")
+    return TokenValues(*arrays)

@@ -249,7 +249,12 @@ async def test_values_of_the_trainer_are_shown_where_a_replay_wrote_them(page: h
     version, tokens = WeightVersion.parse(row["version"]), root / "r" / "tokens"
     group = read_group(RunFolder(root / "r"), "r", version, row["ticket"])
     values = {
-        (one.ticket, one.sample_index): TokenValues(one.stored("logprobs") + np.float32(0.1), one.stored("logprobs"))
+        (one.ticket, one.sample_index): TokenValues(
+            one.stored("logprobs") + np.float32(0.1),
+            one.stored("logprobs"),
+            np.arange(one.n_stored, dtype=np.uint8) % 8,
+            np.arange(one.n_stored, dtype=np.float32),
+        )
         for one in group.trajectories
     }
     token_values.write(tokens, "r", version, values)
@@ -260,6 +265,8 @@ async def test_values_of_the_trainer_are_shown_where_a_replay_wrote_them(page: h
             at = [i for i, sampled in enumerate(sequence["mask"]) if sampled]
             assert [sequence["ratio"][i] for i in at] == pytest.approx([np.exp(0.1)] * len(at), abs=1e-4)
             assert [sequence["advantage"][i] for i in at] == pytest.approx([sequence["logprobs"][i] for i in at])
+            assert [sequence["marks"][i] for i in at] == [int(sequence["weight"][i]) % 8 for i in at]
+            assert {*sequence["marks"]} - {0}
             assert sum(map(abs, sequence["trainer"])) == pytest.approx(sum(abs(sequence["trainer"][i]) for i in at))
     damaged = token_values.path_of(tokens, version)
     for content in (b"", b"\xc1", damaged.read_bytes()[:-9]):

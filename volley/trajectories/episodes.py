@@ -95,6 +95,8 @@ def _trained(one: EpisodeSequence, values: TokenValues | None, own: tuple[int, i
     trainer, advantages = whole(values.logprobs), whole(values.advantages)
     ratio = np.exp(np.clip(trainer - one.logprobs, -20.0, 20.0))
     named = {"trainer": trainer, "ratio": np.where(sampled, ratio, 1.0), "advantage": advantages}
+    if values.marks is not None and values.weights is not None:
+        named |= {"marks": whole(values.marks).astype(int), "weight": whole(values.weights)}
     return {name: [round(value, 5) for value in array.tolist()] for name, array in named.items()}
 
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from services.trainer.algorithms.terms.actor import TokenMasks
 from services.trainer.algorithms.terms.algorithm import Algorithm, Episode, Needs
-from services.trainer.algorithms.terms.importance import MAX_LOG_RATIO
-from services.trainer.algorithms.terms.statistics import EffectiveShare
 from services.trainer.batches.batch import (
     Aggregation,
     Batch,
@@ -40,6 +39,7 @@ from services.trainer.learner.critic import Critic, CriticSetup
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.published import PublishedWeights
 from services.trainer.learner.scoring import Reference, Scorer, divided, objective, params_of
+from services.trainer.learner.token_views import MaskReader, effective_share, mean_difference, own, token_values
 from services.trainer.learner.train_step import Learner, Objective, Params, Update
 from services.trainer.learner.tunix_options import TunixOptions
 from services.trainer.metrics import step_metrics
@@ -171,17 +171,14 @@ class Policy:
 
         Only tokens that the present weights sampled count; None for a group without such tokens.
         """
-        return [_mean_difference(of_group) for of_group in self._compared(held, present)]
+        return [mean_difference(of_group) for of_group in self._compared(held, present)]
 
     def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
         """Compute Kish's effective sample size of the sampled tokens, as a share of them; the weights do not change.
 
         A token's weight is the ratio of the present policy to the one that sampled it, not truncated.
         """
-        found = [one for of_group in self._compared(held, present) for one in of_group]
-        log_ratios = np.concatenate([(ours - row.behaviour)[row.mask > 0] for row, ours in found])
-        weights = np.exp(np.clip(log_ratios.astype(np.float64), -MAX_LOG_RATIO, MAX_LOG_RATIO))
-        return EffectiveShare(weights.sum(), np.square(weights).sum(), len(weights)).value() or 0.0
+        return effective_share([one for of_group in self._compared(held, present) for one in of_group])
 
     def _compared(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[list[tuple[Row, np.ndarray]]]:
         """Score the rows of each group with the present weights: float32 [T] of each row."""
@@ -200,8 +197,25 @@ class Policy:
         rows, _ = self._with_advantages(held, before, needs)
         if not needs.old:  # scored afterwards: advantages with a KL term would use it
             rows = self._scored(rows, Needs(old=True))
-        known = iter(rows)
-        return [[_token_values(next(known)) for _ in h.group.trajectories] for h in held]
+        known = zip(rows, self._treatments(held, before, rows), strict=True)
+        return [[token_values(*next(known)) for _ in h.group.trajectories] for h in held]
+
+    def _treatments(
+        self, held: Sequence[ReadyGroup], before: WeightVersion, of_episodes: Sequence[Sequence[Row]]
+    ) -> list[dict[str, np.ndarray]]:
+        """`TokenMasks` of each episode in the first update of a step on these groups; empty with Tunix's losses."""
+        options = self._options
+        if options.tunix is not None:
+            return [{} for _ in of_episodes]
+        rows, weights = self._rows(held, before)
+        parts, read = self._arranged(rows), MaskReader(self._model, options.algorithm, options.temperature)
+        found = [read(self._learner.params, batch) for batch in assembled(rows, weights, parts, options.layout.pad_id)]
+        tables = {name: by_row([getattr(one, name) for one in found], rows, parts) for name in TokenMasks._fields}
+        made, start = list[dict[str, np.ndarray]](), 0
+        for its in of_episodes:
+            at = slice(start, start := start + len(its))
+            made.append({name: own(table[at], rows[at]) for name, table in tables.items()})
+        return made
 
     def contents(self) -> CheckpointContents:
         """Collect the contents of a checkpoint of the present weights; with adapters, only those.
@@ -262,6 +276,15 @@ class Policy:
 
     def _batches(self, held: Sequence[ReadyGroup], before: WeightVersion) -> tuple[list[Batch], dict[str, float]]:
         """Make the micro-batches of a step, and measure how much of them is padding."""
+        rows, weights = self._rows(held, before)
+        parts = self._arranged(rows)
+        measured = efficiency(parts)
+        if len(rows) > sum(len(h.group.trajectories) for h in held):
+            measured["sequences"] = float(len(rows))
+        return assembled(rows, weights, parts, self._options.layout.pad_id), measured
+
+    def _rows(self, held: Sequence[ReadyGroup], before: WeightVersion) -> tuple[list[Row], np.ndarray]:
+        """Make the rows of a step, and the weights of their tokens in its loss, float64 [number of rows]."""
         options, every = self._options, [trajectory for h in held for trajectory in h.group.trajectories]
         of_episodes, episodes = self._with_advantages(held, before, options.needs)
         if options.critic is not None:
@@ -274,12 +297,7 @@ class Policy:
         ]
         rows = weigh_observations(rows)
         owners = [number for number, its in enumerate(of_episodes) for _ in its]
-        weights = row_weights(rows, options.aggregation, options.max_response_length, owners)
-        parts = self._arranged(rows)
-        measured = efficiency(parts)
-        if len(rows) > len(every):
-            measured["sequences"] = float(len(rows))
-        return assembled(rows, weights, parts, options.layout.pad_id), measured
+        return rows, row_weights(rows, options.aggregation, options.max_response_length, owners)
 
     def _with_advantages(
         self, held: Sequence[ReadyGroup], before: WeightVersion, needs: Needs
@@ -364,13 +382,6 @@ def _episode(trajectory: Trajectory, rows: Sequence[Row]) -> Episode:
     return Episode(trajectory, *(stored(rows, name) for name in ("reference", "old", "values")))
 
 
-def _token_values(rows: Sequence[Row]) -> TokenValues:
-    logprobs, advantages = stored(rows, "old"), stored(rows, "advantages")
-    assert logprobs is not None
-    assert advantages is not None
-    return TokenValues(logprobs.astype(np.float32), advantages.astype(np.float32))
-
-
 def _with(rows: Sequence[Row], name: str, values: np.ndarray) -> list[Row]:
     """Set an array of an episode's rows to `values` [N] of its stored tokens."""
     return [_replaced(row, {name: part}) for row, part in zip(rows, by_sequence(values, rows), strict=True)]
@@ -378,10 +389,3 @@ def _with(rows: Sequence[Row], name: str, values: np.ndarray) -> list[Row]:
 
 def _replaced(row: Row, arrays: Mapping[str, Any]) -> Row:
     return replace(row, **arrays)
-
-
-def _mean_difference(rows: Sequence[tuple[Row, np.ndarray]]) -> float | None:
-    """Mean |difference| over tokens that the present weights sampled; each row comes with its log-probabilities [T]."""
-    found = [np.abs(ours.astype(np.float64) - row.behaviour)[row.mask * row.current > 0] for row, ours in rows]
-    differences = np.concatenate(found)
-    return float(differences.mean()) if len(differences) else None

@@ -13,7 +13,7 @@ from flax import nnx
 from services.trainer.algorithms.terms.logprobs import Entropy, TokenScores, token_scores
 from services.trainer.algorithms.terms.statistics import Statistics, mean
 from services.trainer.batches.batch import Batch
-from services.trainer.learner.train_step import ROW_AXES, Objective, Params, PolicyLearner, placed_as, snapshot
+from services.trainer.learner.train_step import ROW_AXES, Params, PolicyLearner, placed_as, snapshot
 from services.trainer.models.attention import Packing
 from services.trainer.models.decoder import hidden_states, routed_states
 from services.trainer.models.family import Model, float32_graph, head, leaf_name
@@ -55,11 +55,16 @@ def put_into(model: Model, params: Params) -> None:
     nnx.update(model, nnx.from_flat_state([(path, v.replace(params[leaf_name(path)])) for path, v in leaves]))
 
 
-def objective(model: Model, loss: Loss, temperature: float, entropy: Entropy = "value") -> Objective:
-    """Make the loss a function of the parameters, for differentiation."""
+def objective[R](
+    model: Model,
+    loss: Callable[[TokenScores, Batch], tuple[R, Statistics]],
+    temperature: float,
+    entropy: Entropy = "value",
+) -> Callable[[Params, Batch], tuple[R, Statistics]]:
+    """Make the loss, or another function of the tokens' scores, a function of the parameters."""
     bound = bound_to(model)
 
-    def of_params(params: Params, batch: Batch) -> tuple[jax.Array, Statistics]:
+    def of_params(params: Params, batch: Batch) -> tuple[R, Statistics]:
         now = bound(params)
         hidden, differing = routed_states(now, batch.ids, batch.packing, batch.routed)
         value, statistics = loss(_scored(now, hidden, batch.targets, temperature, entropy), batch)

@@ -3,8 +3,10 @@
 import { address, command, element, fetchJson, number, table, visible } from "./page.js";
 
 const PART = 1500; // tokens drawn at once, when they come into view
+// Flag as in shared.run.token_values, name, level of colour; the last that applies is drawn.
+const MARKS = [[0, "unchanged", 0], [2, "truncated", 1], [1, "clipped", -0.4], [4, "rejected", -1]];
 const COLOURS = [["logprob", "behaviour log-probability"], ["probability", "behaviour probability"], ["ratio", "ratio trainer / behaviour"],
-  ["advantage", "advantage"], ["staleness", "weight version"], ["teacher", "teacher − behaviour"], ["mask", "in the loss"], ["none", "nothing"]];
+  ["advantage", "advantage"], ["marks", "clip and importance masks"], ["weight", "importance weight"], ["staleness", "weight version"], ["teacher", "teacher − behaviour"], ["mask", "in the loss"], ["none", "nothing"]];
 
 export async function showTicket(main, run, references, query) {
   const wanted = references.split(",").map((one) => { const [version, ticket, sample] = one.split("."); return { version, ticket, sample: Number(sample) }; });
@@ -24,12 +26,14 @@ export async function showTicket(main, run, references, query) {
   const picker = element("select", { "aria-label": "Colour of tokens", onchange: (event) => { state.colour = event.target.value; draw(); } },
     ...COLOURS.filter(([key]) => available(key, shown)).map(([key, text]) => element("option", { value: key, selected: key === state.colour }, text)));
 
+  const legend = element("span", { class: "legend" });
   function draw() {
+    legend.replaceChildren(...scale(state.colour));
     columns.replaceChildren(...shown.map(({ group, episode }, i) => episodeView(group, episode, state, detail, shown, i)), detail);
   }
   draw();
   main.replaceChildren(element("h1", {}, shown.length > 1 ? `${shown.length} episodes side by side` : `Ticket ${first.ticket}, sample ${shown[0].episode.sample}`),
-    element("div", { class: "row" }, element("label", {}, "colour by", picker), scale()),
+    element("div", { class: "row" }, element("label", {}, "colour by", picker), legend),
     siblings(run, first, wanted), columns, ...links(run, first));
   main.onkeydown = (event) => move(event, columns);
   return () => { main.onkeydown = null; };
@@ -38,16 +42,17 @@ export async function showTicket(main, run, references, query) {
 function available(key, shown) {
   const sequences = shown.flatMap(({ episode }) => episode.sequences);
   if (key === "teacher") return sequences.some((one) => one.teacher);
-  if (key === "ratio" || key === "advantage") return sequences.some((one) => one[key]);
+  if (["ratio", "advantage", "marks", "weight"].includes(key)) return sequences.some((one) => one[key]);
   return true;
 }
 
-function scale() {
-  return element("span", { class: "legend" }, ...[["low", -1], ["middle", 0], ["high", 1]].map(([text, at]) => {
+function scale(colour) {
+  const levels = colour === "marks" ? MARKS.map(([, text, at]) => [text, at]) : [["low", -1], ["middle", 0], ["high", 1]];
+  return levels.map(([text, at]) => {
     const mark = element("i");
     mark.style.background = tint(at);
     return element("span", {}, mark, text);
-  }));
+  });
 }
 
 function siblings(run, group, wanted) {
@@ -161,6 +166,8 @@ function shade(sequence, i, colour, group) {
   if (colour === "staleness") return clamp(1 - (group.step - 1 - stepOf(versionAt(sequence, i))) / 2);
   if (colour === "ratio") return clamp(4 * (sequence.ratio[i] - 1));
   if (colour === "advantage") return clamp(sequence.advantage[i] / 2);
+  if (colour === "weight") return clamp(2 * (sequence.weight[i] - 1));
+  if (colour === "marks") return MARKS.findLast(([flag]) => flag === 0 || sequence.marks[i] & flag)[2];
   return clamp(1 + logprob / 2.5);
 }
 
@@ -182,6 +189,8 @@ function choose(span, sequence, i, detail, group) {
     if (sequence.trainer) facts.push(["log p (trainer)", number(sequence.trainer[i], 4)]);
     if (sequence.ratio) facts.push(["ratio", number(sequence.ratio[i], 4)]);
     if (sequence.advantage) facts.push(["advantage", number(sequence.advantage[i], 4)]);
+    if (sequence.weight) facts.push(["importance weight", number(sequence.weight[i], 4)]);
+    if (sequence.marks) facts.push(["masks", MARKS.filter(([flag]) => sequence.marks[i] & flag).map(([, text]) => text).join(", ") || "none"]);
     if (sequence.weight) facts.push(["importance weight", number(sequence.weight[i], 4)]);
     if (sequence.clipped) facts.push(["clipped", sequence.clipped[i] ? "yes" : "no"]);
   }

@@ -6,17 +6,17 @@ A surrogate of ratio and advantage, corrected for off-policy data, with a KL pen
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from services.trainer.algorithms.terms import importance, kl, statistics
-from services.trainer.algorithms.terms.importance import NONE, Correction
+from services.trainer.algorithms.terms.importance import NONE, Correction, Weights
 from services.trainer.algorithms.terms.kl import KlMode
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.statistics import Statistic, Statistics
-from services.trainer.algorithms.terms.surrogate import Surrogate, Tokens
+from services.trainer.algorithms.terms.surrogate import Surrogate, TokenLoss, Tokens
 from services.trainer.batches.batch import Batch
 from shared.algorithm_base import PolicyGradientSection
 
@@ -52,13 +52,9 @@ def actor_loss(
     start of the step (`batch.old`, or the present one if there is one update a step).
     """
     mask = batch.mask
-    logprobs, behaviour = _masked(scores.logprobs, mask), _masked(batch.behaviour, mask)
-    old, weights = behaviour, jnp.ones_like(mask)
-    if options.correction.needs_old:
-        old = jax.lax.stop_gradient(logprobs) if batch.old is None else _masked(batch.old, mask)
-        weights = importance.weights(old, behaviour, mask, options.correction, batch.packing)
-    tokens = Tokens(logprobs, old, behaviour, batch.advantages, mask, batch.packing)
-    per_token, ratio, is_clipped = surrogate(tokens)
+    logprobs, behaviour, corrected, made = _tokens(scores, batch, options, surrogate)
+    per_token, ratio, is_clipped = made
+    weights = jnp.ones_like(mask) if corrected is None else corrected.weights
     per_token = per_token * weights
     penalty = jnp.zeros_like(mask)
     if batch.reference is not None:
@@ -74,6 +70,42 @@ def actor_loss(
         "clip_fraction_high": statistics.mean(is_clipped & (ratio > 1), mask),
         **(_of_weights(weights, mask) if options.correction.needs_old else {}),
     }
+
+
+class TokenMasks(NamedTuple):
+    """How the loss treats each token, [B, T]: bool, and the `weight` of its surrogate, float32.
+
+    `is_clipped`: a bound of the surrogate applies. `is_truncated`: its importance weight is capped. `is_rejected`: the
+    surrogate leaves it out.
+    """
+
+    is_clipped: jax.Array
+    is_truncated: jax.Array
+    is_rejected: jax.Array
+    weight: jax.Array
+
+
+def token_masks(scores: TokenScores, batch: Batch, options: ActorOptions, surrogate: Surrogate) -> TokenMasks:
+    """Return the masks that `actor_loss` uses for the same arguments."""
+    _, _, corrected, made = _tokens(scores, batch, options, surrogate)
+    if corrected is None:
+        none = jnp.zeros_like(batch.mask, bool)
+        return TokenMasks(made.is_clipped, none, none, jnp.ones_like(batch.mask))
+    return TokenMasks(made.is_clipped, corrected.is_truncated, corrected.is_rejected, corrected.weights)
+
+
+def _tokens(
+    scores: TokenScores, batch: Batch, options: ActorOptions, surrogate: Surrogate
+) -> tuple[jax.Array, jax.Array, Weights | None, TokenLoss]:
+    """Return the log-probabilities of policy and sampler, importance weights if corrected, and the surrogate."""
+    mask = batch.mask
+    logprobs, behaviour = _masked(scores.logprobs, mask), _masked(batch.behaviour, mask)
+    old, corrected = behaviour, None
+    if options.correction.needs_old:
+        old = jax.lax.stop_gradient(logprobs) if batch.old is None else _masked(batch.old, mask)
+        corrected = importance.weights(old, behaviour, mask, options.correction, batch.packing)
+    tokens = Tokens(logprobs, old, behaviour, batch.advantages, mask, batch.packing)
+    return logprobs, behaviour, corrected, surrogate(tokens)
 
 
 def _statistics(scores: TokenScores, batch: Batch, logprobs: jax.Array, behaviour: jax.Array) -> dict[str, Statistic]:

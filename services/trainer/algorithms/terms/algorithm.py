@@ -13,6 +13,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
+from services.trainer.algorithms.terms.actor import TokenMasks
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
@@ -73,6 +74,10 @@ class Algorithm(Protocol):
 
         The denominators are those of the step (`batch.weight`), so values and gradients of micro-batches add up.
         """
+        ...
+
+    def token_masks(self, scores: TokenScores, batch: Batch) -> TokenMasks:
+        """Return how `loss` treats each token of a micro-batch."""
         ...
 
 

@@ -16,6 +16,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
+from services.trainer.algorithms.terms.actor import TokenMasks
 from services.trainer.algorithms.terms.algorithm import Algorithm, Episode, EpisodeGroup, Needs
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.rewards import reverse_kl
@@ -46,6 +47,9 @@ class Taught:
 
     def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Statistics]:
         return self._inner.loss(scores, batch)
+
+    def token_masks(self, scores: TokenScores, batch: Batch) -> TokenMasks:
+        return self._inner.token_masks(scores, batch)
 
 
 def penalty(episode: Episode, coef: float) -> np.ndarray:

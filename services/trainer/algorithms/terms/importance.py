@@ -12,7 +12,7 @@ float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -76,22 +76,29 @@ def of_sequences(x: jax.Array, packing: Packing | None) -> jax.Array:
     return jax.vmap(of_row)(x, packing.sequences)
 
 
+class Weights(NamedTuple):
+    """Each token's weight in the loss, float32 [B, T]; bool [B, T] where the threshold capped it, and where it is 0."""
+
+    weights: jax.Array
+    is_truncated: jax.Array
+    is_rejected: jax.Array
+
+
 def weights(
     old: jax.Array, behaviour: jax.Array, mask: jax.Array, correction: Correction, packing: Packing | None = None
-) -> jax.Array:
-    """Compute each token's loss weight, float32 [B, T], without gradient.
-
-    The log-probabilities [B, T] are 0 at masked tokens.
-    """
+) -> Weights:
+    """Compute the weights, without gradient. The log-probabilities [B, T] are 0 at masked tokens."""
     difference = jax.lax.stop_gradient(clipped_difference(old, behaviour)) * mask
-    made = jnp.ones_like(mask)
+    made, is_truncated, is_rejected = jnp.ones_like(mask), jnp.zeros_like(mask, bool), jnp.zeros_like(mask, bool)
     if correction.level != "none":
-        made = jnp.minimum(_ratio(difference, mask, correction.level, packing), correction.threshold)
+        ratio = _ratio(difference, mask, correction.level, packing)
+        made, is_truncated = jnp.minimum(ratio, correction.threshold), ratio > correction.threshold
     if correction.rejection != "none":
         ratio = _ratio(difference, mask, correction.rejection, packing)
         low, high = correction.bounds
         made = jnp.where((ratio >= low) & (ratio <= high), made, 0.0)
-    return jnp.broadcast_to(made, mask.shape)
+        is_rejected = (ratio < low) | (ratio > high)
+    return Weights(*(jnp.broadcast_to(one, mask.shape) for one in (made, is_truncated, is_rejected)))
 
 
 def _ratio(difference: jax.Array, mask: jax.Array, level: Level | RejectionLevel, packing: Packing | None) -> jax.Array:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from services.trainer.algorithms.terms import rewards as token_rewards
-from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
+from services.trainer.algorithms.terms.actor import ActorOptions, TokenMasks, actor_loss, token_masks
 from services.trainer.algorithms.terms.advantages import Estimate, group_relative
 from services.trainer.algorithms.terms.algorithm import Episode, EpisodeGroup, Needs
 from services.trainer.algorithms.terms.logprobs import TokenScores
@@ -88,6 +88,10 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
 
     def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Statistics]:
         return actor_loss(scores, batch, self.actor, self.surrogate)
+
+    def token_masks(self, scores: TokenScores, batch: Batch) -> TokenMasks:
+        """See `Algorithm.token_masks`."""
+        return token_masks(scores, batch, self.actor, self.surrogate)
 
     def within_groups(self, groups: Sequence[EpisodeGroup], estimate: Estimate) -> list[list[np.ndarray]]:
         """Compute advantages relative to the other episodes of the same task, as `advantages` does.
