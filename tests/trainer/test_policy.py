@@ -112,8 +112,8 @@ SECTIONS = {
     "truncated": GrpoSection(sampler_is="token", sampler_is_threshold=1.0),
     "rejected": GrpoSection(sampler_is="token", sampler_rs="token", sampler_rs_bounds=(0.9, 1.1)),
     "by_sequence": GrpoSection(sampler_is="sequence", sampler_rs="geometric", sampler_rs_bounds=(0.9, 1.1)),
-    "dppo": DppoSection(epsilon=0.001, epsilon_high=0.001),
-    "cispo": CispoSection(epsilon=0.01, epsilon_high=0.01),
+    "dppo": DppoSection(name="dppo", epsilon=0.001, epsilon_high=0.001),
+    "cispo": CispoSection(name="cispo", epsilon=0.01, epsilon_high=0.01),
 }
 
 
