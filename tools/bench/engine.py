@@ -83,7 +83,7 @@ def _ask(process: subprocess.Popen[str], n: int, n_new: int, seed: int) -> float
 def _side(name: str, model: str, arguments: argparse.Namespace) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tools.bench.engine", model, "--side", name]
     command += ["--dtype", arguments.dtype, "--context", str(arguments.context)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
     try:
         yield process
     finally:
