@@ -166,7 +166,9 @@ def test_every_pod_has_a_network_policy_and_every_service_a_pod(
 
 def test_no_claim_needs_to_be_mounted_twice(case: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
     values, objects = case
-    made = [claim["spec"]["accessModes"] for claim in of_kind(objects, "PersistentVolumeClaim")]
+    claims = of_kind(objects, "PersistentVolumeClaim")
+    assert all(claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"} for claim in claims)
+    made = [claim["spec"]["accessModes"] for claim in claims]
     made += [
         claim["spec"]["accessModes"]
         for one in of_kind(objects, "StatefulSet")
