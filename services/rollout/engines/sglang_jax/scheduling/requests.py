@@ -62,7 +62,7 @@ class RolloutReq(Req):
         self._sampled_top: tuple[np.ndarray, np.ndarray] | None = None
         self.prompt: bytes = message["input_ids"].tobytes()
         self.may_follow = True
-        """Whether it has not yet waited for another request to compute the same prompt."""
+        """True until it has waited for another request to compute the same prompt."""
         self.spans: list[tuple[str, int]] = []
         self._labelled = 0
         self._times = [time.monotonic()]
