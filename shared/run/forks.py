@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Self
 
 import orjson
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DecodeError
 from shared.files import storage
 from shared.files.reading import read_file
 from shared.run.folder import RunFolder
-from shared.run.state import ForkPoint, TrainerState, epoch_of, initial_state, parse_forks
+from shared.run.state import ForkPoint, TrainerState, epoch_of, in_lineage, initial_state, parse_forks
 from shared.types import WeightVersion
 
 FREE = ("data.rewards", "data.env_config")
@@ -77,6 +78,19 @@ class Fork:
         """Return the archive with the groups of a step; `folder` is the fork's."""
         return folder.mended if self.mended and step > self.began else RunFolder(Path(self.source)).archive
 
+    def _check(self) -> None:
+        """Raises TypeError, ValueError or DecodeError."""
+        if any(type(step) is not int or step < 0 for step in (self.step, self.last, self.rebuilt)):
+            raise TypeError("a step is no count")
+        if type(self.mended) is not bool or type(self.least_share) not in (int, float):
+            raise TypeError("`mended` or `least_share` is of another type")
+        if not all(type(text) is str for text in (self.source, self.version, *chain(*self.judged_by.items()))):
+            raise TypeError("`source`, `version` or `judged_by` is no text")
+        if not self.points or self.points[-1].step != self.step:
+            raise ValueError("the newest of its points is not that of its step")
+        if not in_lineage(WeightVersion.parse(self.version), self.points[-1].lineage):
+            raise ValueError("its version is not of the lineage of its newest point")
+
     def write(self, folder: RunFolder) -> None:
         """Write fork.json. Raises StorageFull."""
         text = orjson.dumps({"schema": _SCHEMA, **asdict(self)}, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
@@ -90,10 +104,12 @@ class Fork:
             if raw["schema"] != _SCHEMA:
                 raise ValueError(f"schema {raw['schema']!r}, expected {_SCHEMA}")
             fields = {name: raw[name] for name in cls.__slots__ if name != "points"}
-            return cls(**fields, points=parse_forks(raw["points"]))
+            made = cls(**fields, points=parse_forks(raw["points"]))
+            made._check()
+            return made
         except FileNotFoundError:
             return None
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError, DecodeError) as error:
             raise ConfigError(
                 f"{folder.fork} cannot be read: {error!r}"[:300], "remove the fork's folder, and fork again"
             ) from error

@@ -14,6 +14,7 @@ from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from volley.__main__ import main
 from volley.commands import compare, train
+from volley.reporting.intervals import SuccessRate
 from volley.runs.record import RunRecord, write_record
 
 NO_TASKS: Mapping[str, Any] = {"n_tasks": 200, "failed": 0, "reward_mean": 0.0}
@@ -158,3 +159,10 @@ def test_a_run_that_fails_ends_the_comparison(tmp_path: Path, monkeypatch: pytes
 def test_a_wrong_value_is_named_before_anything_is_trained(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="algorithm"):
         compare.varied(["configs/quickstart.yaml"], [f"run.dir={tmp_path}"], [["algorithm.name", "grpo", "nonsense"]])
+
+
+@pytest.mark.parametrize(("steps", "after"), [(10, "80.0%"), (16, "80.0% (step 10)")])
+def test_an_evaluation_before_the_last_step_names_its_step(steps: int, after: str) -> None:
+    rates = [SuccessRate(0, 200, 0.25, 0.2, 0.3), SuccessRate(10, 200, 0.8, 0.7, 0.9)]
+    row = compare.table([compare.ComparedRun("r", {}, rates, steps, 1.0, None)]).splitlines()[2]
+    assert f"{after}  70.0%" in row

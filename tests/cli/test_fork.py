@@ -242,6 +242,78 @@ def test_a_full_disk_leaves_no_folder(source: RunFolder, monkeypatch: pytest.Mon
     assert [path.name for path in source.path.parent.iterdir() if "fork" in path.name] == []
 
 
+def test_two_processes_do_not_make_one_folder(source: RunFolder):
+    plan = planned(source, wanted(1), [])
+    with beginning.draft(plan.folder) as hidden:
+        with pytest.raises(ConfigError, match="another process makes"):
+            training.prepare(plan)
+        assert hidden.path.exists(), "the other one's draft stays"
+    with pytest.raises(ConfigError, match="another process has made"):
+        training.prepare(plan)
+    assert [path.name for path in source.path.parent.glob(".*")] == []
+
+
+@pytest.mark.parametrize("share", [float("nan"), -0.1, 1.1])
+def test_a_bound_that_is_no_share_is_named(source: RunFolder, share: float):
+    with pytest.raises(ConfigError, match="--least-share"):
+        planned(source, wanted(1, least_share=share), [])
+
+
+def test_an_environment_that_the_run_did_not_play_is_named(source: RunFolder):
+    with pytest.raises(ConfigError, match=r"--env other.*toy"):
+        planned(source, wanted(1, mended=True, judged_by={"other": "toy@2"}), [])
+
+
+def _with(**fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda raw: raw | fields
+
+
+def _with_point(**fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda raw: raw | {"points": [raw["points"][0] | fields]}
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        _with_point(run="other"),
+        _with_point(lineage=[[1, 0], [2, 1]]),
+        lambda raw: _with_point(step=2)(raw) | {"step": 2},
+        _with(step=2),
+        _with(step="1"),
+        _with(last=None),
+        _with(points=[]),
+        _with(least_share=None),
+        _with(source=5),
+        _with(judged_by={"toy": 2}),
+        _with(version="x"),
+        _with(version="e000009-s000009"),
+        None,
+    ],
+)
+def test_another_origin_than_that_of_the_checkpoints_is_reported(
+    source: RunFolder, edit: Callable[[dict[str, Any]], dict[str, Any]] | None
+):
+    plan = planned(source, wanted(1, 2), [])
+    train(plan)
+    assert command.verify(plan.folder)["violations"] == []
+    if edit is None:
+        plan.folder.fork.unlink()
+    else:
+        plan.folder.fork.write_bytes(orjson.dumps(edit(orjson.loads(plan.folder.fork.read_bytes()))))
+    found = [(one["kind"], one["file"]) for one in command.verify(plan.folder)["violations"]]
+    assert found == [("config", "fork.json")]
+    if (fork := forks.read(plan.folder)) is not None:
+        assert isinstance(fork.origin["log_end"], str)
+
+
+def test_a_fork_that_has_not_begun_is_proven(source: RunFolder):
+    plan = planned(source, wanted(1), [])
+    training.prepare(plan)
+    with claimed(plan.loaded, free=forks.FREE):
+        pass
+    assert command.verify(plan.folder)["violations"] == []
+
+
 def test_each_variation_is_a_fork_with_its_own_name():
     assert varied("r", ["a.b=1"], [["algorithm.name", "grpo", "dppo"]]) == [
         (["a.b=1", "algorithm.name=grpo", "run.name=r-fork-grpo"], []),

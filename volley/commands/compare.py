@@ -157,7 +157,7 @@ def _compared(folder: RunFolder, settings: Mapping[str, Any]) -> ComparedRun:
 def table(runs: Sequence[ComparedRun]) -> str:
     """Table with a row per run: held-out success before, best and after, with the 95 % interval of the last."""
     rows = [("run", "before", "best", "after", "95 % interval", "steps", "elapsed")]
-    rows += [(_label(run), *_successes(run.rates), f"{run.steps}", f"{run.elapsed_s:.0f} s") for run in runs]
+    rows += [(_label(run), *_successes(run.rates, run.steps), f"{run.steps}", f"{run.elapsed_s:.0f} s") for run in runs]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     if any(run.warm_start for run in runs):
@@ -166,12 +166,14 @@ def table(runs: Sequence[ComparedRun]) -> str:
     return join_lines([lines[0], "─" * max(map(len, lines)), *lines[1:]])
 
 
-def _successes(rates: Sequence[SuccessRate]) -> tuple[str, str, str, str]:
+def _successes(rates: Sequence[SuccessRate], steps: int) -> tuple[str, str, str, str]:
+    """Cells of success. The last names its step, unless that is the run's last."""
     if not rates:
         return "–", "–", "–", "–"
     last, best = rates[-1], max(rates, key=lambda rate: rate.standing)
     before = f"{rates[0].success:.1%}" if rates[0].step == 0 else "–"
-    return before, f"{best.success:.1%} (step {best.step})", f"{last.success:.1%}", f"{last.low:.1%}–{last.high:.1%}"
+    after = f"{last.success:.1%}" if last.step >= steps else f"{last.success:.1%} (step {last.step})"
+    return before, f"{best.success:.1%} (step {best.step})", after, f"{last.low:.1%}–{last.high:.1%}"
 
 
 def _label(run: ComparedRun) -> str:

@@ -9,6 +9,7 @@ Invariant: the folder gets its name when it is complete; a killed or failed copy
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import orjson
 from shared import codec
 from shared.bounds import MAX_LINE_VALUES
 from shared.errors import ConfigError, DecodeError, Unavailable, WeightsError
-from shared.files import storage
+from shared.files import locks, storage
 from shared.run import archive, checkpoint_files, commits, counted, saved
 from shared.run import state as states
 from shared.run.archive import Archive
@@ -83,11 +84,11 @@ def _state(source: RunFolder, version: WeightVersion) -> TrainerState | None:
 def draft(folder: RunFolder) -> Iterator[RunFolder]:
     """Make a hidden folder that gets the name of `folder` if the body succeeds, and is removed otherwise.
 
-    Raises StorageFull.
+    Raises StorageFull, and ConfigError if the folder exists or another process makes it.
     """
     hidden = RunFolder(folder.path.with_name(f".fork-{folder.name}"))
-    shutil.rmtree(hidden.path, ignore_errors=True)
-    with storage.storage(folder.path.parent):
+    with storage.storage(folder.path.parent), _alone(hidden.path.with_name(f"{hidden.name}.lock"), folder.path):
+        shutil.rmtree(hidden.path, ignore_errors=True)
         try:
             hidden.path.mkdir(parents=True)
             yield hidden
@@ -96,6 +97,23 @@ def draft(folder: RunFolder) -> Iterator[RunFolder]:
             storage.fsync(folder.path.parent)
         finally:
             shutil.rmtree(hidden.path, ignore_errors=True)
+
+
+@contextmanager
+def _alone(lock: Path, made: Path) -> Iterator[None]:
+    """Keep other processes from making a folder meanwhile. Raises ConfigError if it is made, or another one makes it."""
+    descriptor = locks.lock_file(lock)
+    try:
+        if not locks.try_lock(descriptor):
+            raise ConfigError(f"another process makes {made}", "wait for it, or choose another run.name=…")
+        try:
+            if made.exists():
+                raise ConfigError(f"another process has made {made}", "choose another run.name=…")
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
 
 
 def copy(found: Beginning, target: RunFolder, name: str) -> None:

@@ -18,6 +18,7 @@ from volley.forks import beginning
 from volley.forks.beginning import Beginning
 from volley.runs import survey
 from volley.runs.record import read_record
+from volley.verify import mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,13 @@ def planned(source: RunFolder, wanted: Wanted, overrides: Sequence[str], files: 
     Args:
         overrides: settings of the fork; they win over those of `files`, which win over the run's.
     """
+    if not 0 <= wanted.least_share <= 1:
+        raise ConfigError(f"--least-share {wanted.least_share:g} is no share", "choose 0 to 1")
     head = _head(source)
     stored = config.stored(source.path)
     run = stored.config.run.name
     _check_log(source, run, head, wanted)
+    _check_judged(source, stored, head, wanted)
     asked = config.stored(source.path, overrides, files)
     named = any(one.startswith("run.name=") for one in overrides)
     name = asked.config.run.name if named else f"{run}-fork"
@@ -145,6 +149,19 @@ def _check_log(source: RunFolder, run: str, head: TrainerState, wanted: Wanted) 
     versions = (WeightVersion(epoch_of(step, head.lineage) or 0, step) for step in range(1, last + 1))
     if (missing := next((v for v in versions if v not in there), None)) is not None:
         raise ConfigError(f"the groups of {missing} are not in {source.archive}", "restore them, or choose other steps")
+
+
+def _check_judged(source: RunFolder, stored: LoadedConfig, head: TrainerState, wanted: Wanted) -> None:
+    """Check that the run played the environments whose episodes another one judges. Raises ConfigError."""
+    if not wanted.judged_by:
+        return
+    assignment, _ = mixture.assigned(source.mixture, stored.config.data, head.issued)
+    played = {assignment.of(ticket).env for ticket in range(1, head.issued + 1)}
+    if unknown := sorted(wanted.judged_by.keys() - played):
+        raise ConfigError(
+            f"--env {unknown[0]}: no episode of {stored.config.run.name} is of it",
+            f"choose {', '.join(sorted(played))}",
+        )
 
 
 def _beginning(source: RunFolder, run: str, head: TrainerState, first: int) -> Beginning | None:

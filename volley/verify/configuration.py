@@ -1,12 +1,13 @@
-"""Compare config.yaml and run.json with the settings of the newest checkpoint (see shared.run.pinned)."""
+"""Compare config.yaml, run.json and fork.json with the newest checkpoint (see shared.run.pinned)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 
-from shared.errors import DecodeError
+from shared.errors import ConfigError, DecodeError
 from shared.run import archive, pinned
 from shared.run.folder import RunFolder
+from shared.run.forks import Fork
 from shared.run.state import TrainerState, in_lineage
 from shared.schema import RunConfig
 from shared.types import WeightVersion
@@ -47,6 +48,22 @@ def check(folder: RunFolder, config: RunConfig, head: TrainerState, saved: Weigh
             changed = [c for c in pinned.changes(in_force, record.config) if not _announced(c, record, head)]
             yield from _differing(folder.record.name, changed, f"in force at {head.version}")
         yield from _record(folder, record, head, saved)
+    if (problem := _fork(folder, head)) is not None:
+        yield Violation(ViolationKind.CONFIG, problem, file=folder.fork.name)
+
+
+def _fork(folder: RunFolder, head: TrainerState) -> str | None:
+    """Return how fork.json contradicts the newest state; a fork that has not begun has the state of the other run."""
+    try:
+        fork = Fork.read(folder)
+    except ConfigError as error:
+        return error.detail
+    if fork is None:
+        return f"it is missing, {head.version} was trained from the log of {head.forks[-1].run}" if head.forks else None
+    *before, newest = fork.points
+    if fork.points == head.forks or (tuple(before) == head.forks and in_lineage(head.version, newest.lineage)):
+        return None
+    return f"its fork points are not those of {head.version}"
 
 
 def _announced(change: pinned.Change, record: RunRecord, head: TrainerState) -> bool:
