@@ -188,7 +188,7 @@ class SdkTracer:
                 raise
             except BaseException as error:
                 span.set_attribute("error.type", type(error).__name__)
-                span.set_status(Status(StatusCode.ERROR, str(error)))
+                span.set_status(Status(StatusCode.ERROR))  # its text may quote an answer
                 span.end()
                 raise
             span.end()
