@@ -442,7 +442,7 @@ def _replaced(path: str) -> str:
 
 
 def _is_replaced(known: str | None, path: str | None) -> bool:
-    return known is not None and path is not None and known.startswith(_replaced(path))
+    return known is not None and path is not None and f"{known.rpartition('-')[0]}-" == _replaced(path)
 
 
 def _checkpoint(row: tuple[Any, ...]) -> Checkpoint:

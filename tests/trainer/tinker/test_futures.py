@@ -346,6 +346,25 @@ async def test_an_open_sampling_session_keeps_weights_that_are_overwritten(tmp_p
     assert not [*futures.problems(tmp_path)]
 
 
+async def test_replaced_weights_are_not_taken_for_those_of_a_longer_name(tmp_path: Path, tiny: Base):
+    save = {"overwrite": True, "sampling_session_seq_id": 0}
+    async with service(tmp_path, tiny) as tinker:
+        model = await new_model(tinker)
+        requests = [
+            json_request(model, 1, "save_weights_for_sampler", save | {"path": "a-b"}),
+            json_request(model, 2, "save_weights_for_sampler", {"path": "a"}),
+            pass_request(model, 3, 1),
+            step(model, 4),
+            json_request(model, 5, "save_weights_for_sampler", {"path": "a-b", "overwrite": True}),
+        ]
+        await results(tinker, requests)
+        opens = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 0}
+        weights = f"tinker://{model}/sampler_weights/"
+        await tinker.create_sampler(opens | {"model_path": f"{weights}a-b"})
+        with pytest.raises(InputError):
+            await tinker.create_sampler(opens | {"model_path": f"{weights}a"})
+
+
 async def test_no_query_reads_the_whole_ledger(tmp_path: Path, tiny: Base):
     """Each request asks for a model's next number, and a ledger has a row for each sample of a server's life."""
     plans = list[str]()
