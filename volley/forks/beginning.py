@@ -101,7 +101,7 @@ def draft(folder: RunFolder) -> Iterator[RunFolder]:
 
 @contextmanager
 def _alone(lock: Path, made: Path) -> Iterator[None]:
-    """Keep other processes from making a folder meanwhile. Raises ConfigError if it is made, or another one makes it."""
+    """Keep other processes from making a folder meanwhile. Raises ConfigError if one makes it, or has made it."""
     descriptor = locks.lock_file(lock)
     try:
         if not locks.try_lock(descriptor):
