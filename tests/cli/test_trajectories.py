@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -52,24 +53,24 @@ def found(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
     return orjson.loads(out)
 
 
-def hostile(run: Path) -> None:
-    """Put control characters into every text of the newest step."""
+def hostile(run: Path, text: str = HOSTILE) -> None:
+    """Put a text into every field of the newest step that holds text."""
     folder, version = RunFolder(run), WeightVersion(2, 5)
     groups = [Group.decode(one) for one in archive.read(folder.archive, "r", version)]
     archive.path_of(folder.archive, version).unlink()
     changed = [
         replace(
             group,
-            env=HOSTILE,
-            task=HOSTILE,
+            env=text,
+            task=text,
             trajectories=tuple(
                 replace(
                     one,
-                    env=HOSTILE,
-                    task=HOSTILE,
-                    turns=(Turn(0, 3, HOSTILE), Turn(3, 9, "assistant", 1.0)),
-                    reward_components={HOSTILE: 1.0},
-                    failures={HOSTILE: 2},
+                    env=text,
+                    task=text,
+                    turns=(Turn(0, 3, text), Turn(3, 9, "assistant", 1.0)),
+                    reward_components={text: 1.0},
+                    failures={text: 2},
                 )
                 for one in group.trajectories
             ),
@@ -96,6 +97,12 @@ def hostile(run: Path) -> None:
 def test_episodes_are_filtered(run: Path, filters: tuple[str, ...], n: int, capsys: pytest.CaptureFixture[str]) -> None:
     value = found(capsys, run, "--limit", "0", *filters)
     assert (value["total"], len(value["rows"]), value["damaged"]) == (n, n, {})
+
+
+@pytest.mark.parametrize("text", ["straße/ÜBUNG", "STRASSE", "übung"])
+def test_text_is_found_in_any_case(run: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile(run, "Straße/Übung")
+    assert found(capsys, run, "--text", text)["total"] == 4
 
 
 def test_the_list_is_cut_and_sorted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +140,7 @@ def test_hostile_text_reaches_no_terminal_raw(run: Path, capsys: pytest.CaptureF
         (("--limit", "-1"), 2, "--limit"),
         (("--show", "x"), 2, "--show x"),
         (("--show", "99999"), 1, "ticket 99999"),
+        (("--show", f"{10**30}"), 1, f"ticket {10**30}"),
         (("--show", "7.7"), 1, "no sample 7"),
         (("--tokens",), 2, "--export"),
         (("--export", "episodes.txt"), 2, "episodes.txt"),
@@ -163,6 +171,22 @@ def test_a_running_run_shows_its_new_steps(run: Path, capsys: pytest.CaptureFixt
     assert found(capsys, run)["total"] == 16
     newest.write_bytes(content)
     assert found(capsys, run)["total"] == 20
+
+
+def test_steps_whose_files_are_gone_are_forgotten(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert found(capsys, run)["total"] == 20
+    archive.path_of(RunFolder(run).archive, WeightVersion(2, 5)).unlink()
+    assert found(capsys, run, "--export", tmp_path / "e.jsonl")["episodes"] == 16
+
+
+def test_only_regular_files_are_replaced(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "e.jsonl"
+    os.mkfifo(pipe)
+    code, _, err = called(capsys, run, "--export", pipe)
+    assert (code, pipe.is_fifo()) == (2, True)
+    assert str(pipe) in err
 
 
 def test_exported_lines_hold_turns_and_tokens(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import pytest
 
 from shared.errors import ConfigError, InputError, NotFound, ServiceUnreachable, Unauthorized, Unavailable
 from shared.process.ports import free_port
+from shared.run import archive
 from shared.run.folder import RunFolder
-from shared.types import Trajectory
+from shared.types import Trajectory, WeightVersion
 from tests.support import small_run
 from tests.support.foreign import environment
 from tests.support.stack import Training, training
@@ -84,6 +86,28 @@ def test_trajectories_are_read_when_asked_for(client: Client, tmp_path: Path) ->
     assert client.ticket(one.ticket)["trajectories"][1]["reward"] == one.reward
 
 
+def test_episodes_come_in_the_order_of_their_rows(client: Client, run: Path) -> None:
+    folder, version = RunFolder(run), WeightVersion(2, 5)
+    groups = list(archive.read(folder.archive, "r", version))
+    archive.path_of(folder.archive, version).unlink()
+    archive.Archive(folder.archive, "r").write(version, groups[::-1])
+    found = client.trajectories()
+    expected = [(row["ticket"], row["sample"]) for row in found.rows]
+    assert [(one.ticket, one.sample_index) for one in found] == expected
+    assert [(one["ticket"], one["sample"]) for one in found.records()] == expected
+
+
+def test_a_forked_process_has_a_loop_of_its_own(client: Client) -> None:
+    n = len(client.steps())
+    forks = multiprocessing.get_context("fork")
+    child = forks.Process(target=lambda: sys.exit(len(client.steps()) != n or client.close()))
+    child.start()
+    child.join(60)
+    child.kill()
+    child.join()
+    assert (child.exitcode, len(client.steps())) == (0, n)
+
+
 def test_a_followed_run_that_has_ended_ends_the_loop(client: Client) -> None:
     kinds = [event.kind for event in client.follow(from_start=True)]
     assert kinds.count("step") == 5
@@ -118,6 +142,7 @@ async def test_lines_come_while_a_process_works_on_the_run(run: Path) -> None:
         (lambda run: Client(run).trajectories(colour="red"), ConfigError, "colour"),
         (lambda run: Client(run).trajectories(step_min="x"), ConfigError, "step_min"),
         (lambda run: Client(run).ticket(99_999), NotFound, "99999"),
+        (lambda run: Client(run).ticket(10**30), NotFound, "10000"),
         (lambda run: Client(run).submit(), ConfigError, "file"),
         (lambda run: Client(run).submit(code="x = 1"), ConfigError, "name"),
         (lambda run: Client(run).submit("no.py"), ConfigError, "no.py"),
@@ -146,6 +171,7 @@ def test_columns_are_arrays_of_their_kind() -> None:
     assert np.isnan(found["c"][1])
     assert found["e"].tolist() == [[1], None]
     assert Table([]).to_numpy() == {}
+    assert Table(rows)[1:].to_numpy()["a"].tolist() == [2]
 
 
 def test_tables_name_the_missing_package(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ class RunEvent:
 
 
 class Trajectories:
-    """Episodes that met the filters, by step, ticket and sample; `rows` has a row of the index for each.
+    """Episodes that met the filters, by step, version, ticket and sample; `rows` has a row of the index for each.
 
     `damaged` names archived files that could not be read, with the reason.
     """

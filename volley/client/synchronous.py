@@ -6,6 +6,7 @@ The client's event loop runs in a thread of its own, because a notebook's thread
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class _LoopThread:
-    """Event loop in a daemon thread, which starts with the first call."""
+    """Event loop in a daemon thread, which starts with the first call, in each process that a program forks too."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting = threading.Lock()
+        self._starting, self._process = threading.Lock(), os.getpid()
 
     def call[T](self, made: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end. If waiting for it is interrupted, the coroutine is cancelled."""
@@ -43,17 +44,24 @@ class _LoopThread:
                 return
 
     def close(self) -> None:
+        self._forget_parents()
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
 
     def _started(self) -> asyncio.AbstractEventLoop:
+        self._forget_parents()
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=_run, args=(self._loop,), name="volley-client", daemon=True).start()
             return self._loop
+
+    def _forget_parents(self) -> None:
+        """In a forked process, give up the loop: its thread runs in the parent only."""
+        if self._process != os.getpid():
+            self._loop, self._starting, self._process = None, threading.Lock(), os.getpid()
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

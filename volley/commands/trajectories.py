@@ -29,7 +29,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--export", type=Path, metavar="FILE", help="write the episodes to FILE.jsonl or FILE.parquet (needs pyarrow)"
     )
     parser.add_argument("--tokens", action="store_true", help="with --export: also token ids, masks, log-probabilities")
-    parser.add_argument("--sort", choices=sorted(SORTS), default="step", help="order of the list (default: step)")
+    order = "order of the list, and with --export which episodes --limit keeps (default: step)"
+    parser.add_argument("--sort", choices=sorted(SORTS), default="step", help=order)
     parser.add_argument("--descending", action="store_true", help="begin with the largest")
     parser.add_argument(
         "--limit",
@@ -125,7 +126,8 @@ def _cut(text: str) -> str:
 
 
 def export(archived: ArchivedEpisodes, rows: Sequence[Mapping[str, Any]], path: Path, *, tokens: bool) -> int:
-    """Write the episodes of the rows to a file. Returns the exit code. Raises as `files.write`."""
+    """Write the episodes of the rows to a file, by step. Returns the exit code. Raises as `files.write`."""
+    rows = sorted(rows, key=lambda row: (row["step"], row["version"], row["ticket"], row["sample"]))
     with working(f"writing {path}") as tell:
 
         def told() -> Iterator[dict[str, Any]]:

@@ -65,21 +65,20 @@ class ArchivedEpisodes:
             yield remaining
 
     def rows(self, filters: Filters) -> list[dict[str, Any]]:
-        """Return the rows that meet the filters, by step, ticket and sample, each with `undone`."""
+        """Return the rows that meet the filters, by step, version, ticket and sample, each with `undone`."""
         found = list(self.index.every(filters))
         return [row | {"undone": flag} for row, flag in zip(found, undone(found, self.head), strict=True)]
 
     def read(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Trajectory]]:
-        """Yield the trajectories of rows, those of one version together. Raises DecodeError."""
+        """Yield the trajectories of rows, in their order; those of one version together. Raises DecodeError."""
         wanted: dict[str, dict[tuple[int, int], Row]] = {}
         for row in rows:
             wanted.setdefault(row["version"], {})[row["ticket"], row["sample"]] = row
         for version, samples in wanted.items():
             tickets = {ticket for ticket, _ in samples}
-            for group in episodes.read_groups(self.folder, self.run, WeightVersion.parse(version), tickets):
-                for one in group.trajectories:
-                    if (row := samples.get((one.ticket, one.sample_index))) is not None:
-                        yield row, one
+            groups = episodes.read_groups(self.folder, self.run, WeightVersion.parse(version), tickets)
+            found = {(one.ticket, one.sample_index): one for group in groups for one in group.trajectories}
+            yield from ((row, found[key]) for key, row in samples.items() if key in found)
 
     def records(self, rows: Iterable[Row], *, tokens: bool = False) -> Iterator[dict[str, Any]]:
         """Yield a record of each row's episode, with the text of its turns. Raises DecodeError."""

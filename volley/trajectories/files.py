@@ -37,8 +37,10 @@ def check(path: Path) -> None:
         raise ConfigError(f"{path} is neither .jsonl nor .parquet", "name a file such as episodes.jsonl")
     if path.suffix == ".parquet" and not has_parquet():
         raise missing("pyarrow", "Parquet files")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"{path} cannot be made: its folder is missing, or it is a folder", "name another file")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path} cannot be made: its folder is missing", "create the folder, or name another file")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} exists and is no regular file, so it is not replaced", "name another file")
 
 
 def missing(package: str, purpose: str) -> ConfigError:

@@ -48,6 +48,7 @@ _COLUMNS: Mapping[str, str] = {
     "logprob": "REAL",
 }
 SORTS = frozenset(_COLUMNS)
+_ORDER = "step, version, ticket, sample"
 MOST_ROWS = 500
 MAX_TASK = 2000
 _SCHEMA = 1
@@ -118,9 +119,9 @@ class Filters(BaseModel):
             clauses.append("instr(', ' || failures, ?)")
             values.append(f", {self.failure} ")
         if self.text:
-            columns = ("env", "task", '"end"', "failures", "CAST(ticket AS TEXT)")
-            clauses.append(f"({' OR '.join(f'instr(lower({column}), ?)' for column in columns)})")
-            values += [self.text.lower()] * len(columns)
+            columns = ("env", "task", '"end"', "failures", "ticket")
+            clauses.append(f"instr(casefold({' || char(10) || '.join(columns)}), ?)")
+            values.append(self.text.casefold())
         return (f"WHERE {' AND '.join(clauses)}" if clauses else ""), values
 
 
@@ -144,13 +145,18 @@ class EpisodeIndex:
         self.damaged: dict[str, str] = {}
 
     def refresh(self, *, most_files: int | None = None) -> int:
-        """Index new files, newest first, at most `most_files`. Returns how many remain."""
+        """Index new files, newest first, at most `most_files`; forget those that are gone. Returns how many remain."""
         with self._lock:
             return self._within(lambda database: self._refresh(database, most_files))
 
     def _refresh(self, database: sqlite3.Connection, most_files: int | None) -> int:
         known = {row[0] for row in database.execute("SELECT version FROM files")}
-        waiting = [v for v in archive.versions(self._folder.archive) if str(v) not in known]
+        archived = archive.versions(self._folder.archive)
+        for gone in known - set(map(str, archived)):
+            database.execute("DELETE FROM episodes WHERE version = ?", (gone,))
+            database.execute("DELETE FROM files WHERE version = ?", (gone,))
+        database.commit()
+        waiting = [v for v in archived if str(v) not in known]
         waiting = [v for v in reversed(waiting) if str(v) not in self.damaged]
         for version in waiting[:most_files]:
             self._add(database, version)
@@ -183,9 +189,9 @@ class EpisodeIndex:
         return {"total": total, "rows": [dict(zip(_COLUMNS, row, strict=True)) for row in found]}
 
     def every(self, filters: Filters) -> Iterator[dict[str, Any]]:
-        """Yield all rows that meet the filters, by step, ticket and sample."""
+        """Yield all rows that meet the filters, by step, version, ticket and sample."""
         where, values = filters.sql()
-        rows = self._rows(f"SELECT * FROM episodes {where} ORDER BY step, ticket, sample", values)  # noqa: S608
+        rows = self._rows(f"SELECT * FROM episodes {where} ORDER BY {_ORDER}", values)  # noqa: S608
         yield from (dict(zip(_COLUMNS, row, strict=True)) for row in rows)
 
     def choices(self) -> dict[str, list[str]]:
@@ -213,6 +219,8 @@ class EpisodeIndex:
 
     def versions_of(self, ticket: int) -> list[WeightVersion]:
         """Return the versions whose step trained on the ticket, newest first; several if steps were undone."""
+        if abs(ticket) >= 2**63:  # SQLite's integers have 64 bits
+            return []
         rows = self._rows("SELECT DISTINCT version FROM episodes WHERE ticket = ?", (ticket,))
         return sorted((WeightVersion.parse(row[0]) for row in rows), reverse=True)
 
@@ -268,6 +276,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 def _with_tables(database: sqlite3.Connection) -> sqlite3.Connection:
+    database.create_function("casefold", 1, str.casefold, deterministic=True)  # SQLite's `lower` knows only ASCII
     database.execute("CREATE TABLE IF NOT EXISTS files (version TEXT PRIMARY KEY)")
     names = ", ".join(f'"{name}" {kind}' for name, kind in _COLUMNS.items())
     database.execute(f"CREATE TABLE IF NOT EXISTS episodes ({names}, PRIMARY KEY (version, ticket, sample))")

@@ -22,9 +22,9 @@ class Table(Sequence[Row]):
     @overload
     def __getitem__(self, index: int) -> Row: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        return self._rows[index]
+    def __getitem__(self, index: slice) -> Table: ...
+    def __getitem__(self, index: int | slice) -> Row | Table:
+        return Table(self._rows[index]) if isinstance(index, slice) else self._rows[index]
 
     def __len__(self) -> int:
         return len(self._rows)
