@@ -31,6 +31,8 @@ REAL = {
     "trainer": ("services.trainer", "trainer"),
 }
 SIMULATED = REAL | {"rollout": ("tools.simulated.rollout", "base"), "trainer": ("tools.simulated.trainer", "base")}
+EVALUATED_FIRST = "orchestrator.generation.eval_share=null"
+"""Training waits for evaluations: else one whose weights no server has any more, after a kill, is dropped."""
 
 
 def until(seen: Callable[[], bool], logs: Callable[[], str]) -> None:
@@ -165,7 +167,7 @@ def survives(services: SeparateServices, *victims: tuple[int, str]) -> RunFolder
 
 
 def test_simulated_services_without_a_common_folder_survive_the_loss_of_each_but_env(tmp_path: Path) -> None:
-    with separate_services(tmp_path, SIMULATED, "sft.max_steps=0") as services:
+    with separate_services(tmp_path, SIMULATED, "sft.max_steps=0", EVALUATED_FIRST) as services:
         survives(services, (1, "orchestrator"), (2, "rollout"), (3, "trainer"))
 
 
@@ -193,6 +195,6 @@ def test_an_orchestrator_that_loses_its_folder_gives_tickets_the_tasks_of_the_mi
 
 @pytest.mark.long
 def test_services_without_a_common_folder_survive_the_loss_of_orchestrator_and_trainer(tmp_path: Path) -> None:
-    with separate_services(tmp_path, REAL) as services:
+    with separate_services(tmp_path, REAL, EVALUATED_FIRST) as services:
         run = survives(services, (1, "orchestrator"), (3, "trainer"))
     assert replayed(run, ["--from-step", "4"], None, show=False)["ok"]
