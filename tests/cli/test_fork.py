@@ -306,6 +306,34 @@ def test_another_origin_than_that_of_the_checkpoints_is_reported(
         assert isinstance(fork.origin["log_end"], str)
 
 
+@pytest.mark.parametrize(
+    ("edit", "kinds"),
+    [
+        (lambda groups: [*groups[:1], *groups], {"doubly_trained", "archive"}),
+        (lambda groups: groups[::-1], {"archive"}),
+        (lambda groups: [_sampled_by(groups[0], "e000001-s000003"), *groups[1:]], {"lineage", "ledger", "digest"}),
+        (lambda groups: [_sampled_by(groups[0], "e000009-s000004"), *groups[1:]], {"lineage", "ledger", "digest"}),
+        (lambda groups: [small_run.group(groups[0].ticket, WeightVersion(2, 3), reward=7), *groups[1:]], {"digest"}),
+    ],
+)
+def test_other_groups_than_those_of_the_log_are_reported(
+    source: RunFolder, edit: Callable[[list[Group]], list[Group]], kinds: set[str]
+):
+    """Also tokens of versions that the log's run undid, or never made."""
+    plan = planned(source, wanted(1), [])
+    train(plan)
+    last = archive.versions(plan.folder.archive)[-1]
+    name = plan.loaded.config.run.name
+    groups = [Group.decode(one) for one in archive.read(plan.folder.archive, name, last)]
+    archive.path_of(plan.folder.archive, last).unlink()
+    Archive(plan.folder.archive, name).write(last, [group.encode() for group in edit(groups)])
+    assert {str(one["kind"]) for one in command.verify(plan.folder)["violations"]} == kinds
+
+
+def _sampled_by(group: Group, version: str) -> Group:
+    return small_run.group(group.ticket, WeightVersion.parse(version))
+
+
 def test_a_fork_that_has_not_begun_is_proven(source: RunFolder):
     plan = planned(source, wanted(1), [])
     training.prepare(plan)

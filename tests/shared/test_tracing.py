@@ -109,6 +109,15 @@ def test_an_error_is_named_and_passes_on() -> None:
     assert not span.status.is_ok
 
 
+@pytest.mark.parametrize("flag", ["00", "01"])
+def test_a_trace_that_its_caller_does_not_record_is_not_recorded_further_on(flag: str) -> None:
+    kept, trace = Kept(), "a" * 32
+    with exporting(kept, "test", "r"), tracing.span("inside", parent=tracing.received(f"00-{trace}-{'b' * 16}-{flag}")):
+        sent = tracing.headers()["traceparent"]
+    assert (sent[:36], sent[-2:]) == (f"00-{trace}-", flag)
+    assert len(kept.get_finished_spans()) == int(flag)
+
+
 @pytest.mark.parametrize("caller", [True, False])
 async def test_a_request_continues_its_callers_trace(caller: bool) -> None:
     kept = Kept()

@@ -475,6 +475,19 @@ def test_the_difference_of_a_group_is_that_of_a_numpy_model_over_tokens_of_the_p
     assert all(np.array_equal(before[k], after[k]) for k in before)
 
 
+def test_the_effective_share_of_groups_is_kishs_of_a_numpy_models_ratios_over_sampled_tokens():
+    """Tokens of every version count, prompts and observations do not; no weight changes."""
+    one, groups = policy(), [*held(1, 2), *held(3, 4, version="e000001-s000001")]
+    before = params(one)
+    trajectories = [t for h in groups for t in h.group.trajectories]
+    ratios = np.concatenate([np.exp(reference_logprobs(t) - t.logprobs)[t.loss_mask > 0] for t in trajectories])
+    expected = ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum())
+    assert 0 < expected < 0.99
+    assert one.effective_share(groups, START) == pytest.approx(expected, rel=1e-4)
+    after = params(one)
+    assert all(np.array_equal(before[k], after[k]) for k in before)
+
+
 def spans_of(trajectory, first):
     """The same spans, the first of them sampled by other weights."""
     return (replace(trajectory.versions[0], version=first), *trajectory.versions[1:])

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -13,7 +15,7 @@ from safetensors.numpy import load_file
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.token_losses import ARRAYS, LOSSES, TokenBatch, token_loss
 from services.trainer.models.lora import LoraOptions
-from services.trainer.tinker import batches
+from services.trainer.tinker import batches, learner
 from services.trainer.tinker.engine import write_arrays
 from services.trainer.tinker.learner import Adam, Base, ClientModel
 from shared.errors import InputError, NonFinite
@@ -142,6 +144,16 @@ def test_a_step_is_that_of_torch_and_nothing_non_finite_gets_in(tiny: Base):
     with pytest.raises(NonFinite):
         client.step(adam)
     assert client.checksum() == kept
+
+
+@pytest.mark.parametrize(("dtype", "is_finite"), [("float32", True), ("bfloat16", False)])
+def test_weights_that_only_the_published_dtype_cannot_hold_are_not_finite(dtype: str, is_finite: bool):
+    of_one = [{"w": jnp.full(2, value, jnp.float32)} for value in (3.4e38, 0.0, 0.0, 0.0)]
+    params, first, second, gradient = of_one
+    check = jax.jit(learner._checked, static_argnames="dtype")
+    settings = Adam(learning_rate=0.01, eps=1e-8).values()
+    norm, found = check(params, first, second, jnp.zeros((), jnp.int32), gradient, settings, dtype=dtype)
+    assert (float(norm), bool(found)) == (0.0, is_finite)
 
 
 @pytest.mark.parametrize(
