@@ -109,7 +109,7 @@ class Fork:
             return made
         except FileNotFoundError:
             return None
-        except (OSError, KeyError, TypeError, ValueError, DecodeError) as error:
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, DecodeError) as error:
             raise ConfigError(
                 f"{folder.fork} cannot be read: {error!r}"[:300], "remove the fork's folder, and fork again"
             ) from error

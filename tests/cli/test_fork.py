@@ -184,10 +184,23 @@ def test_steps_and_names_that_cannot_be_used_are_named(
         planned(source, wanted(*steps), overrides)
 
 
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("override", ["model.path=other", "trainer.groups_per_step=3", "run.seed=3", "data.env=other"])
-def test_settings_that_cannot_change_are_named(source: RunFolder, override: str):
+def test_settings_that_cannot_change_are_named_before_anything_is_made(source: RunFolder, override: str, first: int):
     with pytest.raises(ConfigError, match=override.partition("=")[0]):
-        train(planned(source, wanted(1), [override]))
+        planned(source, wanted(first), [override])
+
+
+@pytest.mark.parametrize("override", ["algorithm.name=ppo", "algorithm.beta=0.1"])
+def test_a_critic_or_a_reference_begins_with_the_first_weights(source: RunFolder, override: str):
+    """The checkpoint of step 0, which is retained, has neither."""
+    assert planned(source, wanted(0), []).beginning is not None
+    plan = planned(source, wanted(0), [override])
+    assert plan.beginning is None
+    train(plan)
+    assert command.verify(plan.folder)["violations"] == []
+    with pytest.raises(ConfigError, match=r"algorithm\."):
+        planned(source, wanted(1), [override])
 
 
 def test_a_folder_that_is_no_run_or_has_trained_nothing_is_named(tmp_path: Path):
@@ -285,6 +298,7 @@ def _with_point(**fields: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         _with(least_share=None),
         _with(source=5),
         _with(judged_by={"toy": 2}),
+        _with(judged_by=[]),
         _with(version="x"),
         _with(version="e000009-s000009"),
         None,

@@ -75,6 +75,8 @@ def planned(source: RunFolder, wanted: Wanted, overrides: Sequence[str], files: 
     if folder.path == source.path:
         raise ConfigError(f"run.name={name} is the run itself", "give the fork another name with run.name=…")
     began = _beginning(source, run, head, wanted.first)
+    if began is not None and not _is_followed(head, base, loaded, wanted.first):
+        began = None
     if began is None:
         _check_settings(base, loaded, wanted.first)
     last = head.step if wanted.steps is None else wanted.first + wanted.steps
@@ -169,10 +171,29 @@ def _beginning(source: RunFolder, run: str, head: TrainerState, first: int) -> B
     try:
         return beginning.find(source, run, first, head)
     except ConfigError:
-        began = dict(head.lineage)
-        if all(began.get(epoch, 0) == 0 or began[epoch] > first for epoch, _ in head.settings) and not head.forks:
+        if _may_begin_anew(head, first):
             return None
         raise
+
+
+def _may_begin_anew(head: TrainerState, first: int) -> bool:
+    """True if the steps up to `first` had the same settings, and the first weights no other run's groups."""
+    began = dict(head.lineage)
+    return all(began.get(epoch, 0) == 0 or began[epoch] > first for epoch, _ in head.settings) and not head.forks
+
+
+def _is_followed(head: TrainerState, base: LoadedConfig, loaded: LoadedConfig, first: int) -> bool:
+    """Tell if a fork with these settings can go on from a checkpoint; False if it has to make the first weights again.
+
+    Raises ConfigError for settings that can do neither.
+    """
+    try:
+        pinned.permitted(pinned.relevant(base.config), pinned.relevant(loaded.config), step=first, free=forks.FREE)
+    except ConfigError:
+        if first or not _may_begin_anew(head, first):
+            raise
+        return False
+    return True
 
 
 def _check_settings(base: LoadedConfig, loaded: LoadedConfig, first: int) -> None:
