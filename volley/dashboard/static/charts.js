@@ -5,6 +5,9 @@ export const COLORS = ["#2a7f6a", "#c4572b", "#4565b5", "#9a4aa0", "#8a7a1c", "#
 
 const STEPS = [1, 2, 5].flatMap((one) => [1, 10, 100, 1e3, 1e4, 1e5].map((scale) => one * scale)).sort((a, b) => a - b);
 
+// Width of the vertical axis in pixels, in which its longest label is whole.
+const width = (_, labels) => Math.max(52, ...(labels ?? []).map((one) => 16 + 7 * one.length));
+
 function axisColors() {
   const style = getComputedStyle(document.documentElement);
   return { text: style.getPropertyValue("--soft").trim(), line: style.getPropertyValue("--line").trim() };
@@ -39,7 +42,7 @@ export function chart(title, series, { bands = [], height = 170, percent = false
     plot = new uPlot({
       width: Math.max(200, box.clientWidth), height, legend: { show: false }, cursor: { y: false, sync: { key: "steps" } },
       scales: { x: { time: false } },
-      axes: [{ ...axis, size: 26, incrs: STEPS }, { ...axis, size: 52, values: (_, ticks) => ticks.map((one) => number(one, 2)) }],
+      axes: [{ ...axis, size: 26, incrs: STEPS }, { ...axis, size: width, values: (_, ticks) => ticks.map((one) => number(one, 2)) }],
       bands: bands.map(([upper, lower, fill]) => ({ series: [upper, lower], fill })),
       series: [{}, ...series.map((one) => ({
         stroke: one.color, width: one.width ?? 1.8, dash: one.dash, spanGaps: true,
