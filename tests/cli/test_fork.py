@@ -15,7 +15,7 @@ import pytest
 
 from shared import config
 from shared.errors import ConfigError, DecodeError, StorageFull, VolleyError
-from shared.run import archive, commits, forks, trust
+from shared.run import archive, commits, forks, pinned, trust
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
 from shared.run.forks import Fork
@@ -182,6 +182,15 @@ def test_steps_and_names_that_cannot_be_used_are_named(
 ):
     with pytest.raises(ConfigError, match=named):
         planned(source, wanted(*steps), overrides)
+
+
+def test_the_first_weights_are_made_with_the_runs_rewards_and_a_fork_killed_meanwhile_resumes(source: RunFolder):
+    plan = planned(source, wanted(0), ["algorithm.name=ppo", "data.env_config.holes=2"])
+    found = pinned.changes(pinned.relevant(plan.base.config), pinned.relevant(plan.loaded.config))
+    assert [one.key for one in found] == ["data.env_config.holes"]
+    training.prepare(plan)
+    with claimed(plan.base):
+        training.check_existing(plan, Fork.read(plan.folder))
 
 
 @pytest.mark.parametrize("first", [0, 1])

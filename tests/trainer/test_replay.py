@@ -274,6 +274,15 @@ def test_a_fork_without_settings_repeats_the_run_bit_for_bit(recorded: Path, tmp
 
 
 @pytest.mark.long
+def test_a_fork_with_a_critic_begins_with_the_first_weights(recorded: Path, tmp_path: Path):
+    done = volley("fork", recorded, "--steps", "1", "algorithm.name=ppo", f"run.dir={tmp_path}", "--json")
+    assert done.returncode == 0, done.stderr
+    (result,) = orjson.loads(done.stdout)
+    assert (result["run"], result["step"]) == ("r-fork", 1)
+    assert result_of(volley("verify", tmp_path / "r-fork", "--json"))["ok"]
+
+
+@pytest.mark.long
 def test_a_fork_with_another_loss_survives_a_kill_and_is_replayed(recorded: Path, tmp_path: Path):
     """No group is filtered because the fork's weights are not those that sampled it."""
     settings = ["algorithm.name=dppo", "trainer.filters.max_logprob_diff=1e-6"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,8 @@ class Wanted:
 class ForkPlan:
     """A fork and its configuration.
 
-    `base` is the configuration of the steps that are trained again before the fork, with the settings of the other run.
+    `base` is the configuration of the steps that are trained again before the fork, with the settings of the other run;
+    of step 0 alone, those of the fork, except for rewards.
     `beginning` is what to copy; None if the run's first weights are made again.
     """
 
@@ -79,6 +81,7 @@ def planned(source: RunFolder, wanted: Wanted, overrides: Sequence[str], files: 
         began = None
     if began is None:
         _check_settings(base, loaded, wanted.first)
+        base = base if wanted.first else _of_first_weights(base, loaded)
     last = head.step if wanted.steps is None else wanted.first + wanted.steps
     point = ForkPoint(run, 0 if began is None else wanted.first, head.lineage)
     fork = Fork(
@@ -112,7 +115,7 @@ def check_existing(plan: ForkPlan, existing: Fork | None) -> None:
     record = read_record(plan.folder)
     if record is None:
         return  # it was killed before it began
-    possible = [plan.loaded, plan.base] if plan.fork.rebuilt else [plan.loaded]
+    possible = [plan.loaded, plan.base] if plan.beginning is None else [plan.loaded]
     differing = [pinned.changes(record.config, pinned.relevant(one.config)) for one in possible]
     if all(differing):
         raise ConfigError(f"{path} is a fork with other settings: {'; '.join(map(str, differing[0][:5]))}", hint)
@@ -180,6 +183,17 @@ def _may_begin_anew(head: TrainerState, first: int) -> bool:
     """True if the steps up to `first` had the same settings, and the first weights no other run's groups."""
     began = dict(head.lineage)
     return all(began.get(epoch, 0) == 0 or began[epoch] > first for epoch, _ in head.settings) and not head.forks
+
+
+def _of_first_weights(base: LoadedConfig, loaded: LoadedConfig) -> LoadedConfig:
+    """Return the fork's configuration with the other run's rewards: a critic or a reference begins with the weights."""
+    tree = copy.deepcopy(loaded.tree)
+    for key in forks.FREE:
+        section, leaf = key.split(".")
+        tree[section].pop(leaf, None)
+        if leaf in base.tree[section]:
+            tree[section][leaf] = base.tree[section][leaf]
+    return config.validate(tree)
 
 
 def _is_followed(head: TrainerState, base: LoadedConfig, loaded: LoadedConfig, first: int) -> bool:

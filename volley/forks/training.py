@@ -39,7 +39,7 @@ def trained(plan: ForkPlan, say: Say) -> dict[str, Any]:
     else:
         prepare(plan)
     if _step(folder) < fork.rebuilt:
-        say(f"no checkpoint of step {fork.rebuilt} is retained: the steps up to it are trained again first")
+        say(f"the fork has no checkpoint of step {fork.rebuilt}: it is trained again first")
         _run(plan, plan.base, fork.rebuilt, say)
     if (step := _step(folder)) >= fork.last:
         return {"step": step, "why": "it is trained already"}
