@@ -97,6 +97,14 @@ def test_episodes_come_in_the_order_of_their_rows(client: Client, run: Path) -> 
     assert [(one["ticket"], one["sample"]) for one in found.records()] == expected
 
 
+def test_a_folder_that_is_gone_is_named(client: Client, run: Path) -> None:
+    assert len(client.steps()) == 5
+    shutil.rmtree(run)
+    for method in (client.steps, client.trajectories, client.summary, client.status):
+        with pytest.raises(ConfigError, match=str(run)):
+            method()
+
+
 def test_a_forked_process_has_a_loop_of_its_own(client: Client) -> None:
     n = len(client.steps())
     forks = multiprocessing.get_context("fork")

@@ -342,6 +342,7 @@ class AsyncClient:
 
         if self._records is None:
             raise ConfigError("this client knows addresses, but no folder of a run", 'Client("runs/NAME")')
+        self._records.check()
         return self._records
 
     def _files(self) -> RunFiles:

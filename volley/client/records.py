@@ -97,11 +97,15 @@ class RunRecords:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self.check()
+
+    def check(self) -> None:
+        """Raise ConfigError if the folder is not, or no longer, that of a run."""
         from shared.errors import ConfigError
 
-        if not (path / "config.yaml").is_file():
-            raise ConfigError(f"{path} is not the folder of a run", "it holds no config.yaml")
-        self._path = path
+        if not (self._path / "config.yaml").is_file():
+            raise ConfigError(f"{self._path} is not the folder of a run", "it holds no config.yaml")
 
     @cached_property
     def files(self) -> RunFiles:
