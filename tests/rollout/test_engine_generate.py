@@ -157,6 +157,18 @@ def test_a_prompt_that_waiting_requests_share_is_computed_once(server: RolloutPr
         assert server.error(prompts[i % 2], answer) <= 1e-4
 
 
+def test_nobody_waits_for_a_prompt_that_is_cached(server: RolloutProcess) -> None:
+    prompt = np.random.default_rng(99).integers(3, 500, 40).tolist()
+    server.generate(prompt, 1)
+    server.post("/pause_generation", {"mode": "in_place"})
+    before = server.status()["steps"]["prefill"]
+    started = [server.start(prompt, 3) for _ in range(8)]
+    wait_until(lambda: server.status()["queued"] == 8)
+    server.post("/continue_generation", {})
+    assert [future.result()["meta_info"]["cached_tokens"] for future in started] == [39] * 8
+    assert server.status()["steps"]["prefill"] == before + 1
+
+
 @pytest.mark.parametrize("action", ["/pause_generation", "/flush_cache"])
 def test_running_and_queued_requests_survive(server: RolloutProcess, action: str) -> None:
     """Twice as many requests as run at once; the stock handlers lose one or end the server."""

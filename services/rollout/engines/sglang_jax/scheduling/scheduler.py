@@ -24,7 +24,7 @@ from flax import nnx
 from sgl_jax.srt.managers.io_struct import AbortReq
 from sgl_jax.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sgl_jax.srt.managers.scheduler import Scheduler
-from sgl_jax.srt.mem_cache.base_prefix_cache import EvictParams
+from sgl_jax.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sgl_jax.srt.mem_cache.common import release_kv_cache
 
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
@@ -141,14 +141,18 @@ class RolloutScheduler(Scheduler):
     def _followers(self) -> dict[int, int]:
         """Return the waiting requests with the prompt of one before them, which may be half computed, and that one.
 
-        None if computing their prompts again would fit into the smallest prefill, which waiting would cost.
+        None if what waiting saves, the tokens before their last that the cache lacks, fits into the smallest prefill,
+        which waiting costs.
         """
         first = {req.prompt: id(req) for req in self.chunked_reqs if req is not None}
-        followers, saved = dict[int, int](), 0
-        for req in self.waiting_queue:
+        followers, lacking = dict[int, int](), dict[int, int]()
+        for req in () if self.running_batch.batch_is_full else self.waiting_queue:
             if req.may_follow and (leader := first.setdefault(req.prompt, id(req))) != id(req):
                 followers[id(req)] = leader
-                saved += len(req.origin_input_ids)
+                if leader not in lacking:
+                    cached = self.tree_cache.match_prefix(MatchPrefixParams(req.match_key())).device_indices
+                    lacking[leader] = len(req.origin_input_ids) - 1 - len(cached)
+        saved = sum(lacking[leader] for leader in followers.values())
         return followers if saved > self.tp_worker.compilation_manager.token_buckets[0] else {}
 
     def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:

@@ -42,6 +42,11 @@ class KnownShapes:
             if self._file is not None:
                 _write(self._file, [*dict.fromkeys([*_read(self._file), layout])][-_MOST:])
 
+    def drop(self, layout: Layout) -> None:
+        """Forget a layout that cannot be compiled."""
+        if self._file is not None:
+            _write(self._file, [known for known in _read(self._file) if known != layout])
+
     def next(self) -> Layout | None:
         """Return a layout of an earlier engine that this one has not compiled, the first used one first, or None."""
         while self._waiting:
@@ -66,8 +71,9 @@ def file_of(spec: EngineSpec) -> Path | None:
 
 
 def _read(file: Path | None) -> list[Layout]:
-    with suppress(OSError, ValueError, TypeError):
-        return [_layout(*fields) for fields in json.loads(file.read_bytes())] if file is not None else []
+    if file is not None:
+        with suppress(OSError, ValueError, TypeError, OverflowError, RecursionError):
+            return [_layout(*fields) for fields in json.loads(file.read_bytes())][-_MOST:]
     return []
 
 
@@ -80,6 +86,9 @@ def _layout(mode: int, hidden: int, algorithm: int, n_requests: int, n_top: int,
 def _write(file: Path, layouts: Iterable[Layout]) -> None:
     """Replace the file; a folder that cannot be written keeps nothing."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}")
-    with suppress(OSError):
+    try:
         temporary.write_text(json.dumps(list(layouts)), encoding="utf-8")
         temporary.replace(file)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

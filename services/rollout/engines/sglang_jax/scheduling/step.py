@@ -93,13 +93,19 @@ class FusedStep:
         return output
 
     def compile_next(self) -> bool:
-        """Compile a shape that an earlier engine used, by a step without requests. Returns False if none is left."""
+        """Compile a shape that an earlier engine used, by a step without requests. Returns False if none is left.
+
+        One that fails is forgotten. Raises what the step raised if it took the pool's buffers along.
+        """
         layout = self.shapes.next()
         if layout is None:
             return False
         try:
             jax.block_until_ready(self._launch((*self._fixed(None), blank(layout), layout)))
-        except (TypeError, ValueError, KeyError) as error:  # the file was written by something else
+        except Exception as error:  # the file is damaged, or the shape does not fit into memory any more
+            self.shapes.drop(layout)
+            if any(array.is_deleted() for array in jax.tree.leaves(self._runner.memory_pools)):
+                raise
             log.warning("a shape of an earlier engine cannot be compiled", error=repr(error))
         return True
 
