@@ -76,6 +76,7 @@ def main(
     restart_in_utf8()
     parser = argparse.ArgumentParser(prog=f"python -m services.{name}")
     config.add_arguments(parser)
+    parser.add_argument("--listener", type=int, metavar="FD", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     telemetry.configure(name)
     try:
@@ -85,7 +86,11 @@ def main(
         if loaded.config.services.token_files == TokenFiles() and endpoint.host not in LOOPBACK:
             _log.warning("no tokens are configured: every caller has full access", host=endpoint.host)
         section = loaded.config.run
-        with traced(name, section.name, section.traces), bind(endpoint) as listener:
+        given: int | None = arguments.listener
+        with (
+            traced(name, section.name, section.traces),
+            bind(endpoint) if given is None else socket.socket(fileno=given) as listener,
+        ):
             code = run(loaded.config, open_service or _load(name, requires, entry), listener)
     except VolleyError as error:
         _log.error(CANNOT_START, error=type(error).__name__, detail=str(error))

@@ -290,9 +290,10 @@ async def test_task_folders_of_the_configuration_are_there_when_the_service_is(
         one = await begin(client, "mine@1")
         await one.run(SOLVE)
         assert (await one.say("Done."))["reward"] == 1.0
-    with pytest.raises(ConfigError, match="there is no environment"):
+    with pytest.raises(ConfigError) as refused:
         async with open_client(**settings):
             pass
+    assert "services.env.harbor.environment" in (refused.value.hint or "")
 
 
 async def test_a_service_without_containers_refuses_task_folders(open_client: OpenClient) -> None:

@@ -206,6 +206,13 @@ async def test_a_model_without_a_chat_template_continues_texts(model: Path, temp
         assert "no chat template" in chat.json()["detail"]
 
 
+def _is_held(folder: RunFolder) -> bool:
+    """True if no other program can listen on the port of the service, which may not have started yet."""
+    port = config.load([folder.config]).config.services.rollout.port
+    with socket.socket() as other:
+        return other.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.mark.long
 def test_one_command_serves_until_ctrl_c(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "volley", "serve", str(model), "rollout.engine.max_running_requests=4"]
@@ -213,6 +220,8 @@ def test_one_command_serves_until_ctrl_c(model: Path, tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8", env=variables) as process:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
+        loading = next(line for line in lines if line.startswith("loading"))
+        assert _is_held(RunFolder(Path(loading.split("log: ")[1].strip(" )\n")).parent))
         url = next(line for line in lines if line.startswith("ready after")).split(" at ")[1].split()[0]
         token = next(lines).removeprefix("token: ").strip()
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}

@@ -8,6 +8,7 @@ import datetime
 import json
 import re
 import shlex
+import socket
 import tempfile
 import time
 from collections.abc import Coroutine, Sequence
@@ -31,6 +32,7 @@ from shared.process.ports import hold, hold_free, host_problem
 from shared.run import trust
 from shared.run.folder import RunFolder
 from shared.services import SERVICES
+from shared.services_schema import Endpoint
 from shared.web.access import MIN_TOKEN
 from volley.commands.train import Stopped, stopping_on_signal
 from volley.layout import python_of, variables_of
@@ -47,6 +49,7 @@ LONGEST_CONTEXT = 8192
 _NO_WEIGHTS = "name a folder with weights as safetensors; `volley model get HUB_ID` downloads one"
 _CONTEXT = "rollout.engine.context_length"
 _STOP_MARGIN_S = 5.0
+_BACKLOG = 128
 _INFO = SERVICES["rollout"]
 
 
@@ -132,7 +135,8 @@ def main(target: str, options: ServeOptions) -> int:
     python_of(_INFO.environment)
     with tempfile.TemporaryDirectory(prefix="volley-serve-") as temporary:
         served = prepare(target, options, Path(temporary))
-        return until_stopped(_serve(served))
+        with listening(served.loaded.config.services.rollout) as listener:
+            return until_stopped(_serve(served, listener))
 
 
 def until_stopped(serving: Coroutine[Any, Any, None]) -> int:
@@ -236,16 +240,39 @@ def _tokens(options: ServeOptions, folder: RunFolder) -> tuple[dict[str, str], s
     return {role: str(path) for role, path in files.items()}, files["admin"].read_text(encoding="utf-8").strip()
 
 
-async def _serve(served: ServedModel) -> None:
+def listening(endpoint: Endpoint) -> socket.socket:
+    """Listen for a service that has not started yet, so that no other program takes its port. Raises ConfigError."""
+    listener = boot.bind(endpoint)
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"{endpoint.host}:{endpoint.port} cannot be used ({error.strerror})", "another program took it; try again"
+        ) from error
+    return listener
+
+
+async def _serve(served: ServedModel, listener: socket.socket) -> None:
     """Run the service until a signal. Raises Stopped, VolleyError, or a group of them."""
     engine, url, log = served.loaded.config.rollout.engine, served.url, served.folder.path / "rollout.log"
     limits = served.loaded.config.services.limits
     spec = ProcessSpec(
         _INFO.name,
-        (str(python_of(_INFO.environment)), "-P", "-m", _MODULE, "--config", str(served.folder.config)),
+        (
+            str(python_of(_INFO.environment)),
+            "-P",
+            "-m",
+            _MODULE,
+            "--config",
+            str(served.folder.config),
+            "--listener",
+            str(listener.fileno()),
+        ),
         variables_of(_INFO.environment, cpu=engine.device == "cpu"),
         log,
         limits.grace_s + boot.CLEANUP_S + _STOP_MARGIN_S,
+        inherits=(listener.fileno(),),
     )
     began = time.monotonic()
     say(f"loading {served.name} (log: {log})")

@@ -144,7 +144,8 @@ class Submissions:
         """Put an environment that the run's configuration names in use.
 
         It has one version: the stored one, or the result of `read`, validated now. The configuration allows it even on
-        a machine without a sandbox. Raises InputError (it is rejected), Unavailable, and what `read` raises.
+        a machine without a sandbox. Raises InputError (it is rejected, or this service does not have what it needs),
+        Unavailable, and what `read` raises.
         """
         name = full_name.partition("@")[0]
         async with self._lock:
@@ -154,6 +155,8 @@ class Submissions:
                     raise Conflict(f"{name!r} is the name of another environment", "give the file another name")
                 version = await self._add(await asyncio.to_thread(read))
             elif version.state in PLAYABLE and version.splits:
+                if not self._catalogue.has(full_name):  # skipped at startup
+                    self._offers.put(version)
                 return version
             elif version.state not in PENDING:  # rejected at an earlier start, perhaps by a timeout
                 version = version.model_copy(update={"history": (Transition(state="submitted", at=time.time()),)})
