@@ -20,7 +20,7 @@ from services.env.harbor import containers
 from services.env.harbor.containers import Containers, HarborSettings
 from services.env.harbor.tasks import is_task_archive, read_tasks
 from services.env.settings import ConfiguredSource
-from shared.errors import ConfigError, Forbidden, InputError, Unavailable
+from shared.errors import ConfigError, Forbidden, InputError, SandboxFailed, Unavailable
 from shared.run.sources import FoundSource
 from shared.services_schema import Limits
 from tests.env.conftest import OpenClient, open_service
@@ -109,6 +109,31 @@ async def test_a_long_command_is_asked_for_again(client: httpx.AsyncClient, monk
         await asyncio.sleep(0.05)
     assert again.status_code == 200, again.text
     assert await one.run("cat n") == "slept"
+
+
+async def test_a_call_is_sent_once_until_its_caller_has_the_answer() -> None:
+    sent, call = list[asyncio.Future[dict[str, str]]](), containers.RepeatedCall()
+
+    def send() -> asyncio.Future[dict[str, str]]:
+        sent.append(asyncio.get_running_loop().create_future())
+        return sent[-1]
+
+    asking = asyncio.ensure_future(call.answer(send))
+    await asyncio.sleep(0)
+    sent[0].set_result({"output": "once"})
+    asking.cancel()  # as a time-out does that comes with the answer
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert (await call.answer(send), len(sent)) == ({"output": "once"}, 1)
+    again = asyncio.ensure_future(call.answer(send))
+    await asyncio.sleep(0)
+    sent[1].set_exception(SandboxFailed("lost"))
+    with pytest.raises(SandboxFailed):
+        await again
+    third = asyncio.ensure_future(call.answer(send))
+    await asyncio.sleep(0)
+    third.cancel()
+    assert len(sent) == 3
 
 
 @pytest.mark.long

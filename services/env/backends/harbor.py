@@ -33,7 +33,7 @@ from services.env.episode_types import (
     fingerprint,
     user,
 )
-from services.env.harbor.containers import Agent, Containers, answered
+from services.env.harbor.containers import Agent, Containers, RepeatedCall, answered
 from services.env.harbor.tasks import HarborTask
 from services.env.tools.base import ToolFault
 from services.env.tools.bash import BASH, BashSession, CommandResult
@@ -182,7 +182,7 @@ class HarborEpisode:
         self.task = name
         self.opening: tuple[Message, ...] = (user(task.instruction),)
         self._backend, self._of, self._number, self._started = backend, task, number, started
-        self._pending: asyncio.Future[dict[str, Any]] | None = None
+        self._pending = RepeatedCall()
         self._answered: tuple[bool, tuple[Message, ...], Fault | None] | None = None
         self._message = ""
         self._step, self._turns = 0, 0
@@ -265,13 +265,7 @@ class HarborEpisode:
 
     async def _asked(self, call: str, **params: Any) -> dict[str, Any]:
         """Send a request unless one is pending, and wait for the answer. Raises Busy, SandboxFailed."""
-        if self._pending is None:
-            self._pending = self._backend.containers.send(call, self._number, **params)
-        try:
-            return await answered(self._pending)
-        finally:
-            if self._pending.done():
-                self._pending = None
+        return await self._pending.answer(lambda: self._backend.containers.send(call, self._number, **params))
 
 
 def _limit(task: HarborTask, step: int) -> float:

@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, Literal
 import orjson
 
 from services.env.workers import wire
-from shared.errors import Busy, Forbidden, SandboxFailed, Unavailable
+from shared.errors import Busy, Forbidden, SandboxFailed, Unavailable, VolleyError
 from shared.process import telemetry
 from shared.process.foreign import python_with
 from shared.services_schema import HarborSection
@@ -241,6 +241,30 @@ async def answered(future: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
             return await asyncio.shield(future)
     except TimeoutError:
         raise Busy("the container is still at work", "repeat the request", 0.1) from None
+
+
+class RepeatedCall:
+    """Sends a call once, however often its caller repeats it, until the caller has its answer."""
+
+    def __init__(self) -> None:
+        self._pending: asyncio.Future[dict[str, Any]] | None = None
+
+    async def answer(self, send: Callable[[], asyncio.Future[dict[str, Any]]]) -> dict[str, Any]:
+        """Send the call unless it is pending, and wait for the answer. Raises as `answered`.
+
+        After Busy, or if the caller is cancelled, the call stays pending, even if its answer is there by then.
+        """
+        if self._pending is None:
+            self._pending = send()
+        try:
+            found = await answered(self._pending)
+        except Busy:
+            raise
+        except VolleyError:
+            self._pending = None
+            raise
+        self._pending = None
+        return found
 
 
 _LOST_HINT = "the episode gives no reward and can be played again; the log of the service tells more"
