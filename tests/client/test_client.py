@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from shared.errors import ConfigError, InputError, NotFound, ServiceUnreachable, Unauthorized, Unavailable
@@ -95,6 +96,14 @@ def test_episodes_come_in_the_order_of_their_rows(client: Client, run: Path) -> 
     expected = [(row["ticket"], row["sample"]) for row in found.rows]
     assert [(one.ticket, one.sample_index) for one in found] == expected
     assert [(one["ticket"], one["sample"]) for one in found.records()] == expected
+
+
+@pytest.mark.parametrize(("mode", "algorithm"), [("rl", "grpo"), ("sft", "sft"), ("dpo", "dpo")])
+def test_a_supervised_run_names_its_mode_as_algorithm(client: Client, run: Path, mode: str, algorithm: str) -> None:
+    record = orjson.loads((run / "run.json").read_bytes())
+    record["config"] |= {"mode": mode, "algorithm.name": "grpo"}
+    (run / "run.json").write_bytes(orjson.dumps(record))
+    assert client.summary()["algorithm"] == algorithm
 
 
 def test_a_folder_that_is_gone_is_named(client: Client, run: Path) -> None:

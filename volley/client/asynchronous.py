@@ -295,7 +295,7 @@ class AsyncClient:
         return await asyncio.to_thread(self._read().table, "train")
 
     async def supervised_steps(self) -> Table:
-        """Return the supervised steps."""
+        """Return the supervised steps, of SFT or DPO; a run of these has a row of its examples as step 0."""
         return await asyncio.to_thread(self._read().table, "sft")
 
     async def evaluations(self) -> Table:

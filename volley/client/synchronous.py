@@ -202,7 +202,7 @@ class Client:
         return self._loop.call(self._client.steps())
 
     def supervised_steps(self) -> Table:
-        """Return the supervised steps."""
+        """Return the supervised steps, of SFT or DPO; a run of these has a row of its examples as step 0."""
         return self._loop.call(self._client.supervised_steps())
 
     def evaluations(self) -> Table:

@@ -174,7 +174,7 @@ class RunFiles:
             success=success,
             reward=last.get("reward_mean"),
             env=str(config.get("data.env") or ""),
-            algorithm=str(config.get("algorithm.name") or config.get("mode") or ""),
+            algorithm=str(config.get("mode" if is_supervised else "algorithm.name") or ""),
             model=Path(str(config.get("model.path") or "")).name,
             origin=fork.origin if (fork := forks.read(self.folder)) else record.origin if record else None,
             problem=self.problem,
