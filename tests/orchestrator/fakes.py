@@ -143,9 +143,10 @@ class ScriptedEnv:
             self.created.append((split, index, seed))
             self.by_request[request_id] = f"e{len(self.created)}"
             self.open[self.by_request[request_id]] = 0
+        episode_id = self.by_request[request_id]
         await asyncio.sleep(self.delay_s)
         messages: list[Message] = [{"role": "user", "content": self.prompt}]
-        return Opening(self.by_request[request_id], f"{split}/{index}", messages, scored_at_end=self.end is not None)
+        return Opening(episode_id, f"{split}/{index}", messages, scored_at_end=self.end is not None)
 
     async def step(self, episode_id: str, request_id: str, content: str) -> StepReply:
         await asyncio.sleep(self.delay_s)
