@@ -233,7 +233,6 @@ def play(client: Client) -> None:
     with pytest.raises(RuntimeError, match="mine"), client.session("echo", wait_s=60) as session:
         raise RuntimeError("mine")
     assert session.describe()["state"] == "void"
-    drain(client)
     assert client.retire("echo@1")["state"] == "retired"
     drain(client)
     steps = [event.record["step"] for event in take(client.follow(), "step", 2)]

@@ -170,7 +170,7 @@ class TunixLearner:
             assert batch.old is not None
             old = batch.old
             args = jnp.asarray(old), jnp.asarray(batch.behaviour), jnp.asarray(batch.mask)
-            weights = np.asarray(importance.weights(*args, self._options.correction)) * batch.mask
+            weights = np.asarray(importance.weights(*args, self._options.correction).weights) * batch.mask
         return common.TrainExample(
             prompt_ids=batch.ids[:, :1],
             prompt_mask=np.ones_like(batch.ids[:, :1]),
