@@ -94,7 +94,7 @@ async def answered(rollout: Rollout, wanted: list[str]) -> list[Settlement]:
             body = orjson.dumps(PROMPT)
             server.add(SampleTask(Future(str(i), "s", i, "sample", body, "", None, None), WEIGHTS[name]))
             await asyncio.sleep(0.004 * (i % 3))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             await done.wait()
         worker.cancel()
         await asyncio.gather(worker, return_exceptions=True)
