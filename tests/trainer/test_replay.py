@@ -285,7 +285,7 @@ def test_a_fork_with_a_critic_begins_with_the_first_weights(recorded: Path, tmp_
 @pytest.mark.long
 def test_a_fork_with_another_loss_survives_a_kill_and_is_replayed(recorded: Path, tmp_path: Path):
     """No group is filtered because the fork's weights are not those that sampled it."""
-    settings = ["algorithm.name=dppo", "trainer.filters.max_logprob_diff=1e-6"]
+    settings = ["algorithm.name=dppo", "trainer.filters.logprob=1e-6"]
     wanted = ["fork", recorded, "--from", "2", *settings, f"run.dir={tmp_path}"]
     command = [sys.executable, "-m", "volley", *map(str, wanted)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", env=in_use()) as process:

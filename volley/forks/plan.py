@@ -103,6 +103,12 @@ def _has_other_rewards(base: LoadedConfig, loaded: LoadedConfig) -> bool:
     return any(change.key.startswith(forks.FREE) for change in found)
 
 
+def _unlike(recorded: pinned.Flat, loaded: LoadedConfig) -> list[pinned.Change]:
+    """Return changed settings, without the date that the fork's first start has set."""
+    found = pinned.changes(recorded, pinned.relevant(loaded.config))
+    return [one for one in found if one.key != "run.date" or loaded.config.run.date is not None]
+
+
 def check_existing(plan: ForkPlan, existing: Fork | None) -> None:
     """Check that the folder that has the fork's name is this fork, begun before. Raises ConfigError."""
     path, hint = plan.folder.path, "choose another run.name=…, or remove the folder"
@@ -116,7 +122,7 @@ def check_existing(plan: ForkPlan, existing: Fork | None) -> None:
     if record is None:
         return  # it was killed before it began
     possible = [plan.loaded, plan.base] if plan.beginning is None else [plan.loaded]
-    differing = [pinned.changes(record.config, pinned.relevant(one.config)) for one in possible]
+    differing = [_unlike(record.config, one) for one in possible]
     if all(differing):
         raise ConfigError(f"{path} is a fork with other settings: {'; '.join(map(str, differing[0][:5]))}", hint)
 
