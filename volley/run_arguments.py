@@ -14,6 +14,11 @@ def add_run_dir(part: argparse.ArgumentParser) -> None:
     add_trust(part)
 
 
+def add_vary(part: argparse.ArgumentParser, help: str) -> None:
+    """Add --vary, which makes a run for each value of a setting. `help` says what the runs are."""
+    part.add_argument("--vary", action="append", nargs="+", default=[], metavar=("KEY", "VALUE"), help=help)
+
+
 def add_trust(part: argparse.ArgumentParser) -> None:
     part.add_argument(
         "--trust",

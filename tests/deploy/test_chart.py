@@ -24,7 +24,7 @@ from tests.support import foreign, helm_render
 pytestmark = pytest.mark.long
 
 RELEASES = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
-"""Of Kubernetes; the first is the oldest that the chart takes."""
+"""Releases of Kubernetes, from the oldest that the chart supports."""
 FIXTURES = ROOT / "tests" / "fixtures" / "kubernetes"
 SCHEMAS = {
     kind: {

@@ -34,7 +34,7 @@ SOLVE = "echo $(( $(paste -sd+ data/numbers.txt) )) > total.txt"
 
 @pytest.fixture(autouse=True, scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where LocalEnvironment is found, and notes its starts."""
+    """Let Harbor import LocalEnvironment; return the file in which that notes its starts."""
     starts = tmp_path_factory.mktemp("local") / "starts"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))

@@ -21,7 +21,7 @@ from volley.commands import train
 from volley.printing import join_lines, print_lines, print_result
 from volley.reporting import jsonl, report
 from volley.reporting.intervals import SuccessRate
-from volley.run_arguments import add_trust
+from volley.run_arguments import add_trust, add_vary
 from volley.runs.record import read_record
 
 _NOT_COMPARED = ("run.name",)
@@ -46,13 +46,9 @@ class ComparedRun:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", action="append", metavar="FILE.yaml", help="configuration of the runs of --vary")
-    parser.add_argument(
-        "--vary",
-        action="append",
-        nargs="+",
-        default=[],
-        metavar=("KEY", "VALUE"),
-        help="train a run for each value of a setting, in sequence, e.g. --vary algorithm.name grpo ppo;"
+    add_vary(
+        parser,
+        "train a run for each value of a setting, in sequence, e.g. --vary algorithm.name grpo ppo;"
         " repeatable: a run for each combination. The KEY config has files, each of which follows those of --config",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="file of the plot (default: compare-RUNS.png)")

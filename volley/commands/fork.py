@@ -22,7 +22,7 @@ from volley.commands import compare, evaluate, train
 from volley.forks import training
 from volley.forks.plan import ForkPlan, Wanted, planned
 from volley.printing import print_lines, print_result
-from volley.run_arguments import add_run_dir
+from volley.run_arguments import add_run_dir, add_vary
 
 _LEAST_SHARE = 0.3
 
@@ -55,13 +55,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--env", metavar="NAME", help="environment whose episodes are replayed in that of --by")
     parser.add_argument("--by", metavar="NAME", help="environment to replay them in, e.g. its next version NAME@2")
-    parser.add_argument(
-        "--vary",
-        action="append",
-        nargs="+",
-        default=[],
-        metavar=("KEY", "VALUE"),
-        help="make a fork for each value, in sequence, e.g. --vary algorithm.name grpo dppo; repeatable. The KEY config"
+    add_vary(
+        parser,
+        "make a fork for each value, in sequence, e.g. --vary algorithm.name grpo dppo; repeatable. The KEY config"
         " has files, each with settings that win over the run's",
     )
     parser.add_argument("--evaluate", action="store_true", help="evaluate each fork on held-out tasks at its end")

@@ -12,7 +12,7 @@ float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self
+from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,8 @@ def of_sequences(x: jax.Array, packing: Packing | None) -> jax.Array:
     return jax.vmap(of_row)(x, packing.sequences)
 
 
-class Weights(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Weights:
     """Each token's weight in the loss, float32 [B, T]; bool [B, T] where the threshold capped it, and where it is 0."""
 
     weights: jax.Array
@@ -96,8 +97,8 @@ def weights(
     if correction.rejection != "none":
         ratio = _ratio(difference, mask, correction.rejection, packing)
         low, high = correction.bounds
-        made = jnp.where((ratio >= low) & (ratio <= high), made, 0.0)
-        is_rejected = (ratio < low) | (ratio > high)
+        is_rejected = ~((ratio >= low) & (ratio <= high))  # also if it is NaN
+        made = jnp.where(is_rejected, 0.0, made)
     return Weights(*(jnp.broadcast_to(one, mask.shape) for one in (made, is_truncated, is_rejected)))
 
 
