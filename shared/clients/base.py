@@ -104,6 +104,7 @@ class HttpClient:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._pack, self._media_type = (orjson.dumps, _JSON) if as_json else (codec.pack, codec.MEDIA_TYPE)
         self._wire: _Wire | None = None
+        self._closed = False
 
     async def __aenter__(self) -> Self:
         if self._transport is None:
@@ -117,12 +118,14 @@ class HttpClient:
             )
         else:
             self._wire = _Direct(self.base_url, self._headers, self._media_type, self._transport)
+        self._closed = False
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         wire, self._wire = self._wire, None
+        self._closed = True
         if wire is not None:
             await wire.close()
 
@@ -146,8 +149,7 @@ class HttpClient:
 
     async def upload(self, method: str, path: str, content: bytes, media_type: str, params: Mapping[str, str]) -> Any:
         """Send bytes unchanged."""
-        assert self._wire is not None, "enter the client first"
-        sent = self._wire.send(method, path, content, params, self._timeout_s, media_type)
+        sent = self._open().send(method, path, content, params, self._timeout_s, media_type)
         return _read(await self._translated(f"{method} {self.base_url}{path}", sent), path, MAX_OBJECTS)
 
     async def delete(self, path: str, *, attempts: int = 1) -> Any:
@@ -162,8 +164,7 @@ class HttpClient:
 
     async def exchange_stream(self, path: str, body: Any, take: Take) -> HttpReply:
         """POST as `exchange`, without a time limit; `take` gets a success's content as it arrives, and may raise."""
-        assert self._wire is not None, "enter the client first"
-        received = self._wire.receive(path, {}, take, self._pack(body))
+        received = self._open().receive(path, {}, take, self._pack(body))
         return await self._translated(f"POST {self.base_url}{path}", received)
 
     async def download(self, path: str, take: Take, *, start: int = 0) -> None:
@@ -171,9 +172,9 @@ class HttpClient:
 
         Raises as `get`, and MalformedAnswer if the answer does not start there.
         """
-        assert self._wire is not None, "enter the client first"
+        wire = self._open()
         headers = {"Range": f"bytes={start}-"} if start else {}
-        reply = await self._translated(f"GET {self.base_url}{path}", self._wire.receive(path, headers, take))
+        reply = await self._translated(f"GET {self.base_url}{path}", wire.receive(path, headers, take))
         if reply.status not in _FILE:
             _read(reply, path, MAX_OBJECTS)
         if reply.status != _FILE[bool(start)]:
@@ -194,9 +195,15 @@ class HttpClient:
     async def _exchanged(
         self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float | None
     ) -> HttpReply:
-        assert self._wire is not None, "enter the client first"
-        sent = self._wire.send(method, path, body, params, timeout_s or self._timeout_s)
+        sent = self._open().send(method, path, body, params, timeout_s or self._timeout_s)
         return await self._translated(f"{method} {self.base_url}{path}", sent)
+
+    def _open(self) -> _Wire:
+        """Return the connections. Raises ServiceUnreachable once they are closed, e.g. because the service has left."""
+        if self._closed:
+            raise ServiceUnreachable(f"{self.base_url} is not asked any more: its client is closed")
+        assert self._wire is not None, "enter the client first"
+        return self._wire
 
     async def _translated[T](self, what: str, exchange: Awaitable[T]) -> T:
         """Translate network errors of the request `what`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 import orjson
@@ -31,6 +32,15 @@ def test_crashes_are_found_and_expected_ends_are_not(tmp_path: Path):
         "rollout-0: KeyError: 'y'",
         "trainer: did not end in time: ended by force",
     ]
+
+
+def test_a_crash_with_several_exceptions_is_named_by_the_last_of_them(tmp_path: Path):
+    try:
+        raise ExceptionGroup("unhandled errors", [ValueError("first"), ExceptionGroup("more", [KeyError("inner")])])
+    except ExceptionGroup:
+        event = {"event": "worker crashed", "traceback": traceback.format_exc()}
+    (tmp_path / "env.log").write_bytes(orjson.dumps(event))
+    assert crashes(tmp_path) == ["env: worker crashed: KeyError: 'inner'"]
 
 
 def test_ends_that_are_neither_kills_nor_explained():

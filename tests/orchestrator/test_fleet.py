@@ -5,6 +5,7 @@ import time
 
 from services.orchestrator.servers.balancer import Balancer, VersionBounds
 from services.orchestrator.servers.fleet import DiscoveredServer, Fleet
+from services.orchestrator.servers.holding import ServerHolds
 from shared.clients.rollout import RolloutClient
 from shared.errors import QueueUnavailable
 from shared.types import WeightVersion
@@ -35,6 +36,21 @@ async def test_a_server_is_routable_after_its_first_probe_and_gone_when_it_leave
                 assert len(balancer.servers) == 1
             await fleet.refresh()
             assert not balancer.servers
+
+
+async def test_a_server_that_leaves_while_servers_are_held_is_not_held_and_fails_nothing():
+    balancer, version = Balancer(1), WeightVersion(1, 0)
+    async with served(RolloutDouble().app()) as url, served(RolloutDouble().app()) as other:
+        found = [url, other]
+        async with fleet_of(balancer, found) as fleet:
+            await fleet.refresh()
+            leaving, holds = list(balancer.servers), ServerHolds(balancer, 1.0)
+            found.clear()
+            await fleet.refresh()
+            for server in leaving:
+                await holds._ask(server, version)
+                await holds._let_go(server, version)
+            assert not holds.any
 
 
 async def test_a_dead_server_goes_out_and_comes_back_only_when_ready():

@@ -299,6 +299,33 @@ async def test_an_unreachable_service_is_named():
                 await c.post("/x", {})
 
 
+async def test_requests_of_a_closed_client_fail_as_those_to_a_dead_service():
+    """Its owner closes it when the service leaves, which others may notice later."""
+    async with HttpClient("http://127.0.0.1:1") as c:
+        pass
+    for call in (
+        c.get("/x"),
+        c.post("/x", {}),
+        c.upload("PUT", "/x", b"", "text/plain", {}),
+        c.exchange("GET", "/x"),
+        c.exchange_stream("/x", {}, print),
+        c.download("/x", print),
+    ):
+        with pytest.raises(errors.ServiceUnreachable, match="its client is closed"):
+            await call
+
+
+async def test_a_request_during_which_its_client_is_closed_fails_as_one_to_a_dead_service():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        async with HttpClient(f"http://127.0.0.1:{silent.getsockname()[1]}") as c:
+            asking = asyncio.create_task(c.get("/x"))
+            await asyncio.sleep(0.05)
+        with pytest.raises(errors.ServiceUnreachable):
+            await asking
+
+
 @pytest.mark.parametrize(
     ("url", "reason"),
     [

@@ -11,6 +11,8 @@ from shared.process.events import CRASHED, FORCED, parse
 from volley.local.supervisor import ProcessEnd
 
 _TRACEBACK = "Traceback (most recent call last):"
+_BORDER = " |+-"
+"""What Python draws around the tracebacks of an exception group."""
 _EXPECTED = (-signal.SIGKILL, 1)
 """Exit codes of injected kills, and of ends that the logs explain: 1 is also that of a VolleyError."""
 
@@ -41,5 +43,5 @@ def _of(path: Path) -> Iterator[str]:
         if line.startswith(_TRACEBACK):
             yield next((text for text in lines if text and not text.startswith(" ")), _TRACEBACK)
         elif (event := parse(line)).get("event") in (CRASHED, FORCED):
-            traceback = str(event.get("traceback") or "").strip().splitlines()
-            yield ": ".join([event["event"], *traceback[-1:]])
+            traceback = [line.strip(_BORDER) for line in str(event.get("traceback") or "").splitlines()]
+            yield ": ".join([event["event"], *[line for line in traceback if line][-1:]])

@@ -76,7 +76,8 @@ class ServerHolds:
                 if server.url in self._until:
                     group.create_task(self._ask(server, version))
         for server in servers:
-            if len(self._until) < wanted and server.url not in self._until and not server.out:
+            skip = server.out or server.leaving or server.url in self._until
+            if len(self._until) < wanted and not skip:
                 await self._ask(server, version)
 
     async def _ask(self, server: ServerLoad, version: WeightVersion) -> None:
