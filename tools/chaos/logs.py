@@ -18,7 +18,7 @@ _EXPECTED = (-signal.SIGKILL, 1)
 
 
 def crashes(folder: Path) -> list[str]:
-    """One sentence per crash in the logs: the service, and the last line of its traceback."""
+    """One sentence per crash in the logs: the service, and the last frame and line of its traceback."""
     return [f"{path.stem}: {what}" for path in sorted(folder.glob("*.log")) for what in _of(path)]
 
 
@@ -43,5 +43,6 @@ def _of(path: Path) -> Iterator[str]:
         if line.startswith(_TRACEBACK):
             yield next((text for text in lines if text and not text.startswith(" ")), _TRACEBACK)
         elif (event := parse(line)).get("event") in (CRASHED, FORCED):
-            traceback = [line.strip(_BORDER) for line in str(event.get("traceback") or "").splitlines()]
-            yield ": ".join([event["event"], *[line for line in traceback if line][-1:]])
+            traceback = [text for line in str(event.get("traceback") or "").splitlines() if (text := line.strip(_BORDER))]
+            frames = [line.removeprefix("File ") for line in traceback if line.startswith("File ")]
+            yield ": ".join([event["event"], *frames[-1:], *traceback[-1:]])
