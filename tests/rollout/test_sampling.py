@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from services.rollout.api.validation import GREEDY_BELOW, MAX_TEMPERATURE, MAX_TOP_K, MIN_TOP_P
-from services.rollout.engines.sglang_jax.scheduling.sampling import guided, sample
+from services.rollout.engines.sglang_jax.scheduling.sampling import _filter, guided, sample
 from tests.support.decoder_reference import log_softmax
 
 ALL = np.iinfo(np.int32).max
@@ -85,6 +85,32 @@ def test_top_p_acts_at_the_requests_temperature() -> None:
 
 def test_top_k_keeps_k_tokens() -> None:
     assert set(draw(5000, temperature=2.0, top_k=4)[0].tolist()) == set(np.argsort(-SCORES)[:4].tolist())
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0, 1000.0])
+def test_the_tokens_that_stay_are_those_of_a_sort(scale: float) -> None:
+    """Rows with ties, forbidden tokens, both zeros, and all filters at once; a token that ties with the last one stays."""
+    n, size = 32, 3000
+    logits = (rng.normal(size=(n, size)) * scale).astype(np.float32)
+    logits[:8] = np.round(logits[:8])
+    logits[4:12, ::2] = -np.inf
+    logits[12] = 0.0
+    logits[13, ::2] = -0.0
+    top_p = rng.choice([1.0, 0.9, 0.3, 1e-6], n).astype(np.float32)
+    min_p = rng.choice([0.0, 0.01, 1.0], n).astype(np.float32)
+    top_k = rng.choice([ALL, size, 50, 1], n).astype(np.int32)
+    stays = np.isfinite(np.asarray(jax.jit(_filter)(logits, top_p, min_p, top_k)))
+    for row, p, least, k, found in zip(logits, top_p, min_p, top_k, stays, strict=True):
+        probs = np.exp(log_softmax(row.astype(float)))
+        values, group = np.unique(row, return_inverse=True)
+        masses, counts = np.bincount(group, probs), np.bincount(group)
+        mass_above = (masses[::-1].cumsum()[::-1] - masses)[group]
+        n_above = (counts[::-1].cumsum()[::-1] - counts)[group]
+        expected = (n_above < k) & ((mass_above < p) | (p >= 1) | (row == values[-1])) & np.isfinite(row)
+        expected &= probs >= least * probs.max()
+        close = (np.abs(mass_above - p) < 1e-5) | (np.abs(probs - least * probs.max()) < 1e-6 * probs.max())
+        assert (found == expected)[~close | (n_above >= k)].all()
+        assert found[row.argmax()]
 
 
 def test_temperature_zero_takes_the_best() -> None:

