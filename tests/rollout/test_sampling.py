@@ -89,7 +89,7 @@ def test_top_k_keeps_k_tokens() -> None:
 
 @pytest.mark.parametrize("scale", [0.1, 3.0, 1000.0])
 def test_the_tokens_that_stay_are_those_of_a_sort(scale: float) -> None:
-    """Rows with ties, forbidden tokens, both zeros, and all filters at once; a token that ties with the last one stays."""
+    """Rows with ties, forbidden tokens, both zeros, all filters at once; a token that ties with the last one stays."""
     n, size = 32, 3000
     logits = (rng.normal(size=(n, size)) * scale).astype(np.float32)
     logits[:8] = np.round(logits[:8])

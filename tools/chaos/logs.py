@@ -43,6 +43,8 @@ def _of(path: Path) -> Iterator[str]:
         if line.startswith(_TRACEBACK):
             yield next((text for text in lines if text and not text.startswith(" ")), _TRACEBACK)
         elif (event := parse(line)).get("event") in (CRASHED, FORCED):
-            traceback = [text for line in str(event.get("traceback") or "").splitlines() if (text := line.strip(_BORDER))]
+            traceback = [
+                text for line in str(event.get("traceback") or "").splitlines() if (text := line.strip(_BORDER))
+            ]
             frames = [line.removeprefix("File ") for line in traceback if line.startswith("File ")]
             yield ": ".join([event["event"], *frames[-1:], *traceback[-1:]])
