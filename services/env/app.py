@@ -7,9 +7,11 @@ with one line instead of failing its first episode.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from difflib import get_close_matches
+from pathlib import Path
 
 from fastapi import FastAPI
 
@@ -34,7 +36,8 @@ from services.env.tools.mcp import McpServers
 from services.env.tools.toolset import ANY_TOOLS, Toolbox, ToolSet
 from services.env.workers.pool import WorkerPool, WorkerSettings
 from shared.boot import RunningService
-from shared.errors import ConfigError, InputError
+from shared.errors import ConfigError, InputError, Unavailable
+from shared.files import locks
 from shared.process import telemetry
 from shared.run.sources import content_of
 from shared.schema import RunConfig
@@ -46,9 +49,31 @@ _log = telemetry.Log("env")
 
 @asynccontextmanager
 async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
-    """Raises ConfigError."""
-    async with open_env(from_config(config)) as service:
-        yield service
+    """Raises ConfigError, and Unavailable while another env service uses the folder.
+
+    A service that plays a run again (`allow_changed_code`) may run beside the run's own: it submits nothing.
+    """
+    settings = from_config(config)
+    with nullcontext() if settings.allow_changed_code else _sole_use(settings.folder):
+        async with open_env(settings) as service:
+            yield service
+
+
+@contextmanager
+def _sole_use(folder: Path) -> Iterator[None]:
+    """Keep other env services from the folder; each would overlook and overwrite what the others store there."""
+    lock = locks.lock_file(folder / ".lock")
+    try:
+        if not locks.try_lock(lock):
+            raise Unavailable(
+                f"another env service uses {folder}",
+                "start one for each run, with a services.env.folder of its own: it alone knows its episodes and what "
+                "was submitted to it. services.env.processes gives it more cores; other env services can be submitted "
+                "to it by their addresses",
+            )
+        yield
+    finally:
+        os.close(lock)
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from shared import config
 from shared.process.ports import free_port
@@ -26,27 +27,85 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 LONG_RUNNING = {"redis", "dashboard", *SERVICES}
+OBS = {"prometheus", "grafana"}
 
 
-@pytest.fixture(scope="module")
-def compose() -> dict[str, Any]:
+def resolved(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """The compose file as the plugin understands it; needs the plugin, not the engine."""
-    command = ["docker", "compose", "-f", str(ROOT / "compose.yaml"), "config", "--format", "json"]
     if (
         shutil.which("docker") is None
         or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
     ):
         pytest.skip("no docker compose plugin on this machine")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("VOLLEY_")}
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=30)
+    command = ["docker", "compose", "-f", str(ROOT / "compose.yaml"), *arguments, "config", "--format", "json"]
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("VOLLEY_", "COMPOSE_"))}
+    return subprocess.run(command, capture_output=True, encoding="utf-8", env={**kept, **settings}, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    """The default stack with Prometheus and Grafana."""
+    done = resolved("--profile", "obs")
     assert done.returncode == 0, done.stderr
+    assert not done.stderr
     return json.loads(done.stdout)
+
+
+def test_the_run_needs_no_profile_and_obs_adds_the_metrics() -> None:
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    profiles = {name: service.get("profiles", []) for name, service in services.items()}
+    assert {name for name, of in profiles.items() if not of} == LONG_RUNNING | {"prepare", "report"}
+    assert {name for name, of in profiles.items() if of == ["obs"]} == OBS
+
+
+def test_settings_of_the_example_are_the_defaults(compose: dict[str, Any]) -> None:
+    done = resolved("--profile", "obs", "--env-file", str(ROOT / ".env.example"))
+    assert json.loads(done.stdout) == compose
+
+
+def test_settings_are_listed() -> None:
+    files = [ROOT / "compose.yaml", ROOT / "docker" / "devices.yaml"]
+    used = {name for path in files for name in re.findall(r"\$\{(VOLLEY_\w+)", path.read_text(encoding="utf-8"))}
+    example = re.findall(r"^(VOLLEY_\w+)=", (ROOT / ".env.example").read_text(encoding="utf-8"), re.MULTILINE)
+    documented = re.findall(
+        r"^\| `(VOLLEY_\w+)`", (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert used == set(example) == set(documented)
+
+
+def test_gpus_are_reserved_for_trainer_and_rollout_servers_alone(compose: dict[str, Any]) -> None:
+    done = resolved("--profile", "obs", VOLLEY_DEVICE="gpu", VOLLEY_ROLLOUT_GPUS="1,2")
+    services = json.loads(done.stdout)["services"]
+    assert services.keys() == compose["services"].keys(), "the same names: addresses and commands are those of CPUs"
+    reserved = {
+        name: service["deploy"]["resources"]["reservations"]["devices"]
+        for name, service in services.items()
+        if "deploy" in service
+    }
+    nvidia = {"driver": "nvidia", "capabilities": ["gpu"]}
+    assert reserved == {"trainer": [{**nvidia, "device_ids": ["0"]}], "rollout": [{**nvidia, "device_ids": ["1,2"]}]}
+    for name in reserved:
+        assert services[name]["image"] == f"volley-{name}-gpu"
+        assert services[name]["build"]["args"] == {"EXTRA": f"{name}-gpu"}
+    told = {name for name, service in services.items() if "rollout.engine.device=gpu" in (service["command"] or ())}
+    assert told == {*SERVICES, "report"}
+
+
+def test_unknown_device_is_named() -> None:
+    done = resolved(VOLLEY_DEVICE="npu")
+    assert done.returncode
+    assert "trainer-npu" in done.stderr or "rollout-npu" in done.stderr
 
 
 def test_every_service_of_the_run_is_there_with_a_health_check(compose: dict[str, Any]) -> None:
     services = compose["services"]
     assert services.keys() >= LONG_RUNNING
     assert all("healthcheck" in services[name] for name in LONG_RUNNING)
+
+
+def test_files_that_containers_mount_exist(compose: dict[str, Any]) -> None:
+    mounted = [mount for service in compose["services"].values() for mount in service.get("volumes", ())]
+    assert all(Path(mount["source"]).exists() and mount["read_only"] for mount in mounted if mount["type"] == "bind")
 
 
 def test_ports_are_published_on_the_loopback_interface_only(compose: dict[str, Any]) -> None:
@@ -120,6 +179,22 @@ def test_replica_takes_its_address_from_its_container(monkeypatch: pytest.Monkey
     layers = [ROOT / "configs" / "quickstart.yaml", ROOT / "docker" / "stack.yaml"]
     loaded = config.load(layers, ["services.rollout.url=http://${oc.env:HOSTNAME}:8102"])
     assert loaded.config.services.base_url("rollout") == "http://0123456789ab:8102"
+
+
+def test_replicas_never_take_the_same_gpus(tmp_path: Path) -> None:
+    show = [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); input()"]
+    command = [sys.executable, str(ROOT / "docker" / "take_gpus.py"), str(tmp_path / "gpus"), *show]
+    command += ["--config", str(ROOT / "configs" / "quickstart.yaml"), "rollout.engine.tp_size=2"]
+    environment, pipe = {**os.environ, "CUDA_VISIBLE_DEVICES": "0,1,2"}, subprocess.PIPE
+    replicas = [
+        subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, encoding="utf-8")
+        for _ in range(2)
+    ]
+    shown = [replica.stdout.readline() for replica in replicas if replica.stdout]
+    assert sorted(shown) == ["", "0,1\n"]
+    errors = [replica.communicate("\n", timeout=30)[1] for replica in replicas]
+    assert "fewer than 2 of the GPUs 0,1,2 are free" in errors[shown.index("")]
+    assert [replica.returncode for replica in replicas] == [int(not said) for said in shown]
 
 
 def prepare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

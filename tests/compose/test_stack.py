@@ -1,4 +1,5 @@
-"""The whole stack in containers, with two rollout servers, for five steps. Opt-in, since it builds images and trains:
+"""The whole stack in containers, with two rollout servers, for five steps; then scaled, with Prometheus and Grafana.
+Opt-in, since it builds images and trains:
 
 VOLLEY_TEST_COMPOSE=1 pytest tests/compose/test_stack.py
 """
@@ -9,13 +10,17 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import yaml
 
 from shared.services import SERVICES
+from tests.compose.dashboard import panels, rules
 from tests.docs.commands import first_example
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +28,9 @@ OVERRIDES = (
     "run.name=compose-test sft.max_steps=10 sft.n_demonstrations=64 trainer.max_steps=5 trainer.groups_per_step=4"
     " data.n_eval_tasks=20"
 )
+QUIET = {"volley_failed_attempts_total", "volley_session_calls_total"}
+"""Counters without a series in a run without failures and agents."""
+PORTS = {"prometheus": 9090, "grafana": 3000}
 ASK_WEIGHTS = """
 import pathlib, urllib.request
 token = pathlib.Path("/run/secrets/token_viewer").read_text()
@@ -49,13 +57,13 @@ pytestmark = [
 
 
 class ComposeStack:
-    """A compose project of its own, without published ports."""
+    """A compose project of its own. Only the ports of Prometheus and Grafana are published, as free ones."""
 
     def __init__(self, folder: Path) -> None:
         override = folder / "override.yaml"
-        override.write_text(
-            "services:\n" + "".join(f"  {name}: {{ports: !reset []}}\n" for name in SERVICES), encoding="utf-8"
-        )
+        lines = [f"  {name}: {{ports: !reset []}}" for name in (*SERVICES, "dashboard")]
+        lines += [f'  {name}: {{ports: !override ["127.0.0.1::{port}"]}}' for name, port in PORTS.items()]
+        override.write_text("\n".join(["services:", *lines]), encoding="utf-8")
         self._command = [
             "docker",
             "compose",
@@ -99,6 +107,16 @@ class ComposeStack:
         """What the environment service answers to an administrator."""
         return json.loads(self("exec", "-T", "env", "python", "-IS", "-c", ASK_ENVIRONMENTS, path, *source))
 
+    def get(self, service: str, path: str, **query: str) -> Any:
+        """What Prometheus or Grafana answers."""
+        address = self("--profile", "obs", "port", service, str(PORTS[service])).strip()
+        return httpx.get(f"http://{address}{path}", params=query, trust_env=False, timeout=30).raise_for_status().json()
+
+    def targets(self) -> dict[str, str]:
+        """Health of what Prometheus scrapes, by address."""
+        found = self.get("prometheus", "/api/v1/targets")["data"]["activeTargets"]
+        return {target["labels"]["instance"]: target["health"] for target in found}
+
     def state_of(self, name: str) -> str:
         return self.environments(f"/environments/{name}")["versions"][-1]["state"]
 
@@ -111,7 +129,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
     try:
         yield stack
     finally:
-        stack("down", "--volumes", "--timeout", "20", timeout_s=120, check=False)
+        stack("--profile", "obs", "down", "--volumes", "--timeout", "20", timeout_s=120, check=False)
 
 
 def test_scaled_stack_trains_and_both_rollout_servers_end_on_the_last_version(stack: ComposeStack) -> None:
@@ -130,3 +148,38 @@ def test_scaled_stack_trains_and_both_rollout_servers_end_on_the_last_version(st
     stack("restart", "--timeout", "20", "env")
     stack("up", "--no-deps", "--no-recreate", "--detach", "--wait", "env", timeout_s=120)
     assert stack.state_of("compass") == "active", "what was submitted is kept in a volume"
+
+
+def has(image: str) -> bool:
+    """Whether the engine has an image, or gets it."""
+    return any(
+        subprocess.run(["docker", *command, image], capture_output=True, timeout=600).returncode == 0
+        for command in (["image", "inspect"], ["pull"])
+    )
+
+
+def until_scraped(stack: ComposeStack, n_rollout: int) -> None:
+    deadline = time.monotonic() + 120
+    while list((found := stack.targets()).values()) != ["up"] * (len(SERVICES) - 1 + n_rollout):
+        assert time.monotonic() < deadline, found
+        time.sleep(1)
+
+
+def test_prometheus_scrapes_every_replica_and_every_panel_has_data(stack: ComposeStack) -> None:
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    if not has(services["prometheus"]["image"]):
+        pytest.skip("the image of Prometheus cannot be had")
+    stack("up", "--no-deps", "--no-recreate", "--detach", "--scale", "rollout=3", "rollout", timeout_s=120)
+    stack("--profile", "obs", "up", "--no-recreate", "--detach", "--wait", "prometheus", timeout_s=120)
+    until_scraped(stack, 3)
+    (loaded,) = stack.get("prometheus", "/api/v1/rules")["data"]["groups"]
+    assert len(loaded["rules"]) == len(list(rules()))
+    assert {rule["health"] for rule in loaded["rules"]} <= {"ok", "unknown"}
+    for expression, _ in panels():
+        found = stack.get("prometheus", "/api/v1/query", query=expression)["data"]["result"]
+        assert found or any(name in expression for name in QUIET), expression
+    stack("up", "--no-deps", "--no-recreate", "--detach", "--scale", "rollout=1", "rollout", timeout_s=120)
+    until_scraped(stack, 1)
+    if has(services["grafana"]["image"]):
+        stack("--profile", "obs", "up", "--no-recreate", "--detach", "--wait", "grafana", timeout_s=180)
+        assert stack.get("grafana", "/api/dashboards/uid/volley")["dashboard"]["title"] == "Volley"

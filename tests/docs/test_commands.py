@@ -100,7 +100,7 @@ def test_the_pages_have_commands_and_each_is_known():
     assert len(LINES) > 30
     assert len(SCRIPTS) == 10
     first = {re.sub(r"^([A-Z_]+=(\"[^\"]*\"|\S*) )+", "", line.values[0]).split()[0] for line in LINES}
-    assert first == {"make", "volley", "docker", "source", "python", "helm", "kubectl"}
+    assert first == {"make", "volley", "docker", "source", "python", "helm", "kubectl", "sh"}
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if not line.values[0].startswith("python")])
@@ -122,6 +122,8 @@ def test_a_line_runs(place, line):
         return
     elif command[0] == "source":
         done = shell(place, f"set +u; {line}; volley --help")
+    elif command[0] == "sh":
+        done = subprocess.run(["sh", "-n", command[1]], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60)
     elif command[0] in ("helm", "kubectl"):
         cluster(command)
         return
@@ -151,17 +153,21 @@ def docker(command, variables):
         return
     services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
     assert command[0] == "compose"
+    if command[1] == "--profile":
+        assert any(service.get("profiles") == [command[2]] for service in services.values())
+        command = [command[0], *command[3:]]
     if command[1] == "run":
         *given, service = itertools.takewhile(lambda word: word != "volley", command[2:])
         assert (set(given) <= {"--rm", "--no-deps"}, service in services) == (True, True), command
         parser().parse_args(command[command.index("volley") + 1 :])
         return
-    flags = {"up": {"--scale"}, "down": {"--volumes"}, "logs": {"-f"}, "cp": set()}[command[1]]
+    flags = {"up": {"--scale", "--build", "--detach"}, "down": {"--volumes"}, "logs": {"-f"}}.get(command[1], set())
+    assert command[1] in ("up", "down", "logs", "cp", "stop", "create"), command
     for word in command[2:]:
         assert word in flags or re.split("[=:]", word)[0] in services or word.startswith("./"), word
     if "VOLLEY_CONFIG" in variables or "VOLLEY_OVERRIDES" in variables:
         path = ROOT / variables.get("VOLLEY_CONFIG", "configs/quickstart.yaml")
-        config.load([path, ROOT / "docker/stack.yaml"], shlex.split(variables["VOLLEY_OVERRIDES"]))
+        config.load([path, ROOT / "docker/stack.yaml"], shlex.split(variables.get("VOLLEY_OVERRIDES", "")))
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.env.app import open_service
+from shared import config as configuration
 from shared.clients.env import EnvClient
-from shared.errors import NotFound
+from shared.errors import NotFound, Unavailable
 from shared.process.ports import free_port
 
 COMMAND = [sys.executable, "-m", "services.env", "--config"]
@@ -20,7 +22,7 @@ COMMAND = [sys.executable, "-m", "services.env", "--config"]
 
 def config(folder: Path, *lines: str) -> str:
     path = folder / "run.yaml"
-    path.write_text("\n".join(["model: {path: none}", *lines]), encoding="utf-8")
+    path.write_text("\n".join(["model: {path: none}", f"run: {{dir: {folder}}}", *lines]), encoding="utf-8")
     return str(path)
 
 
@@ -63,6 +65,16 @@ def test_a_service_without_a_file_descriptor_turns_clients_away_and_lives(proces
             one.close()
     with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=30, trust_env=False) as client:
         assert client.get(f"{url}/health").status_code == 200
+
+
+async def test_a_folder_has_one_service(process: tuple[str, int], tmp_path: Path) -> None:
+    overrides = ["services.env.processes=1"]
+    with pytest.raises(Unavailable, match=f"another env service uses {tmp_path}/"):
+        async with open_service(configuration.load([tmp_path / "run.yaml"], overrides).config):
+            pass
+    overrides = ["services.env.allow_changed_code=true"]
+    async with open_service(configuration.load([tmp_path / "run.yaml"], overrides).config):
+        pass  # that of `volley reverify`
 
 
 async def test_a_demonstration_is_played_through_the_client(service: str) -> None:

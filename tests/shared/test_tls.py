@@ -83,6 +83,7 @@ def test_a_whole_service_over_tls(tmp_path: Path):
     """The process, its address from the configuration, and SIGTERM while a connection is open."""
     tls, port = make_tls(tmp_path), free_port()
     tree = {
+        "run": {"dir": str(tmp_path)},
         "model": {"path": "x"},
         "data": {"env": "frozen_lake"},
         "services": {"env": {"port": port}, "tls": tls.model_dump(mode="json"), "limits": {"grace_s": 1}},

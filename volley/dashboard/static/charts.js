@@ -8,6 +8,12 @@ const STEPS = [1, 2, 5].flatMap((one) => [1, 10, 100, 1e3, 1e4, 1e5].map((scale)
 // Width of the vertical axis in pixels, in which its longest label is whole.
 const width = (_, labels) => Math.max(52, ...(labels ?? []).map((one) => 16 + 7 * one.length));
 
+// Range of the vertical axis: uPlot's own, except for a curve of zeros, which it would draw at the foot of an axis up to 100.
+function range(_, low, high) {
+  if (low === null) return [null, null];
+  return low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true);
+}
+
 function axisColors() {
   const style = getComputedStyle(document.documentElement);
   return { text: style.getPropertyValue("--soft").trim(), line: style.getPropertyValue("--line").trim() };
@@ -41,7 +47,7 @@ export function chart(title, series, { bands = [], height = 170, percent = false
     const axis = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line }, font: "11px system-ui" };
     plot = new uPlot({
       width: Math.max(200, box.clientWidth), height, legend: { show: false }, cursor: { y: false, sync: { key: "steps" } },
-      scales: { x: { time: false } },
+      scales: { x: { time: false }, y: { range } },
       axes: [{ ...axis, size: 26, incrs: STEPS }, { ...axis, size: width, values: (_, ticks) => ticks.map((one) => number(one, 2)) }],
       bands: bands.map(([upper, lower, fill]) => ({ series: [upper, lower], fill })),
       series: [{}, ...series.map((one) => ({
