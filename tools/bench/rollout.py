@@ -1,8 +1,8 @@
 """Compare tokens per second through HTTP `/generate` with the engine called directly.
 
 Both get the same prompts and concurrency. Two engines with the quickstart's model take turns, one behind the service in
-its own process, one driven from here. The best of several rounds counts, because noise only slows down. `python -m
-tools.bench.rollout` prints one JSON object.
+its own process, one driven from here. The median of several rounds counts. `python -m tools.bench.rollout` prints one
+JSON object.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ from shared.clients.base import HttpClient
 from shared.errors import VolleyError
 from shared.process.ports import free_port
 
-N_REQUESTS, N_RUNNING, N_NEW, N_ROUNDS = 192, 64, 64, 5
+N_REQUESTS, N_RUNNING, N_NEW, N_ROUNDS = 1024, 64, 64, 5
 _CONTEXT = 256
 _START_S = 300.0
 _MODEL = Path(__file__).parents[2] / "configs" / "models" / "tiny" / "config.json"
@@ -55,7 +56,7 @@ async def _measure(root: Path) -> tuple[float, float]:
         for n in range(N_ROUNDS + 1):
             for i, send in enumerate((http, engine)):
                 rates[i].append(await _tokens_per_s(send, prompts, f"{n}-{i}"))
-    return max(rates[0][1:]), max(rates[1][1:])
+    return statistics.median(rates[0][1:]), statistics.median(rates[1][1:])
 
 
 async def _tokens_per_s(send: Send, prompts: Prompts, label: str) -> float:
