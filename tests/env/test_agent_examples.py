@@ -22,7 +22,7 @@ EXAMPLES = [TEMPLATE, *sorted((PROJECT / "examples" / "agents").glob("*.py"))]
 async def can_start_programs() -> None:
     async with Sandboxes() as sandboxes:
         try:
-            await sandboxes.probe_shell("agent")
+            await sandboxes.probe_programs()
         except Forbidden as error:
             pytest.skip(error.detail)
 

@@ -10,7 +10,7 @@ async def why_no_programs() -> str:
     """Return why this machine cannot start agents' programs in sandboxes; empty if it can."""
     async with Sandboxes() as sandboxes:
         try:
-            await sandboxes.probe_shell("agent")
+            await sandboxes.probe_programs()
         except Forbidden as error:
             return error.detail
     return ""

@@ -11,8 +11,8 @@ MAX_SOURCE = 2**20
 """Characters of one submitted file."""
 
 
-type SandboxKind = Literal["plain", "shell", "agent"]
-"""Abilities of a sandbox: `shell` starts programs, `agent` also has a loopback network with one listening socket."""
+type SandboxKind = Literal["plain", "agent"]
+"""Abilities of a sandbox: `agent` starts programs, and has a loopback network with one listening socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ class EnvironmentProgram:
         module: module to import if there is no `source`.
         python: the interpreter (3.10 or newer), without its site-packages; None is the service's own.
         folders: read-only folders searched for imports before the standard library.
-        kind: `agent` if its episodes start a program; such sandboxes are like those of ShellProgram.
+        kind: `agent` if its episodes start a program. Such a sandbox has a root of its own in which everything except
+            the system's folders is empty and writable; it needs namespaces.
     """
 
     source: str | None
@@ -83,17 +84,4 @@ class ScriptProgram:
     kind: SandboxKind = "plain"
 
 
-@dataclass(frozen=True, slots=True)
-class ShellProgram:
-    """A sandbox that starts programs of the machine's /usr, in a root of its own.
-
-    Everything in that root except the system's folders is empty and writable. Needs a service that runs as root, and
-    namespaces. Its methods are in inside/shell.py.
-    """
-
-    python: Path | None = None
-    folders: tuple[Path, ...] = ()
-    kind: SandboxKind = "shell"
-
-
-type Program = EnvironmentProgram | ScriptProgram | ShellProgram
+type Program = EnvironmentProgram | ScriptProgram

@@ -125,9 +125,9 @@ class Sandboxes:
         """Start a zygote to find what this machine can enforce. Raises Unavailable."""
         return (await self._zygote_of(_plain_key())).tier
 
-    async def probe_shell(self, kind: SandboxKind = "shell") -> None:
+    async def probe_programs(self) -> None:
         """Raises Forbidden if sandboxes cannot start programs here; Unavailable."""
-        await self._zygote_of((_service_python(), (), kind))
+        await self._zygote_of((_service_python(), (), "agent"))
 
     async def start(
         self, program: Program, limits: SandboxLimits | None = None, deadline_s: float = 15.0, owner: str = ""
@@ -137,8 +137,8 @@ class Sandboxes:
         Long calls of sandboxes with the same `owner` share turns. Without an owner they take none: for programs with a
         CPU limit of seconds, whose duration affects a reward.
 
-        Raises SandboxFailed, RateLimited, Unavailable, InputError (the source is too long, or a shell program has an
-        owner), Forbidden (programs cannot be started here), StorageUnavailable (the folder cannot be made).
+        Raises SandboxFailed, RateLimited, Unavailable, InputError (the source is too long, or an agent has an owner),
+        Forbidden (programs cannot be started here), StorageUnavailable (the folder cannot be made).
         """
         if isinstance(program, EnvironmentProgram) and len(program.source or "") > MAX_SOURCE:
             raise InputError(f"the source has {len(program.source or '')} characters", f"send at most {MAX_SOURCE}")

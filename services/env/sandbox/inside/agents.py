@@ -23,7 +23,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from adapters import ADAPTERS, Adapter, find_entry
-from shell import HOME, MEGA, PATH, Middle, exit_code, isolate, supervise
+from namespaces import HOME
+from programs import MEGA, PATH, Middle, exit_code, isolate, supervise
 from values import Refused, jsonable, judged_of, number, short
 
 FOLDER = "/task"

@@ -40,9 +40,9 @@ class Confinement:
         reads_all: root's Python is unreadable for other users, so sandboxes keep the right to read everything, which
         Landlock restricts to `read`.
         privileged: True if the zygote runs as root and may give every sandbox its own user.
-        shell: True if its sandboxes start programs; each then has its own root and pid namespace.
-        door: True if each also has a loopback network, see namespaces.open_door.
-        shown: folders that programs of sandboxes with a door also see.
+        programs: True if its sandboxes start programs; each then has its own root, its own pid namespace, and a
+        loopback network with a door, see namespaces.open_door.
+        shown: folders that their programs also see.
     """
 
     landlock: int
@@ -52,8 +52,7 @@ class Confinement:
     namespaces: bool
     reads_all: bool
     privileged: bool
-    shell: bool
-    door: bool = False
+    programs: bool
     shown: tuple = ()
 
 
@@ -139,15 +138,15 @@ def enter(
     """
     os.setsid()
     uid = user_of(number) if what.privileged else os.getuid()
-    if what.shell:
+    if what.programs:
         namespaces.enter_private_root(uid, limits["disk_mb"], DEVICES, what.shown)
     elif what.namespaces:
         namespaces.enter_own(uid, uid, limits["disk_mb"])
     elif what.privileged:
         os.chown(tmp, uid, uid)
-    os.chdir("/" if what.shell else tmp)
-    os.umask(0o022 if what.shell else 0o077)
-    _set_limits(limits, bounds_threads=what.privileged or what.namespaces, shell=what.shell)
+    os.chdir("/" if what.programs else tmp)
+    os.umask(0o022 if what.programs else 0o077)
+    _set_limits(limits, bounds_threads=what.privileged or what.namespaces, programs=what.programs)
     if linux.IS_LINUX:
         _drop_rights(what, uid)
         linux.set_parent_death_signal(signal.SIGKILL)
@@ -158,8 +157,8 @@ def enter(
     _close_all_but(3)
     _clear_environment(tmp)
     if what.landlock:
-        if what.shell:
-            linux.restrict_files(what.landlock, [], ["/"], DEVICES, ["/"], network=what.door)
+        if what.programs:
+            linux.restrict_files(what.landlock, [], ["/"], DEVICES, ["/"], network=True)
         else:
             linux.restrict_files(what.landlock, list(what.read), [tmp], DEVICES, [])
     if what.program:
@@ -176,8 +175,8 @@ def _drop_rights(what: Confinement, uid: int) -> None:
     linux.set_capabilities(1 << linux.CAP_DAC_READ_SEARCH if what.reads_all else 0)
 
 
-def _set_limits(limits: dict[str, Any], bounds_threads: bool, shell: bool) -> None:
-    """Set resource limits. A shell sandbox sets CPU time and address space for its programs instead."""
+def _set_limits(limits: dict[str, Any], bounds_threads: bool, programs: bool) -> None:
+    """Set resource limits. A sandbox that starts programs sets CPU time and address space for them instead."""
     mega = 1 << 20
     wanted = {
         "CPU": (limits["cpu_s"], limits["cpu_s"] + 2),
@@ -193,7 +192,7 @@ def _set_limits(limits: dict[str, Any], bounds_threads: bool, shell: bool) -> No
     }
     if bounds_threads:
         wanted["NPROC"] = limits["threads"]
-    if shell:
+    if programs:
         del wanted["CPU"], wanted["AS"]
     for name, value in wanted.items():
         kind = getattr(resource, f"RLIMIT_{name}", None)

@@ -5,8 +5,7 @@ that disappears with it. A sandbox that starts programs also has a pid namespace
 its own root.
 
 root makes namespaces directly and gives every sandbox its own user. An ordinary user makes a user namespace first, and
-another one for every sandbox, so that the limit of threads applies to each sandbox separately. Of the sandboxes that
-start programs, an ordinary user can make those of agents.
+another one for every sandbox, so that the limit of threads applies to each sandbox separately.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ TMP = "/sandbox"
 NOBODY = 65534
 HOME = "/root"
 """The user's home folder in a private root."""
-ENTRY_HOME = "/verifier"
-"""The home folder in /etc/passwd, for programs that ignore $HOME; the same as during grading."""
 
 DOOR = ("127.0.0.1", 4010)
 """Address inside a sandbox at which its program reaches the service."""
@@ -38,7 +35,7 @@ _FLAGS = linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CL
 
 
 def enter(
-    root: str, privileged: bool, read: list[str], devices: list[str], hidden: list[str], door: bool = False
+    root: str, privileged: bool, read: list[str], devices: list[str], hidden: list[str], programs: bool = False
 ) -> int | None:
     """Move this process into new namespaces; the next process that it forks is the first of the pid namespace.
 
@@ -48,7 +45,7 @@ def enter(
         read: folders and files that are visible, read-only, under the same paths.
         devices: device files that are visible.
         hidden: folders in `read` that appear empty.
-        door: its sandboxes start agents. An ordinary user may mount a new /proc only where an old one is visible.
+        programs: its sandboxes start programs. An ordinary user may mount a new /proc only where an old one is visible.
 
     Returns a descriptor of the old /proc for `enter_user`, None for root, which needs none. Raises OSError; this
     process is then unusable.
@@ -66,7 +63,7 @@ def enter(
     _populate(root, read, devices)
     for path in hidden:
         linux.mount("tmpfs", root + path, "tmpfs", linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV, "size=4k")
-    if door and not privileged:
+    if programs and not privileged:
         os.mkdir(root + "/proc")
         linux.mount("/proc", root + "/proc", "", linux.MS_BIND | linux.MS_REC)
     linux.change_root(root)
@@ -173,7 +170,7 @@ def _make_etc(etc: str, uid: int) -> None:
     """Make /etc with the only user's names and the files that the machine's programs read."""
     os.mkdir(etc)
     names = {
-        "passwd": f"user:x:{uid}:{uid}::{ENTRY_HOME}:/bin/bash\n",
+        "passwd": f"user:x:{uid}:{uid}::{HOME}:/bin/bash\n",
         "group": f"user:x:{uid}:\n",
         "hosts": "127.0.0.1 localhost\n",
     }

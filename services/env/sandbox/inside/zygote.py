@@ -46,7 +46,7 @@ _COMPUTED_S = 0.1
 _CLOCK = 2  # clock id of a process's CPU time, see clock_getcpuclockid(3)
 _ABOVE = 100  # descriptors above this number do not collide with a sandbox's own
 _SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "resume": signal.SIGCONT}
-_OWN = ("adapters", "agents", "confine", "host", "interpreter", "linux", "namespaces", "shell", "values")
+_OWN = ("adapters", "agents", "confine", "host", "interpreter", "linux", "namespaces", "programs", "values")
 
 
 def main() -> None:
@@ -64,23 +64,21 @@ def main() -> None:
 
 def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confinement:
     """Enter namespaces if requested, report the abilities, and receive the filter. Raises OSError."""
-    shell, door = request["kind"] != "plain", request["kind"] == "agent"
-    wanted = [*confine.python_folders(), *request["folders"], *(confine.system_folders() if shell else ())]
+    programs = request["kind"] == "agent"
+    wanted = [*confine.python_folders(), *request["folders"], *(confine.system_folders() if programs else ())]
     folders = [path for path in wanted if os.path.exists(path)]
     proc = None
     reads_all = os.getuid() == 0 and confine.hides_python(folders, parents=not request["namespaces"])
     privileged = confine.is_privileged(reads_all)
     if request["namespaces"] and os.getuid() == 0 and not privileged:
         raise OSError("root lacks some capabilities here")  # the kernel does not bound root's threads
-    if shell and not request["namespaces"]:
+    if programs and not request["namespaces"]:
         raise OSError("programs need namespaces")
-    if shell and not door and not privileged:
-        raise OSError("commands in task folders need a service that runs as root")
     confine.prefer_for_oom_kill()
     os.umask(0o022)  # other users must be able to pass through the new root
     if request["namespaces"]:
         hidden = [path for path in confine.site_packages() if not any(one.startswith(path) for one in folders)]
-        proc = namespaces.enter(request["root"], privileged, folders, confine.DEVICES, hidden, door)
+        proc = namespaces.enter(request["root"], privileged, folders, confine.DEVICES, hidden, programs)
         if proc is not None:
             proc = fcntl.fcntl(proc, fcntl.F_DUPFD_CLOEXEC, _ABOVE)
         _become_first(control)
@@ -107,9 +105,8 @@ def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confine
         request["namespaces"],
         reads_all and privileged and bool(landlock),
         privileged,
-        shell,
-        door,
-        tuple(request["folders"]) if door else (),
+        programs,
+        tuple(request["folders"]) if programs else (),
     )
 
 
@@ -208,8 +205,8 @@ class Zygote:
         os.dup2(log, 2)
         try:
             namespaces.enter_user(self._confinement.proc)
-            alive = namespaces.enter_pid_namespace() if self._confinement.shell else None
-            if self._confinement.door:
+            alive = namespaces.enter_pid_namespace() if self._confinement.programs else None
+            if self._confinement.programs:
                 _hand_over_door(control, request["id"])
             confine.enter(self._confinement, request["id"], request["limits"], request["tmp"], parent, alive)
         except (OSError, ValueError) as error:

@@ -43,15 +43,14 @@ _SIGNALS = "kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo"
 """Allowed only where Landlock confines signals to the sandbox."""
 _PROGRAMS = """
 execve execveat fork vfork flock setpgid getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
-setuid setgid setreuid setregid setresuid setresgid
+setsid setuid setgid setreuid setregid setresuid setresgid
 """
 """Additional calls that programs need.
 
 The only other processes are those that they started, and make drops rights that it does not have when it starts
-programs. Excludes setsid: each session may get a share of the processor of its own.
+programs. Libraries of agents start shells in sessions.
 """
-_SOCKETS = "accept accept4 bind connect listen recvmsg recvmmsg sendmsg sendmmsg setsid setsockopt"
-"""Additional calls of programs with a loopback network; setsid because their libraries start shells in sessions."""
+_SOCKETS = "accept accept4 bind connect listen recvmsg recvmmsg sendmsg sendmmsg setsockopt"
 _REFUSED = """
 accept bind chown chroot connect execve execveat fork vfork lchown fchown fchownat listen mount umount2 ptrace
 process_vm_readv process_vm_writev setuid setgid setresuid setresgid setreuid setregid setgroups setns unshare bpf
@@ -94,14 +93,14 @@ _GETSOCKOPT = {"SO_TYPE": 3, "SO_ERROR": 4, "SO_PROTOCOL": 38, "SO_DOMAIN": 39}
 _ACCESS_MODE, _O_TRUNC = 0o3, 0o1000
 
 
-def build_program(*, signals: bool, metadata: bool, programs: bool = False, sockets: bool = False) -> bytes:
+def build_program(*, signals: bool, metadata: bool, programs: bool = False) -> bytes:
     """Build the filter for this machine, 8 bytes an instruction.
 
     Args:
         signals: allow signals, because Landlock confines them or there is no other process.
         metadata: allow changes of file modes and times, because only the sandbox's files are visible.
-        programs: allow starting and ending programs, because the namespaces hold nothing else.
-        sockets: allow stream sockets, because the network namespace has a loopback interface only.
+        programs: allow starting and ending programs, because the namespaces hold nothing else, and stream sockets,
+            because the network namespace has a loopback interface only.
 
     Raises Unavailable if libseccomp is missing or too old. Takes up to 50 ms to find the library.
     """
@@ -110,20 +109,19 @@ def build_program(*, signals: bool, metadata: bool, programs: bool = False, sock
     except (ImportError, OSError, RuntimeError) as error:
         raise Unavailable(f"seccomp cannot be used: {error}", "install libseccomp (Debian: libseccomp2)") from error
     try:
-        return _exported(pyseccomp, signals or programs, metadata, programs, sockets)
+        return _exported(pyseccomp, signals or programs, metadata, programs)
     except OSError as error:
         raise Unavailable(f"libseccomp cannot make the filter: {error}", "install a newer libseccomp") from error
 
 
-def _exported(library: Any, signals: bool, metadata: bool, programs: bool, sockets: bool) -> bytes:
+def _exported(library: Any, signals: bool, metadata: bool, programs: bool) -> bytes:
     rules = library.SyscallFilter(library.ERRNO(errno.ENOSYS))
     rules.set_attr(library.Attr.ACT_BADARCH, library.KILL_PROCESS)
     allowed = [*_FILES.split(), *_MEMORY.split(), *_TIME.split(), *_WAITING.split(), *_PROCESS.split()]
     allowed += _SIGNALS.split() if signals else []
     allowed += _METADATA.split() if metadata else []
-    allowed += _PROGRAMS.split() if programs else []
-    allowed += _SOCKETS.split() if sockets else []
-    conditions = {**_conditions(library, programs), **(_of_sockets(library) if sockets else {})}
+    allowed += [*_PROGRAMS.split(), *_SOCKETS.split()] if programs else []
+    conditions = {**_conditions(library, programs), **(_of_sockets(library) if programs else {})}
     for name in allowed:
         _add(library, rules, library.ALLOW, name)
     for name in [*_REFUSED.split(), *_SIGNALS.split(), *_METADATA.split()]:

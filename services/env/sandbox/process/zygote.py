@@ -32,11 +32,10 @@ _SCRIPT = Path(__file__).parents[1] / "inside" / "zygote.py"
 _KEPT = ("LD_LIBRARY_PATH",)
 """Variables that some interpreters need to start. The hash seed is fixed, so that every zygote makes the same tasks."""
 _MAX_PACKET = 2**16
-_PROGRAMS_HINT: dict[SandboxKind, str] = {
-    "shell": "run the service as root, on Linux",
-    "agent": "run the service on Linux, as root or where users may make namespaces (docs/agents.md); or run the agent"
-    ' yourself: agent = "external"',
-}
+_PROGRAMS_HINT = (
+    "run the service on Linux, as root or where users may make namespaces (docs/agents.md); or run the agent yourself:"
+    ' agent = "external"'
+)
 _LANDLOCK_SCOPES_SIGNALS = 6
 
 type ProcessSignal = Literal["kill", "pause", "resume"]
@@ -115,8 +114,7 @@ class ZygoteProcess:
                     seccomp.build_program,
                     signals=signals,
                     metadata=bool(said["namespaces"]),
-                    programs=kind != "plain",
-                    sockets=kind == "agent",
+                    programs=kind == "agent",
                 )
             except Unavailable as error:
                 missing.append(str(error))
@@ -307,7 +305,7 @@ async def open_zygote(
     Raises Forbidden if programs cannot be confined, Unavailable with the reason if the zygote cannot start.
     """
     await asyncio.to_thread(root.mkdir, parents=True, exist_ok=True)
-    shell = kind != "plain"
+    programs = kind == "agent"
     why = "namespaces are switched off, or not Linux's"
     for wanted in (True, False) if namespaces else (False,):
         zygote = await _started(python, root)
@@ -316,7 +314,7 @@ async def open_zygote(
         except BaseException:
             await zygote.close()
             raise
-        if refused is None and shell and zygote.tier.level < NAMESPACED:
+        if refused is None and programs and zygote.tier.level < NAMESPACED:
             refused = "; ".join(zygote.tier.missing)
         if refused is None:
             if not wanted:
@@ -324,11 +322,11 @@ async def open_zygote(
             return zygote
         why = f"namespaces are not allowed: {refused}"
         await zygote.close()
-        if shell:
+        if programs:
             break
         await asyncio.to_thread(root.mkdir, parents=True, exist_ok=True)
-    if shell:
-        raise Forbidden(f"a sandbox cannot start programs here: {why}", _PROGRAMS_HINT[kind])
+    if programs:
+        raise Forbidden(f"a sandbox cannot start programs here: {why}", _PROGRAMS_HINT)
     raise Unavailable(f"the sandbox's zygote could not start: {why}")
 
 

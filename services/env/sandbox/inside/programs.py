@@ -1,7 +1,7 @@
-"""Shell commands in a sandbox that starts programs.
+"""Programs that a sandbox starts, supervised by the first process of its pid namespace, which has no rights of root.
 
-It is the first process of a pid namespace without root's rights. All processes of a command end with it, so nothing
-runs between two calls or changes what the next call finds. Commands cannot signal, trace or read this process.
+All processes of a program end with it, so nothing runs between two calls or changes what the next call finds. Programs
+cannot signal, trace or read this process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from namespaces import HOME
-
 Become = Callable[[], Any]
 """Runs in a new process, and ends it."""
 PATH = f"{sys.base_prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -28,33 +26,6 @@ MEGA, _BLOCK = 1 << 20, 1 << 16
 _REAPED = 256
 _DEFAULTS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
 """Signals that Python ignores or handles; programs expect the system's defaults."""
-
-
-def command(
-    text: str, cwd: str, env: dict[str, str], timeout_s: float, cpu_s: int, memory_mb: int, max_output: int
-) -> dict[str, Any]:
-    """Run `bash -c text`, and kill every process that it has started.
-
-    Args:
-        cwd: working folder; "/" if it no longer exists.
-        env: variables in addition to PATH, HOME, LANG and TZ.
-        cpu_s: CPU time of each of its processes, in seconds.
-        memory_mb: memory of all its processes together, and address space of each, in MiB.
-        max_output: bytes of output; the middle of longer output is dropped.
-
-    Returns {"output", "exit", "ended"}; `ended` is "time" or "memory" if it was killed for that limit, else "".
-    """
-    environment = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8", "TZ": "UTC", **env}
-    reader, writer = os.pipe()
-
-    def become() -> None:
-        isolate(writer, writer, cpu_s, memory_mb, 3)
-        os.chdir(cwd if os.path.isdir(cwd) else "/")
-        os.execve("/bin/bash", ["bash", "-c", text], environment)  # noqa: S606 - this is the sandbox
-
-    kept = Middle(max_output)
-    status, ended = supervise(become, {reader: kept}, [writer], timeout_s, memory_mb)
-    return {"output": kept.text(), "exit": exit_code(status), "ended": ended}
 
 
 def supervise(
@@ -228,6 +199,3 @@ class Middle:
     def text(self) -> str:
         gap = f"\n[{self._left_out} bytes left out]\n".encode() if self._left_out else b""
         return (bytes(self._head) + gap + bytes(self._tail)).decode("utf-8", "replace")
-
-
-METHODS = {"command": command}

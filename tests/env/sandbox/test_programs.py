@@ -1,12 +1,11 @@
-"""Sandboxes that start programs: what commands can do, and what they cannot do to the system, to each other, to what
-runs them.
+"""Sandboxes of agents: what their programs can do, and what they cannot do to the system, to each other, to what runs
+them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.env.sandbox.limits import SandboxLimits, ShellProgram
+from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
 from shared.errors import Forbidden, InputError, SandboxFailed
-
-ROOT = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,7 +26,7 @@ async def sandboxes() -> AsyncIterator[Sandboxes]:
     """Skips where sandboxes cannot start programs."""
     async with Sandboxes() as opened:
         try:
-            await opened.probe_shell()
+            await opened.probe_programs()
         except Forbidden as error:
             pytest.skip(error.detail)
         yield opened
@@ -38,16 +35,37 @@ async def sandboxes() -> AsyncIterator[Sandboxes]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def sandbox(sandboxes: Sandboxes) -> AsyncIterator[Sandbox]:
     async with asyncio.timeout(60):
-        opened = await sandboxes.start(ShellProgram(), SandboxLimits(threads=48))
+        opened = await begun(sandboxes)
         try:
             yield opened
         finally:
             await opened.close()
 
 
+AGENT = EnvironmentProgram(
+    """
+class Runs:
+    splits = {"train": 1}
+    command = ["bash", "-c", 'eval "$VOLLEY_MODEL"']
+    def reset(self, split, index, seed):
+        return "Run a command."
+    def judge(self, output):
+        return 0.0
+""",
+    kind="agent",
+)
+"""An agent whose program is a command of bash, the model's name."""
+
+
+async def begun(sandboxes: Sandboxes) -> Sandbox:
+    opened = await sandboxes.start(AGENT, SandboxLimits(threads=48))
+    await opened.call("reset", {"split": "train", "index": 0, "seed": 0}, 10)
+    return opened
+
+
 async def run(sandbox: Sandbox, text: str, **changes: Any) -> dict[str, Any]:
-    asked = {"text": text, "cwd": "/tmp", "env": {}, "timeout_s": 20, "cpu_s": 20, "memory_mb": 400, "max_output": 4000}
-    return await sandbox.call("command", {**asked, **changes}, 30)
+    asked = {"base_url": "", "api_key": "", "timeout_s": 20, "memory_mb": 400, "max_output": 4000}
+    return await sandbox.call("program", {**asked, "model": text, **changes}, 30)
 
 
 async def said(sandbox: Sandbox, text: str) -> str:
@@ -55,22 +73,22 @@ async def said(sandbox: Sandbox, text: str) -> str:
 
 
 async def test_programs_of_the_machine_run(sandbox: Sandbox) -> None:
-    assert await said(sandbox, "echo b > f; (cat f; echo a) | sort; cat <(echo c); ls; cp -a f g; cat g") == (
-        "a\nb\nc\nf\nb\n"
+    assert (
+        await said(sandbox, "echo b > f; (cat f; echo a) | sort; cat <(echo c); ls; cp -a f g; cat g")
+        == "a\nb\nc\nf\nb"
     )
     program = "import subprocess, sys; print(subprocess.check_output(['echo', 'in']).decode(), sys.version_info[0])"
     assert (await said(sandbox, f'python3 -c "{program}"')).split() == ["in", "3"]
     assert await said(sandbox, "printf 'all:\\n\\t@echo made; true\\n' > Makefile; ! type make >/dev/null || make") in (
-        "made\n",
+        "made",
         "",
     )
     resets = "import os; os.waitpid(os.posix_spawn('/bin/true', ['true'], {}, resetids=True), 0); os.setuid(0)"
     assert "PermissionError" in await said(sandbox, f'python3 -c "{resets}" 2>&1 | tail -n 1')
-    assert (await run(sandbox, "setsid true"))["exit"] != 0  # a session has a share of the processor of its own
     assert (await run(sandbox, "exit 3"))["exit"] == 3
     assert (await run(sandbox, "kill -9 $$"))["exit"] == 137
-    assert await said(sandbox, "yes | head -n 1") == "y\n"  # which ends by SIGPIPE
-    assert await said(sandbox, 'echo "$LEFT $HOME $(pwd)"') == " /root /tmp\n"
+    assert await said(sandbox, "yes | head -n 1") == "y"  # which ends by SIGPIPE
+    assert await said(sandbox, 'echo "$LEFT" "$HOME" "$(pwd)" ~user') == "/root /task /root"
 
 
 async def test_nothing_of_the_system_can_be_changed(sandbox: Sandbox) -> None:
@@ -97,15 +115,15 @@ async def test_nothing_of_the_system_can_be_changed(sandbox: Sandbox) -> None:
 
 
 async def test_nothing_else_can_be_reached(sandboxes: Sandboxes, sandbox: Sandbox) -> None:
-    other = await sandboxes.start(ShellProgram())
+    other = await begun(sandboxes)
     try:
         await run(other, "echo secret > /tmp/mine; chmod 777 /tmp/mine")
         assert "secret" not in await said(sandbox, "cat /tmp/mine /sandbox/mine 2>&1")
         listed = await said(sandbox, "ls -d /proc/[0-9]* | wc -l")
         assert int(listed) < 8, listed
         for text in (
-            'python3 -c "import socket; socket.socket()"',
-            'python3 -c "import socket; socket.socket(socket.AF_UNIX)"',
+            'python3 -c "import socket; socket.socket(type=socket.SOCK_DGRAM)"',
+            "python3 -c \"import socket; socket.create_connection(('1.1.1.1', 53))\"",
             "unshare -U true",
             "cat /proc/1/environ",
             "ls /proc/1/fd",
@@ -125,21 +143,20 @@ async def test_a_command_leaves_nothing_behind_and_harms_nothing(sandbox: Sandbo
     assert "sleep" not in await said(sandbox, "cat /proc/[0-9]*/comm")
     bomb = await run(sandbox, "bomb() { bomb | bomb & }; bomb; sleep 0.3", max_output=200)
     assert len(bomb["output"]) < 400
-    assert await said(sandbox, "echo fine") == "fine\n"
+    assert await said(sandbox, "echo fine") == "fine"
 
 
 async def test_limits(sandbox: Sandbox) -> None:
     assert (await run(sandbox, "sleep 300", timeout_s=0.2))["ended"] == "time"
     hold = "python3 -c 'x = b\"a\" * (60 << 20); import time; time.sleep(300)'"
     assert (await run(sandbox, f"{hold} & {hold} & {hold} & wait", memory_mb=120))["ended"] == "memory"
-    busy = await run(sandbox, "while :; do :; done", cpu_s=1)
-    assert (busy["exit"], busy["ended"]) == (137, ""), busy
-    tight = await run(sandbox, "python3 -c 'bytes(300 << 20)'", memory_mb=200)
+    limits = await run(sandbox, "ulimit -Ht; ulimit -Hv; ulimit -Hc; ulimit -t 999", memory_mb=100)
+    assert (limits["output"].split()[:3], limits["exit"]) == (["60", str(4 * 100 * 1024), "0"], 1)
+    tight = await run(sandbox, "python3 -c 'bytes(300 << 20)'", memory_mb=70)
     assert "MemoryError" in tight["output"]
     full = await run(sandbox, "for i in 1 2 3 4 5 6; do head -c 15M /dev/zero > f$i || exit 1; done")
     assert full["exit"] == 1, full
     flood = await run(sandbox, "head -c 20M /dev/zero | tr '\\0' x")
-    assert "bytes left out" in flood["output"]
     assert len(flood["output"]) < 5000
 
 
@@ -171,7 +188,7 @@ print("fine", value.value)
 
 async def test_no_memory_is_shared_without_a_file(sandbox: Sandbox) -> None:
     """Such memory stays when its pages are given back, and no process shows it."""
-    assert await said(sandbox, f"cat > s.py <<'END'\n{SHARED}\nEND\npython3 s.py") == "fine 7\n"
+    assert await said(sandbox, f"cat > s.py <<'END'\n{SHARED}\nEND\npython3 s.py") == "fine 7"
 
 
 FORKED = """
@@ -190,7 +207,7 @@ print("fine")
 async def test_a_page_that_several_processes_have_counts_once(sandbox: Sandbox) -> None:
     """As far as it is had four times in all: to look at more takes longer than a command that takes all there is."""
     await run(sandbox, f"cat > f.py <<'END'\n{FORKED}\nEND")
-    assert (await run(sandbox, "python3 f.py 3 0.4", memory_mb=190))["output"] == "fine\n"
+    assert (await run(sandbox, "python3 f.py 3 0.4", memory_mb=190))["output"] == "fine"
     assert (await run(sandbox, "python3 f.py 14 300", memory_mb=190))["ended"] == "memory"
 
 
@@ -243,7 +260,7 @@ async def _until(seconds: str, n: int) -> None:
 
 @pytest.mark.parametrize("how", ["given up", "killed", "the zygote is killed"])
 async def test_all_programs_end_with_their_sandbox(sandboxes: Sandboxes, how: str) -> None:
-    sandbox = await sandboxes.start(ShellProgram())
+    sandbox = await begun(sandboxes)
     seconds = f"600.{secrets.randbits(60)}"
     call = asyncio.ensure_future(run(sandbox, f"nohup sleep {seconds} & sleep {seconds}; true", timeout_s=300))
     await _until(seconds, 2)
@@ -259,38 +276,6 @@ async def test_all_programs_end_with_their_sandbox(sandboxes: Sandboxes, how: st
     await sandbox.close()
 
 
-SERVICE = """
-import asyncio, sys
-from services.env.sandbox.limits import ShellProgram
-from services.env.sandbox.sandboxes import Sandboxes
-
-async def main():
-    async with Sandboxes() as sandboxes:
-        sandbox = await sandboxes.start(ShellProgram())
-        asked = {"cwd": "/", "env": {}, "timeout_s": 600, "cpu_s": 9, "memory_mb": 100, "max_output": 100}
-        await sandbox.call("command", {**asked, "text": f"nohup sleep {sys.argv[1]} & sleep {sys.argv[1]}; true"}, 600)
-
-asyncio.run(main())
-"""
-
-
-async def test_all_programs_end_with_a_service_that_is_killed(sandboxes: Sandboxes) -> None:
-    seconds = f"600.{secrets.randbits(60)}"
-    service = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVICE, seconds, cwd=ROOT)
-    try:
-        await _until(seconds, 2)
-    finally:
-        service.kill()
-        await service.wait()
-    await _until(seconds, 0)
-
-
 async def test_programs_take_no_turns(sandboxes: Sandboxes) -> None:
     with pytest.raises(InputError, match="takes no turns"):
-        await sandboxes.start(ShellProgram(), owner="one")
-
-
-async def test_without_namespaces_no_program_is_started() -> None:
-    async with Sandboxes(namespaces=False) as plain:
-        with pytest.raises(Forbidden, match="a sandbox cannot start programs here"):
-            await plain.start(ShellProgram())
+        await sandboxes.start(AGENT, owner="one")
