@@ -36,6 +36,7 @@
     ├── Fenced                  a newer trainer has taken over; this one has to stop       409
     ├── WeightsError            a checkpoint has another digest, tree or fingerprint       422
     ├── SandboxFailed           code in a sandbox raised, crashed or met a limit           500
+    │   └── SandboxLost         a sandbox is gone for another reason than its code         500
     ├── OpenEnvRefused          a remote OpenEnv server answered with an error             500
     ├── NemoGymRefused          a remote NeMo-Gym server answered with an error            500
     ├── GradingEnded            grading an answer met a limit                              500
@@ -299,6 +300,12 @@ class SandboxFailed(VolleyError):
         super().__init__(detail, hint)
         self.why: Why = why
         self.alive = alive
+
+
+class SandboxLost(SandboxFailed):
+    """A sandbox's process or container is gone for another reason than its code. It gives no reward."""
+
+    title, cause = "Sandbox lost", "infrastructure"
 
 
 class OpenEnvRefused(VolleyError):

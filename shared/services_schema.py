@@ -67,12 +67,38 @@ class HarborSection(Section):
     python: Path | None = None
 
 
+class ProcessSandbox(Section):
+    """Programs that a model writes run in processes that the kernel confines, see docs/sandbox.md."""
+
+    kind: Literal["process"] = "process"
+
+
+class ContainerSandbox(Section):
+    """Programs that a model writes run in containers of `image`, which has Python as `python3` (3.10 or newer).
+
+    `engine` is the command that starts them: docker, podman, or another one with the same arguments. They have no
+    network, unless `network` names one, and `options` are further arguments of `ENGINE run`. `warm` containers are kept
+    started in advance for each set of limits. At most `max_starting` start at once, and one that is used for longer
+    than `max_lifetime_s` is removed.
+    """
+
+    kind: Literal["container"]
+    image: Annotated[str, Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")]
+    engine: Annotated[str, Field(min_length=1)] = "docker"
+    network: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]*$")] = "none"
+    options: tuple[str, ...] = ()
+    warm: Annotated[int, Field(ge=0, le=64)] = 0
+    max_starting: PositiveInt = 4
+    max_lifetime_s: PositiveFloat = 7200.0
+
+
 class EnvEndpoint(Endpoint):
     """The environment service.
 
     `folder` keeps submitted environments (default: in the run's folder). `unsandboxed` names the environments that may
     be submitted on a machine that cannot confine their code; `python` there allows the tool of that name.
-    `sandbox_memory_mb` is the memory limit of one episode's process. `processes` run the episodes of built-in
+    `sandbox` is where programs run that a model writes; `sandbox_memory_mb` is the memory limit of one episode's
+    process of submitted code. `processes` run the episodes of built-in
     environments, each with its own threads (0: threads of the service). `allow_changed_code` plays submitted
     environments whose files have changed since the run started: `volley reverify` sets it, a training run refuses them.
     `package_index` is the only source of their dependencies. `remote_tokens_file` is a secret file with a line `URL
@@ -83,6 +109,7 @@ class EnvEndpoint(Endpoint):
     port: Port = SERVICES["env"].port
     folder: Path | None = None
     unsandboxed: tuple[str, ...] = ()
+    sandbox: Annotated[ProcessSandbox | ContainerSandbox, Field(discriminator="kind")] = ProcessSandbox()
     sandbox_memory_mb: PositiveInt = 512
     processes: Annotated[int, Field(ge=0, le=256)] = 0
     allow_changed_code: bool = False

@@ -80,7 +80,7 @@ def _sole_use(folder: Path) -> Iterator[None]:
 async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     """Open the service from plain settings. Raises ConfigError."""
     runner = ThreadRunner(settings.n_threads, settings.deadline_s, settings.max_episodes)
-    sandboxes = Sandboxes(max_running=settings.max_sandboxes)
+    sandboxes = Sandboxes(max_running=settings.max_sandboxes, containers=settings.containers)
     pool = WorkerPool(
         settings.n_processes, WorkerSettings(settings.n_threads, settings.deadline_s, settings.max_episodes)
     )

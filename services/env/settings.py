@@ -9,6 +9,7 @@ from typing import Any
 
 from services.env.harbor.containers import HarborSettings
 from services.env.sandbox.limits import SandboxLimits
+from services.env.sandbox.process.containers import ContainerSettings
 from shared.reward_schema import EnvironmentRewards, RewardServer
 from shared.run.folder import RunFolder
 from shared.run.sources import FoundSource
@@ -55,6 +56,7 @@ class EnvSettings:
         folder: storage of submitted environments.
         unsandboxed: tools and environments that may run on machines without a sandbox.
         sandbox: limits of one process of submitted code.
+        containers: where programs run that a model writes; None runs them in sandboxed processes.
         max_sandboxes: most sandboxes at once.
         package_index: index from which their dependencies are installed.
         allow_changed_code: play submitted environments whose files have changed since the run began.
@@ -90,6 +92,7 @@ class EnvSettings:
     reward_servers: Mapping[str, RewardServer] = field(default_factory=dict[str, RewardServer])
     sources: Mapping[str, ConfiguredSource] = field(default_factory=dict[str, ConfiguredSource])
     harbor: HarborSettings = field(default_factory=HarborSettings)
+    containers: ContainerSettings | None = None
 
 
 def from_config(config: RunConfig) -> EnvSettings:
@@ -119,6 +122,7 @@ def from_config(config: RunConfig) -> EnvSettings:
         folder=folder,
         harbor=HarborSettings(env.harbor, config.run.name, folder / "trials", folder / "pythons"),
         sandbox=SandboxLimits(memory_mb=env.sandbox_memory_mb),
+        containers=ContainerSettings(env.sandbox, config.run.name) if env.sandbox.kind == "container" else None,
         max_sandboxes=max(64, orchestrator.max_concurrent_episodes + 32),
         package_index=env.package_index,
         n_processes=env.processes,

@@ -2,7 +2,7 @@
 
 Invariants
 - A request is sent once and answered once; its caller may wait for the answer in several calls.
-- A container that is gone raises SandboxFailed, and so does the end of the process. Neither gives a reward.
+- A container that is gone raises SandboxLost, and so does the end of the process. Neither gives a reward.
 - The process ends with the service, and removes its containers; the next one removes those of a killed process.
 """
 
@@ -24,7 +24,7 @@ from typing import Any, Literal
 import orjson
 
 from services.env.workers import wire
-from shared.errors import Busy, Forbidden, SandboxFailed, Unavailable, VolleyError
+from shared.errors import Busy, Forbidden, SandboxLost, Unavailable, VolleyError
 from shared.process import telemetry
 from shared.process.foreign import python_with
 from shared.services_schema import HarborSection
@@ -148,9 +148,9 @@ class Containers:
         return number, self.send("start", number, folder=str(folder), agent=agent, fresh=fresh)
 
     def send(self, call: str, number: str, **params: Any) -> asyncio.Future[dict[str, Any]]:
-        """Send a request about a trial. Raises SandboxFailed if the process has ended."""
+        """Send a request about a trial. Raises SandboxLost if the process has ended."""
         if self._writer is None:
-            raise SandboxFailed("the process of containers has ended", _LOST_HINT)
+            raise SandboxLost("the process of containers has ended", _LOST_HINT)
         key = next(self._numbers)
         future = self._waiting[key] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -195,7 +195,7 @@ class Containers:
             writer.close()
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_exception(SandboxFailed("the process of containers has ended", _LOST_HINT))
+                    future.set_exception(SandboxLost("the process of containers has ended", _LOST_HINT))
             self._waiting.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):  # it removes its containers meanwhile
@@ -208,7 +208,7 @@ class Containers:
                 if future is None or future.done():
                     continue
                 if "lost" in answer:
-                    future.set_exception(SandboxFailed(f"the container failed: {answer['lost']}", _LOST_HINT))
+                    future.set_exception(SandboxLost(f"the container failed: {answer['lost']}", _LOST_HINT))
                 else:
                     future.set_result(answer["value"])
 
@@ -235,7 +235,7 @@ class Containers:
 
 
 async def answered(future: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
-    """Wait for an answer. Raises SandboxFailed, and Busy after WAIT_S: the request goes on, and may be asked again."""
+    """Wait for an answer. Raises SandboxLost, and Busy after WAIT_S: the request goes on, and may be asked again."""
     try:
         async with asyncio.timeout(WAIT_S):
             return await asyncio.shield(future)

@@ -17,9 +17,9 @@ from typing import Any
 
 from services.env.sandbox.limits import LOG_FACTOR, SandboxLimits
 from services.env.sandbox.process import frames, workspace
-from services.env.sandbox.process.zygote import ProcessEnd, SpawnedProcess, ZygoteProcess
+from services.env.sandbox.process.spawned import ProcessEnd, SpawnedProcess, Spawner
 from services.env.sandbox.turns import LONG_S, Turns
-from shared.errors import SandboxFailed, Why
+from shared.errors import SandboxFailed, SandboxLost, Why
 from shared.process import telemetry
 
 END_S = 5.0
@@ -41,7 +41,7 @@ class Sandbox:
         self,
         number: int,
         limits: SandboxLimits,
-        zygote: ZygoteProcess,
+        zygote: Spawner,
         tmp: Path,
         owner: str,
         turns: Turns[Sandbox],
@@ -59,6 +59,7 @@ class Sandbox:
         self._output = LogPipe(limits.log_bytes, self._flooded)
         self._log_transport: asyncio.ReadTransport | None = None
         self._ended_for: tuple[Why, str] | None = None
+        self._lost = False
         self.pauses_between_calls = False
         self.closed = False
 
@@ -180,28 +181,20 @@ class Sandbox:
                 await asyncio.shield(asyncio.to_thread(self._remove_folder))
 
     async def connect(self) -> None:
-        """Fork the process and connect to it. Raises Unavailable, OSError (no descriptors left)."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            ours.setblocking(False)
-            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=2**16)
-            log_reader, log_writer = os.pipe()
-            with os.fdopen(log_writer, "wb", buffering=0) as log:
-                kept = os.fdopen(log_reader, "rb", buffering=0)
-                self._log_transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self._output, kept)
-                tmp = self.zygote.tmp or str(self.tmp)
-                self._process = await self.zygote.spawn(
-                    self.number, asdict(self.limits), tmp, theirs.fileno(), log.fileno()
-                )
+        """Start the process and connect to it. Raises Unavailable, RateLimited, OSError (no descriptors left)."""
+        tmp = self.zygote.tmp or str(self.tmp)
+        self._process = one = await self.zygote.spawn(self.number, asdict(self.limits), tmp)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=one.channel, limit=2**16)
+        self._log_transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self._output, one.log)
 
     async def _why_dead(self, method: str) -> SandboxFailed:
         """Reason for its end. Returns once the process has ended or is abandoned."""
         end = await self._end()
         if self._ended_for is None:
-            self._ended_for = _cause(end, self.limits)
+            self._ended_for, self._lost = _cause(end, self.limits), end.status is None
         why, detail = self._ended_for
-        _FAILURES.labels(why).inc()
-        return SandboxFailed(f"{method}: {detail}", why=why)
+        _FAILURES.labels("lost" if self._lost else why).inc()
+        return (SandboxLost if self._lost else SandboxFailed)(f"{method}: {detail}", why=why)
 
     async def _end(self) -> ProcessEnd:
         """Wait for the process; kill it if it only closed its channel.
@@ -266,7 +259,7 @@ def _cause(end: ProcessEnd, limits: SandboxLimits) -> tuple[Why, str]:
     if number == signal.SIGXCPU or (number == signal.SIGKILL and end.cpu_s >= limits.cpu_s):
         return "cpu", f"it used up its {limits.cpu_s} s of CPU time"
     if number == signal.SIGKILL:
-        return "memory", "it was killed, most likely because the machine ran out of memory"
+        return "memory", "it was killed, most likely because memory ran out"
     if number == signal.SIGSYS:
         return "refused", "it made a system call of another architecture"
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -28,8 +28,17 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from services.env.sandbox.limits import MAX_SOURCE, EnvironmentProgram, Program, SandboxKind, SandboxLimits
+from services.env.sandbox.limits import (
+    MAX_SOURCE,
+    EnvironmentProgram,
+    Program,
+    SandboxKind,
+    SandboxLimits,
+    ScriptProgram,
+)
 from services.env.sandbox.process import workspace
+from services.env.sandbox.process.containers import ContainerSettings, ContainerSpawner
+from services.env.sandbox.process.spawned import Spawner
 from services.env.sandbox.process.zygote import MAX_LANDLOCK, ZygoteProcess, open_zygote
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.tier import Tier
@@ -65,6 +74,7 @@ class Sandboxes:
         folder: parent of private folders where sandboxes have no tmpfs; by default a temporary folder.
         namespaces: use namespaces where they are allowed.
         landlock: newest version of Landlock to use.
+        containers: settings of containers for programs that a model writes; without them, processes run those, too.
     """
 
     def __init__(
@@ -75,6 +85,7 @@ class Sandboxes:
         folder: Path | None = None,
         namespaces: bool = True,
         landlock: int = MAX_LANDLOCK,
+        containers: ContainerSettings | None = None,
     ) -> None:
         self.tier: Tier | None = None
         self._max_running = min(max_running, MAX_RUNNING)
@@ -83,6 +94,8 @@ class Sandboxes:
         self._remaking = asyncio.Lock()
         self._namespaces, self._landlock = namespaces and sys.platform == "linux", landlock
         self._zygotes: dict[_Key, ZygoteProcess] = {}
+        self._given_containers = containers
+        self._containers: ContainerSpawner | None = None
         self._opening: dict[_Key, asyncio.Lock] = {}
         self._n_opening = 0
         self._running: dict[int, Sandbox] = {}
@@ -99,10 +112,27 @@ class Sandboxes:
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         watcher = tasks.create_task(self._watch())
         self._stack.callback(watcher.cancel)
+        if self._given_containers is not None:
+            try:
+                await self._open_containers(self._given_containers, tasks)
+            except BaseException:
+                await self._stack.aclose()
+                raise
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self._stack.aclose()
+
+    async def _open_containers(self, settings: ContainerSettings, tasks: asyncio.TaskGroup) -> None:
+        """Raises Unavailable."""
+        self._containers = containers = ContainerSpawner(settings, tasks)
+        self._stack.push_async_callback(containers.close)
+        await containers.open()
+
+    @property
+    def has_containers(self) -> bool:
+        """True if programs that a model writes run in containers."""
+        return self._containers is not None
 
     async def _make_own_folder(self) -> None:
         """Make this process's private folder, again if a cleaner has removed it."""
@@ -146,7 +176,7 @@ class Sandboxes:
         if program.kind != "plain" and owner:  # pausing would stop the process that waits, not its programs
             raise InputError("a sandbox that starts programs takes no turns", "leave out its owner")
         await self._make_own_folder()
-        zygote = await self._zygote_of((program.python or _service_python(), program.folders, program.kind))
+        zygote = await self._spawner_of(program)
         sandbox = self._enroll(limits or SandboxLimits(), zygote, owner)
         began = time.perf_counter()
         try:
@@ -172,7 +202,7 @@ class Sandboxes:
         self._running.pop(sandbox.number, None)
         _RUNNING.set(len(self._running))
 
-    def _enroll(self, limits: SandboxLimits, zygote: ZygoteProcess, owner: str) -> Sandbox:
+    def _enroll(self, limits: SandboxLimits, zygote: Spawner, owner: str) -> Sandbox:
         if len(self._running) >= self._max_running:
             raise RateLimited(f"{len(self._running)} sandboxes run already", "try again later", 1.0)
         number = next(n for n in (i % MAX_RUNNING for i in self._numbers) if n not in self._running)
@@ -181,6 +211,12 @@ class Sandboxes:
         self._running[number] = sandbox
         _RUNNING.set(len(self._running))
         return sandbox
+
+    async def _spawner_of(self, program: Program) -> Spawner:
+        """Raises Unavailable, Forbidden."""
+        if self._containers is not None and isinstance(program, ScriptProgram):
+            return self._containers
+        return await self._zygote_of((program.python or _service_python(), program.folders, program.kind))
 
     async def _zygote_of(self, key: _Key) -> ZygoteProcess:
         """The zygote for an interpreter and folders, started if none is alive. Raises Unavailable.

@@ -13,7 +13,7 @@ from services.env.tools.base import Arguments, ToolFault, describe, read_argumen
 from services.env.tools.files import changes_to_send, store_changes
 from services.env.tools.settings import PythonSettings
 from services.env.tools.workspace import Workspace
-from shared.errors import Busy, Conflict, RateLimited, SandboxFailed
+from shared.errors import Busy, Conflict, RateLimited, SandboxFailed, SandboxLost
 
 MAX_OUTPUT = 2**17
 """Characters of output that a call may return from its sandbox."""
@@ -69,6 +69,8 @@ class PythonSession:
         }
         try:
             found = answers.read_cell(await sandbox.call("cell", asked, timeout_s))
+        except SandboxLost:
+            raise
         except SandboxFailed as failed:
             self._received = False
             if self._workspace is not None and failed.why == "refused":  # the files were not written

@@ -45,7 +45,7 @@ class Toolbox:
 
     async def check_confined(self, what: str, name: str) -> None:
         """Raises Forbidden if model-written code would run unconfined and `name` may not; Unavailable."""
-        if name in self.unconfined:
+        if name in self.unconfined or self.sandboxes.has_containers:
             return
         tier = self.sandboxes.tier or await self.sandboxes.probe()
         if tier.level < MIN_TIER:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 ENGINES = {"docker": "docker", "podman": "podman"}
 """Command of the engine, by type of environment, where containers have Compose files and labels."""
-PROJECT = re.compile(r"volley-([0-9a-f]{6})-(\d+)-([\w-]+)-[0-9a-f]{8}__")
+OWNER = re.compile(r"volley-([0-9a-f]{6})-(\d+)-([\w-]+)")
+PROJECT = re.compile(rf"({OWNER.pattern})-[0-9a-f]{{8}}__")
 
 
 @functools.cache
@@ -45,9 +46,14 @@ def left_over(command: str) -> list[tuple[str, str]]:
     return [
         (project, parts[0].removesuffix("__"))
         for project, parts in projects
-        if parts is not None and parts[1] == machine()
-        if project.startswith(owner()) or started_at(int(parts[2])) != parts[3]
+        if parts is not None and (parts[1] == owner() or has_ended(parts[1]))
     ]
+
+
+def has_ended(name: str) -> bool:
+    """True if `name` is an `owner` of this machine that has ended."""
+    parts = OWNER.fullmatch(name)
+    return parts is not None and parts[1] == machine() and started_at(int(parts[2])) != parts[3]
 
 
 def remove(command: str, project: str) -> None:

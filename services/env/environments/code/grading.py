@@ -14,7 +14,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cache
@@ -28,7 +28,7 @@ from services.env.sandbox import answers
 from services.env.sandbox.limits import SandboxLimits, ScriptProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
-from shared.errors import SandboxFailed
+from shared.errors import SandboxFailed, SandboxLost
 
 MAX_OUTPUT = 2**18
 """Characters that a program may print in a test."""
@@ -65,58 +65,78 @@ class Grader:
         self, problem: CodeProblem, source: str, tests: Sequence[Asserts | PrintedTest], *, all_of_them: bool
     ) -> list[Verdict]:
         """Return one verdict per test, up to the first failure unless `all_of_them`. Raises Unavailable."""
-        ends, found = time.monotonic() + self.total_s, list[Verdict]()
+        left_s, found = self.total_s, list[Verdict]()
         for test in tests:
-            if (left_s := ends - time.monotonic()) <= 0:
+            if left_s <= 0:
                 found.append(Verdict(False, "time", "the tests together took too long"))
             else:
-                found.append(await self._run_test(problem, source, test, left_s))
+                verdict, took_s = await self._run_test(problem, source, test, left_s)
+                found.append(verdict)
+                left_s -= took_s
             if not found[-1].passed and not all_of_them:
                 break
         return found
 
-    async def _run_test(self, problem: CodeProblem, source: str, test: Asserts | PrintedTest, left_s: float) -> Verdict:
+    async def _run_test(
+        self, problem: CodeProblem, source: str, test: Asserts | PrintedTest, left_s: float
+    ) -> tuple[Verdict, float]:
+        """Verdict of a test, and its seconds without the start of its sandboxes. Raises SandboxLost, Unavailable."""
+        async with AsyncExitStack() as stack:
+            n = 1 if isinstance(test, PrintedTest) else 2
+            opened = [await stack.enter_async_context(self._sandbox()) for _ in range(n)]
+            began = time.monotonic()
+            verdict = await self._verdict_of(problem, source, test, opened, left_s)
+            return verdict, time.monotonic() - began
+
+    async def _verdict_of(
+        self,
+        problem: CodeProblem,
+        source: str,
+        test: Asserts | PrintedTest,
+        opened: Sequence[Sandbox],
+        left_s: float,
+    ) -> Verdict:
         try:
             async with asyncio.timeout(min(left_s, _WALL_FACTOR * self.cpu_s + _WALL_MORE_S)):
                 if isinstance(test, PrintedTest):
-                    return await self._printed(source, test)
-                return await self._asserted(problem, source, test)
+                    return await self._printed(source, test, opened[0])
+                return await self._asserted(problem, source, test, *opened)
         except TimeoutError:
             return Verdict(False, "time", "the program takes too long")
+        except SandboxLost:
+            raise
         except SandboxFailed as failed:
             return Verdict(False, _WHY.get(failed.why, "crash"), failed.detail[:300])
 
-    async def _printed(self, source: str, test: PrintedTest) -> Verdict:
-        async with self._sandbox() as sandbox:
-            program = f"{_text_of('stdin_side.py')}\nexec(compile({source!r}, 'answer.py', 'exec'), globals())"
-            asked = {"source": program, "stdin": test.stdin, "max_output": MAX_OUTPUT}
-            found = answers.read_script(await sandbox.call("run", asked, _START_S + self.total_s))
+    async def _printed(self, source: str, test: PrintedTest, sandbox: Sandbox) -> Verdict:
+        program = f"{_text_of('stdin_side.py')}\nexec(compile({source!r}, 'answer.py', 'exec'), globals())"
+        asked = {"source": program, "stdin": test.stdin, "max_output": MAX_OUTPUT}
+        found = answers.read_script(await sandbox.call("run", asked, _START_S + self.total_s))
         if found.exit:
             return Verdict(False, "exception", found.stderr[-300:])
         if found.cut:
             return Verdict(False, "output", f"it printed more than {MAX_OUTPUT} characters")
         return Verdict(True) if same_output(found.stdout, test.stdout) else Verdict(False, "wrong")
 
-    async def _asserted(self, problem: CodeProblem, source: str, test: Asserts) -> Verdict:
-        async with self._sandbox() as answering, self._sandbox() as testing:
-            answer, tests = _Cells(answering, self.cpu_s), _Cells(testing, self.cpu_s)
-            for text in (f"{_text_of('inside.py')}\n_be_answer()", problem.given, source):
-                if (problems := await answer.run(text)) is not None:
-                    return Verdict(False, "exception", problems[-300:])
-            names = _names(await answer.value("__import__('json').dumps([n for n in globals() if n[0] != '_'])"))
-            await tests.run(_text_of("inside.py"))
-            call = (
-                f"_begin({problem.given + chr(10) + problem.setup!r}, {test.program!r}, {names!r}, {problem.tested!r})"
-            )
-            while True:
-                reply_of_tests = _object(await tests.value(call))
-                if "ask" not in reply_of_tests:
-                    return _verdict(reply_of_tests)
-                reply = await answer.value(f"_answer({orjson.dumps(reply_of_tests['ask']).decode()!r})")
-                if reply is None:
-                    late = "CpuTimeUsedUp" in answer.complaint
-                    return Verdict(False, "time" if late else "crash", answer.complaint[-300:])
-                call = f"_go_on({reply!r})"
+    async def _asserted(
+        self, problem: CodeProblem, source: str, test: Asserts, answering: Sandbox, testing: Sandbox
+    ) -> Verdict:
+        answer, tests = _Cells(answering, self.cpu_s), _Cells(testing, self.cpu_s)
+        for text in (f"{_text_of('inside.py')}\n_be_answer()", problem.given, source):
+            if (problems := await answer.run(text)) is not None:
+                return Verdict(False, "exception", problems[-300:])
+        names = _names(await answer.value("__import__('json').dumps([n for n in globals() if n[0] != '_'])"))
+        await tests.run(_text_of("inside.py"))
+        call = f"_begin({problem.given + chr(10) + problem.setup!r}, {test.program!r}, {names!r}, {problem.tested!r})"
+        while True:
+            reply_of_tests = _object(await tests.value(call))
+            if "ask" not in reply_of_tests:
+                return _verdict(reply_of_tests)
+            reply = await answer.value(f"_answer({orjson.dumps(reply_of_tests['ask']).decode()!r})")
+            if reply is None:
+                late = "CpuTimeUsedUp" in answer.complaint
+                return Verdict(False, "time" if late else "crash", answer.complaint[-300:])
+            call = f"_go_on({reply!r})"
 
     @asynccontextmanager
     async def _sandbox(self) -> AsyncIterator[Sandbox]:

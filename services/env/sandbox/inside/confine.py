@@ -146,7 +146,8 @@ def enter(
         os.chown(tmp, uid, uid)
     os.chdir("/" if what.programs else tmp)
     os.umask(0o022 if what.programs else 0o077)
-    _set_limits(limits, bounds_threads=what.privileged or what.namespaces, programs=what.programs)
+    bounds_threads = what.privileged or what.namespaces
+    set_limits(limits, (*(() if bounds_threads else ("NPROC",)), *(("CPU", "AS") if what.programs else ())))
     if linux.IS_LINUX:
         _drop_rights(what, uid)
         linux.set_parent_death_signal(signal.SIGKILL)
@@ -175,12 +176,18 @@ def _drop_rights(what: Confinement, uid: int) -> None:
     linux.set_capabilities(1 << linux.CAP_DAC_READ_SEARCH if what.reads_all else 0)
 
 
-def _set_limits(limits: dict[str, Any], bounds_threads: bool, programs: bool) -> None:
-    """Set resource limits. A sandbox that starts programs sets CPU time and address space for them instead."""
+def set_limits(limits: dict[str, Any], left_out: tuple[str, ...]) -> None:
+    """Set resource limits.
+
+    Args:
+        left_out: those that something else sets or enforces. A sandbox that starts programs sets CPU time and address
+        space for them.
+    """
     mega = 1 << 20
     wanted = {
         "CPU": (limits["cpu_s"], limits["cpu_s"] + 2),
         "AS": limits["memory_mb"] * mega,
+        "NPROC": limits["threads"],
         "FSIZE": limits["file_mb"] * mega,
         "NOFILE": limits["open_files"],
         "CORE": 0,
@@ -190,13 +197,9 @@ def _set_limits(limits: dict[str, Any], bounds_threads: bool, programs: bool) ->
         "RTPRIO": 0,
         "NICE": 0,
     }
-    if bounds_threads:
-        wanted["NPROC"] = limits["threads"]
-    if programs:
-        del wanted["CPU"], wanted["AS"]
     for name, value in wanted.items():
         kind = getattr(resource, f"RLIMIT_{name}", None)
-        if kind is None or (name == "AS" and not linux.IS_LINUX):
+        if kind is None or name in left_out or (name == "AS" and not linux.IS_LINUX):
             continue
         soft, hard = value if isinstance(value, tuple) else (value, value)
         ceiling = resource.getrlimit(kind)[1]

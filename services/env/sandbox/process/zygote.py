@@ -13,14 +13,15 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
 from services.env.sandbox.limits import SandboxKind
 from services.env.sandbox.process import seccomp
+from services.env.sandbox.process.spawned import ProcessEnd, ProcessSignal, SpawnedProcess, open_ends
 from services.env.sandbox.tier import NAMESPACED, Tier
 from shared.errors import Forbidden, Unavailable
 
@@ -37,38 +38,6 @@ _PROGRAMS_HINT = (
     ' agent = "external"'
 )
 _LANDLOCK_SCOPES_SIGNALS = 6
-
-type ProcessSignal = Literal["kill", "pause", "resume"]
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessEnd:
-    """End of a sandbox's process. `error` is set if it never started or its end is unknown."""
-
-    status: int | None = None
-    cpu_s: float = 0.0
-    max_rss_mb: float = 0.0
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SpawnedProcess:
-    """A sandbox's process.
-
-    `pid` is its process id as the zygote sees it; namespaces make it differ from the service's view. `door` is the
-    socket that listens in an agent's sandbox.
-    """
-
-    pid: asyncio.Future[int]
-    end: asyncio.Future[ProcessEnd]
-    door: asyncio.Future[socket.socket]
-
-    def forget(self) -> None:
-        """Settle what can no longer come."""
-        if not self.pid.done():
-            self.pid.cancel()
-        if not self.door.done():
-            self.door.cancel()
 
 
 class ZygoteProcess:
@@ -129,20 +98,17 @@ class ZygoteProcess:
         )
         return None
 
-    async def spawn(self, number: int, limits: Mapping[str, int], tmp: str, channel: int, log: int) -> SpawnedProcess:
-        """Fork a sandbox with `channel` and `log`, which the caller closes.
-
-        Raises Unavailable.
-        """
-        child = SpawnedProcess(*(self._loop.create_future() for _ in range(3)))
-        self._children[number] = child
-        try:
-            request = {"op": "spawn", "id": number, "limits": dict(limits), "tmp": tmp}
-            await self._send(request, (channel, log))
-        except BaseException:
-            self._children.pop(number, None)
-            raise
-        return child
+    async def spawn(self, number: int, limits: Mapping[str, int], tmp: str) -> SpawnedProcess:
+        """Fork a sandbox. Raises Unavailable, OSError."""
+        with open_ends() as ends:
+            child = self._children[number] = SpawnedProcess(ends.channel, ends.log)
+            try:
+                request = {"op": "spawn", "id": number, "limits": dict(limits), "tmp": tmp}
+                await self._send(request, (ends.other_channel.fileno(), ends.other_log.fileno()))
+            except BaseException:
+                self._children.pop(number, None)
+                raise
+            return child
 
     def signal(self, number: int, what: ProcessSignal) -> None:
         """Kill, pause or resume a sandbox, in the order of calls. One that has ended is ignored."""
