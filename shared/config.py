@@ -395,14 +395,18 @@ def _check_keys(node: yaml.MappingNode) -> None:
 
 
 def _explain(error: Any) -> str:
-    loc = _without_tag(error["loc"])
+    loc, section = _located(error["loc"])
     key = ".".join(str(part) for part in loc) or "configuration"
+    tag = str(error.get("ctx", {}).get("discriminator", "")).strip("'")
     if error["type"] == "extra_forbidden":
-        return f"unknown key {key}{_suggestion(error['loc'])}"
+        known = getattr(section, "model_fields", None)
+        return f"unknown key {key}" + (f" (valid here: {', '.join(known)})" if known is not None else "")
     if loc == ("algorithm",) and isinstance(error["input"], str):
         return f"algorithm is a section: write algorithm.name={error['input'][:200]}"
     if error["type"] == "union_tag_invalid":
-        return f"{key}.name={error['ctx']['tag']!r}: expected one of {error['ctx']['expected_tags']}"
+        return f"{key}.{tag}={error['ctx']['tag']!r}: expected one of {error['ctx']['expected_tags']}"
+    if error["type"] == "union_tag_not_found":
+        return f"{key}.{tag} is missing"
     if error["type"] == "missing":
         return f"{key} is missing"
     if error["type"] == "value_error":
@@ -410,27 +414,23 @@ def _explain(error: Any) -> str:
     return f"{key}={repr(error['input'])[:200]}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
-def _without_tag(loc: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Remove the algorithm's name, which pydantic adds to the location."""
-    return (loc[0], *loc[2:]) if loc[:1] == ("algorithm",) else loc
+def _located(loc: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+    """Location without the tags of unions, which pydantic adds, and the section of its last key (None if unknown)."""
+    found, section, of = list[Any](), None, RunConfig
+    for part in loc:
+        if tagged := [one for one in get_args(of) if _is_tagged(one, part)]:
+            of = tagged[0]
+            continue
+        found.append(part)
+        section = of if hasattr(of, "model_fields") else None
+        of = getattr(getattr(section, "model_fields", {}).get(part), "annotation", None)
+    return tuple(found), section
 
 
-def _suggestion(loc: tuple[Any, ...]) -> str:
-    """List the valid keys at that location, so that a typing error is easy to correct."""
-    model: Any = RunConfig
-    for part in loc[:-1]:
-        named = [one for one in get_args(model) if _is_named(one, part)]
-        field = getattr(model, "model_fields", {}).get(part)
-        if field is None and not named:
-            return ""
-        model = named[0] if named else getattr(field, "annotation", None)
-    return f" (valid here: {', '.join(getattr(model, 'model_fields', {}))})"
-
-
-def _is_named(section: Any, name: Any) -> bool:
-    """True if `name` selects this section of a union."""
-    field = getattr(section, "model_fields", {}).get("name")
-    return field is not None and name in get_args(field.annotation)
+def _is_tagged(section: Any, tag: Any) -> bool:
+    """True if `tag` selects this section of a union."""
+    fields = getattr(section, "model_fields", {})
+    return any(name in fields and tag in get_args(fields[name].annotation) for name in ("name", "kind"))
 
 
 def _first_line(error: Exception) -> str:

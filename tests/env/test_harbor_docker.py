@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-import subprocess
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -18,22 +16,16 @@ import pytest_asyncio
 from tests.env.conftest import open_service
 from tests.env.harbor_service import playing, served, taken, task_of, worker_in
 from tests.env.harbor_tasks import TASK_TOML, begin, call, sum_task
+from tests.support.docker import docker, why_no_docker
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
-IMAGE = "python:3.13-slim"
 SOLVE = "echo $(( $(paste -sd+ data/numbers.txt) )) > total.txt"
-
-
-def docker(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["docker", *arguments], capture_output=True, encoding="utf-8", timeout=60, check=False)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if shutil.which("docker") is None or docker("compose", "version").returncode:
-        pytest.skip("there is no Docker with Compose on this machine")
-    if (found := docker("image", "inspect", IMAGE)).returncode:
-        pytest.skip(f"Docker does not answer, or has no image {IMAGE}: {found.stderr.strip()}")
+    if why := why_no_docker():
+        pytest.skip(why)
     return tmp_path_factory.mktemp("docker")
 
 

@@ -101,6 +101,9 @@ def test_the_written_config_is_the_same_config(tmp_path):
         (["algorithm.name=grpo", "algorithm.gamma=1"], "unknown key algorithm.gamma"),
         (["grpo_config.epsilon=0.1", "algorithm.beta=1"], "grpo_config.epsilon is now algorithm.epsilon"),
         (["grpo_config.num_generations=1"], "grpo compares the episodes of a task with each other"),
+        (["services.env.sandbox.kind=box"], "services.env.sandbox.kind='box': expected one of 'process', 'container'"),
+        (["services.env.sandbox.kind=container"], "services.env.sandbox.image is missing"),
+        (["services.env.sandbox.image=a"], "services.env.sandbox.kind is missing"),
         (["algorithm.name=magic"], "algorithm.name='magic': expected one of 'grpo', 'drgrpo'"),
         (["algorithm=grpo"], "algorithm is a section: write algorithm.name=grpo"),
         (

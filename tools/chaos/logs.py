@@ -12,7 +12,7 @@ from volley.local.supervisor import ProcessEnd
 
 _TRACEBACK = "Traceback (most recent call last):"
 _BORDER = " |+-"
-"""What Python draws around the tracebacks of an exception group."""
+"""Frame that Python draws around the tracebacks of an exception group."""
 _EXPECTED = (-signal.SIGKILL, 1)
 """Exit codes of injected kills, and of ends that the logs explain: 1 is also that of a VolleyError."""
 
