@@ -172,8 +172,12 @@ class Sandbox:
         finally:
             if self._writer is not None:
                 self._writer.transport.abort()
+            elif self._process is not None:
+                self._process.channel.close()
             if self._log_transport is not None:
                 self._log_transport.close()
+            elif self._process is not None:
+                self._process.log.close()
             if self._process is not None and not self._process.end.done():
                 self._process.end.add_done_callback(lambda end: self._forget(self))
             else:

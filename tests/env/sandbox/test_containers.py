@@ -141,7 +141,7 @@ async def test_a_container_that_is_gone_gives_no_reward(sandboxes: Sandboxes, fo
             await asyncio.sleep(0.02)
     await asyncio.to_thread(engine, folder, "rm", "--force", *running(folder))
     for asked in (step, call):
-        with pytest.raises(SandboxLost):
+        with pytest.raises((SandboxLost, Unavailable)):  # Unavailable: it was starting
             await asked
     assert await tool.call("python", {"code": "1 + 1"}, 20) == "2"
     await tool.close()

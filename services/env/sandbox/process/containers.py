@@ -144,14 +144,14 @@ class ContainerSpawner:
         except Unavailable:
             _log.info("pulling the image of the sandboxes", image=section.image)
             await self._engine("pull", "--quiet", section.image, timeout_s=PULL_S)
-        self._end(await self._started(asdict(SandboxLimits())))
+        self._discard(await self._started(asdict(SandboxLimits())))
 
     async def spawn(self, number: int, limits: Mapping[str, int], tmp: str) -> SpawnedProcess:
         """Take a container that is ready, or start one. Raises Unavailable, RateLimited, OSError."""
         key = tuple(limits.items())
         ready = self._ready.setdefault(key, deque())
         while ready and ready[0].spawned.end.done():
-            ready.popleft()
+            ready.popleft().spawned.close()
         container = ready.popleft() if ready else await self._started(limits)
         self._running[number] = container
         container.spawned.end.add_done_callback(lambda end: self._running.pop(number, None))
@@ -168,6 +168,9 @@ class ContainerSpawner:
         self._closing = True
         for container in list(self._containers.values()):
             self._end(container)
+        for ready in self._ready.values():
+            while ready:
+                ready.popleft().spawned.close()
         if waiting := [container.spawned.end for container in self._containers.values()]:
             await asyncio.wait(waiting, timeout=STOP_S + ENGINE_S)
 
@@ -219,15 +222,19 @@ class ContainerSpawner:
             container = _Container(name, process, ends.other_channel.dup(), SpawnedProcess(ends.channel, ends.log))
             self._containers[name] = container
             self._tasks.create_task(self._watch(container))
+        if self._closing:
+            self._end(container)
         try:
             await _introduce(ends.channel, limits, self._section.max_lifetime_s)
-        except BaseException as error:
+        except (OSError, TimeoutError):
             self._end(container)
-            if isinstance(error, OSError | TimeoutError):
-                await asyncio.wait([container.spawned.end], timeout=STOP_S)
-                raise Unavailable(
-                    f"a container of {self._section.image} did not start: {_read(container)}", _HINT
-                ) from None
+            await asyncio.wait([container.spawned.end], timeout=STOP_S)
+            code = container.process.returncode
+            why = _read(container) or ("it gave no answer" if code is None else f"it ended with exit code {code}")
+            container.spawned.close()
+            raise Unavailable(f"a container of {self._section.image} did not start: {why}", _HINT) from None
+        except BaseException:
+            self._discard(container)
             raise
         return container
 
@@ -268,6 +275,11 @@ class ContainerSpawner:
             with contextlib.suppress(OSError):
                 container.kept.shutdown(socket.SHUT_RDWR)
             self._tasks.create_task(self._remove(container))
+
+    def _discard(self, container: _Container) -> None:
+        """End a container that no sandbox has."""
+        self._end(container)
+        container.spawned.close()
 
     async def _remove(self, container: _Container) -> None:
         done, _ = await asyncio.wait([container.spawned.end], timeout=STOP_S)
@@ -323,7 +335,7 @@ def _read(container: _Container) -> str:
     """End of what a container, or its engine, has printed."""
     os.set_blocking(container.spawned.log.fileno(), False)
     text = (container.spawned.log.read(2**16) or b"").decode(errors="replace").strip()
-    return text[-_MAX_WHY:] or "it gave no answer"
+    return text[-_MAX_WHY:]
 
 
 def _end_of(code: int) -> ProcessEnd:

@@ -75,6 +75,11 @@ class SpawnedProcess:
     end: asyncio.Future[ProcessEnd] = field(default_factory=_future)
     door: asyncio.Future[socket.socket] = field(default_factory=_future)
 
+    def close(self) -> None:
+        """Close the channel and the log of a process that no sandbox has taken."""
+        self.channel.close()
+        self.log.close()
+
     def forget(self) -> None:
         """Settle what can no longer come."""
         if not self.pid.done():
