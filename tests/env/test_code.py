@@ -8,12 +8,13 @@ from typing import Any
 import orjson
 import pytest
 
+from services.env.environments.code import grading
 from services.env.environments.code.environment import Code, CodeConfig, read_program
 from services.env.environments.code.grading import same_output
 from services.env.episode_types import StepResult, assistant
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.tools.toolset import Toolbox
-from shared.errors import ConfigError, Forbidden, NotFound
+from shared.errors import Busy, ConfigError, Forbidden, NotFound
 from tests.env.conftest import OpenClient
 
 ADD: dict[str, Any] = {
@@ -175,6 +176,22 @@ async def test_programs_are_judged_by_what_they_print(tmp_path: Path) -> None:
     assert [one.reward for one in found][4] == 0.5
     whole = await judged(tmp_path, SQUARE, programs[4:5])
     assert (whole[0].reward, whole[0].info.extra["verdict"]) == (0.0, "wrong")
+
+
+async def test_long_grading_goes_on_when_the_request_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grading, "PAUSE_S", 0.0)
+    async with Sandboxes() as sandboxes:
+        toolbox = Toolbox(sandboxes, None, None, ("code",))  # type: ignore[arg-type]
+        episode = Code(CodeConfig(train=write(tmp_path, [SQUARE])), toolbox).reset("train", 0, 0)
+        answer = assistant(f"```python\n{SQUARE['solution']}\n```")
+        with pytest.raises(Busy):  # after the first of two tests
+            await episode.step(answer)
+        monkeypatch.setattr(grading, "PAUSE_S", 60.0)
+        assert episode.grading is not None
+        assert len(episode.grading.verdicts) == 1
+        assert (await episode.step(answer)).info.extra["n_passed"] == 2
 
 
 async def test_it_is_refused_where_nothing_confines_it(tmp_path: Path) -> None:

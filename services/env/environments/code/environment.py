@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.env.environments.code.data import Asserts, CodeProblem, PrintedTest, read_code
-from services.env.environments.code.grading import Grader, Verdict
+from services.env.environments.code.grading import Grader, Grading, Verdict
 from services.env.environments.problem_files import ProblemFiles, files_of_splits
 from services.env.episode_types import MAX_REWARD, Demonstration, Info, Message, StepResult, assistant, user
 from services.env.sandbox.sandboxes import Sandboxes
@@ -28,7 +28,6 @@ _LANGUAGES = ("", "python", "python3", "py")
 _ASK = "Answer with the whole program in one block:\n```python\n…\n```"
 _READS = "The program reads its input from stdin and prints to stdout."
 _MAX_PROGRAM = 100_000
-_TOTAL_S = 20.0
 _WAIT_S = 5.0
 
 
@@ -52,24 +51,31 @@ class CodeConfig(BaseModel):
     memory_mb: int = Field(default=512, ge=128, le=16_384)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CodeEpisode:
-    """One problem with one answer. Its step is a coroutine, because it waits for programs."""
+    """One problem with one answer. Its step is a coroutine, because it waits for programs.
+
+    After Busy, the step's repetition continues the `grading`.
+    """
 
     env: Code
     problem: CodeProblem
     tools: Sequence[Mapping[str, Any]] = ()
+    grading: Grading | None = None
 
     @property
     def opening(self) -> tuple[Message, ...]:
         return (self.env.question(self.problem),)
 
     async def step(self, message: Message) -> StepResult:
-        """Grade one answer. Raises Busy, Forbidden (programs cannot be confined here), Unavailable."""
+        """Grade one answer. Raises Busy, Forbidden (programs cannot be confined here), Unavailable, SandboxLost."""
         program = read_program(message["content"])
         if program is None:
             return StepResult((), 0.0, True, False, Info({"tests": 0.0}, False, "format"))
-        verdicts, n_tests = await self.env.verdicts(self.problem, program)
+        if self.grading is None or self.grading.source != program:
+            self.grading = Grading(program)
+        n_tests = await self.env.grade(self.problem, self.grading)
+        verdicts = self.grading.verdicts
         n_passed = sum(verdict.passed for verdict in verdicts)
         success = n_passed == n_tests
         share = n_passed / n_tests if self.env.config.partial else float(success)
@@ -114,8 +120,8 @@ class Code(ProblemFiles[CodeProblem]):
         parts += ["For example:\n" + "\n".join(shown)] if shown else []
         return user("\n".join([*parts, _ASK]))
 
-    async def verdicts(self, problem: CodeProblem, program: str) -> tuple[list[Verdict], int]:
-        """Verdicts of the tests that ran, and the total number of tests. Raises Busy, Forbidden, Unavailable."""
+    async def grade(self, problem: CodeProblem, grading: Grading) -> int:
+        """Grade an answer; return the number of tests. Raises Busy, Forbidden, Unavailable, SandboxLost."""
         await self._toolbox.check_confined("the environment code", "code")
         tests = problem.tests[: self.config.max_tests]
         if not self.config.partial:
@@ -126,13 +132,15 @@ class Code(ProblemFiles[CodeProblem]):
         except TimeoutError:
             raise Busy("code: a program runs on every processor", "try again", 0.5) from None
         try:
-            grader = Grader(self._sandboxes, self.config.cpu_s, self.config.memory_mb, _TOTAL_S)
-            found = await grader.grade(problem, program, tests, all_of_them=self.config.partial)
+            grader = Grader(self._sandboxes, self.config.cpu_s, self.config.memory_mb)
+            await grader.grade(problem, grading, tests, all_of_them=self.config.partial)
+        except Busy:
+            raise
         except RateLimited as error:
             raise Busy(error.detail, error.hint, error.retry_after_s) from error
         finally:
             self._places.release()
-        return found, len(tests)
+        return len(tests)
 
     @property
     def _sandboxes(self) -> Sandboxes:

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from functools import cache
 from importlib import resources
@@ -28,11 +28,15 @@ from services.env.sandbox import answers
 from services.env.sandbox.limits import SandboxLimits, ScriptProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
-from shared.errors import SandboxFailed, SandboxLost
+from shared.errors import Busy, SandboxFailed, SandboxLost
 
 MAX_OUTPUT = 2**18
 """Characters that a program may print in a test."""
 
+TOTAL_S = 20.0
+"""Seconds for all tests of an answer, without the starts of their sandboxes."""
+PAUSE_S = 10.0
+"""Seconds after which no further test begins in one call; a client waits for 30 s."""
 _START_S = 10.0
 _WALL_FACTOR, _WALL_MORE_S = 2.0, 2.0
 """Wall-clock limit of a program, relative to its CPU time."""
@@ -47,35 +51,49 @@ class Verdict:
     detail: str = ""
 
 
+@dataclass(slots=True)
+class Grading:
+    """Grading of an answer in progress.
+
+    `verdicts` are those of the tests that ran; `left_s` are the seconds for the others.
+    """
+
+    source: str
+    left_s: float = TOTAL_S
+    verdicts: list[Verdict] = field(default_factory=list[Verdict])
+
+
 @dataclass(frozen=True, slots=True)
 class Grader:
     """Runner of tests.
 
     Args:
         cpu_s, memory_mb: limits of one test program.
-        total_s: wall-clock time for all tests of an answer, in seconds.
     """
 
     sandboxes: Sandboxes
     cpu_s: int
     memory_mb: int
-    total_s: float
 
     async def grade(
-        self, problem: CodeProblem, source: str, tests: Sequence[Asserts | PrintedTest], *, all_of_them: bool
-    ) -> list[Verdict]:
-        """Return one verdict per test, up to the first failure unless `all_of_them`. Raises Unavailable."""
-        left_s, found = self.total_s, list[Verdict]()
-        for test in tests:
-            if left_s <= 0:
-                found.append(Verdict(False, "time", "the tests together took too long"))
-            else:
-                verdict, took_s = await self._run_test(problem, source, test, left_s)
-                found.append(verdict)
-                left_s -= took_s
-            if not found[-1].passed and not all_of_them:
+        self, problem: CodeProblem, grading: Grading, tests: Sequence[Asserts | PrintedTest], *, all_of_them: bool
+    ) -> None:
+        """Add one verdict per test, up to the first failure unless `all_of_them`.
+
+        Raises Busy after PAUSE_S (call again to go on), RateLimited, SandboxLost, Unavailable.
+        """
+        began, found = time.monotonic(), grading.verdicts
+        for n, test in enumerate(tests[len(found) :]):
+            if found and not found[-1].passed and not all_of_them:
                 break
-        return found
+            if n and time.monotonic() >= began + PAUSE_S:
+                raise Busy("code: further tests have to be run", "repeat the request", 0.1)
+            if grading.left_s <= 0:
+                found.append(Verdict(False, "time", "the tests together took too long"))
+                continue
+            verdict, took_s = await self._run_test(problem, grading.source, test, grading.left_s)
+            found.append(verdict)
+            grading.left_s -= took_s
 
     async def _run_test(
         self, problem: CodeProblem, source: str, test: Asserts | PrintedTest, left_s: float
@@ -111,7 +129,7 @@ class Grader:
     async def _printed(self, source: str, test: PrintedTest, sandbox: Sandbox) -> Verdict:
         program = f"{_text_of('stdin_side.py')}\nexec(compile({source!r}, 'answer.py', 'exec'), globals())"
         asked = {"source": program, "stdin": test.stdin, "max_output": MAX_OUTPUT}
-        found = answers.read_script(await sandbox.call("run", asked, _START_S + self.total_s))
+        found = answers.read_script(await sandbox.call("run", asked, _START_S + TOTAL_S))
         if found.exit:
             return Verdict(False, "exception", found.stderr[-300:])
         if found.cut:
