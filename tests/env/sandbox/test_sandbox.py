@@ -15,7 +15,7 @@ from services.env.sandbox import answers
 from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits, ScriptProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
-from shared.errors import InputError, RateLimited, SandboxFailed, Unavailable
+from shared.errors import InputError, RateLimited, SandboxFailed, SandboxLost, Unavailable
 
 ROOT = Path(__file__).parents[3]
 
@@ -424,7 +424,7 @@ async def test_a_zygote_that_dies_takes_its_sandboxes_along_and_is_started_again
         call = asyncio.ensure_future(sandbox.call("run", request, 60))
         await asyncio.sleep(0.1)
         sandbox.zygote.destroy()
-        with pytest.raises(SandboxFailed, match="the process that sandboxes are forked from is gone"):
+        with pytest.raises(SandboxLost, match="the process that sandboxes are forked from is gone"):
             await call
         while is_zygote(pid):
             await asyncio.sleep(0.01)
