@@ -39,6 +39,12 @@ def containers(run: str = "tested") -> list[str]:
     return docker("ps", "--all", "--quiet", "--filter", f"label=volley.run={run}").stdout.split()
 
 
+def images(worker: int) -> list[str]:
+    """Images that a worker's trials have built."""
+    names = docker("image", "ls", "--format", "{{.Repository}}").stdout.split()
+    return [name for name in names if name.startswith("volley-") and f"-{worker}-" in name]
+
+
 async def test_tasks_are_proved_and_played_in_containers(client: httpx.AsyncClient) -> None:
     one = await playing(client)
     assert (await one.run("cat data/numbers.txt; echo $UNIT; pwd")).split() == ["1", "8", "21", "metre", "/app"]
@@ -63,14 +69,14 @@ async def test_containers_of_a_killed_worker_are_removed(client: httpx.AsyncClie
     one = await begin(client, name)
     await one.run("true")
     left = await asyncio.to_thread(containers)
-    os.kill(worker_in(folder), signal.SIGKILL)
+    os.kill(killed := worker_in(folder), signal.SIGKILL)
     answer = await one.ask("step", request_id="x", message={"role": "assistant", "content": call("true")})
     assert (answer.status_code, len(left)) == (500, 1)
     two = await begin(client, name)
     await two.run(SOLVE)
     assert (await two.say("Done."))["reward"] == 1.0
     async with asyncio.timeout(60):
-        while {*left} & {*await asyncio.to_thread(containers)}:
+        while {*left} & {*await asyncio.to_thread(containers)} or await asyncio.to_thread(images, killed):
             await asyncio.sleep(0.5)
 
 

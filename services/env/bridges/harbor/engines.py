@@ -38,10 +38,14 @@ def started_at(pid: int) -> str:
 
 
 def left_over(command: str) -> list[tuple[str, str]]:
-    """Compose projects of workers of this machine that are gone, or this one's, with the number of their episode."""
+    """Compose projects of workers of this machine that are gone, or this one's, with the number of their episode.
+
+    Images of such projects are listed by their own names, which begin with the project's.
+    """
     shown, found = '{{.Label "com.docker.compose.project"}}', set[str]()
     for kind, options in (("container", ["--all"]), ("network", [])):
         found |= set(engine(command, kind, "ls", *options, "--format", shown).split())
+    found |= set(engine(command, "image", "ls", "--format", "{{.Repository}}").split())
     projects = [(project, PROJECT.match(project)) for project in found]
     return [
         (project, parts[0].removesuffix("__"))
@@ -57,12 +61,15 @@ def has_ended(name: str) -> bool:
 
 
 def remove(command: str, project: str) -> None:
-    """Remove what a Compose project has left."""
+    """Remove what a Compose project, or an image, has left."""
     label = f"label=com.docker.compose.project={project}"
     for kind, options in (("container", ["--all"]), ("network", []), ("volume", [])):
         names = engine(command, kind, "ls", *options, "--quiet", "--filter", label).split()
         if names:
             engine(command, kind, "rm", "--force", *(["--volumes"] if kind == "container" else []), *names)
+    for chosen in (label, f"reference={project}"):
+        if images := engine(command, "image", "ls", "--quiet", "--filter", chosen).split():
+            engine(command, "image", "rm", "--force", *images)
 
 
 def sizes(command: str) -> list[tuple[str, float]]:
