@@ -162,7 +162,7 @@ async def test_a_container_that_is_gone_gives_no_reward(client: httpx.AsyncClien
     answer = await two.ask("finish", request_id="x")
     while answer.status_code == 429:
         answer = await two.ask("finish", request_id="x")
-    assert (answer.status_code, answer.json()["title"]) == (500, "Sandboxed code failed"), answer.text
+    assert (answer.status_code, answer.json()["title"]) == (500, "Sandbox lost"), answer.text
 
 
 @pytest.mark.long
