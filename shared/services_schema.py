@@ -277,8 +277,8 @@ class ServicesSection(Section):
         endpoint: Endpoint = getattr(self, name)
         return (endpoint.url or self.local_url(name, endpoint.port)).rstrip("/")
 
-    def local_url(self, name: str, port: int) -> str:
-        """Return the address of the service `name` on this host when it listens on `port`."""
-        host: str = getattr(self, name).host
+    def local_url(self, name: str, port: int, host: str | None = None) -> str:
+        """Return the address of the service `name` on this host, or on `host`, when it listens on `port`."""
+        host = host or str(getattr(self, name).host)
         host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104 - compared, not bound
         return f"{'https' if self.tls.cert_file else 'http'}://{host}:{port}"

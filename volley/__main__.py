@@ -44,6 +44,16 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             "train on preference pairs (direct preference optimization)",
             "dpo pairs.jsonl run.name=pairs --model models/smollm2",
         ),
+        "launch": Command(
+            "commands.launch",
+            "write a script that starts a run on Slurm, with SkyPilot or on TPU VMs",
+            "launch slurm --config configs/quickstart.yaml --nodes 3",
+        ),
+        "node": Command(
+            "commands.node",
+            "run the services of one host of a run on several hosts",
+            "node launch/quickstart --hosts host0,host1 --index 0",
+        ),
         "follow": Command(
             "commands.follow",
             "watch a run whose services run elsewhere, and report at its end",

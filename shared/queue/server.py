@@ -1,8 +1,8 @@
 """Embedded server: Redis or Valkey as a child process, for runs without one.
 
-Invariants: it listens on 127.0.0.1 only, requires a random password that is never on a command line, writes an
-append-only file in its folder, never evicts, and stops with its context. One server per folder: the server process
-itself holds a lock that guards the data, even if its parent is gone.
+Invariants: it listens on 127.0.0.1 unless it is given another address, requires a password that is never on a command
+line, writes an append-only file in its folder, never evicts, and stops with its context. One server per folder: the
+server process itself holds a lock that guards the data, even if its parent is gone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OLDEST_REDIS = (6, 2)
 _UNREADABLE = re.compile(r"AOF|append.?only|RDB|loading the DB|appendonlydir", re.IGNORECASE)
 """Log messages of a server that cannot load its data."""
 _CONFIG = """\
-bind 127.0.0.1
+bind {host}
 port {port}
 protected-mode yes
 requirepass {password}
@@ -69,18 +69,29 @@ class ServerSpec:
         return [str(self.binary), str(self.config)]
 
 
-def prepare(folder: Path, binary: Path | None = None) -> ServerSpec:
-    """Create the folder (mode 0700) and the configuration file (0600) with a new password.
+def prepare(
+    folder: Path,
+    binary: Path | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    password: str | None = None,
+) -> ServerSpec:
+    """Create the folder (mode 0700) and the configuration file (0600).
 
-    The port is the previous one if it is free.
+    Without a `port`, it is the previous one if that is free; without a `password`, it is new. `host` is the address to
+    listen on.
 
     Raises:
         ConfigError: no usable server program is found, or the folder cannot be written.
     """
     spec = ServerSpec(
-        binary or find_binary(), folder.absolute(), free_port(_port_before(folder)), secrets.token_hex(24)
+        binary or find_binary(),
+        folder.absolute(),
+        port or free_port(_port_before(folder)),
+        password or secrets.token_hex(24),
     )
-    text = _CONFIG.format(port=spec.port, password=spec.password, folder=_quoted(spec.folder))
+    text = _CONFIG.format(host=host, port=spec.port, password=spec.password, folder=_quoted(spec.folder))
     try:
         spec.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write_private(spec.config, text)

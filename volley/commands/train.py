@@ -129,9 +129,13 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
 
                 for finding in [*loaded.notes, *findings(loaded.config), *_of_the_model(loaded, model)]:
                     display.say(f"note: {finding}")
-                record = supervise(
-                    loaded, claim, lambda running: watch(running, folder, display, tails), display.say, seams, seen
-                )
+
+                async def work(running: stack.LocalStack) -> None:
+                    await watch(running, folder, display, tails)
+                    if seams.place:
+                        await asyncio.sleep(seams.place.linger_s)
+
+                record = supervise(loaded, claim, work, display.say, seams, seen)
         except Stopped as stopped:
             with suppress(OSError):  # standard output may be gone
                 print_text(_interrupted(f"stopped by {stopped}", folder, max_steps, started))

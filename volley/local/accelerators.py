@@ -1,8 +1,8 @@
 """Assign this machine's accelerators to the processes of a run.
 
-The trainer gets as many as its mesh has devices, each rollout server as many as its model is split over (`tp_size`).
-No two processes share one: a TPU chip can be opened only once, and JAX takes most of a GPU's memory at startup. On
-CPUs nothing is assigned: an engine makes as many CPU devices as it needs.
+The trainer gets as many as its mesh has devices (each of its processes a part), each rollout server as many as its
+model is split over (`tp_size`). No two processes share one: a TPU chip can be opened only once, and JAX takes most of a
+GPU's memory at startup. On CPUs nothing is assigned: an engine makes as many CPU devices as it needs.
 """
 
 from __future__ import annotations
@@ -64,8 +64,12 @@ def _gpus(root: Path) -> int:
     return sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in root.glob("dev/nvidia*"))
 
 
-def shares(config: RunConfig, n_rollout: int, root: Path = Path("/")) -> dict[str, dict[str, str]]:
+def shares(
+    config: RunConfig, n_rollout: int, root: Path = Path("/"), n_trainers: int | None = None
+) -> dict[str, dict[str, str]]:
     """Environment variables that show each process of a local run its own accelerators, by process name.
+
+    `n_trainers` are the trainer's processes on this machine, by default those of the configuration.
 
     Raises ConfigError if there are too few, or if libtpu does not support such a part of a host.
     """
@@ -75,11 +79,14 @@ def shares(config: RunConfig, n_rollout: int, root: Path = Path("/")) -> dict[st
     here = find_accelerators(device, os.environ, root)
     n_engines = 0 if config.rollout.engine.is_external else n_rollout
     servers = [SERVICES["rollout"].process(i) for i in range(n_engines)]
-    needed = {"trainer": math.prod(config.trainer.mesh.shape)} | dict.fromkeys(servers, tp_size)
+    n_trainers = config.services.trainer.n_local if n_trainers is None else n_trainers
+    part = math.prod(config.trainer.mesh.shape) // config.services.trainer.num_processes
+    trainers = [SERVICES["trainer"].process(i) for i in range(n_trainers)]
+    needed = dict.fromkeys(trainers, part) | dict.fromkeys(servers, tp_size)
     if sum(needed.values()) > len(here.names):
         raise ConfigError(
             f"this machine has {len(here.names)} {device.upper()}s for the run, and it needs {sum(needed.values())}:"
-            f" {needed['trainer']} for trainer.mesh, {n_engines} times {tp_size} for services.rollout_replicas with"
+            f" {part * n_trainers} for trainer.mesh, {n_engines} times {tp_size} for services.rollout_replicas with"
             " rollout.engine.tp_size",
             "lower one of them, or name rollout servers of other hosts in services.rollout_urls; if this machine has"
             f" more than were found, list them in {here.variable}=0,1,…",

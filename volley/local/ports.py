@@ -80,10 +80,10 @@ def _unusable(service: str, host: str, problem: str) -> ConfigError:
     )
 
 
-def urls(services: ServicesSection, ports: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Base address of every process by name."""
+def urls(services: ServicesSection, ports: Mapping[str, Sequence[int]], address: str | None = None) -> dict[str, str]:
+    """Base address of every process by name; `address` is how other hosts reach this one, if they do."""
     return {
-        SERVICES[service].process(i): services.local_url(service, port)
+        SERVICES[service].process(i): services.local_url(service, port, address)
         for service, all_of in ports.items()
         for i, port in enumerate(all_of)
     }

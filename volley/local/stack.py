@@ -29,9 +29,10 @@ from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from shared.services import SERVICES
 from shared.services_schema import ServicesSection, TokenFiles
-from shared.web.access import Role, token_for
+from shared.web.access import Role, read_token, token_for
 from volley.layout import python_of, variables_of
 from volley.local import accelerators, external, ports
+from volley.local.hosts import Place
 from volley.local.processes import ProcessSpec, Reaper
 from volley.local.supervisor import (
     RestartPolicy,
@@ -69,14 +70,16 @@ class LocalStack:
 
 @dataclass(frozen=True, slots=True)
 class StackSeams:
-    """Replacements that a test harness makes.
+    """Differences from a run on this machine alone.
 
-    `modules`: by service, the module to run instead, in the environment `base`. `reach`: maps a process's name and
-    address to the address at which other services reach it, such as a proxy's.
+    `modules`: by service, the module to run instead, in the environment `base` (for tests). `reach`: maps a process's
+    name and address to the address at which other services reach it, such as a proxy's. `place`: this host, if the run
+    takes several.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict[str, str])
     reach: Callable[[str, str], str] = lambda name, url: url
+    place: Place | None = None
 
 
 REAL = StackSeams()
@@ -141,17 +144,17 @@ class _Builder:
 
     def __init__(self, loaded: LoadedConfig, folder: RunFolder, seams: StackSeams, say: Say) -> None:
         self._folder, self._seams, self._say = folder, seams, say
-        services = loaded.config.services
-        self.external = external.find(services)
-        counts = _counts(loaded.config, folder)
-        self._accelerators = accelerators.shares(loaded.config, counts["rollout"])
+        services, place = loaded.config.services, seams.place
+        self.external = {} if place else external.find(services)
+        counts = _counts(loaded.config, folder) if place is None else dict.fromkeys(SERVICES, 0) | dict(place.counts)
+        self._accelerators = accelerators.shares(loaded.config, counts["rollout"], n_trainers=counts["trainer"])
         self._engines = engines_of(loaded.config, counts["rollout"])
         given: Mapping[str, Any] = loaded.tree.get("services") or {}
         self._ports = ports.choose(services, given, counts, addresses.ports_before(folder), say)
         self._has_queue = not loaded.config.is_supervised
         is_ours = services.redis_url is None and self._has_queue
-        self.redis = redis_server.prepare(folder.redis) if is_ours else None
-        self.urls = ports.urls(services, self._ports)
+        self.redis = _prepared_redis(folder, place) if is_ours else None
+        self.urls = ports.urls(services, self._ports, place.address if place else None)
         self._services = self._resolved(services)
         self.token, self.ca_file = token_for(self._services.token_files, Role.VIEWER), services.tls.ca_file
         self._stop_s = services.limits.grace_s + boot.CLEANUP_S + _STOP_MARGIN_S
@@ -220,7 +223,7 @@ class _Builder:
         command += [f"services.{kind}.process_id={i}"] if i and not info.replicated else []
         command += [f"rollout.engine.url={self._engines[i]}"] if kind == "rollout" and self._engines else []
         reached = self._seams.reach(name, url)
-        command += [f"services.{kind}.url={reached}"] if reached != url else []
+        command += [f"services.{kind}.url={reached}"] if reached != url or self._seams.place else []
         variables = variables_of(self._environment_of(kind), cpu=self._cpu) | self._accelerators.get(name, {})
         spec = ProcessSpec(name, tuple(command), variables, self._folder.logs / f"{name}.log", self._stop_s)
         return SupervisedProcess(
@@ -239,12 +242,15 @@ class _Builder:
         if services.trainer.num_processes > 1 and services.trainer.coordinator_address is None:
             address = {"coordinator_address": f"127.0.0.1:{free_port()}"}
             update["trainer"] = update["trainer"].model_copy(update=address)
-        for name in update.keys() & {name for name, info in SERVICES.items() if info.shared}:
-            if (reached := self._seams.reach(name, self.urls[name])) != self.urls[name]:
+        place = self._seams.place
+        for name in update.keys() & {name for name, info in SERVICES.items() if info.shared or place}:
+            url = self.urls[SERVICES[name].process(0)]
+            if (reached := self._seams.reach(name, url)) != url or place:
                 update[name] = update[name].model_copy(update={"url": reached})
         if self.redis is not None:
+            address = place.host if place else "127.0.0.1"
             update |= {
-                "redis_url": self._seams.reach("redis", f"redis://127.0.0.1:{self.redis.port}/0"),
+                "redis_url": self._seams.reach("redis", f"redis://{address}:{self.redis.port}/0"),
                 "redis_password_file": secret(self._folder, "redis", self.redis.password),
             }
         if services.token_files == TokenFiles():
@@ -252,6 +258,14 @@ class _Builder:
                 **{role: secret(self._folder, f"token_{role}") for role in TokenFiles.model_fields}
             )
         return services.model_copy(update=update)
+
+
+def _prepared_redis(folder: RunFolder, place: Place | None) -> redis_server.ServerSpec:
+    """Raises ConfigError."""
+    if place is None or place.redis_password is None:
+        return redis_server.prepare(folder.redis)
+    password = read_token(place.redis_password, "services.redis_password_file")
+    return redis_server.prepare(folder.redis, host=place.listen, port=place.redis_port, password=password)
 
 
 def engines_of(config: RunConfig, n_rollout: int) -> tuple[str, ...]:

@@ -1,0 +1,119 @@
+# Runs Volley on slices of TPU VMs, by gcloud and ssh. The first slice is the trainer's, each other one has a rollout
+# server. `start` and what comes after it may be repeated; the run continues from what is durable.
+#
+#   create    make the slices
+#   install   copy Volley to every host, and install it
+#   start     copy configuration and secrets, start the services, and follow the run to its end
+#   follow    follow it again, if the connection was lost
+#   stop      stop the services in order
+#   delete    delete the slices
+
+set -euo pipefail
+
+say() { printf '%(%FT%T%z)T %s\n' -1 "$*"; }
+tpu() { gcloud compute tpus tpu-vm "$@" --zone="$zone" ${project:+--project="$project"} --quiet; }
+on() { tpu ssh "$1" --worker="$2" --command="$3"; } # slice, worker, command
+copy() { tpu scp --recurse "$2" "$1:$3" --worker=all; } # slice, file here, path there
+
+create() {
+  local i
+  for i in "${!slices[@]}"; do
+    tpu create "${slices[i]}" --accelerator-type="${types[i]}" ${create_options[@]+"${create_options[@]}"}
+  done
+}
+
+install() {
+  local archive slice
+  archive=$(mktemp)
+  git -C "$project_folder" archive --format=tar.gz HEAD >"$archive"
+  for slice in "${slices[@]}"; do
+    copy "$slice" "$archive" volley.tar.gz
+    on "$slice" all "mkdir -p volley && tar -xzf volley.tar.gz -C volley && make -C volley install VOLLEY_ACCELERATOR=$accelerator"
+  done
+  rm "$archive"
+}
+
+# Sets `hosts` (addresses), `slice_of` and `worker_of`, by the position of a host.
+find_hosts() {
+  local slice address found n
+  hosts=() slice_of=() worker_of=()
+  for slice in "${slices[@]}"; do
+    found=$(tpu describe "$slice" --format='value(networkEndpoints[].ipAddress)')
+    n=0
+    for address in ${found//[;,]/ }; do
+      hosts+=("$address") slice_of+=("$slice") worker_of+=("$n")
+      n=$((n + 1))
+    done
+    if [[ $slice = "${slices[0]}" && $n != "$trainers" ]]; then
+      say "slice $slice has $n hosts, and services.trainer.num_processes is $trainers"
+      exit 2
+    elif [[ $slice != "${slices[0]}" && $n != 1 ]]; then
+      say "slice $slice has $n hosts, and a rollout server takes a single one: use a smaller type"
+      exit 2
+    fi
+  done
+}
+
+start() {
+  local slice i work
+  find_hosts
+  for slice in "${slices[@]}"; do
+    on "$slice" all "umask 077; mkdir -p volley-launch/files; chmod 700 volley-launch"
+    copy "$slice" "$folder/run.yaml" volley-launch/
+    copy "$slice" "$folder/secrets" volley-launch/
+    for ((i = 0; i < ${#files[@]}; i += 2)); do copy "$slice" "${files[i]}" "${files[i + 1]}"; done
+    on "$slice" all "chmod -R go= volley-launch/secrets"
+  done
+  for i in "${!hosts[@]}"; do
+    work="node ~/volley-launch --hosts $(IFS=, && echo "${hosts[*]}") --index $i"
+    ((${#hosts[@]} > 1)) || work="train --config ~/volley-launch/run.yaml"
+    say "host $i: ${hosts[i]} (${slice_of[i]}, worker ${worker_of[i]}): volley $work"
+    on "${slice_of[i]}" "${worker_of[i]}" "cd volley && rm -f ~/volley-launch/exit && nohup setsid bash -c '
+      .venvs/base/bin/volley $work & echo \$! >~/volley-launch/pid; wait \$!; echo \$? >~/volley-launch/exit
+    ' >~/volley-launch/node.log 2>&1 </dev/null &"
+  done
+  follow
+}
+
+follow() {
+  local code=255
+  # 255: the connection was lost
+  while ((code == 255)); do
+    code=0
+    # shellcheck disable=SC2016 # for the host's shell
+    on "${slices[0]}" 0 'tail -n +1 -f volley-launch/node.log & until [ -e volley-launch/exit ]; do sleep 1; done
+      sleep 1; kill $!; exit "$(cat volley-launch/exit)"' || code=$?
+    ((code != 255)) || sleep 10
+  done
+  if ((code != 0)); then say "the first host ended with exit code $code"; fi
+  report
+  exit "$code"
+}
+
+# Names the hosts that have ended with an error, or cannot be reached.
+report() {
+  local i code
+  find_hosts
+  for i in "${!hosts[@]}"; do
+    code=$(on "${slice_of[i]}" "${worker_of[i]}" 'cat volley-launch/exit 2>/dev/null || echo running') || code=unreachable
+    [[ $code = 0 ]] || say "host $i: ${hosts[i]} (${slice_of[i]}, worker ${worker_of[i]}): ${code/#/exit code }"
+  done
+}
+
+stop() {
+  local slice
+  for slice in "${slices[@]}"; do
+    # shellcheck disable=SC2016 # for the host's shell
+    on "$slice" all '[ -e volley-launch/exit ] || kill -TERM "$(cat volley-launch/pid)"' || say "slice $slice: nothing to stop"
+  done
+}
+
+delete() {
+  local slice
+  for slice in "${slices[@]}"; do tpu delete "$slice"; done
+}
+
+case ${1-} in
+create | install | start | follow | stop | delete) "$1" ;;
+*) say "usage: ${0##*/} create | install | start | follow | stop | delete" && exit 2 ;;
+esac
