@@ -66,6 +66,10 @@ if ((${#nodes[@]} < needed)); then
   say "the job has ${#nodes[@]} nodes (${nodes[*]}), and the run needs $needed: use sbatch --nodes=$needed or more"
   exit 2
 fi
+if [[ -e $folder/hosts/begun && ! -e $run/run.json ]]; then
+  say "$run has begun, and is not on ${nodes[0]}: put run.dir on a file system that all nodes mount"
+  exit 2
+fi
 hosts=$(IFS=, && echo "${nodes[*]}")
 port=${VOLLEY_FIRST_PORT:-$((20000 + SLURM_JOB_ID % 400 * 30))}
 retries=${VOLLEY_RETRIES:-5} pause=${VOLLEY_RETRY_PAUSE:-10} poll=${VOLLEY_POLL:-1}
@@ -86,6 +90,7 @@ while [[ -z $result ]] || alive 0; do
       if [[ -n ${reason[$i]-} ]]; then retry "$i" "${reason[$i]}" 0; else start "$i"; fi
     fi
   done
+  if [[ -e $run/run.json && ! -e $folder/hosts/begun ]]; then touch "$folder/hosts/begun"; fi
   if [[ -n $stopping && -z ${pids[0]} ]]; then result=${result:-143}; fi # it was not running
   sleep "$poll" &
   wait $! # a signal interrupts it at once

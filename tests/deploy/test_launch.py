@@ -226,6 +226,14 @@ def test_a_wrong_configuration_ends_the_job_for_good(tmp_path: Path) -> None:
         assert "start 2" not in running.text()
 
 
+def test_a_run_that_is_not_on_the_new_first_node_does_not_begin_anew(tmp_path: Path) -> None:
+    with job(tmp_path, SLOW) as (slurm, script, _):
+        (script.parent / "hosts" / "begun").touch()
+        running = slurm.submit(script)
+        assert running.wait(30) == 2
+        assert "is not on 127.0.0.2" in running.text()
+
+
 def test_a_job_with_fewer_nodes_than_the_run_needs_says_so(tmp_path: Path) -> None:
     with job(tmp_path, SLOW) as (slurm, script, folder):
         running = slurm.submit(script, "--nodes=1")

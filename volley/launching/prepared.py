@@ -35,7 +35,7 @@ def prepared(loaded: LoadedConfig, launch: LaunchFolder, n_hosts: int) -> Loaded
 
 
 def on_shared_disk(loaded: LoadedConfig, launch: LaunchFolder) -> LoadedConfig:
-    """Make paths absolute for hosts that share this one's file system, and check that they may. Raises ConfigError."""
+    """Make paths absolute for hosts that share this one's file system. A note names folders that are hardly shared."""
     made = config.rooted(loaded, Path.cwd())
     private = (*_PRIVATE, tempfile.gettempdir())
     notes = [
@@ -43,8 +43,6 @@ def on_shared_disk(loaded: LoadedConfig, launch: LaunchFolder) -> LoadedConfig:
         for key, path in (("run.dir", made.config.run.dir), ("the launch folder", launch.path))
         if any(path.is_relative_to(folder) for folder in private)
     ]
-    if len(launch.path.parts) < 2 or not launch.path.name:
-        raise ConfigError(f"--out {launch.path} is not a folder for a launch", "choose a folder with --out")
     return replace(made, notes=(*loaded.notes, *notes))
 
 
