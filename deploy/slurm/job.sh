@@ -66,7 +66,9 @@ if ((${#nodes[@]} < needed)); then
   say "the job has ${#nodes[@]} nodes (${nodes[*]}), and the run needs $needed: use sbatch --nodes=$needed or more"
   exit 2
 fi
-if [[ -e $folder/hosts/begun && ! -e $run/run.json ]]; then
+if ((${SLURM_RESTART_COUNT:-0} == 0)); then
+  rm -f "$folder/hosts/begun"
+elif [[ -e $folder/hosts/begun && ! -e $run/run.json ]]; then
   say "$run has begun, and is not on ${nodes[0]}: put run.dir on a file system that all nodes mount"
   exit 2
 fi

@@ -228,8 +228,13 @@ def test_a_wrong_configuration_ends_the_job_for_good(tmp_path: Path) -> None:
 
 def test_a_run_that_is_not_on_the_new_first_node_does_not_begin_anew(tmp_path: Path) -> None:
     with job(tmp_path, SLOW) as (slurm, script, _):
-        (script.parent / "hosts" / "begun").touch()
+        record, begun = tmp_path / "quickstart" / "run.json", script.parent / "hosts" / "begun"
+        record.touch()
         running = slurm.submit(script)
+        while not begun.exists():
+            running.wait_for("start 1", 10)
+        record.unlink()
+        os.kill(int((slurm.folder / "batch").read_text(encoding="utf-8")), signal.SIGUSR1)
         assert running.wait(30) == 2
         assert "is not on 127.0.0.2" in running.text()
 
