@@ -14,16 +14,16 @@ LOOPBACK = ("127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5")
 def hosts(n: int) -> Iterator[Sequence[str]]:
     """Yield `n` addresses: those of namespaces named after them, else of loopback where none can be made."""
     number = os.getpid() % 200
-    bridge, addresses = f"vb{os.getpid()}", [f"10.213.{number}.{i + 2}" for i in range(n)]
+    switch, addresses = f"volley-{os.getpid()}", [f"10.213.{number}.{i + 2}" for i in range(n)]
     with ExitStack() as made:
         try:
-            _ip(made, f"link add {bridge} type bridge", f"link del {bridge}")
-            _ip(made, f"link set {bridge} up")
+            _ip(made, f"netns add {switch}", f"netns del {switch}")  # rules of this machine's firewall do not reach it
+            _ip(made, f"-n {switch} link add bridge type bridge")
+            _ip(made, f"-n {switch} link set bridge up")
             for i, address in enumerate(addresses):
-                link = f"v{os.getpid()}x{i}"
                 _ip(made, f"netns add {address}", f"netns del {address}")
-                _ip(made, f"link add {link} type veth peer name eth0 netns {address}", f"link del {link}")
-                _ip(made, f"link set {link} master {bridge} up")
+                _ip(made, f"-n {switch} link add host{i} type veth peer name eth0 netns {address}")
+                _ip(made, f"-n {switch} link set host{i} master bridge up")
                 _ip(made, f"-n {address} addr add {address}/24 dev eth0")
                 _ip(made, f"-n {address} link set eth0 up")
                 _ip(made, f"-n {address} link set lo up")
