@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -47,11 +47,28 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Sampled positions [start, end) and the weights that sampled them."""
+    """Sampled positions [start, end), the weights that sampled them, and the server's URL (empty if not recorded)."""
 
     version: str
     start: int
     end: int
+    server: str = ""
+
+    def moved(self, by: int) -> VersionSpan:
+        """Return the span `by` positions later."""
+        return VersionSpan(self.version, self.start + by, self.end + by, self.server)
+
+    def to_wire(self) -> list[Any]:
+        """Encode as [version, start, end], followed by the server if it is known."""
+        return [self.version, self.start, self.end, *([self.server] if self.server else [])]
+
+    @classmethod
+    def from_wire(cls, row: Any) -> VersionSpan:
+        """Decode a row. Raises TypeError, ValueError."""
+        version, start, end, *server = row
+        if len(server) > 1:
+            raise ValueError(f"a version span has {len(row)} fields")
+        return cls(read_text(version), read_int(start), read_int(end), *map(read_text, server))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +210,7 @@ def branch_record(branch: Branch) -> dict[str, Any]:
 
 def write_tokens(record: dict[str, Any], one: StoredTokens) -> None:
     """Make the fields of a sequence's own tokens those of the wire."""
-    record["versions"] = [[s.version, s.start, s.end] for s in one.versions]
+    record["versions"] = [span.to_wire() for span in one.versions]
     record["turns"] = [[t.start, t.end, t.role, t.reward] for t in one.turns]
     if one.teacher_logprobs is None:
         del record["teacher_logprobs"]
@@ -215,7 +232,7 @@ def read_tokens(record: Mapping[str, Any]) -> dict[str, Any]:
         "token_ids": read_array(record["token_ids"], "i4"),
         "loss_mask": read_array(record["loss_mask"], "u1"),
         "logprobs": read_array(record["logprobs"], "f4"),
-        "versions": tuple(VersionSpan(read_text(v), read_int(a), read_int(b)) for v, a, b in record["versions"]),
+        "versions": tuple(map(VersionSpan.from_wire, record["versions"])),
         "turns": tuple(
             Turn(read_int(a), read_int(b), read_text(role), read_float(reward))
             for a, b, role, reward in record["turns"]
@@ -234,9 +251,10 @@ def spans(versions: Sequence[str], positions: Sequence[int]) -> tuple[VersionSpa
 
 
 def add_span(spans: list[VersionSpan], span: VersionSpan) -> None:
-    """Append a span; extend the last one instead if it has the same version and ends where this one starts."""
-    if spans and spans[-1].version == span.version and spans[-1].end == span.start:
-        spans[-1] = VersionSpan(span.version, spans[-1].start, span.end)
+    """Append a span; extend the last one instead if it ends where this one starts, with the same weights and server."""
+    last = spans[-1] if spans else None
+    if last is not None and (last.version, last.server, last.end) == (span.version, span.server, span.start):
+        spans[-1] = replace(last, end=span.end)
     else:
         spans.append(span)
 

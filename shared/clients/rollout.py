@@ -32,9 +32,9 @@ class Generation:
     """Tokens that a server sampled after one prompt.
 
     Shapes: `output_ids` int32 [n], stop token included as sampled; `logprobs` float32 [n] (behaviour, natural log).
-    `versions` are positions in the output. `finish_reason` is stop, length or abort; n may be 0 after an abort.
-    `routed_experts` [m, L, k] (shared.routing) starts at the requested position, and lacks the last one; None if not
-    requested, or not returned.
+    `versions` are positions in the output, with the server's URL. `finish_reason` is stop, length or abort; n may be 0
+    after an abort. `routed_experts` [m, L, k] (shared.routing) starts at the requested position, and lacks the last
+    one; None if not requested, or not returned.
     """
 
     output_ids: np.ndarray
@@ -116,7 +116,7 @@ class RolloutClient(HttpClient):
         limit = int(sampling["max_new_tokens"])
         answer = await self.post("/generate", body, timeout_s=timeout_s, max_objects=MAX_OBJECTS + _ROW_OBJECTS * limit)
         try:
-            generation = _generation(answer, len(input_ids))
+            generation = _generation(answer, len(input_ids), self.base_url)
             _check(generation, limit)
             if generation.routed_experts is not None:
                 n_sampled = len(generation.output_ids)
@@ -169,14 +169,14 @@ class RolloutClient(HttpClient):
         return await self.post("/update_weights", {**offer.to_json(), "mode": mode}, timeout_s=_WEIGHTS_TIMEOUT_S)
 
 
-def _generation(answer: Any, n_prompt: int) -> Generation:
+def _generation(answer: Any, n_prompt: int, server: str) -> Generation:
     try:
         meta = answer["meta_info"]
         generation = Generation(
             output_ids=_ids(answer["output_ids"]),
             logprobs=_logprobs(meta["output_token_logprobs"]),
             versions=tuple(
-                VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in meta["weight_versions"]
+                VersionSpan(str(s["version"]), int(s["start"]), int(s["end"]), server) for s in meta["weight_versions"]
             ),
             finish_reason=str(meta["finish_reason"]["type"]),
             cached_tokens=int(meta.get("cached_tokens") or 0),

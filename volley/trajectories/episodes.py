@@ -110,7 +110,7 @@ def _sequence(one: EpisodeSequence, tokenizer: ChatTokenizer | None) -> dict[str
         "mask": one.loss_mask.tolist(),
         "logprobs": [round(value, 5) for value in one.logprobs.tolist()],
         "teacher": None if one.teacher_logprobs is None else [round(v, 5) for v in one.teacher_logprobs.tolist()],
-        "versions": [[span.version, span.start, span.end] for span in one.versions],
+        "versions": [span.to_wire() for span in one.versions],
         "turns": [[turn.start, turn.end, turn.role, turn.reward] for turn in one.turns],
     }
 

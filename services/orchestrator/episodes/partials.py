@@ -172,7 +172,7 @@ def _turn_record(turn: SampledTurn, request_id: str) -> dict[str, Any]:
         {
             "ids": part.output_ids,
             "logprobs": part.logprobs,
-            "versions": [[span.version, span.start, span.end] for span in part.versions],
+            "versions": [span.to_wire() for span in part.versions],
             "finish": part.finish_reason,
             "routed": None if part.routed_experts is None else routing.to_wire(part.routed_experts),
         }
@@ -186,7 +186,7 @@ def _turn(record: Any) -> SampledTurn:
         Generation(
             part["ids"],
             part["logprobs"],
-            tuple(VersionSpan(str(version), int(start), int(end)) for version, start, end in part["versions"]),
+            tuple(map(VersionSpan.from_wire, part["versions"])),
             str(part["finish"]),
             routed_experts=None if part["routed"] is None else routing.from_wire(part["routed"]),
         )

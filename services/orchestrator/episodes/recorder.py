@@ -74,7 +74,7 @@ class Recorder:
         if generation.routed_experts is not None:
             self._routed.append(generation.routed_experts)
         for span in generation.versions:
-            add_span(self._spans, VersionSpan(span.version, start + span.start, start + span.end))
+            add_span(self._spans, span.moved(start))
 
     def end_turn(
         self, start: int, reward: float, components: Mapping[str, float], faults: Iterable[Fault | None] = ()
@@ -127,7 +127,7 @@ class Recorder:
 
     def sampled_since(self, start: int) -> Generation:
         """Return what was sampled from position `start` on, as one generation; versions are positions in it."""
-        spans = tuple(VersionSpan(s.version, s.start - start, s.end - start) for s in self._spans if s.start >= start)
+        spans = tuple(span.moved(-start) for span in self._spans if span.start >= start)
         routed = np.concatenate(self._routed) if self._routed else None
         return Generation(self._ids[start:], self._logprobs[start:], spans, "stop", routed_experts=routed)
 

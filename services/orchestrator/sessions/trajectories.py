@@ -91,7 +91,7 @@ def _own(tree: Tree, nodes: Sequence[Node], shared: int, n_routed: int) -> Branc
         mask += [np.zeros(len(context), np.uint8), np.ones(len(node.ids), np.uint8)]
         logprobs += [np.zeros(len(context), np.float32), node.logprobs]
         for span in node.versions:
-            add_span(versions, VersionSpan(span.version, start + span.start, start + span.end))
+            add_span(versions, span.moved(start))
         turns.append(Turn(start, start + len(node.ids), ASSISTANT))
         if node.routed_experts is not None:
             routed.append(node.routed_experts)

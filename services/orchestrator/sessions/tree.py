@@ -63,7 +63,7 @@ class Node:
     def encode(self) -> bytes:
         """Encode the stored record."""
         record: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
-        record["versions"] = [[span.version, span.start, span.end] for span in self.versions]
+        record["versions"] = [span.to_wire() for span in self.versions]
         if self.routed_experts is not None:
             record["routed_experts"] = routing.to_wire(self.routed_experts)
         return codec.pack(record)
@@ -73,7 +73,7 @@ class Node:
         """Raises DecodeError."""
         record = codec.unpack(data, "a recorded turn")
         record |= {
-            "versions": tuple(VersionSpan(*span) for span in record["versions"]),
+            "versions": tuple(map(VersionSpan.from_wire, record["versions"])),
             "first": tuple(record["first"]),
         }
         if "routed_experts" in record:

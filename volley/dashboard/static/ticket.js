@@ -111,7 +111,8 @@ function sequenceView(group, sequence, state, detail, differsAt) {
 }
 
 function versionsIn(sequence, from, to) {
-  const names = sequence.versions.filter(([, start, end]) => start < to && end > from).map(([name]) => name);
+  const spans = sequence.versions.filter(([, start, end]) => start < to && end > from);
+  const names = spans.map(([name, , , server]) => (server ? `${name} on ${server}` : name));
   return names.length ? `, weights ${[...new Set(names)].join(", ")}` : "";
 }
 
