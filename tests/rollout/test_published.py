@@ -33,7 +33,8 @@ from shared.errors import (
 )
 from shared.models.config import ModelConfig
 from shared.published.chunks import ChunkFolder, cut, in_order, reads
-from shared.published.manifest import Chunk, PublishedAdapter, PublishedManifest, WeightOffer, WeightTree
+from shared.published.delta import encode
+from shared.published.manifest import Chunk, Delta, PublishedAdapter, PublishedManifest, WeightOffer, WeightTree
 from shared.published.serving import Uplink
 from shared.run.checkpoint_files import ManifestLeaf, Probe
 from shared.services_schema import Limits
@@ -323,6 +324,27 @@ async def test_an_engine_that_fails_ends_the_pull(trainer, updates, engine, erro
     monkeypatch.setattr(updates, "engine", engine)
     await updates.update(trainer.offer(V[2], 2), None)
     assert is_right(engine, V[2], 2)
+
+
+async def test_chunks_of_a_pull_that_was_overtaken_are_bases_of_the_next_version(updates, engine, trainer):
+    """A server that joins over a slow link gets there, however fast versions follow each other."""
+    first = PublishedManifest.from_json(trainer.chunks.read(trainer.offer(V[1], 1).manifest.blake3)).weights
+    (base,) = first.chunks
+    await updates.puller.pull(first.chunks, [trainer.url])
+    moved = bytearray(trainer.chunks.read(base.blake3))
+    moved[5] ^= 1
+    made, delta = (
+        Chunk(trainer.chunks.put(moved), len(moved)),
+        encode(bytes(trainer.chunks.read(base.blake3)), moved, 4),
+    )
+    deltas = {made.blake3: Delta(base.blake3, Chunk(trainer.chunks.put(delta), len(delta)))}
+    staged, _ = await updates.update(
+        trainer.offer(V[2], 1, weights=replace(first, chunks=(made,)), deltas=deltas), None
+    )
+    assert staged.timings["pulled_bytes"] == len(delta)
+    assert not is_right(engine, V[2], 1)
+    assert sum((a != engine.arrays_of[V[2]][name]).sum() for name, a in models.random_weights(CONFIG, 1).items()) == 1
+    assert base.blake3 not in updates.puller.chunks
 
 
 async def test_a_server_of_no_run_takes_none(engine, trainer):

@@ -358,7 +358,7 @@ class WeightUpdater:
             lambda: [one for c in chunks.values() for one in manifest.delta_chain(c, have)]
         )
         passed_on = [offer.manifest.blake3, *chunks, *(delta.chunk.blake3 for delta in deltas)]
-        await self._retain(*passed_on)
+        await self._retain(*passed_on, *(delta.base for delta in deltas))  # bases of a pull that was overtaken too
         of, way = (
             WantedVersion(offer.manifest.blake3, list(manifest.chunks())),
             lambda chunk: manifest.delta_chain(chunk, have),
