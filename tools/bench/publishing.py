@@ -7,11 +7,14 @@ the same bytes on the same disk.
 
     python -m tools.bench.publishing --layers 12 --hidden 512 --servers 1 2 4 8 --megabits 200
 
+    python -m tools.bench.publishing --model FOLDER --servers 1 --megabits 200 --join 5    # of its config.json
+
 The trainer's part (chunks, uplink, offers) runs here on random weights; the servers are processes with the real engine.
 In a full version every weight changes; for deltas, a hundredth of the weights moves to the next bfloat16. The fastest
 of several rounds counts, also of the plain write and read. `take` is not measured: the arrays are in host memory. With
 `--megabits` each server is a simulated host with links of that rate (`tools.bench.links`), and the reference is sending
-the bytes once over such a link. The last line is JSON.
+the bytes once over such a link. With `--join S` a further server joins at the end, while a version of the delta kind is
+published every S seconds, until it serves the newest. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,6 +60,7 @@ _READY_S = 600.0
 _MOVED = 0.01
 _N_ROUNDS = 5
 _RUN = "publishing"
+_PULLED = "volley_rollout_pulled_bytes_total"
 _PROBE = Probe(tuple(range(1, 65)), (-10.0,) * 63, 1e3)
 """Probe with as many tokens as a trainer's. Its result is not checked; only its time counts."""
 
@@ -82,29 +87,28 @@ def config_of(layers: int, hidden: int) -> dict[str, Any]:
     }
 
 
-def random_weights(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Bits of random bfloat16 weights (uint16), by the trainer's names."""
+def random_weights(config: Mapping[str, Any], dtype: str) -> dict[str, np.ndarray]:
+    """Bits of random weights (uint16 for bfloat16, else uint32), by the trainer's names, of a Qwen3 or a Llama."""
     d, ffn, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     block = {"attn.q_proj.w": (d, heads, size), "attn.k_proj.w": (d, groups, size), "attn.v_proj.w": (d, groups, size)}
-    block |= {"attn.o_proj.w": (heads, size, d), "attn.q_norm.w": (size,), "attn.k_norm.w": (size,)}
+    block |= {"attn.o_proj.w": (heads, size, d)}
+    block |= {"attn.q_norm.w": (size,), "attn.k_norm.w": (size,)} if config["model_type"] == "qwen3" else {}
     block |= {"mlp.gate_proj.kernel": (d, ffn), "mlp.up_proj.kernel": (d, ffn), "mlp.down_proj.kernel": (ffn, d)}
     block |= {"input_layernorm.w": (d,), "post_attention_layernorm.w": (d,)}
     shapes = {f"layers.{i}.{k}": shape for i in range(config["num_hidden_layers"]) for k, shape in block.items()}
     shapes |= {"embedder.input_embedding": (config["vocab_size"], d), "final_norm.w": (d,)}
     rng = np.random.default_rng(0)
-    return {
-        name: (0.02 * rng.standard_normal(shape, np.float32)).view(np.uint32).__rshift__(16).astype(np.uint16)
-        for name, shape in shapes.items()
-    }
+    bits = {name: (0.02 * rng.standard_normal(shape, np.float32)).view(np.uint32) for name, shape in shapes.items()}
+    return bits if dtype == "float32" else {name: (value >> 16).astype(np.uint16) for name, value in bits.items()}
 
 
 class Bench:
     """A trainer's publications, and servers that pull from them."""
 
-    def __init__(self, folder: Path, weights: dict[str, np.ndarray], url: str) -> None:
+    def __init__(self, folder: Path, weights: dict[str, np.ndarray], dtype: str, url: str) -> None:
         self.publications, self._weights, self.url = Publications(folder / "published", _RUN), weights, url
-        self._leaves = [ManifestLeaf(name, value.shape, "bfloat16") for name, value in weights.items()]
+        self._leaves = [ManifestLeaf(name, value.shape, dtype) for name, value in weights.items()]
         self._step, self._n_sent = 0, 0
 
     def read(self, digest: str) -> bytes:
@@ -148,17 +152,22 @@ class Bench:
 
 
 async def measured(
-    folder: Path, config: Mapping[str, Any], counts: Sequence[int], megabits: float | None
+    folder: Path,
+    config: Mapping[str, Any],
+    dtype: str,
+    counts: Sequence[int],
+    megabits: float | None,
+    join: float | None,
 ) -> dict[str, BenchResult]:
-    weights = random_weights(config)
+    weights = random_weights(config, dtype)
     n_bytes = sum(value.nbytes for value in weights.values())
     raw_s = _raw_s(folder / "raw", weights) if megabits is None else n_bytes * 8 / (megabits * 1e6)
     raw = "raw_write_and_read" if megabits is None else "raw_link"
     results = {"published_bytes": BenchResult(n_bytes, "B"), raw: BenchResult(raw_s, "s")}
     with socket.create_server((_LOOPBACK if megabits is None else links.OWN, 0)) as listener:
         host, port = listener.getsockname()
-        bench = Bench(folder, weights, f"http://{host}:{port}")
-        async with _serving(bench, listener), _Servers(folder, config, bench.url, megabits) as servers:
+        bench = Bench(folder, weights, dtype, f"http://{host}:{port}")
+        async with _serving(bench, listener), _Servers(folder, config, dtype, bench.url, megabits) as servers:
             for n in sorted(counts):
                 urls = await servers.at_least(n)
                 await bench.hand_over(config, urls)  # compiles everything before measuring
@@ -172,8 +181,44 @@ async def measured(
                         unit = "B" if name.endswith("_bytes") else "s"
                         reference = n * n_bytes if unit == "B" else raw_s if name == "total_s" else None
                         results[f"{kind}_{n}_{name.removesuffix('_s')}"] = BenchResult(value, unit, reference)
+            if join is not None:
+                results |= await _joined(bench, config, servers, join, raw_s)
             results["server_peak"] = BenchResult(servers.peak_bytes(), "B", n_bytes)
     return results
+
+
+async def _joined(
+    bench: Bench, config: Mapping[str, Any], servers: _Servers, every_s: float, raw_s: float
+) -> dict[str, BenchResult]:
+    """Let a server join while versions follow each other; measure until it serves the newest."""
+    made = list[PublishedVersion]()
+
+    async def publish() -> None:
+        while True:
+            bench.move(all_of_them=False)
+            made.append(await asyncio.to_thread(bench.publish, config))
+            bench.publications.announce(made[-1])
+            await asyncio.sleep(every_s)
+
+    publishing = asyncio.create_task(publish())
+    try:
+        url = await servers.next()
+        started, n_before = time.perf_counter(), len(made)
+        async with RolloutClient(url) as client:
+            while True:
+                if (await client.weights()).digest == made[-1].digest:  # of all chunks, each of which it has checked
+                    break
+                await asyncio.sleep(0.1)
+            seconds, n_meanwhile = time.perf_counter() - started, len(made) - n_before
+    finally:
+        publishing.cancel()
+        await asyncio.gather(publishing, return_exceptions=True)
+    pulled = await asyncio.to_thread(_pulled, url)
+    return {
+        "join_total": BenchResult(seconds, "s", raw_s),
+        "join_pulled_bytes": BenchResult(pulled, "B", made[-1].n_bytes),
+        "join_versions_meanwhile": BenchResult(n_meanwhile, "", seconds / every_s),
+    }
 
 
 @contextlib.asynccontextmanager
@@ -198,8 +243,10 @@ async def _serving(bench: Bench, listener: socket.socket) -> AsyncIterator[None]
 class _Servers:
     """Servers without weights, started one at a time to limit memory and CPU use."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], trainer: str, megabits: float | None) -> None:
-        self._folder, self._trainer, self._megabits = folder, trainer, megabits
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], dtype: str, trainer: str, megabits: float | None
+    ) -> None:
+        self._folder, self._dtype, self._trainer, self._megabits = folder, dtype, trainer, megabits
         self._urls, self._processes = list[str](), list[subprocess.Popen[bytes]]()
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_bytes(orjson.dumps(config))
@@ -214,27 +261,39 @@ class _Servers:
 
     async def at_least(self, n: int) -> Sequence[str]:
         """Start servers until there are `n`; returns all addresses."""
-        while (i := len(self._urls)) < n:
-            host, inside = (_LOOPBACK, ()) if self._megabits is None else links.add_host(i, self._megabits)
-            port = free_port()
-            path = self._folder / f"{i}.yaml"
-            path.write_text(yaml.safe_dump(self._run(host, port)), encoding="utf-8")
-            command = [*inside, str(python_of("rollout")), "-m", "services.rollout", "--config", str(path)]
-            self._processes.append(await asyncio.to_thread(_started, command))
-            self._urls.append(f"http://{host}:{port}")
-            await _up(self._urls[-1])
+        while len(self._urls) < n:
+            await self.next()
         return self._urls
+
+    async def next(self) -> str:
+        """Start one more server; return its address."""
+        i = len(self._urls)
+        host, inside = (_LOOPBACK, ()) if self._megabits is None else links.add_host(i, self._megabits)
+        port = free_port()
+        path = self._folder / f"{i}.yaml"
+        path.write_text(yaml.safe_dump(self._run(host, port)), encoding="utf-8")
+        command = [*inside, str(python_of("rollout")), "-m", "services.rollout", "--config", str(path)]
+        self._processes.append(await asyncio.to_thread(_started, command))
+        self._urls.append(f"http://{host}:{port}")
+        await _up(self._urls[-1])
+        return self._urls[-1]
 
     def _run(self, host: str, port: int) -> Mapping[str, Any]:
         folder = self._folder
         engine = {"context_length": 64, "max_running_requests": 4, "max_prefill_tokens": 64}
         engine |= {"precompile_token_paddings": [64], "precompile_bs_paddings": [4], "max_total_tokens": 512}
         run = {"run": {"name": _RUN, "dir": str(folder / f"host-{port}")}, "data": {"env": "none"}}
-        run |= {"model": {"path": str(folder / "model"), "dtype": "bfloat16"}, "rollout": {"engine": engine}}
+        run |= {"model": {"path": str(folder / "model"), "dtype": self._dtype}, "rollout": {"engine": engine}}
         return run | {"services": {"rollout": {"host": host, "port": port}, "trainer": {"url": self._trainer}}}
 
     def peak_bytes(self) -> int:
         return max(_peak_bytes(process.pid) for process in self._processes)
+
+
+def _pulled(url: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:  # noqa: S310 - an address of our own
+        lines = answer.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(_PULLED))
 
 
 def _started(command: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -278,13 +337,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="published weights into real servers")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--model", type=Path, help="folder whose config.json has the shape, instead")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--megabits", type=float, help="link rate of simulated hosts, one per server; needs root")
+    parser.add_argument("--join", type=float, metavar="S", help="one more joins while versions come every S seconds")
     given = parser.parse_args(sys.argv[1:])
+    config = config_of(given.layers, given.hidden)
+    if given.model is not None:
+        config = orjson.loads((given.model / "config.json").read_bytes())
     if given.megabits is not None:
         links.isolate(given.megabits)
     with tempfile.TemporaryDirectory() as folder:
-        work = measured(Path(folder), config_of(given.layers, given.hidden), given.servers, given.megabits)
+        work = measured(Path(folder), config, given.dtype, given.servers, given.megabits, given.join)
         # uvloop, as in every service: with asyncio's own loop a small answer waits for an acknowledgement.
         emit(asyncio.run(work, loop_factory=uvloop.new_event_loop))
 
