@@ -262,6 +262,9 @@ class TrainerSection(Section):
     passes; with `lora` it has no effect. `attention` is computed in blocks of queries, or by splash attention, whose
     kernels need a TPU and lengths that are multiples of 128; `auto` uses splash attention where possible. `backend:
     tunix` computes losses and optimizer steps of RL with `tunix.rl` (see shared.tunix_limits).
+
+    `spot_checks` is the share of episodes that the trainer scores again, to name rollout servers that compute something
+    else than the weights they report; 0 checks none.
     """
 
     max_steps: PositiveInt = 10
@@ -274,6 +277,7 @@ class TrainerSection(Section):
     checkpointing_options: CheckpointingOptions = CheckpointingOptions()
     on_nonfinite: Literal["stop", "skip"] = "stop"
     filters: FiltersConfig = FiltersConfig()
+    spot_checks: Annotated[float, Field(ge=0, le=1)] = 0.0
     lora: LoraSection | None = None
     offload_reference: bool = False
     attention: Literal["auto", "blocks", "splash"] = "auto"

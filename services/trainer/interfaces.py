@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from services.trainer.groups.filters import starved
 from services.trainer.groups.group_buffer import AdmissionRules, ReadyGroup
+from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.publishing.publications import PublishedVersion
 from shared.outcomes import FilterRule
@@ -90,6 +91,13 @@ class Backend(Protocol):
         """
         ...
 
+    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[ServerTokens]:
+        """Compare servers with the trainer on a share of the groups' episodes.
+
+        Only tokens of the present weights and of those before the newest step count.
+        """
+        ...
+
     def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
         """Effective share of the groups' tokens under the present weights (see `Policy.effective_share`)."""
         ...
@@ -134,7 +142,8 @@ class TrainPlan:
     `settings` are the settings that a checkpoint records (see shared.run.pinned); `original` are those that the run
     started with, for checkpoints that record none; `origin` is the version of another run that this run starts from;
     `on_nonfinite` is the action after a non-finite step; `env` is the main environment. `forks` are the logs that a
-    fork trains from; `free` are prefixes of settings that it may change at its beginning.
+    fork trains from; `free` are prefixes of settings that it may change at its beginning. `checks_servers`: some
+    episodes are scored again, to check the servers.
     """
 
     max_steps: int
@@ -152,6 +161,7 @@ class TrainPlan:
     eval_every_n_steps: int | None = None
     forks: tuple[ForkPoint, ...] = ()
     free: tuple[str, ...] = ()
+    checks_servers: bool = False
 
     def is_evaluated(self, step: int) -> bool:
         return self.eval_every_n_steps is not None and step % self.eval_every_n_steps == 0

@@ -90,6 +90,7 @@ def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
         critic=critic,
         offload_reference=trainer.offload_reference,
         tunix=tunix,
+        spot_checks=trainer.spot_checks,
     )
 
 

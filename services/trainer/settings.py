@@ -106,6 +106,7 @@ def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -
         on_nonfinite=trainer.on_nonfinite,
         env=config.data.env,
         eval_every_n_steps=config.orchestrator.eval_every_n_steps,
+        checks_servers=trainer.spot_checks > 0,
     )
 
 

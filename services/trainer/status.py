@@ -54,6 +54,8 @@ class TrainerStatus:
     waits: dict[object, Wait] = field(default_factory=dict)
     set_aside: Mapping[str, str] = field(default_factory=dict)
     last: StepMetrics | SupervisedMetrics | None = None
+    warnings: list[str] = field(default_factory=list[str])
+    spot_checks: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     last_handover: Mapping[str, Any] | None = None
     tickets: dict[str, int] = field(default_factory=dict)
     filtered: dict[str, int] = field(default_factory=dict)

@@ -133,6 +133,7 @@ RULES = (
     Rule(
         "trainer.filters.", True, "it only decides which of the next groups are trained on; each end is in the ledger"
     ),
+    Rule("trainer.spot_checks", True, "it only measures"),
     Rule(
         "trainer.lora",
         False,

@@ -21,6 +21,7 @@ from services.trainer.app import open_trainer
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.groups.group_buffer import ReadyGroup
+from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics, of_groups, of_statistics
 from services.trainer.models.arrays import Arrays, CheckpointContents, RestoredCheckpoint
 from services.trainer.publishing.publications import ModelPublications, PublishedVersion
@@ -130,6 +131,9 @@ class SimulatedBackend:
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
         """None for each group: this backend computes no log-probabilities."""
         return [None for _ in held]
+
+    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[ServerTokens]:
+        return []
 
     def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
         return 1.0

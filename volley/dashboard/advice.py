@@ -214,6 +214,30 @@ def _fell(evals: Sequence[SuccessRate]) -> Iterator[Advice]:
         )
 
 
+def _servers(steps: Rows) -> Iterator[Advice]:
+    checked = [row for row in steps if isinstance(row.get("spot_checks"), list)]
+    for one in checked[-1]["spot_checks"] if checked else ():
+        if not isinstance(one, dict) or "fault" not in one:
+            continue
+        ratio = one.get("ratio")
+        how = f": {ratio:.3g} times the rounding noise" if isinstance(ratio, int | float) else ""
+        yield Advice(
+            "warning",
+            f"{one.get('url')} computes something else than the weights it names, since {one.get('since')}"
+            f" ({one['fault']}{how})",
+            "stop that server, and compare its model, dtype, quantization and sampling settings with the others'; "
+            "trainer.filters.logprob drops groups of wrong log-probabilities",
+            "spot_check_ratio",
+        )
+    if len(checked) >= 2 * _WINDOW and not any(row["spot_checks"] for row in checked[-2 * _WINDOW :]):
+        yield Advice(
+            "note",
+            f"no server was checked in the last {2 * _WINDOW} steps: no episode had tokens of the newest two versions",
+            "lower grpo_config.off_policy_steps, or raise trainer.spot_checks",
+            "spot_check_ratio",
+        )
+
+
 _RULES: Sequence[Callable[[Rows], Iterator[Advice]]] = (
-    *(_entropy, _no_variance, *_THRESHOLDS, _gradients, _attempts, _waiting),
+    *(_servers, _entropy, _no_variance, *_THRESHOLDS, _gradients, _attempts, _waiting),
 )

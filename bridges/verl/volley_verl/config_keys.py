@@ -160,6 +160,7 @@ DEFAULTS: dict[str, tuple[Any, str]] = {
     "trainer.on_nonfinite": ("stop", "verl goes on after a step that is not finite"),
     "trainer.filters.logprob": (None, "verl reports the difference to the engine, and filters no group by it"),
     "trainer.filters.max_num_gen_batches": (10, "verl's present trainer ignores it"),
+    "trainer.spot_checks": (0.0, "verl compares all servers together: algorithm.rollout_correction"),
     "trainer.lora": (None, "name rank, alpha and target_modules"),
     "trainer.mesh.shape": ([1, 1], "choose verl's own parallelism: trainer.n_gpus_per_node, fsdp_config"),
     "orchestrator.generation.truncation": ("none", "the agent loop ends an episode that fills the context"),

@@ -11,13 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from shared.errors import WeightsError
+from shared.run.rounding import FLOOR, LARGEST_LIMIT, MEAN_LIMIT
 
-# Right weights differ from exact arithmetic by the rounding of the engine's dtype, which depends on the model. The
-# trainer measures its own with every probe; the engine measured 0.7 to 1.1 times that on average, and 3.7 times at
-# most.
-MEAN_LIMIT, LARGEST_LIMIT = 2.5, 8.0
-# The least rounding that is reckoned with, in nats: float32 against float64 shows up to 5e-6.
-FLOOR = 2e-5
 # For probes of 16 tokens that do not tell the rounding: mean |Δ log p|.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 

@@ -25,6 +25,7 @@ from services.trainer.learner.policy import Policy, PolicyOptions
 from services.trainer.learner.published import on_host
 from services.trainer.learner.scoring import params_of
 from services.trainer.learner.supervised import SupervisedMetrics, SupervisedOptions
+from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.models.arrays import Arrays, CheckpointContents, HostArray, RestoredCheckpoint
 from services.trainer.models.family import Model, build, make_mesh
@@ -222,6 +223,11 @@ class TunixBackend:
         """See `Policy.logprob_diffs`; `present` is the version of the present weights."""
         assert self._policy is not None
         return self._policy.logprob_diffs(held, present)
+
+    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[ServerTokens]:
+        """See `Policy.spot_check`; `present` is the version of the present weights."""
+        assert self._policy is not None
+        return self._policy.spot_check(held, present)
 
     def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
         """See `Policy.effective_share`; `present` is the version of the present weights."""

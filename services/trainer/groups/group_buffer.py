@@ -114,6 +114,10 @@ class GroupBuffer:
     def n_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def waiting(self) -> list[ReadyGroup]:
+        return [held for held, _ in self._waiting.values()]
+
     async def receive(self, entries: Sequence[StreamEntry]) -> list[DroppedGroup]:
         """Offer the entries in order; return those dropped. Large groups are decoded off the event loop."""
         groups = [

@@ -39,10 +39,12 @@ from services.trainer.learner.critic import Critic, CriticSetup
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.published import PublishedWeights
 from services.trainer.learner.scoring import Reference, Scorer, divided, objective, params_of
+from services.trainer.learner.spot_check import SpotScorer
 from services.trainer.learner.token_views import MaskReader, effective_share, mean_difference, own, token_values
 from services.trainer.learner.train_step import Learner, Objective, Params, Update
 from services.trainer.learner.tunix_options import TunixOptions
 from services.trainer.metrics import step_metrics
+from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.models.arrays import CheckpointContents, HostArray
 from services.trainer.models.family import Model
@@ -65,7 +67,7 @@ class PolicyOptions:
     `sequence-mean-token-scale`. `rows_per_step` is groups times episodes, which have
     one row unless they branch. `published_dtype` is the dtype of
     checkpointed parameters. With `offload_reference` the reference is in host memory except during its passes. With
-    `tunix`, `tunix.rl` computes losses and optimizer steps.
+    `tunix`, `tunix.rl` computes losses and optimizer steps. `spot_checks` is the share of episodes for `spot_check`.
     """
 
     algorithm: Algorithm
@@ -80,6 +82,7 @@ class PolicyOptions:
     critic: CriticSetup | None = None
     offload_reference: bool = False
     tunix: TunixOptions | None = None
+    spot_checks: float = 0.0
 
     @property
     def needs(self) -> Needs:
@@ -106,6 +109,7 @@ class Policy:
         self._model, self._options = model, options
         self._n_micro = options.layout.n_micro(options.rows_per_step)
         self._scorer = Scorer(model, options.temperature)
+        self._spots = SpotScorer(self._scorer, options.layout)
         self._published = PublishedWeights(self._scorer, config, options.published_dtype)
         trained, frozen = divided(params_of(model))
         self._learner = _learner(model, options, trained, frozen)
@@ -141,6 +145,8 @@ class Policy:
         """
         batches, statistics = self._batches(held, before)
         self._probed = None
+        if self._options.spot_checks:
+            self._spots.keep(before, self._learner)
         updates = [self._update(batches, before.step) for _ in range(self._options.n_iterations)]
         after = WeightVersion(before.epoch, before.step + 1)
         statistics |= {"compiled_shapes": float(self._learner.n_shapes)}
@@ -172,6 +178,10 @@ class Policy:
         Only tokens that the present weights sampled count; None for a group without such tokens.
         """
         return [mean_difference(of_group) for of_group in self._compared(held, present)]
+
+    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[ServerTokens]:
+        """Score a share of the episodes again, and compare servers with it; the weights do not change."""
+        return self._spots.compare(held, self._options.spot_checks, present, self._learner)
 
     def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
         """Compute Kish's effective sample size of the sampled tokens, as a share of them; the weights do not change.
@@ -258,6 +268,7 @@ class Policy:
     def load(self, params: Mapping[str, HostArray], optimizer: Mapping[str, HostArray]) -> None:
         """Restore a checkpoint's trained float32 parameters and its optimizer state; the reference does not change."""
         self._probed = None
+        self._spots.forget()
         self._learner.load_params(params)
         self.load_optimizer(optimizer)
 

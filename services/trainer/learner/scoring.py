@@ -23,7 +23,7 @@ from shared.models import adapter
 type Loss = Callable[[TokenScores, Batch], tuple[jax.Array, Statistics]]
 type Bound = Callable[[Mapping[str, Any]], Model]
 type Score = Callable[[Params, jax.Array, jax.Array, Packing | None, jax.Array | None], jax.Array]
-_HOST = "pinned_host"
+HOST = "pinned_host"
 """JAX's name, on every platform, of host memory that devices can read."""
 
 
@@ -85,6 +85,7 @@ class Scorer:
             jax.jit(score, out_shardings=replicated(self._mesh))
             for score in (*(_scorer(bound_to(model), t) for t in (temperature, 1.0)), _exact_scorer(model))
         )
+        self._scores_exactly = jax.jit(_exact_scores(model, temperature, "value"), out_shardings=replicated(self._mesh))
         is_exact = model.config.dtype == jnp.float32 and self._mesh.devices.flat[0].platform == "cpu"
         self._computes_exactly = is_exact and model.lora is None and model.described.routing is None
 
@@ -93,6 +94,17 @@ class Scorer:
         inputs = placed_tree((batch.ids, batch.targets, batch.packing, batch.routed), self._rows)
         with self._mesh:
             return np.asarray(self._score(params, *inputs))
+
+    def compare(self, params: Params, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Score `batch.targets`, as `logprobs`, in float32 from the parameters as published, and in the model's dtype.
+
+        Returns:
+            float32 [B, T] each: exact log-probabilities, the model's own, and the exact entropies in nats.
+        """
+        inputs = placed_tree((batch.ids, batch.targets, batch.packing, batch.routed), self._rows)
+        with self._mesh:
+            exact, entropy = map(np.asarray, self._scores_exactly(params, *inputs))
+        return exact, exact if self._computes_exactly else self.logprobs(params, batch), entropy
 
     def probe(self, params: Params, ids: np.ndarray) -> tuple[np.ndarray, float]:
         """Score ids[1:] (int32 [n]) given the ids before them, at temperature 1.
@@ -111,12 +123,16 @@ class Scorer:
 
 
 def _scorer(bound: Bound, temperature: float) -> Score:
+    scores = _scores(bound, temperature, "none")
+    return lambda *given: scores(*given).logprobs
+
+
+def _scores(bound: Bound, temperature: float, entropy: Entropy) -> Callable[..., TokenScores]:
     def score(
         params: Params, ids: jax.Array, targets: jax.Array, packing: Packing | None, routed: jax.Array | None
-    ) -> jax.Array:
+    ) -> TokenScores:
         model = bound(params)
-        hidden = hidden_states(model, ids, packing, routed)
-        return _scored(model, hidden, targets, temperature, "none").logprobs
+        return _scored(model, hidden_states(model, ids, packing, routed), targets, temperature, entropy)
 
     return score
 
@@ -148,7 +164,7 @@ class Reference:
         if learner.frozen:
             self._params = without_adapters(present)
         elif offload:
-            hosts = {name: sharding.with_memory_kind(_HOST) for name, sharding in self._on_devices.items()}
+            hosts = {name: sharding.with_memory_kind(HOST) for name, sharding in self._on_devices.items()}
             from_ = present if values is None else values
             self._params = {name: place(from_[name], hosts[name], value.dtype) for name, value in present.items()}
         else:
@@ -174,16 +190,25 @@ def _merged(params: Params, scale: float) -> Params:
 
 
 def _exact_scorer(model: Model) -> Score:
-    """Make a scorer that rounds parameters to the model's dtype, as published, and computes in float32."""
-    score, dtype = _scorer(bound_to(model, float32_graph(model)), 1.0), jnp.finfo(model.config.dtype)
-    scale = model.lora.scale if model.lora else 0.0
+    """Make an exact scorer at temperature 1."""
+    scores = _exact_scores(model, 1.0, "none")
+    return lambda *given: scores(*given).logprobs
+
+
+def _exact_scores(model: Model, temperature: float, entropy: Entropy) -> Callable[..., TokenScores]:
+    """Make a scorer that rounds parameters to the model's dtype, as published, and computes in float32.
+
+    It takes the arguments of `Score`.
+    """
+    bound, dtype = bound_to(model, float32_graph(model)), jnp.finfo(model.config.dtype)
+    score, scale = _scores(bound, temperature, entropy), model.lora.scale if model.lora else 0.0
 
     def published(x: jax.Array) -> jax.Array:
         return jax.lax.reduce_precision(x, dtype.nexp, dtype.nmant)  # a cast there and back is optimized away
 
     def score_exactly(
         params: Params, ids: jax.Array, targets: jax.Array, packing: Packing | None, routed: jax.Array | None
-    ) -> jax.Array:
+    ) -> TokenScores:
         with jax.default_matmul_precision("highest"):
             return score(jax.tree.map(published, _merged(params, scale)), ids, targets, packing, routed)
 

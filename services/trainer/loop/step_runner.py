@@ -17,6 +17,7 @@ from services.trainer.loop.collaborators import Collaborators
 from services.trainer.loop.recovery import LoggedSteps
 from services.trainer.loop.refusals import RefusedStep
 from services.trainer.loop.settlement import Settlement
+from services.trainer.loop.spot_checks import SpotChecks
 from services.trainer.metrics.lines import step_line
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.status import TrainerStatus
@@ -24,6 +25,7 @@ from services.trainer.waiter import Waiter
 from shared.errors import NonFinite, WeightsError
 from shared.process import telemetry, tracing
 from shared.run import checksums
+from shared.run.chain import as_read
 from shared.run.checkpoint_files import PARAMS
 from shared.types import WeightVersion
 
@@ -52,6 +54,8 @@ class StepRunner:
         self._plan, self._parts, self._buffer = plan, parts, buffer
         self._settlement, self._status, self._waiter = settlement, status, waiter
         self._n_refused = 0  # refused steps in a row
+        checks = plan.checks_servers and not plan.forks  # the servers of a fork's groups are gone
+        self._spot_checks = SpotChecks(parts.backend, status, waiter) if checks else None
 
     async def run(self, groups: Sequence[ReadyGroup], wait_s: float) -> dict[str, float] | None:
         """Train the next step on `groups` and commit it.
@@ -78,8 +82,9 @@ class StepRunner:
     async def _run(
         self, groups: Sequence[ReadyGroup], wait_s: float, before: WeightVersion, after: WeightVersion
     ) -> dict[str, float] | None:
-        started, began = time.perf_counter(), time.time()
         self._status.phase = "training"
+        checked, seconds = await self._check_servers(groups, before)
+        started, began = time.perf_counter(), time.time()
         with self._settlement.unrecorded(g.group.ticket for g in groups):
             async with asyncio.TaskGroup() as group:
                 archived = group.create_task(self._archive(after, groups))
@@ -91,7 +96,8 @@ class StepRunner:
                 return None
             self._n_refused = 0
             self._status.trained(metrics)
-            line = self._line_of(metrics, groups, {"step": step_s, "wait": wait_s, "archive": archive_s})
+            seconds |= {"step": step_s, "wait": wait_s, "archive": archive_s}
+            line = self._line_of(metrics, groups, seconds) | checked
             trained, trained_at = time.perf_counter(), time.time()
             found = await self._waiter.blocking(self._parts.backend.checksums)
             line |= {checksums.CHECKSUMS: dict(found)}
@@ -120,6 +126,17 @@ class StepRunner:
                 return await self._waiter.blocking(self._parts.backend.step, groups, before)
         except NonFinite as error:
             return error
+
+    async def _check_servers(
+        self, groups: Sequence[ReadyGroup], before: WeightVersion
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """Check the servers of all groups that are here, if the run does; return fields of the line, and seconds."""
+        if self._spot_checks is None:
+            return {}, {}
+        started = time.perf_counter()
+        with tracing.span("spot check"):
+            found = await self._spot_checks.check([*groups, *self._buffer.waiting], before)
+        return as_read(found), {"spot_check": time.perf_counter() - started}
 
     async def _archive(self, version: WeightVersion, groups: Sequence[ReadyGroup]) -> tuple[list[str], float]:
         """Archive the groups while they are trained on; return their digests and the seconds it took."""

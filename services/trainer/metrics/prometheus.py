@@ -23,6 +23,7 @@ _OF_THE_LAST_STEP = {
     "logprob_abs_diff_current_max": "Largest difference over these tokens; NaN without any",
     "staleness_mean": "Mean staleness of a group in steps, by its oldest token",
     "staleness_max": "Largest staleness of a group in steps",
+    "spot_check_ratio": "Largest ratio of a server's difference in spot checks to rounding noise; NaN without any",
 }
 _LAST = {
     name: Gauge(f"volley_trainer_{name}", f"{text} (of the last step)", registry=REGISTRY)
@@ -56,6 +57,12 @@ _SEQUENCE_TOKENS = Counter(
 )
 _GROUPS = Counter("volley_trainer_groups", "Groups trained on", registry=REGISTRY)
 _EPISODES = Counter("volley_trainer_episodes", "Episodes trained on", registry=REGISTRY)
+SUSPECTED = Gauge(
+    "volley_trainer_suspected_server",
+    "1 for a rollout server that computes something else than the weights it names, by spot checks",
+    ["server", "fault"],
+    registry=REGISTRY,
+)
 REFUSED = Counter("volley_trainer_refused_steps", "Steps refused because of non-finite numbers", registry=REGISTRY)
 TICKETS = Counter("volley_trainer_tickets", "Tickets by how they ended", ["disposition"], registry=REGISTRY)
 FILTERED = Counter("volley_trainer_filtered_groups", "Groups that were filtered", ["rule"], registry=REGISTRY)
@@ -83,6 +90,10 @@ def _show_step(line: Line) -> None:
     for name in _LAST:
         _show_value(name, line)
     _show_version(line)
+    SUSPECTED.clear()
+    for one in line.get("spot_checks", ()):
+        if "fault" in one:
+            SUSPECTED.labels(one["url"], one["fault"]).set(1)
     _STEPS.inc()
     _TOKENS.inc(line["tokens"])
     _SEQUENCE_TOKENS.inc(line["sequence_tokens"])

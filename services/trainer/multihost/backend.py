@@ -15,6 +15,7 @@ from services.trainer.backend.tunix import TunixBackend
 from services.trainer.conversations.dataset import Example, TokenSequence
 from services.trainer.groups.group_buffer import ReadyGroup, ready_group
 from services.trainer.learner.supervised import SupervisedOptions
+from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.metrics.supervised import SupervisedMetrics
 from services.trainer.multihost.distributed import join_devices, leave_devices
@@ -74,6 +75,10 @@ class LeadingBackend:
         arguments = {"groups": _payloads(held), "version": str(present)}
         return self._together("logprob_diffs", arguments, lambda: self._own.logprob_diffs(held, present))
 
+    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[ServerTokens]:
+        arguments = {"groups": _payloads(held), "version": str(present)}
+        return self._together("spot_check", arguments, lambda: self._own.spot_check(held, present))
+
     def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
         arguments = {"groups": _payloads(held), "version": str(present)}
         return self._together("effective_share", arguments, lambda: self._own.effective_share(held, present))
@@ -131,6 +136,7 @@ class FollowingCalls:
             "compile": lambda _: own.compile(),
             "step": lambda given: own.step(_groups(given), _version(given)),
             "logprob_diffs": lambda given: own.logprob_diffs(_groups(given), _version(given)),
+            "spot_check": lambda given: own.spot_check(_groups(given), _version(given)),
             "effective_share": lambda given: own.effective_share(_groups(given), _version(given)),
             "rewind": lambda given: own.rewind(_version(given)),
             "checksum": lambda _: own.checksum(),

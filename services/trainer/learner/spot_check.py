@@ -1,0 +1,92 @@
+"""Spot checks: tokens of some episodes scored again, exactly, with the weights that sampled them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from services.trainer.batches.batch import BatchLayout, arranged, assembled, by_row, policy_rows
+from services.trainer.groups.group_buffer import ReadyGroup
+from services.trainer.learner.scoring import HOST, Scorer
+from services.trainer.learner.train_step import Params, PolicyLearner
+from services.trainer.metrics.spot_checks import ServerTokens
+from shared.types import Trajectory, WeightVersion
+
+
+class SpotScorer:
+    """Scores a share of the episodes with the present weights and with those before the newest step.
+
+    Older tokens are not scored: their weights are gone. The weights before the step are copied to host memory, and lie
+    on the devices only while they score.
+    """
+
+    def __init__(self, scorer: Scorer, layout: BatchLayout) -> None:
+        self._scorer, self._layout = scorer, layout
+        self._former: tuple[WeightVersion, Params] | None = None
+
+    def keep(self, version: WeightVersion, learner: PolicyLearner) -> None:
+        """Copy the trained parameters, which a step is about to change."""
+        kept = {
+            name: jax.device_put(value, value.sharding.with_memory_kind(HOST))
+            for name, value in learner.trained.items()
+        }
+        self._former = version, jax.block_until_ready(kept)
+
+    def forget(self) -> None:
+        """Drop the copy: the present weights are not those of the step after it."""
+        self._former = None
+
+    def compare(
+        self, held: Sequence[ReadyGroup], share: float, present: WeightVersion, learner: PolicyLearner
+    ) -> list[ServerTokens]:
+        """Compare tokens of the episodes that `share` selects; no weight changes."""
+        chosen = [t for h in held for t in h.group.trajectories if _is_chosen(t, share)]
+        found = self._compared(chosen, present, learner.params)
+        if self._former is not None and self._former[0].step == present.step - 1:
+            version, kept = self._former
+            if any(_sampled_at(t, version) for t in chosen):
+                like = learner.trained
+                placed = {name: jax.device_put(value, like[name].sharding) for name, value in kept.items()}
+                found += self._compared(chosen, version, learner.frozen | placed)
+        return found
+
+    def _compared(self, chosen: Sequence[Trajectory], version: WeightVersion, params: Params) -> list[ServerTokens]:
+        episodes = [t for t in chosen if _sampled_at(t, version)]
+        rows = [row for t in episodes for row in policy_rows(t, version)]
+        if not rows:
+            return []
+        parts = arranged(rows, self._layout, self._layout.n_micro(len(rows)))
+        batches = assembled(rows, np.zeros(len(rows)), parts, self._layout.pad_id)
+        scored = [self._scorer.compare(params, batch) for batch in batches]
+        tables = zip(*(by_row([one[i] for one in scored], rows, parts) for i in range(3)), strict=True)
+        return [one for t in episodes for one in _of_episode(t, version, tables)]
+
+
+def _of_episode(
+    episode: Trajectory, version: WeightVersion, tables: Iterator[tuple[np.ndarray, ...]]
+) -> list[ServerTokens]:
+    """Sum over an episode's tokens by server; `tables` has log-probabilities, own ones and entropies of each row."""
+    sums: dict[tuple[str, str], np.ndarray] = {}
+    for sequence in episode.sequences():
+        exact, own, entropy = (np.asarray(table, np.float64) for table in next(tables))
+        columns = np.stack(
+            [np.ones(len(exact)), np.abs(sequence.logprobs - exact), np.abs(own - exact), -exact, entropy]
+        )
+        for span in sequence.versions:
+            if span.server and WeightVersion.parse(span.version).step == version.step:
+                at = columns[:, span.start : span.end].sum(1)
+                sums[span.server, span.version] = sums.get((span.server, span.version), 0) + at
+    return [ServerTokens(*key, int(n), *map(float, rest)) for key, (n, *rest) in sums.items()]
+
+
+def _sampled_at(episode: Trajectory, version: WeightVersion) -> bool:
+    """True if a known server sampled a token of the episode with these weights, under any epoch's name."""
+    return any(span.server and WeightVersion.parse(span.version).step == version.step for span in episode.all_spans())
+
+
+def _is_chosen(episode: Trajectory, share: float) -> bool:
+    """Choose by ticket and sample alone: never by length, reward or server."""
+    return zlib.crc32(f"{episode.ticket}/{episode.sample_index}".encode()) < share * 2**32
