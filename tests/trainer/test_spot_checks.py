@@ -14,7 +14,7 @@ from services.trainer.learner.policy import Policy
 from services.trainer.loop.spot_checks import SpotChecks
 from services.trainer.metrics.spot_checks import ServerRecords, ServerTokens
 from services.trainer.status import TrainerStatus
-from shared.types import Trajectory, WeightVersion
+from shared.types import Trajectory, VersionSpan, WeightVersion
 from tests.support import decoder_reference
 from tests.trainer.support import group, model_of
 from tests.trainer.test_policy import CONFIG_1, OPTIONS, START, WEIGHTS
@@ -139,6 +139,11 @@ def test_a_share_of_the_episodes_is_chosen_and_unknown_servers_and_older_tokens_
     unknown = [ready_group(group(1, str(START), seed=5), b"", "1-0")]
     assert policy().spot_check(unknown, START) == []
     assert policy().spot_check(groups[:4], WeightVersion(1, 3)) == []
+    one = groups[0].group.trajectories[0]
+    spans = one.versions[0], VersionSpan("e000001-s000009", 9, 12, B), replace(one.versions[1], start=12)
+    updated = replace(groups[0].group, trajectories=(replace(one, versions=spans),))
+    found = policy().spot_check([ready_group(updated, b"", "1-0")], START)
+    assert [its.server for its in found] == [A]  # the second turn's weights changed while it was sampled
 
 
 def test_tokens_of_the_weights_before_the_newest_step_are_scored_with_those():

@@ -13,7 +13,7 @@ from services.trainer.groups.group_buffer import ReadyGroup
 from services.trainer.learner.scoring import HOST, Scorer
 from services.trainer.learner.train_step import Params, PolicyLearner
 from services.trainer.metrics.spot_checks import ServerTokens
-from shared.types import Trajectory, WeightVersion
+from shared.types import Trajectory, VersionSpan, WeightVersion
 
 
 class SpotScorer:
@@ -75,8 +75,8 @@ def _of_episode(
         columns = np.stack(
             [np.ones(len(exact)), np.abs(sequence.logprobs - exact), np.abs(own - exact), -exact, entropy]
         )
-        for span in sequence.versions:
-            if span.server and WeightVersion.parse(span.version).step == version.step:
+        for before, span in zip((None, *sequence.versions), sequence.versions, strict=False):
+            if _is_checked(span, version) and not (before is not None and _goes_on(before, span)):
                 at = columns[:, span.start : span.end].sum(1)
                 sums[span.server, span.version] = sums.get((span.server, span.version), 0) + at
     return [ServerTokens(*key, int(n), *map(float, rest)) for key, (n, *rest) in sums.items()]
@@ -84,7 +84,16 @@ def _of_episode(
 
 def _sampled_at(episode: Trajectory, version: WeightVersion) -> bool:
     """True if a known server sampled a token of the episode with these weights, under any epoch's name."""
-    return any(span.server and WeightVersion.parse(span.version).step == version.step for span in episode.all_spans())
+    return any(_is_checked(span, version) for span in episode.all_spans())
+
+
+def _is_checked(span: VersionSpan, version: WeightVersion) -> bool:
+    return span.server != "" and WeightVersion.parse(span.version).step == version.step
+
+
+def _goes_on(before: VersionSpan, span: VersionSpan) -> bool:
+    """True if new weights came while a server sampled: it may have kept keys and values of the old ones (in_place)."""
+    return before.end == span.start and before.server == span.server
 
 
 def _is_chosen(episode: Trajectory, share: float) -> bool:
