@@ -134,8 +134,9 @@ def test_tokens_are_compared_with_exact_ones_by_the_server_that_sampled_them(lay
 
 def test_a_share_of_the_episodes_is_chosen_and_unknown_servers_and_older_tokens_are_left_out():
     groups = held(*range(1, 41))
-    some = policy(replace(OPTIONS, spot_checks=0.25)).spot_check(groups, START)
-    assert 8 <= len(some) // 2 <= 32
+    assert len(policy(replace(OPTIONS, spot_checks=0.25)).spot_check(groups, START)) == 2 * 20
+    few = policy(replace(OPTIONS, spot_checks=0.02))
+    assert [len(few.spot_check(groups, START)) // 2 for _ in range(5)] == [0, 0, 4, 0, 4]  # whole micro-batches
     unknown = [ready_group(group(1, str(START), seed=5), b"", "1-0")]
     assert policy().spot_check(unknown, START) == []
     assert policy().spot_check(groups[:4], WeightVersion(1, 3)) == []

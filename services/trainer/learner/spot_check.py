@@ -20,12 +20,13 @@ class SpotScorer:
     """Scores a share of the episodes with the present weights and with those before the newest step.
 
     Older tokens are not scored: their weights are gone. The weights before the step are copied to host memory, and lie
-    on the devices only while they score.
+    on the devices only while they score. Episodes are scored in whole micro-batches, because padding costs as much.
     """
 
     def __init__(self, scorer: Scorer, layout: BatchLayout) -> None:
         self._scorer, self._layout = scorer, layout
         self._former: tuple[WeightVersion, Params] | None = None
+        self._due = 0.0  # episodes to score
 
     def keep(self, version: WeightVersion, learner: PolicyLearner) -> None:
         """Copy the trained parameters, which a step is about to change."""
@@ -42,16 +43,27 @@ class SpotScorer:
     def compare(
         self, held: Sequence[ReadyGroup], share: float, present: WeightVersion, learner: PolicyLearner
     ) -> list[ServerTokens]:
-        """Compare tokens of the episodes that `share` selects; no weight changes."""
-        chosen = [t for h in held for t in h.group.trajectories if _is_chosen(t, share)]
+        """Compare tokens of a share of the episodes; no weight changes."""
+        former = self._former if self._former is not None and self._former[0].step == present.step - 1 else None
+        versions = [present] if former is None else [present, former[0]]
+        known = [t for h in held for t in h.group.trajectories if any(_sampled_at(t, one) for one in versions)]
+        chosen = self._chosen(known, share)
         found = self._compared(chosen, present, learner.params)
-        if self._former is not None and self._former[0].step == present.step - 1:
-            version, kept = self._former
-            if any(_sampled_at(t, version) for t in chosen):
-                like = learner.trained
-                placed = {name: jax.device_put(value, like[name].sharding) for name, value in kept.items()}
-                found += self._compared(chosen, version, learner.frozen | placed)
+        if former is not None and any(_sampled_at(t, former[0]) for t in chosen):
+            like = learner.trained
+            placed = {name: jax.device_put(value, like[name].sharding) for name, value in former[1].items()}
+            found += self._compared(chosen, former[0], learner.frozen | placed)
         return found
+
+    def _chosen(self, known: Sequence[Trajectory], share: float) -> list[Trajectory]:
+        """Choose by ticket and sample alone: never by length, reward or server."""
+        if share == 1:
+            return list(known)
+        ranked = sorted(known, key=lambda t: zlib.crc32(f"{t.ticket}/{t.sample_index}".encode()))
+        self._due += share * len(known)
+        chosen = ranked[: int(self._due // self._layout.rows) * self._layout.rows]
+        self._due -= len(chosen)
+        return chosen
 
     def _compared(self, chosen: Sequence[Trajectory], version: WeightVersion, params: Params) -> list[ServerTokens]:
         episodes = [t for t in chosen if _sampled_at(t, version)]
@@ -94,8 +106,3 @@ def _is_checked(span: VersionSpan, version: WeightVersion) -> bool:
 def _goes_on(before: VersionSpan, span: VersionSpan) -> bool:
     """True if new weights came while a server sampled: it may have kept keys and values of the old ones (in_place)."""
     return before.end == span.start and before.server == span.server
-
-
-def _is_chosen(episode: Trajectory, share: float) -> bool:
-    """Choose by ticket and sample alone: never by length, reward or server."""
-    return zlib.crc32(f"{episode.ticket}/{episode.sample_index}".encode()) < share * 2**32
