@@ -14,7 +14,7 @@ In a full version every weight changes; for deltas, a hundredth of the weights m
 of several rounds counts, also of the plain write and read. `take` is not measured: the arrays are in host memory. With
 `--megabits` each server is a simulated host with links of that rate (`tools.bench.links`), and the reference is sending
 the bytes once over such a link. With `--join S` a further server joins at the end, while a version of the delta kind is
-published every S seconds, until it serves the newest. The last line is JSON.
+published every S seconds, until it serves the newest. In float32 every version is full. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class Bench:
 
     def __init__(self, folder: Path, weights: dict[str, np.ndarray], dtype: str, url: str) -> None:
         self.publications, self._weights, self.url = Publications(folder / "published", _RUN), weights, url
+        self.kinds = ("delta", "full") if dtype == "bfloat16" else ("full",)  # a step moves every float32 weight
         self._leaves = [ManifestLeaf(name, value.shape, dtype) for name, value in weights.items()]
         self._step, self._n_sent = 0, 0
 
@@ -151,14 +152,8 @@ class Bench:
         return {"chunk_s": chunk_s, **parts, "total_s": time.perf_counter() - started, **moved}
 
 
-async def measured(
-    folder: Path,
-    config: Mapping[str, Any],
-    dtype: str,
-    counts: Sequence[int],
-    megabits: float | None,
-    join: float | None,
-) -> dict[str, BenchResult]:
+async def measured(folder: Path, config: Mapping[str, Any], given: argparse.Namespace) -> dict[str, BenchResult]:
+    dtype, megabits, n_rounds = given.dtype, given.megabits, given.rounds
     weights = random_weights(config, dtype)
     n_bytes = sum(value.nbytes for value in weights.values())
     raw_s = _raw_s(folder / "raw", weights) if megabits is None else n_bytes * 8 / (megabits * 1e6)
@@ -168,11 +163,11 @@ async def measured(
         host, port = listener.getsockname()
         bench = Bench(folder, weights, dtype, f"http://{host}:{port}")
         async with _serving(bench, listener), _Servers(folder, config, dtype, bench.url, megabits) as servers:
-            for n in sorted(counts):
+            for n in sorted(given.servers):
                 urls = await servers.at_least(n)
                 await bench.hand_over(config, urls)  # compiles everything before measuring
-                rounds: dict[str, list[dict[str, float]]] = {"delta": [], "full": []}
-                for _ in range(_N_ROUNDS):
+                rounds = {kind: list[dict[str, float]]() for kind in bench.kinds}
+                for _ in range(n_rounds):
                     for kind, found in rounds.items():
                         bench.move(all_of_them=kind == "full")
                         found.append(await bench.hand_over(config, urls))
@@ -181,8 +176,8 @@ async def measured(
                         unit = "B" if name.endswith("_bytes") else "s"
                         reference = n * n_bytes if unit == "B" else raw_s if name == "total_s" else None
                         results[f"{kind}_{n}_{name.removesuffix('_s')}"] = BenchResult(value, unit, reference)
-            if join is not None:
-                results |= await _joined(bench, config, servers, join, raw_s)
+            if given.join is not None:
+                results |= await _joined(bench, config, servers, given.join, raw_s)
             results["server_peak"] = BenchResult(servers.peak_bytes(), "B", n_bytes)
     return results
 
@@ -195,7 +190,7 @@ async def _joined(
 
     async def publish() -> None:
         while True:
-            bench.move(all_of_them=False)
+            bench.move(all_of_them="delta" not in bench.kinds)
             made.append(await asyncio.to_thread(bench.publish, config))
             bench.publications.announce(made[-1])
             await asyncio.sleep(every_s)
@@ -341,6 +336,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--megabits", type=float, help="link rate of simulated hosts, one per server; needs root")
+    parser.add_argument("--rounds", type=int, default=_N_ROUNDS)
     parser.add_argument("--join", type=float, metavar="S", help="one more joins while versions come every S seconds")
     given = parser.parse_args(sys.argv[1:])
     config = config_of(given.layers, given.hidden)
@@ -349,7 +345,7 @@ def main() -> None:
     if given.megabits is not None:
         links.isolate(given.megabits)
     with tempfile.TemporaryDirectory() as folder:
-        work = measured(Path(folder), config, given.dtype, given.servers, given.megabits, given.join)
+        work = measured(Path(folder), config, given)
         # uvloop, as in every service: with asyncio's own loop a small answer waits for an acknowledgement.
         emit(asyncio.run(work, loop_factory=uvloop.new_event_loop))
 
