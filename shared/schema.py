@@ -209,6 +209,11 @@ class MeshSection(Section):
     def n_devices(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each axis."""
+        return dict(zip(self.axis_names, self.shape, strict=True))
+
 
 class CheckpointingOptions(Section):
     """Save a checkpoint every `save_interval_steps` steps and for every evaluated version.

@@ -17,7 +17,7 @@ from services.trainer.models.lora import LoraOptions
 from services.trainer.models.options import ModelOptions
 from services.trainer.settings import TokenLimits
 from shared.algorithm_base import ClippedSection, PolicyGradientSection
-from shared.errors import ConfigError
+from shared.planning.micro_batch import rows_of_rl, shape_of, supervised_rows
 from shared.schema import OptimizerConfig, RunConfig
 
 
@@ -39,36 +39,14 @@ def model_options(config: RunConfig, folder: Path) -> ModelOptions:
 
 
 def layout(config: RunConfig, tokens: TokenLimits, rows_per_step: int) -> BatchLayout:
-    """Choose the shapes of micro-batches.
-
-    Raises ConfigError if the rows do not divide over the mesh, or the longest sequences do not fit.
-    """
-    trainer = config.trainer
-    buckets, tokens_at_once = tuple(sorted(trainer.length_buckets)), trainer.micro_batch_tokens
-    rows = min(trainer.train_micro_batch_size or rows_per_step, rows_per_step)
-    shards = dict(zip(trainer.mesh.axis_names, trainer.mesh.shape, strict=True)).get("fsdp", 1)
-    if tokens_at_once is not None:
-        context_length = min(config.rollout.engine.context_length, buckets[-1])  # supervised training has no engine
-        longest = next(length for length in buckets if length >= context_length)
-        if tokens_at_once < longest * shards:
-            raise ConfigError(
-                f"trainer.micro_batch_tokens={tokens_at_once} is less than {shards} rows of {longest} tokens",
-                f"set it to at least {shards * longest}: one row for each shard of fsdp, of the smallest of"
-                " trainer.length_buckets that holds rollout.engine.context_length",
-            )
-        most = max(1, tokens_at_once // buckets[-1] // shards) * shards
-        return BatchLayout(buckets, most, tokens.pad_id, tokens_at_once, shards)
-    if rows % shards:
-        raise ConfigError(
-            f"micro-batches of {rows} sequences do not divide over fsdp={shards}",
-            "choose trainer.train_micro_batch_size (or sft.batch_size) as a multiple of it",
-        )
-    return BatchLayout(buckets, rows, tokens.pad_id)
+    """Choose the shapes of micro-batches. Raises ConfigError as `shape_of`."""
+    shape = shape_of(config, rows_per_step)
+    return BatchLayout(shape.buckets, shape.rows, tokens.pad_id, shape.tokens, shape.shards)
 
 
 def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
     grpo, trainer = config.grpo_config, config.trainer
-    rows, updates = trainer.groups_per_step * grpo.num_generations, trainer.max_steps * grpo.num_iterations
+    rows, updates = rows_of_rl(config), trainer.max_steps * grpo.num_iterations
     section = config.algorithm
     made = algorithm(section, grpo.num_iterations, grpo.max_response_length)
     critic, waits = _critic(section, made, updates), section.critic.critic_warmup_steps if section.critic else 0
@@ -115,7 +93,7 @@ def supervised_options(config: RunConfig, tokens: TokenLimits) -> SupervisedOpti
         epochs=sft.epochs,
         batch_size=sft.batch_size,
         seed=config.run.seed,
-        layout=layout(config, tokens, sft.batch_size * (1 if beta is None else 2)),
+        layout=layout(config, tokens, supervised_rows(config)),
         optimizer=optimizer_options(sft.optimizer_config, sft.max_steps),
         beta=beta,
         offload_reference=config.trainer.offload_reference,

@@ -87,6 +87,11 @@ def is_experts(leaf: str) -> bool:
     return re.fullmatch(r"layers\.\d+\.mlp\.(gate|up|down)_proj", leaf) is not None
 
 
+def is_of_attention(leaf: str) -> bool:
+    """True for a parameter, or an adapter, of an attention module: its projections, biases and norms of q and k."""
+    return ".attn." in leaf
+
+
 def in_files(name: str, n_experts: int) -> list[str]:
     """Tensors in Hugging Face's files that make up `hf_name`'s array of all experts, in order."""
     return [name.replace(".mlp.experts.", f".mlp.experts.{i}.") for i in range(n_experts)]

@@ -28,8 +28,7 @@ def check_group(config: RunConfig, routing: RoutingShape | None) -> None:
         routing: of the model's experts, if it has any.
     """
     n, length = config.grpo_config.num_generations, config.rollout.engine.context_length
-    of_experts = routing.token_bytes if routing is not None and config.model.routing_replay else 0
-    of_token = _TOKEN_BYTES + (_TEACHER_BYTES if config.algorithm.teacher_kl_coef else 0) + of_experts
+    of_experts, of_token = _of_experts(config, routing), token_bytes(config, routing)
     of_episode = length * of_token + _EPISODE_BYTES
     if n * of_episode <= MAX_GROUP_BYTES:
         _check_values(n, min(config.orchestrator.max_turns, length // 2))
@@ -45,6 +44,15 @@ def check_group(config: RunConfig, routing: RoutingShape | None) -> None:
         f" {MAX_GROUP_BYTES >> 20} MiB that the trainer accepts: {of_token} bytes per token{experts}",
         " or ".join(f"{key}{value}" for key, value in knobs.items() if value),
     )
+
+
+def token_bytes(config: RunConfig, routing: RoutingShape | None) -> int:
+    """Return the bytes of one token of an episode."""
+    return _TOKEN_BYTES + (_TEACHER_BYTES if config.algorithm.teacher_kl_coef else 0) + _of_experts(config, routing)
+
+
+def _of_experts(config: RunConfig, routing: RoutingShape | None) -> int:
+    return routing.token_bytes if routing is not None and config.model.routing_replay else 0
 
 
 def _check_values(n: int, turns: int) -> None:

@@ -18,6 +18,7 @@ from services.trainer.options import LoraOptions
 from services.trainer.planning import memory
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
+from shared.process.host_memory import host_limit, resident
 from tests.support import families, models
 from tests.trainer.support import model_of
 from tests.trainer.test_policy import CONFIG_1, OPTIONS, WEIGHTS, ppo_options, sao_options
@@ -190,12 +191,12 @@ def test_what_fits_is_told() -> None:
 def test_the_limit_is_that_of_the_container_or_of_the_machine(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       1000 kB\nMemFree: 1 kB\n", encoding="utf-8")
-    assert memory.host_limit(tmp_path, meminfo) == (1024_000, "this machine")
+    assert host_limit(tmp_path, meminfo) == (1024_000, "this machine")
     (tmp_path / "memory.max").write_text("max\n", encoding="utf-8")
-    assert memory.host_limit(tmp_path, meminfo) == (1024_000, "this machine")
+    assert host_limit(tmp_path, meminfo) == (1024_000, "this machine")
     (tmp_path / "memory.max").write_text("4096\n", encoding="utf-8")
-    assert memory.host_limit(tmp_path, meminfo) == (4096, "this container")
-    assert memory.resident() > 2**20
+    assert host_limit(tmp_path, meminfo) == (4096, "this container")
+    assert resident() > 2**20
 
 
 def test_the_policy_holds_what_was_reckoned() -> None:

@@ -24,11 +24,11 @@ from services.trainer.multihost.connection import Connection, greet, welcome
 from services.trainer.multihost.options import GroupOptions, group_options
 from services.trainer.multihost.processes import Follower, Leader, follow, stream, together
 from services.trainer.multihost.publications import FollowingPublications, LeadingPublications
-from services.trainer.planning.memory import MemoryEstimate
 from services.trainer.planning.plan import plan
 from services.trainer.publishing.publications import Publications
 from shared import config
 from shared.errors import ConfigError, Forbidden, NonFinite, ProcessesMissing, ProcessLost, StorageFull, VolleyError
+from shared.planning.training import MemoryEstimate
 from shared.process.ports import free_port
 from shared.queue.server import embedded_server
 from shared.run.checkpoint_files import ManifestLeaf

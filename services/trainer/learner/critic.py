@@ -20,9 +20,10 @@ from services.trainer.learner.scoring import bound_to, divided, params_of
 from services.trainer.learner.train_step import Learner, Objective, Params, Update, snapshot
 from services.trainer.models.attention import Packing
 from services.trainer.models.decoder import hidden_states
-from services.trainer.models.family import Model, is_of_attention
+from services.trainer.models.family import Model
 from services.trainer.models.sharding import place, replicated
 from shared.errors import WeightsError
+from shared.models.names import is_of_attention
 
 _HEAD, _VALUE = "lm_head.", "value_head"
 _STATE, _PARAMS = "critic.", "critic.params."

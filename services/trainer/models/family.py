@@ -111,11 +111,6 @@ def leaf_name(path: tuple[Any, ...]) -> str:
     return ".".join(str(part) for part in path)
 
 
-def is_of_attention(name: str) -> bool:
-    """True for a parameter, or an adapter, of an attention module: its projections, biases and norms of q and k."""
-    return ".attn." in name
-
-
 def _sharding(name: str, size: tuple[int, ...], variable: Any, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
     axes = variable.get_metadata()["out_sharding"]
     for dim, axis in zip(size, axes, strict=False):

@@ -8,9 +8,8 @@ XLA fuses and reorders operations; `docs/memory.md` says how far it is from that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,16 +21,17 @@ from services.trainer.batches.batch import BatchLayout, micro_batches, routed_dt
 from services.trainer.learner.policy import PolicyOptions
 from services.trainer.learner.scoring import divided, objective, params_of
 from services.trainer.learner.train_step import gradient
-from services.trainer.models.family import Model, abstract, is_of_attention, leaf_name, make_mesh
+from services.trainer.models.family import Model, abstract, make_mesh
 from services.trainer.models.lora import LoraOptions
 from services.trainer.models.options import ModelOptions, Remat
 from services.trainer.models.splash import uses_splash
 from shared.errors import ConfigError
-from shared.models import adapter
 from shared.models.config import ModelConfig
+from shared.models.parameters import parameters
+from shared.planning import training
+from shared.planning.training import MemoryEstimate, TrainingSetup
+from shared.process.host_memory import host_limit, resident
 
-_MOMENTS = 2  # of AdamW
-_TUNIX_LOGITS = 5  # arrays of all logits that are live at once, as measured (docs/measurements.md)
 _OPERATIONS = (
     "abs add add_any and broadcast_in_dim clamp convert_element_type copy cos div eq exp exp2 expand_dims ge gt "
     "integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or pad pow rem reshape rsqrt select_n "
@@ -44,52 +44,6 @@ _MIB = 2**20
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    """Bytes on each device.
-
-    `kept` is always in memory, by part; `step` is added in a step; the warm start needs `warm_start` in place of both;
-    writing a checkpoint adds `published`. A step with more sequences than episodes adds `branches`: if the episodes
-    fit into one micro-batch, the branches need a second one of the same shape, whose gradient is added. Host memory
-    holds `host_reference` always, and `host_copies` while a checkpoint is written; if the devices are the host
-    (`on_host`), these count too.
-    """
-
-    kept: Mapping[str, int]
-    step: Mapping[str, int]
-    warm_start: Mapping[str, int]
-    published: int
-    host_copies: int
-    on_host: bool = False
-    host_reference: int = 0
-    branches: int = 0
-
-    @property
-    def phases(self) -> dict[str, int]:
-        """Peak bytes of each phase."""
-        kept = sum(self.kept.values()) + (self.host_reference if self.on_host else 0)
-        beside = self.host_copies if self.on_host else 0
-        found = {"step": kept + sum(self.step.values()) + beside, "checkpoint": kept + self.published}
-        return found | ({"warm start": sum(self.warm_start.values())} if self.warm_start else {})
-
-    @property
-    def peak(self) -> int:
-        return max(self.phases.values())
-
-    @property
-    def peak_with_branches(self) -> int:
-        """Peak bytes if a step has more sequences than episodes."""
-        return max(self.peak, self.phases["step"] + self.branches)
-
-    def to_mib(self) -> dict[str, float]:
-        """Convert the parts of the largest phase to MiB, for the log and /status."""
-        phase = max(self.phases, key=self.phases.__getitem__)
-        parts = dict(self.warm_start) if phase == "warm start" else {**self.kept, **self.step}
-        parts |= {"reference on the host": self.host_reference, "host copies of a checkpoint": self.host_copies}
-        parts[f"most ({phase})"] = self.peak
-        return {name: round(n / _MIB, 1) for name, n in parts.items() if n}
-
-
 def estimate(
     described: ModelConfig, model: ModelOptions, policy: PolicyOptions, warm_start: BatchLayout | None = None
 ) -> MemoryEstimate:
@@ -100,59 +54,31 @@ def estimate(
 
     Raises ConfigError if the mesh has more devices than there are.
     """
-    needs, n_micro = policy.algorithm.needs, policy.layout.n_micro(policy.rows_per_step)
-    leaves = _leaves(described, model)
-    trained = [n for name, (n, _) in leaves.items() if _is_trained(name, model)]
-    n_trained, n_params = sum(trained), sum(n * size for n, size in leaves.values())
-    critic = n_trained if policy.critic else 0
-    unmoved = 0
-    if policy.critic and not policy.critic.trains_attention:
-        unmoved = sum(n for name, (n, _) in leaves.items() if is_of_attention(name) and _is_trained(name, model))
-    reference = n_params if needs.reference and model.lora is None else 0
-    kept = {
-        "parameters": n_params,
-        "optimizer": 4 * _MOMENTS * n_trained,
-        "reference": 0 if policy.offload_reference else reference,  # its pass ends before the gradients
-        "critic": 4 * (1 + _MOMENTS) * critic - 4 * _MOMENTS * unmoved,
-    }
-    activations = _activations(described, model, policy)
-    rounded = (
-        0 if policy.published_dtype == "float32" or model.lora else jax.numpy.dtype(policy.published_dtype).itemsize
+    mesh, lora, critic = make_mesh(model.mesh_shape, model.mesh_axes), model.lora, policy.critic
+    setup = TrainingSetup(
+        mesh=dict(mesh.shape),
+        dtype=model.dtype,
+        published_dtype=policy.published_dtype,
+        adapts=lora is not None,
+        reference=policy.algorithm.needs.reference,
+        offload_reference=policy.offload_reference,
+        has_critic=critic is not None,
+        trains_attention=critic is None or critic.trains_attention,
+        n_micro=policy.layout.n_micro(policy.rows_per_step),
+        may_branch=policy.tunix is None,
+        on_host=jax.devices()[0].platform == "cpu",
     )
+    shapes = parameters(described, lora.rank, lora.target_modules) if lora else parameters(described)
+    activations = _activations(described, model, policy)
     batch = micro_batch(described, model, policy, _rows_of_device(model, policy))
     step = {
-        "gradients": 4 * n_trained * min(2, n_micro),
         "activations": activations,
         "micro-batch": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch)),
     }
     if policy.tunix is not None:
-        step["logits of Tunix's loss"] = 4 * _TUNIX_LOGITS * batch.ids.size * described.vocab_size
-    copies = sum(n for n in (4 * n_trained, kept["optimizer"], kept["critic"], rounded * n_trained))
-    warming = _warm_start(described, model, policy, activations, warm_start)
-    on_host = jax.devices()[0].platform == "cpu"
-    aside = reference - kept["reference"]
-    branches = 0 if n_micro > 1 or policy.tunix is not None else 4 * n_trained
-    return MemoryEstimate(kept, step, warming, rounded * n_trained, copies, on_host, aside, branches)
-
-
-def _is_trained(name: str, model: ModelOptions) -> bool:
-    return model.lora is None or adapter.is_adapter(name)
-
-
-def _warm_start(
-    described: ModelConfig, model: ModelOptions, policy: PolicyOptions, activations: int, layout: BatchLayout | None
-) -> dict[str, int]:
-    """Estimate the warm start, which trains all parameters; activations scale with the rows of its micro-batch."""
-    if layout is None:
-        return {}
-    n = sum(count for count, _ in _leaves(described, replace(model, lora=None)).values())
-    share = layout.rows / policy.layout.rows
-    return {
-        "parameters": 4 * n,
-        "optimizer": 4 * _MOMENTS * n,
-        "gradients": 4 * n,
-        "activations": round(activations * share),
-    }
+        step["logits of Tunix's loss"] = 4 * training.TUNIX_LOGITS * batch.ids.size * described.vocab_size
+    warming = None if warm_start is None else round(activations * warm_start.rows / policy.layout.rows)
+    return training.estimate(shapes, setup, step, warming)
 
 
 def check(found: MemoryEstimate, limit: int, on: str, helps: Callable[[], Sequence[tuple[str, int]]]) -> None:
@@ -222,41 +148,6 @@ def available(device: jax.Device) -> tuple[int, str]:
         return int(stats["bytes_limit"]), str(device)
     limit, on = host_limit()
     return limit - resident(), on
-
-
-def host_limit(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> tuple[int, str]:
-    """Return the memory of this machine, or the limit of its container, in bytes, and its name."""
-    whole = next(
-        int(line.split()[1]) * 1024
-        for line in meminfo.read_text(encoding="utf-8").splitlines()
-        if line.startswith("MemTotal")
-    )
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            limit = int((cgroup / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-        if limit < whole:
-            return limit, "this container"
-    return whole, "this machine"
-
-
-def resident(statm: Path = Path("/proc/self/statm")) -> int:
-    """Return the resident memory of this process in bytes."""
-    return int(statm.read_text(encoding="utf-8").split()[1]) * 4096
-
-
-def _leaves(described: ModelConfig, model: ModelOptions) -> dict[str, tuple[int, int]]:
-    """Return for each parameter the number of elements on a device, and the bytes of one."""
-    mesh = make_mesh(model.mesh_shape, model.mesh_axes)
-    _, state = abstract(described, model.dtype, model.remat, mesh, model.lora)
-    found: dict[str, tuple[int, int]] = {}
-    for path, variable in nnx.to_flat_state(state):
-        value, name = variable.get_value(), leaf_name(path)
-        parts = math.prod(mesh.shape[axis] for axis in variable.get_metadata()["out_sharding"] if axis is not None)
-        size = 4 if model.lora is None or adapter.is_adapter(name) else value.dtype.itemsize
-        found[name] = (-(-math.prod(value.shape) // parts), size)
-    return found
 
 
 def _activations(described: ModelConfig, model: ModelOptions, policy: PolicyOptions) -> int:

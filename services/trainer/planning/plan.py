@@ -8,7 +8,7 @@ import jax
 
 from services.trainer.batches.batch import BatchLayout
 from services.trainer.models.options import ModelOptions
-from services.trainer.planning.memory import MemoryEstimate
+from shared.planning.training import MemoryEstimate
 
 _MIB = 2**20
 

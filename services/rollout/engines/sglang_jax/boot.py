@@ -28,13 +28,13 @@ from services.rollout.engines.sglang_jax.scheduling.products import (
 )
 from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
 from shared.models.config import ModelConfig
+from shared.planning.serving import default_pool, row_size
 
 PAGE_SIZE = 16
 """Tokens that the paged attention of TPUs reads at once."""
 _SMALLEST_CPU_BATCH = 2
 """XLA for CPUs compiles a batch of one row badly: it copies the whole pool and converts every bfloat16 weight."""
 _WATCHDOG_S = 900.0
-_POOL_SHARE = 1 / 16  # of the host's memory
 
 
 class _ThisProcess:
@@ -61,7 +61,7 @@ def build_scheduler(
         LinearBase.__call__, moe.gmm = linear_through_float32, expert_products
     scheduler = RolloutScheduler(_server_args(spec, runs_on or spec.device), link, version)
     if spec.device == "cpu":
-        fit_pool(scheduler.runner.token_to_kv_pool, _row(ModelConfig.read(Path(spec.model_path))))
+        fit_pool(scheduler.runner.token_to_kv_pool, row_size(ModelConfig.read(Path(spec.model_path))))
     scheduler.parent_process = scheduler.tp_worker.parent_process = _ThisProcess()
     return scheduler
 
@@ -110,7 +110,8 @@ def _server_args(spec: EngineSpec, runs_on: str) -> ServerArgs:
     """Build sglang-jax's arguments. Its paged attention is for TPUs; elsewhere Volley's has pages of one token."""
     pool = spec.max_total_tokens
     if pool is None and spec.device == "cpu":
-        pool = _default_pool(spec)
+        model, memory = ModelConfig.read(Path(spec.model_path)), psutil.virtual_memory().total
+        pool = default_pool(model, spec.dtype, spec.max_running_requests, spec.context_length, memory)
     least = _SMALLEST_CPU_BATCH if spec.device == "cpu" else 1
     running = max(spec.max_running_requests, least)
     bs = spec.bs_paddings or _default_bs(running, _SMALLEST_CPU_BATCH if spec.device == "cpu" else 8)
@@ -145,23 +146,6 @@ def _attention_backend(spec: EngineSpec) -> str:
     if spec.device != "tpu":
         return "native"
     return "fa" if ModelConfig.read(Path(spec.model_path)).latent is None else "fa_mha"
-
-
-def _default_pool(spec: EngineSpec) -> int:
-    """Return the pool's size in tokens: room for four times the running requests, as far as memory allows.
-
-    So conversations stay cached between their turns.
-    """
-    model = ModelConfig.read(Path(spec.model_path))
-    itemsize = 4 if spec.dtype == "float32" else 2
-    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * _row(model) * itemsize
-    fitting = int(psutil.virtual_memory().total * _POOL_SHARE) // token_bytes
-    return min(4 * spec.max_running_requests * spec.context_length, max(fitting, 2 * spec.context_length))
-
-
-def _row(model: ModelConfig) -> int:
-    """Return the numbers of a key or value of one head in the pool of a CPU."""
-    return model.head_dim if model.latent is None else model.latent.qk_head_dim
 
 
 def _default_bs(largest: int, smallest: int) -> tuple[int, ...]:
