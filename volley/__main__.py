@@ -34,6 +34,11 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             "train --config configs/quickstart.yaml run.name=mine",
             aliases=("up",),
         ),
+        "plan": Command(
+            "commands.plan",
+            "devices, memory, hand-over, disk and cost of a run, before it starts",
+            "plan --config configs/quickstart.yaml",
+        ),
         "sft": Command(
             "commands.sft",
             "train on conversations: files, or an environment's demonstrations",

@@ -67,6 +67,7 @@ SUCCESS: Mapping[str, Case] = {
     "env retire": Case("s1 --run {run}", ["state"]),
     "env activate": Case("s1@1 --run {run}", ["state"]),
     "doctor": Case("", code=None),
+    "plan": Case("--config configs/quickstart.yaml", ["fits", "topology", "trainer", "rollout", "disk", "refusals"]),
     "config show": Case("--config {run}/config.yaml"),
     "config schema": Case("", ["properties"]),
     "completion": Case("fish", ["shell", "script"]),

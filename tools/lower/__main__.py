@@ -24,6 +24,7 @@ from shared import config
 from shared.errors import ConfigError, VolleyError
 from shared.process.uv import run_uv
 from volley.layout import CACHE, PROJECT, python_of, variables_of
+from volley.planning.devices import DEVICES
 
 _TIMEOUT_S = 3600
 _GIB = 2**30
@@ -34,7 +35,7 @@ _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A generation of TPUs: memory of a chip in bytes, from the data sheet, and slices by libtpu's names."""
+    """A generation of TPUs: memory of a chip in bytes, and slices by libtpu's names."""
 
     memory: int
     slices: tuple[str, ...]
@@ -48,9 +49,9 @@ class Generation:
 
 
 GENERATIONS = {
-    "v5e": Generation(16 * _GIB, _FLAT),
-    "v6e": Generation(32 * _GIB, _FLAT),
-    "v5p": Generation(95 * _GIB, _CUBES),
+    "v5e": Generation(DEVICES["v5e"].memory, _FLAT),
+    "v6e": Generation(DEVICES["v6e"].memory, _FLAT),
+    "v5p": Generation(DEVICES["v5p"].memory, _CUBES),
 }
 
 

@@ -23,8 +23,18 @@ type Kind = Literal["tpu", "gpu"]
 
 _VISIBLE: Mapping[Kind, str] = {"tpu": "TPU_VISIBLE_CHIPS", "gpu": "CUDA_VISIBLE_DEVICES"}
 _GOOGLE = "0x1ae0"
-_TPU_CHIPS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x0083", "0x007c"})
-"""PCI ids, as in `jax._src.hardware_utils`."""
+_TPU_CHIPS: Mapping[str, str | None] = {
+    "0x0027": "v3",
+    "0x0056": None,
+    "0x005e": "v4",
+    "0x0062": "v5p",
+    "0x0063": "v5e",
+    "0x006f": "v6e",
+    "0x0076": "tpu7x",
+    "0x0083": "tpu8i",
+    "0x007c": "tpu8t",
+}
+"""Generation of a TPU by PCI id, as in `jax._src.hardware_utils`."""
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 """Chip bounds of a process by its number of chips; libtpu supports only these parts of a host."""
 _FIRST_PORT = 8476  # libtpu's own default
@@ -47,17 +57,23 @@ def find_accelerators(kind: Kind, environ: Mapping[str, str], root: Path = Path(
     """Accelerators listed in `environ`, else all of the machine whose files are below `root`."""
     if given := environ.get(_VISIBLE[kind], "").strip():
         return Accelerators(kind, tuple(name.strip() for name in given.split(",")))
-    n = _chips(root) if kind == "tpu" else _gpus(root)
+    n = len(_chips(root)) if kind == "tpu" else _gpus(root)
     return Accelerators(kind, tuple(map(str, range(n))))
 
 
-def _chips(root: Path) -> int:
+def tpu_generation(root: Path = Path("/")) -> str | None:
+    """Name of this machine's generation of TPUs; None if it has none, or an unnamed one."""
+    return next((_TPU_CHIPS[chip] for chip in _chips(root)), None)
+
+
+def _chips(root: Path) -> list[str]:
+    """PCI ids of the TPU chips of the machine."""
     ids = [
         (part.parent / "device").read_text(encoding="utf-8").strip()
         for part in root.glob("sys/bus/pci/devices/*.0/vendor")
         if part.read_text(encoding="utf-8").strip() == _GOOGLE
     ]
-    return sum(chip in _TPU_CHIPS for chip in ids)
+    return [chip for chip in ids if chip in _TPU_CHIPS]
 
 
 def _gpus(root: Path) -> int:

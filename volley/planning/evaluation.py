@@ -1,0 +1,215 @@
+"""Memory of a configuration on given devices, and the reasons why it cannot run there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shared.errors import ConfigError
+from shared.models.config import ModelConfig
+from shared.models.parameters import parameters
+from shared.planning.training import MemoryEstimate
+from shared.run.group_size import check_group
+from shared.schema import RunConfig
+from volley.planning import server, trainer
+from volley.planning.devices import Devices
+from volley.planning.quantities import show_bytes
+from volley.planning.server import ServerEstimate
+
+PROCESS_BYTES = 250 * 2**20
+"""Memory of a trainer's or a rollout server's process before it loads anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Reason why a configuration cannot run. `hint` says what to change, where that needs no search."""
+
+    reason: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDevices:
+    """Devices of a run's trainer and rollout servers. `servers` None: the run starts or needs no engine."""
+
+    trainer: Devices
+    servers: Devices | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Memory of a configuration, and its problems by the part of the run that has them."""
+
+    trainer: MemoryEstimate | None = None
+    server: ServerEstimate | None = None
+    n_servers: int = 0
+    problems: Mapping[str, Problem] = field(default_factory=dict[str, Problem])
+
+
+def evaluate(config: RunConfig, model: ModelConfig, devices: PlannedDevices) -> Evaluation:
+    """Estimate the memory and collect problems."""
+    problems: dict[str, Problem] = {}
+    estimate = None
+    try:
+        if not config.is_supervised:
+            check_group(config, model.routing)
+    except ConfigError as error:
+        problems["group"] = Problem(error.detail, error.hint)
+    try:
+        estimate = trainer.estimate(config, model, devices.trainer.type)
+    except ConfigError as error:
+        problems["micro-batches"] = Problem(error.detail, error.hint)
+    problems |= _of_mesh(config, model, devices.trainer)
+    if estimate is not None:
+        problems |= _of_training(estimate, devices.trainer)
+    serving, n_servers = None, 0
+    if devices.servers is not None:
+        n_servers = servers_of(config, devices.servers)
+        serving = server.estimate(config, model, devices.servers.type)
+        problems |= _of_servers(config, model, devices.servers, serving)
+    if estimate is not None and not problems:
+        problems |= _of_host(config, devices, estimate, serving, n_servers)
+    return Evaluation(estimate, serving, n_servers, problems)
+
+
+def servers_of(config: RunConfig, devices: Devices) -> int:
+    """Rollout servers of the run: as many as the named devices make up, or as the configuration lists."""
+    if devices.count is not None and devices.type.platform != "cpu":
+        return devices.count // config.rollout.engine.tp_size
+    return len(config.services.rollout_urls) or config.services.n_local("rollout")
+
+
+def _of_mesh(config: RunConfig, model: ModelConfig, devices: Devices) -> dict[str, Problem]:
+    mesh, kind = config.trainer.mesh, devices.type
+    shape = list(mesh.shape)
+    if devices.count is not None and mesh.n_devices > devices.count:
+        what = "has one device for JAX" if kind.platform == "cpu" else f"are {devices.count}"
+        there = f"this machine {what}" if kind.platform == "cpu" else f"there {what} of type {kind.name}"
+        return {"mesh": Problem(f"trainer.mesh.shape={shape} needs {mesh.n_devices} devices, and {there}")}
+    for name, one in parameters(model).items():
+        if (axis := one.indivisible(mesh.sizes)) is not None:
+            return {
+                "mesh": Problem(
+                    f"parameter {name} of shape {list(one.shape)} does not divide over {axis}={mesh.sizes[axis]} of"
+                    f" trainer.mesh.shape={shape}"
+                )
+            }
+    hosts, processes = math.ceil(mesh.n_devices / kind.per_host), config.services.trainer.num_processes
+    if kind.platform != "cpu" and hosts > processes:
+        return {
+            "processes": Problem(
+                f"{mesh.n_devices} {kind.name} are on {hosts} hosts of at most {kind.per_host}, and the trainer has"
+                f" {processes} process{'es' * (processes > 1)}",
+                f"services.trainer.num_processes={hosts}, with services.trainer.coordinator_address=HOST:PORT",
+            )
+        }
+    return {}
+
+
+def _of_training(found: MemoryEstimate, devices: Devices) -> dict[str, Problem]:
+    kind = devices.type
+    limit = kind.usable - (PROCESS_BYTES if kind.platform == "cpu" else 0)
+    if found.peak <= limit:
+        return {}
+    return {
+        "training": Problem(
+            f"training takes {show_bytes(found.peak)} on each device ({found.largest_phase}), and {kind.limit} has"
+            f" {show_bytes(limit)} for it"
+        )
+    }
+
+
+def _of_servers(config: RunConfig, model: ModelConfig, devices: Devices, found: ServerEstimate) -> dict[str, Problem]:
+    engine, kind = config.rollout.engine, devices.type
+    if kind.platform != engine.device:
+        return {
+            "device": Problem(
+                f"rollout.engine.device={engine.device}, and {kind.name} is a {kind.platform}",
+                f"rollout.engine.device={kind.platform}",
+            )
+        }
+    heads, keys, tp_size = model.num_attention_heads, model.num_key_value_heads, engine.tp_size
+    if heads % tp_size or (keys % tp_size and tp_size % keys):
+        fitting = [n for n in range(1, heads + 1) if not heads % n and not (keys % n and n % keys)]
+        return {
+            "heads": Problem(
+                f"the model's {heads} heads with {keys} heads of keys do not divide over"
+                f" rollout.engine.tp_size={tp_size}",
+                f"rollout.engine.tp_size={_nearest(fitting, tp_size)}",
+            )
+        }
+    if devices.count is not None and kind.platform != "cpu":
+        n_servers = config.services.n_local("rollout")
+        least = tp_size * n_servers
+        if devices.count < least:
+            return {
+                "servers": Problem(
+                    f"services.rollout_replicas={n_servers} with rollout.engine.tp_size={tp_size} needs {least}"
+                    f" devices, and there are {devices.count}",
+                    _fewer(devices.count, tp_size),
+                )
+            }
+    return _of_pool(engine.max_total_tokens, found, devices)
+
+
+def _fewer(n_devices: int, tp_size: int) -> str:
+    """Settings with which servers use at most so many devices."""
+    if n_devices >= tp_size:
+        return f"services.rollout_replicas={n_devices // tp_size}"
+    smaller = "a smaller trainer.mesh.shape, or services.rollout_urls with servers of other hosts"
+    return f"rollout.engine.tp_size={n_devices}" if n_devices else smaller
+
+
+def _nearest(numbers: list[int], to: int) -> int:
+    return min(numbers, key=lambda n: abs(n - to))
+
+
+def _of_pool(asked: int | None, found: ServerEstimate, devices: Devices) -> dict[str, Problem]:
+    kind, length = devices.type, found.context_length
+    sizes = f"weights {show_bytes(found.weights)}, twice while a version arrives, and a step {show_bytes(found.step)}"
+    if found.most_tokens < length:
+        room = max(0, found.most_tokens)
+        return {
+            "pool": Problem(
+                f"a rollout server has room for {room:,} tokens of keys and values, less than one sequence of"
+                f" rollout.engine.context_length={length}: {kind.limit} has {show_bytes(found.limit)}; {sizes}"
+            )
+        }
+    if found.pool_tokens > found.most_tokens:
+        pool = f"rollout.engine.max_total_tokens={asked}" if asked else "the engine's own pool"
+        return {
+            "pool": Problem(
+                f"{pool} takes {show_bytes(found.pool)} of a rollout server's device, and {kind.limit} has"
+                f" {show_bytes(found.limit)}: {sizes}",
+                f"rollout.engine.max_total_tokens={_rounded(found.most_tokens)}",
+            )
+        }
+    return {}
+
+
+def _rounded(n: int) -> int:
+    """Round down to a multiple of 1024 if that leaves most of it."""
+    return n // 1024 * 1024 if n > 16 * 1024 else n
+
+
+def _of_host(
+    config: RunConfig,
+    devices: PlannedDevices,
+    training: MemoryEstimate,
+    serving: ServerEstimate | None,
+    n_servers: int,
+) -> dict[str, Problem]:
+    """Compare the sum of all processes on a CPU with this machine's memory."""
+    if devices.trainer.type.platform != "cpu" or serving is None or config.services.rollout_urls:
+        return {}
+    of_servers = n_servers * (serving.total + PROCESS_BYTES)
+    total, limit = training.peak + PROCESS_BYTES + of_servers, devices.trainer.type.usable
+    if total <= limit:
+        return {}
+    return {
+        "host": Problem(
+            f"the trainer takes {show_bytes(training.peak + PROCESS_BYTES)} and {n_servers} rollout"
+            f" server{'s' * (n_servers > 1)} {show_bytes(of_servers)}, and this machine has {show_bytes(limit)}"
+        )
+    }

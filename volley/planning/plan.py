@@ -1,0 +1,225 @@
+"""Plan of a run: topology, memory, hand-over, cost and disk, and the reasons why it cannot run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shared.config import LoadedConfig
+from shared.errors import ConfigError
+from shared.findings import beyond_positions, findings
+from shared.models.config import ModelConfig
+from shared.models.parameters import n_parameters, parameters
+from shared.schema import RunConfig
+from volley.planning import costs, topology
+from volley.planning.devices import Devices, local, parse, this_host
+from volley.planning.evaluation import Evaluation, PlannedDevices, evaluate
+from volley.planning.quantities import show_bytes
+from volley.planning.remedies import Search
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """Devices, rates and prices of a plan.
+
+    Attributes:
+        trainer, rollout: devices as text; None: those of this machine.
+        bandwidth: bytes per second between the trainer and a rollout server.
+        moved: share of the weights that a step changes.
+        prices: per device and hour, by name.
+        step_s: seconds of a step.
+    """
+
+    trainer: str | None = None
+    rollout: str | None = None
+    bandwidth: float | None = None
+    moved: float = 0.02
+    prices: Mapping[str, float] | None = None
+    step_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Reason why the run cannot start, and the settings that solve it."""
+
+    reason: str
+    change: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """All parts of a plan; sizes are in bytes, times in seconds. None where the run has no such part."""
+
+    model: Mapping[str, Any]
+    topology: Mapping[str, Any]
+    trainer: Mapping[str, Any] | None
+    rollout: Mapping[str, Any] | None
+    hand_over: costs.HandOver | None
+    disk: costs.Disk | None
+    cost: costs.Cost | None
+    notes: tuple[str, ...] = ()
+    refusals: tuple[Refusal, ...] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        made = asdict(self)
+        if self.disk is not None:
+            made["disk"]["total"] = self.disk.total
+        return {"fits": not self.refusals, **made}
+
+
+def make(loaded: LoadedConfig, model: ModelConfig, request: PlanRequest) -> RunPlan:
+    """Plan the run of a configuration. Raises ConfigError for devices or prices that are not known."""
+    config = loaded.config
+    devices = _devices(config, request)
+    found = evaluate(config, model, devices)
+    search = Search(loaded, model, devices, frozenset(found.problems))
+    refusals = [Refusal(one.reason, one.hint or search.find(part)) for part, one in found.problems.items()]
+    sent = costs.hand_over(config, model, request.bandwidth, request.moved)
+    disk = None if found.trainer is None else costs.disk(config, model, sent)
+    is_here = request.trainer is None and request.rollout is None
+    if disk is not None and is_here:
+        refusals += _of_disk(config, disk)
+    return RunPlan(
+        model=_of_model(config, model),
+        topology=_topology(config, devices, found, is_here=is_here),
+        trainer=_of_trainer(found, devices),
+        rollout=_of_rollout(found),
+        hand_over=sent,
+        disk=disk,
+        cost=None if request.prices is None else _cost(config, devices, found, request.prices, request.step_s),
+        notes=tuple(_notes(config, model, found, devices)),
+        refusals=tuple(refusals),
+    )
+
+
+def _devices(config: RunConfig, request: PlanRequest) -> PlannedDevices:
+    """Read the devices of the request, or find those of this machine. Raises ConfigError."""
+    device = config.rollout.engine.device
+    platform = device if device != "cpu" else "gpu"
+
+    def own() -> Devices:
+        return this_host() if device == "cpu" else local(device)
+
+    trainer = own() if request.trainer is None else parse(request.trainer, platform)
+    has_engine = not config.is_supervised and not config.rollout.engine.is_external
+    if not has_engine:
+        return PlannedDevices(trainer, None)
+    if request.rollout is not None:
+        return PlannedDevices(trainer, parse(request.rollout, platform))
+    if request.trainer is None:
+        return PlannedDevices(*_divided(config, trainer))
+    return PlannedDevices(trainer, Devices(trainer.type, 1 if trainer.type.platform == "cpu" else None))
+
+
+def _divided(config: RunConfig, here: Devices) -> tuple[Devices, Devices]:
+    """Divide this machine's devices as `volley train` does: the trainer has its mesh, the servers the rest."""
+    if here.count is None or here.type.platform == "cpu":
+        return here, here
+    left = max(0, here.count - config.trainer.mesh.n_devices)
+    n = min(left, config.services.n_local("rollout") * config.rollout.engine.tp_size)
+    return Devices(here.type, here.count - left or None), Devices(here.type, n)
+
+
+def _of_model(config: RunConfig, model: ModelConfig) -> Mapping[str, Any]:
+    lora, n = config.trainer.lora, n_parameters(model)
+    trained = n
+    if lora is not None:
+        trained = sum(one.n for one in parameters(model, lora.rank, lora.target_modules).values()) - n
+    return {"path": config.model.path, "type": model.model_type, "parameters": n, "trained": trained}
+
+
+def _topology(config: RunConfig, devices: PlannedDevices, found: Evaluation, *, is_here: bool) -> Mapping[str, Any]:
+    servers = devices.servers
+    return {
+        "mode": config.mode,
+        "processes": topology.processes(config, is_elsewhere=not is_here),
+        "external": topology.external(config),
+        "trainer": topology.of_trainer(config, devices.trainer),
+        "rollout": None if servers is None else topology.of_servers(config, servers, found.n_servers),
+    }
+
+
+def _of_trainer(found: Evaluation, devices: PlannedDevices) -> Mapping[str, Any] | None:
+    one = found.trainer
+    if one is None:
+        return None
+    return {
+        "kept": {name: n for name, n in one.kept.items() if n},
+        "step": dict(one.step),
+        "warm_start": dict(one.warm_start),
+        "host": {
+            name: n for name, n in (("reference", one.host_reference), ("copies of a checkpoint", one.host_copies)) if n
+        },
+        "phases": one.phases,
+        "peak": one.peak,
+        "peak_with_branches": one.peak_with_branches,
+        "usable": devices.trainer.type.usable,
+    }
+
+
+def _of_rollout(found: Evaluation) -> Mapping[str, Any] | None:
+    one = found.server
+    if one is None:
+        return None
+    return {
+        **asdict(one),
+        "pool": one.pool,
+        "total": one.total,
+        "sequences": one.n_sequences,
+    }
+
+
+def _cost(
+    config: RunConfig, devices: PlannedDevices, found: Evaluation, prices: Mapping[str, float], step_s: float | None
+) -> costs.Cost:
+    one, servers = devices.trainer, devices.servers
+    used = [("trainer", one.type.name, one.count or config.trainer.mesh.n_devices)]
+    is_shared = servers is not None and servers.type.platform == "cpu" == one.type.platform
+    if servers is not None and not is_shared:
+        n = servers.count or found.n_servers * config.rollout.engine.tp_size
+        used.append(("rollout", servers.type.name, n))
+    return costs.cost(used, prices, costs.steps(config), step_s)
+
+
+def _of_disk(config: RunConfig, disk: costs.Disk) -> list[Refusal]:
+    """Refuse a run whose checkpoints do not fit on this machine's disk; a run that has some needs less."""
+    folder = next(one for one in (config.run.folder, *config.run.folder.absolute().parents) if one.exists())
+    free = shutil.disk_usage(folder).free
+    needed = disk.checkpoint * disk.n_checkpoints + disk.base + disk.published
+    if needed <= free or config.run.folder.exists():
+        return []
+    others = disk.n_checkpoints - config.trainer.checkpointing_options.max_to_keep
+    fitting = (free - disk.base - disk.published) // max(1, disk.checkpoint) - others
+    change = f"trainer.checkpointing_options.max_to_keep={fitting} or " if fitting >= 2 else ""
+    reason = f"checkpoints take {show_bytes(needed)} below {folder}, which has {show_bytes(free)} free"
+    return [Refusal(reason, f"{change}run.dir=FOLDER on a larger disk")]
+
+
+def _notes(config: RunConfig, model: ModelConfig, found: Evaluation, devices: PlannedDevices) -> list[str]:
+    notes = []
+    if "group" not in found.problems:
+        try:
+            notes += findings(config)
+        except ConfigError as error:
+            notes.append(f"{error.detail}: {error.hint}.")
+    notes += [one for one in (beyond_positions(config, model),) if one is not None]
+    engine, serving, training = config.rollout.engine, found.server, found.trainer
+    if engine.is_external and not config.is_supervised:
+        notes.append(f"rollout.engine.kind={engine.kind}: its servers manage their own memory, which is not estimated.")
+    if serving is not None and 0 < serving.n_sequences < engine.max_running_requests:
+        notes.append(
+            f"rollout.engine.max_running_requests={engine.max_running_requests} is more than the"
+            f" {serving.n_sequences:,} sequences of {serving.context_length:,} tokens that a server's pool holds:"
+            " longer ones wait for each other."
+        )
+    limit = devices.trainer.type.usable
+    if training is not None and training.peak <= limit < training.peak_with_branches:
+        notes.append(
+            f"If episodes have several sequences, training takes {show_bytes(training.peak_with_branches)}, which is"
+            " more than the device has: lower trainer.train_micro_batch_size then."
+        )
+    if config.is_supervised and costs.steps(config) is None:
+        notes.append("The number of steps depends on the conversations in sft.train: the run's cost is not estimated.")
+    return notes

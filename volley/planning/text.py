@@ -1,0 +1,138 @@
+"""Plan of a run as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from volley.planning.plan import RunPlan
+from volley.planning.quantities import show_bytes, show_seconds
+from volley.printing import join_lines
+
+_WIDTH = 30
+
+
+def format_plan(plan: RunPlan) -> str:
+    """Format every part that the run has, then notes and refusals."""
+    parts = (_of_model, _of_topology, _of_trainer, _of_rollout, _of_hand_over, _of_disk, _of_cost)
+    lines = [line for part in parts for line in part(plan)]
+    lines += [f"note: {note}" for note in plan.notes]
+    for one in plan.refusals:
+        lines += ["", f"CANNOT RUN: {one.reason}", f"  change: {one.change}"]
+    if not plan.refusals:
+        lines += ["", "It fits."]
+    return join_lines(lines)
+
+
+def _row(name: str, value: str, note: str = "") -> str:
+    return f"  {name:{_WIDTH}} {value:>12}{'   ' * bool(note)}{note}"
+
+
+def _of_model(plan: RunPlan) -> Iterator[str]:
+    model = plan.model
+    trained = "" if model["trained"] == model["parameters"] else f", {model['trained']:,} of adapters are trained"
+    yield f"model {model['path']} ({model['type']}): {model['parameters']:,} parameters{trained}"
+
+
+def _of_topology(plan: RunPlan) -> Iterator[str]:
+    found = plan.topology
+    yield ""
+    yield f"topology (mode {found['mode']})"
+    for host, names in found["processes"].items():
+        yield f"  {host}: {', '.join(names)}"
+    for name, url in found["external"].items():
+        yield f"  {name}: {url}"
+    trainer, servers = found["trainer"], found["rollout"]
+    mesh = " x ".join(f"{axis} {size}" for axis, size in trainer["mesh"].items())
+    yield f"  trainer on {_devices(trainer)}: mesh {mesh}, {_count(trainer['processes'], 'process')}"
+    if servers is not None:
+        each = f", {servers['devices_of_each']} each" if servers["servers"] > 1 else ""
+        yield f"  {_count(servers['servers'], 'rollout server')} on {_devices(servers)}{each}"
+
+
+def _devices(part: Mapping[str, Any]) -> str:
+    idle = f", {part['idle']} more idle" if part["idle"] else ""
+    devices = f"{part['devices']} x {part['device']} of {show_bytes(part['memory'])}"
+    return f"{devices} ({_count(part['hosts'], 'host')}{idle})"
+
+
+def _count(n: int, name: str) -> str:
+    return f"{n} {name}{'' if n == 1 else 'es' if name.endswith('s') else 's'}"
+
+
+def _of_trainer(plan: RunPlan) -> Iterator[str]:
+    found = plan.trainer
+    if found is None:
+        return
+    yield ""
+    yield "each device of the trainer"
+    for name, n in (found["kept"] | found["step"]).items():
+        yield _row(name, show_bytes(n))
+    for name, n in found["host"].items():
+        yield _row(f"{name} (host)", show_bytes(n))
+    for phase, n in found["phases"].items():
+        yield _row(f"peak of a {phase}", show_bytes(n), f"of {show_bytes(found['usable'])}")
+
+
+def _of_rollout(plan: RunPlan) -> Iterator[str]:
+    found = plan.rollout
+    if found is None:
+        return
+    yield ""
+    yield "each device of a rollout server"
+    yield _row("weights", show_bytes(found["weights"]))
+    yield _row("weights that arrive", show_bytes(found["arriving"]))
+    yield _row("prefill and logits", show_bytes(found["step"]))
+    pool = f"{max(0, found['pool_tokens']):,} tokens: {found['sequences']:,} sequences of {found['context_length']:,}"
+    yield _row("keys and values", show_bytes(found["pool"]), pool)
+    yield _row("sum", show_bytes(found["total"]), f"of {show_bytes(found['limit'])}")
+
+
+def _of_hand_over(plan: RunPlan) -> Iterator[str]:
+    found = plan.hand_over
+    if found is None:
+        return
+    yield ""
+    yield "hand-over of a version to each rollout server"
+    if found.base:
+        yield _row("base, once", show_bytes(found.base))
+    yield _row("whole", show_bytes(found.whole), _at_least(found.whole_s))
+    if found.delta is not None:
+        yield _row("delta", show_bytes(found.delta), _at_least(found.delta_s))
+
+
+def _at_least(seconds: float | None) -> str:
+    return "" if seconds is None else f"at least {show_seconds(seconds)}"
+
+
+def _of_disk(plan: RunPlan) -> Iterator[str]:
+    found = plan.disk
+    if found is None:
+        return
+    yield ""
+    yield "disk, at most"
+    yield _row("checkpoints", show_bytes(found.checkpoint * found.n_checkpoints), _times(found))
+    if found.base:
+        yield _row("base of the adapters", show_bytes(found.base))
+    if found.published:
+        yield _row("published versions", show_bytes(found.published))
+        yield _row("archive", show_bytes(found.archive), f"{show_bytes(found.archive_per_step)} a step")
+        yield _row("on each rollout server", show_bytes(found.on_server))
+    yield _row("run folder", show_bytes(found.total))
+
+
+def _times(found: Any) -> str:
+    return f"{found.n_checkpoints} of {show_bytes(found.checkpoint)}"
+
+
+def _of_cost(plan: RunPlan) -> Iterator[str]:
+    found = plan.cost
+    if found is None:
+        return
+    yield ""
+    yield "cost of the devices"
+    for name, price in found.parts.items():
+        yield _row(f"{name} per hour", f"{price:,.2f}")
+    yield _row("per hour", f"{found.per_hour:,.2f}")
+    if found.of_run is not None and found.hours is not None:
+        yield _row("of the run", f"{found.of_run:,.2f}", f"{show_seconds(found.hours * 3600)} of steps")
