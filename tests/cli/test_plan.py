@@ -231,6 +231,11 @@ def test_unknown_devices_are_refused(text: str, named: str) -> None:
     assert named in f"{error.value.detail} {error.value.hint}"
 
 
+def test_the_page_names_every_known_device() -> None:
+    page = Path("docs/memory.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in page for name in devices.DEVICES)
+
+
 def test_devices_have_the_memory_that_is_given() -> None:
     assert devices.parse("mine=24GiB:4", "tpu").type == devices.DeviceType("mine", "tpu", 24 * GIB)
     assert devices.parse("h100=94GB", "tpu").type.platform == "gpu"

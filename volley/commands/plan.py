@@ -39,13 +39,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Return 1 if the run does not fit. Raises ConfigError."""
     from shared.models.config import ModelConfig
     from shared.models.hub import model_folder
+    from shared.run.folder import RunFolder
     from volley.planning.plan import PlanRequest, make
     from volley.planning.quantities import parse_rate, read_prices
     from volley.planning.text import format_plan
 
     _check("--step-s", arguments.step_s, most=math.inf)
     _check("--moved", arguments.moved, most=1.0)
-    loaded = config.load(arguments.config, arguments.overrides)
+    paths = [RunFolder(Path(one)).config if Path(one).is_dir() else one for one in arguments.config]
+    loaded = config.load(paths, arguments.overrides)
     run_config = loaded.config
     model = ModelConfig.read(model_folder(run_config.model.path, run_config.run.folder))
     request = PlanRequest(

@@ -22,7 +22,7 @@ PROCESS_BYTES = 250 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class Obstacle:
     """Reason why a configuration cannot run. `hint` says what to change, where that needs no search."""
 
     reason: str
@@ -44,22 +44,22 @@ class Evaluation:
     trainer: MemoryEstimate | None = None
     server: ServerEstimate | None = None
     n_servers: int = 0
-    problems: Mapping[str, Problem] = field(default_factory=dict[str, Problem])
+    problems: Mapping[str, Obstacle] = field(default_factory=dict[str, Obstacle])
 
 
 def evaluate(config: RunConfig, model: ModelConfig, devices: PlannedDevices) -> Evaluation:
     """Estimate the memory and collect problems."""
-    problems: dict[str, Problem] = {}
+    problems: dict[str, Obstacle] = {}
     estimate = None
     try:
         if not config.is_supervised:
             check_group(config, model.routing)
     except ConfigError as error:
-        problems["group"] = Problem(error.detail, error.hint)
+        problems["group"] = Obstacle(error.detail, error.hint)
     try:
         estimate = trainer.estimate(config, model, devices.trainer.type)
     except ConfigError as error:
-        problems["micro-batches"] = Problem(error.detail, error.hint)
+        problems["micro-batches"] = Obstacle(error.detail, error.hint)
     problems |= _of_mesh(config, model, devices.trainer)
     if estimate is not None:
         problems |= _of_training(estimate, devices.trainer)
@@ -80,17 +80,17 @@ def servers_of(config: RunConfig, devices: Devices) -> int:
     return len(config.services.rollout_urls) or config.services.n_local("rollout")
 
 
-def _of_mesh(config: RunConfig, model: ModelConfig, devices: Devices) -> dict[str, Problem]:
+def _of_mesh(config: RunConfig, model: ModelConfig, devices: Devices) -> dict[str, Obstacle]:
     mesh, kind = config.trainer.mesh, devices.type
     shape = list(mesh.shape)
     if devices.count is not None and mesh.n_devices > devices.count:
         what = "has one device for JAX" if kind.platform == "cpu" else f"are {devices.count}"
         there = f"this machine {what}" if kind.platform == "cpu" else f"there {what} of type {kind.name}"
-        return {"mesh": Problem(f"trainer.mesh.shape={shape} needs {mesh.n_devices} devices, and {there}")}
+        return {"mesh": Obstacle(f"trainer.mesh.shape={shape} needs {mesh.n_devices} devices, and {there}")}
     for name, one in parameters(model).items():
         if (axis := one.indivisible(mesh.sizes)) is not None:
             return {
-                "mesh": Problem(
+                "mesh": Obstacle(
                     f"parameter {name} of shape {list(one.shape)} does not divide over {axis}={mesh.sizes[axis]} of"
                     f" trainer.mesh.shape={shape}"
                 )
@@ -98,7 +98,7 @@ def _of_mesh(config: RunConfig, model: ModelConfig, devices: Devices) -> dict[st
     hosts, processes = math.ceil(mesh.n_devices / kind.per_host), config.services.trainer.num_processes
     if kind.platform != "cpu" and hosts > processes:
         return {
-            "processes": Problem(
+            "processes": Obstacle(
                 f"{mesh.n_devices} {kind.name} are on {hosts} hosts of at most {kind.per_host}, and the trainer has"
                 f" {processes} process{'es' * (processes > 1)}",
                 f"services.trainer.num_processes={hosts}, with services.trainer.coordinator_address=HOST:PORT",
@@ -107,24 +107,24 @@ def _of_mesh(config: RunConfig, model: ModelConfig, devices: Devices) -> dict[st
     return {}
 
 
-def _of_training(found: MemoryEstimate, devices: Devices) -> dict[str, Problem]:
+def _of_training(found: MemoryEstimate, devices: Devices) -> dict[str, Obstacle]:
     kind = devices.type
     limit = kind.usable - (PROCESS_BYTES if kind.platform == "cpu" else 0)
     if found.peak <= limit:
         return {}
     return {
-        "training": Problem(
+        "training": Obstacle(
             f"training takes {show_bytes(found.peak)} on each device ({found.largest_phase}), and {kind.limit} has"
             f" {show_bytes(limit)} for it"
         )
     }
 
 
-def _of_servers(config: RunConfig, model: ModelConfig, devices: Devices, found: ServerEstimate) -> dict[str, Problem]:
+def _of_servers(config: RunConfig, model: ModelConfig, devices: Devices, found: ServerEstimate) -> dict[str, Obstacle]:
     engine, kind = config.rollout.engine, devices.type
     if kind.platform != engine.device:
         return {
-            "device": Problem(
+            "device": Obstacle(
                 f"rollout.engine.device={engine.device}, and {kind.name} is a {kind.platform}",
                 f"rollout.engine.device={kind.platform}",
             )
@@ -133,7 +133,7 @@ def _of_servers(config: RunConfig, model: ModelConfig, devices: Devices, found: 
     if heads % tp_size or (keys % tp_size and tp_size % keys):
         fitting = [n for n in range(1, heads + 1) if not heads % n and not (keys % n and n % keys)]
         return {
-            "heads": Problem(
+            "heads": Obstacle(
                 f"the model's {heads} heads with {keys} heads of keys do not divide over"
                 f" rollout.engine.tp_size={tp_size}",
                 f"rollout.engine.tp_size={_nearest(fitting, tp_size)}",
@@ -144,7 +144,7 @@ def _of_servers(config: RunConfig, model: ModelConfig, devices: Devices, found: 
         least = tp_size * n_servers
         if devices.count < least:
             return {
-                "servers": Problem(
+                "servers": Obstacle(
                     f"services.rollout_replicas={n_servers} with rollout.engine.tp_size={tp_size} needs {least}"
                     f" devices, and there are {devices.count}",
                     _fewer(devices.count, tp_size),
@@ -165,13 +165,13 @@ def _nearest(numbers: list[int], to: int) -> int:
     return min(numbers, key=lambda n: abs(n - to))
 
 
-def _of_pool(asked: int | None, found: ServerEstimate, devices: Devices) -> dict[str, Problem]:
+def _of_pool(asked: int | None, found: ServerEstimate, devices: Devices) -> dict[str, Obstacle]:
     kind, length = devices.type, found.context_length
     sizes = f"weights {show_bytes(found.weights)}, twice while a version arrives, and a step {show_bytes(found.step)}"
     if found.most_tokens < length:
         room = max(0, found.most_tokens)
         return {
-            "pool": Problem(
+            "pool": Obstacle(
                 f"a rollout server has room for {room:,} tokens of keys and values, less than one sequence of"
                 f" rollout.engine.context_length={length}: {kind.limit} has {show_bytes(found.limit)}; {sizes}"
             )
@@ -179,7 +179,7 @@ def _of_pool(asked: int | None, found: ServerEstimate, devices: Devices) -> dict
     if found.pool_tokens > found.most_tokens:
         pool = f"rollout.engine.max_total_tokens={asked}" if asked else "the engine's own pool"
         return {
-            "pool": Problem(
+            "pool": Obstacle(
                 f"{pool} takes {show_bytes(found.pool)} of a rollout server's device, and {kind.limit} has"
                 f" {show_bytes(found.limit)}: {sizes}",
                 f"rollout.engine.max_total_tokens={_rounded(found.most_tokens)}",
@@ -199,7 +199,7 @@ def _of_host(
     training: MemoryEstimate,
     serving: ServerEstimate | None,
     n_servers: int,
-) -> dict[str, Problem]:
+) -> dict[str, Obstacle]:
     """Compare the sum of all processes on a CPU with this machine's memory."""
     if devices.trainer.type.platform != "cpu" or serving is None or config.services.rollout_urls:
         return {}
@@ -208,7 +208,7 @@ def _of_host(
     if total <= limit:
         return {}
     return {
-        "host": Problem(
+        "host": Obstacle(
             f"the trainer takes {show_bytes(training.peak + PROCESS_BYTES)} and {n_servers} rollout"
             f" server{'s' * (n_servers > 1)} {show_bytes(of_servers)}, and this machine has {show_bytes(limit)}"
         )
