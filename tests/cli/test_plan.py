@@ -119,7 +119,7 @@ PACKED = ("trainer.micro_batch_tokens=393216", "trainer.train_micro_batch_size=n
     [
         (PACKED, {"trainer": "v5e:8"}, "training takes"),
         (("trainer.train_micro_batch_size=256",), {"trainer": "v5e:8"}, "training takes"),
-        (("algorithm.beta=0.1", "trainer.train_micro_batch_size=32"), {"trainer": "v5e:8"}, "training takes"),
+        (("algorithm.beta=0.1", "trainer.train_micro_batch_size=64"), {"trainer": "v5e:8"}, "training takes"),
         (("algorithm.name=ppo", "algorithm.loss_agg_mode=token-mean"), {"trainer": "v5e:8"}, "training takes"),
         ((), {"trainer": "v5e:4"}, "needs 8 devices, and there are 4"),
         (("trainer.mesh.shape=[2,4]",), {"trainer": "v5e:8"}, ""),

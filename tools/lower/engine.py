@@ -84,10 +84,7 @@ def compiled(scheduler: RolloutScheduler, devices: Sequence[Any]) -> Iterator[di
 def lowered(scheduler: RolloutScheduler, batch: Any, devices: Sequence[Any]) -> jax.stages.Lowered:
     """Lower the step for the first of `devices`, as many as the engine has."""
     runner = scheduler.runner
-    here: Mesh = runner.mesh
-    there = Mesh(
-        np.array(devices[: here.size]).reshape(here.devices.shape), here.axis_names, axis_types=here.axis_types
-    )
+    there = _moved(runner.mesh, devices)
     model_class, _ = get_model_architecture(runner.model_config)
     with jax.set_mesh(there):
         shapes = nnx.eval_shape(
@@ -96,18 +93,28 @@ def lowered(scheduler: RolloutScheduler, batch: Any, devices: Sequence[Any]) -> 
     leaves, pools, attention, *rest, layout = scheduler.step.arguments(batch, SamplingRows(len(batch.seq_lens)))
     attention = copy.copy(attention)
     attention.mesh = there
-    arguments = jax.tree.map(lambda x: _as_shape(x, there), (leaves, pools, attention, *rest))
+    arguments = jax.tree.map(lambda x: _as_shape(x, there, devices), (leaves, pools, attention, *rest))
     step = compiled_step(there, nnx.split(shapes)[0], runner._model_state_def)
     with jax.set_mesh(there), _asked_for(devices):
         return step.lower(*arguments, layout)
 
 
-def _as_shape(x: Any, mesh: Mesh) -> Any:
+def _moved(mesh: Mesh, devices: Sequence[Any]) -> Mesh:
+    """Make the same mesh over the first of `devices`."""
+    chosen = np.array(devices[: mesh.size]).reshape(mesh.devices.shape)
+    return Mesh(chosen, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _as_shape(x: Any, mesh: Mesh, devices: Sequence[Any]) -> Any:
+    """Shape of an array, with its sharding over `devices`: experts have a mesh of their own."""
     if not hasattr(x, "shape"):
         return x
     sharding = getattr(x, "sharding", None)
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        moved = NamedSharding(_moved(sharding.mesh, devices), sharding.spec)
+    else:
+        moved = NamedSharding(mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=moved)
 
 
 @contextmanager

@@ -2,15 +2,18 @@
 
 The trainer traces its gradient function and counts the values that are live at once, which takes JAX and seconds. Here
 the same sum is written out: the bytes that the backward pass needs for a token in a layer, and the largest of the
-short-lived parts. The factors are those of the traced functions, which are linear in the sizes.
-`tests/trainer/test_plan.py` compares both with XLA's allocations.
+short-lived parts. The factors are those of the traced functions, which are linear in the sizes. Two parts are not in
+the trace: in bfloat16, XLA keeps a cast copy of all parameters, and over fsdp it gathers the output projection.
+`tests/trainer/test_plan.py` compares the sum with XLA's allocations.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from shared.models.config import ModelConfig
+from shared.models.parameters import parameters
 from shared.planning.training import ITEM_SIZES
 
 _FLOAT32 = 4
@@ -28,7 +31,8 @@ _SCORES = 17
 class BatchSize:
     """A micro-batch on one device: `rows` of `length` tokens, and how the model computes them.
 
-    `splash` attention stores no scores. `adapts` trains adapters only.
+    `splash` attention stores no scores. `adapts` trains adapters only. `mesh` has the size of each axis: `rows` are
+    those of one shard of fsdp, and tp divides their values.
     """
 
     rows: int
@@ -37,6 +41,11 @@ class BatchSize:
     remat: str
     splash: bool = False
     adapts: bool = False
+    mesh: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def tp(self) -> int:
+        return self.mesh.get("tp", 1)
 
     @property
     def n_positions(self) -> int:
@@ -63,20 +72,24 @@ class _TokenBytes:
 
 def activations(model: ModelConfig, batch: BatchSize) -> int:
     """Bytes that the largest micro-batch takes on a device between inputs and gradients."""
-    one, n_layers, n = _token_bytes(model, batch), model.num_hidden_layers, batch.n_positions
+    one, n_layers, n = _token_bytes(model, batch), model.num_hidden_layers, batch.n_positions / batch.tp
     hidden, item = model.hidden_size, ITEM_SIZES[batch.dtype]
-    casts = 0 if batch.dtype == "float32" or batch.adapts else item * _layer_numbers(model)
     whole = one.attention + one.feed_forward + one.scores
     if batch.remat == "none":
-        stored = n_layers * (n * whole + casts)
-        layer = n * max((16 + 2 * item) * hidden, one.attending - whole)
+        stored, live = whole, max((16 + 2 * item) * hidden, one.attending - whole)
     elif batch.remat == "block":
-        stored = n_layers * n * one.inputs
-        layer = n * max(one.attending, one.feeding) + casts
+        stored, live = one.inputs, max(one.attending, one.feeding)
     else:
-        stored = n_layers * n * item * hidden
-        layer = n * max(one.attention + one.feeding + one.scores + one.inputs, one.attending + one.inputs) + casts
-    return int(stored + max(layer, _of_logits(model, batch)))
+        stored, live = item * hidden, one.inputs + max(one.attention + one.feeding + one.scores, one.attending)
+    layers = n_layers * n * stored
+    return int(_casts(model, batch) + layers + max(n * live, _of_logits(model, batch)))
+
+
+def _casts(model: ModelConfig, batch: BatchSize) -> int:
+    """Bytes of the parameters' copy in the activations' dtype; adapters have a base of that dtype."""
+    if batch.dtype == "float32" or batch.adapts:
+        return 0
+    return ITEM_SIZES[batch.dtype] * sum(one.n_on_device(batch.mesh) for one in parameters(model).values())
 
 
 def _token_bytes(model: ModelConfig, batch: BatchSize) -> _TokenBytes:
@@ -117,16 +130,10 @@ def _feeding(model: ModelConfig, item: int) -> float:
     return 7.25 * item * inner + 4 * model.hidden_size + (0 if experts is None else _feed_forward(model, item))
 
 
-def _layer_numbers(model: ModelConfig) -> int:
-    """Numbers of a layer's matrices that are cast to the activations' dtype at once; of experts, one."""
-    experts, hidden = model.experts, model.hidden_size
-    heads = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim
-    inner = model.intermediate_size if experts is None else experts.moe_intermediate_size + experts.shared_size
-    return hidden * (heads + 3 * inner)
-
-
-def _of_logits(model: ModelConfig, batch: BatchSize) -> int:
-    """Bytes of a chunk's logits in the backward pass, and of the gradient of the output projection."""
+def _of_logits(model: ModelConfig, batch: BatchSize) -> float:
+    """Bytes of a chunk's logits in the backward pass, of the gathered output projection and of its gradient."""
     n_logits = batch.rows * min(_CHUNK, batch.length) * model.vocab_size
-    gradient = 0 if batch.adapts else _FLOAT32 * model.vocab_size * model.hidden_size
-    return _FLOAT32 * _LOGITS * n_logits + gradient + 16 * batch.n_positions * model.hidden_size
+    projection = model.vocab_size * model.hidden_size / batch.tp
+    gradient = 0 if batch.adapts else _FLOAT32 * projection
+    gathered = ITEM_SIZES[batch.dtype] * projection if batch.mesh.get("fsdp", 1) > 1 else 0
+    return _FLOAT32 * _LOGITS * n_logits + gradient + gathered + 16 * batch.n_positions * model.hidden_size

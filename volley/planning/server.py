@@ -14,7 +14,8 @@ from volley.planning.devices import DeviceType
 
 _ENGINE_SHARE = 0.88
 """Share of a device that sglang-jax fills with weights and pool, if rollout.engine.max_total_tokens is not set."""
-_LOGITS = 3  # float32 arrays of the logits of all running requests that exist at once
+_LOGITS = 5
+"""Float32 arrays of the logits of all running requests that exist at once, by libtpu's compiler; tp divides none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +84,10 @@ def _on_device(model: ModelConfig, tp_size: int) -> Iterator[int]:
 
 
 def _step(config: RunConfig, model: ModelConfig, tp_size: int) -> int:
-    """Estimate the intermediate values of a step: those of a layer for the longest prefill, and logits."""
+    """Estimate the intermediate values of a step: those of a layer for the longest prefill, or logits."""
     engine, size = config.rollout.engine, ITEM_SIZES[config.model.dtype]
     inner = max(model.intermediate_size, model.num_attention_heads * model.head_dim)
     if model.experts is not None:
         inner = model.experts.num_experts_per_tok * model.experts.moe_intermediate_size
     layer = engine.max_prefill_tokens * size * (4 * model.hidden_size + 3 * -(-inner // tp_size))
-    logits = 4 * _LOGITS * engine.max_running_requests * -(-model.vocab_size // tp_size)
-    return layer + logits
+    return max(layer, 4 * _LOGITS * engine.max_running_requests * model.vocab_size)

@@ -84,6 +84,7 @@ def _on_device(config: RunConfig, shape: MicroBatchShape, device: DeviceType) ->
         remat=config.model.remat,
         splash=allowed and length % SPLASH_UNIT == 0,
         adapts=trainer.lora is not None,
+        mesh=trainer.mesh.sizes,
     )
 
 
