@@ -132,6 +132,7 @@ PACKED = ("trainer.micro_batch_tokens=393216", "trainer.train_micro_batch_size=n
         (("rollout.engine.tp_size=1",), {"trainer": "v5e:8", "rollout": "chip=8GiB"}, "room for 0 tokens"),
         (("services.rollout_replicas=3",), {"trainer": "v5e:8", "rollout": "v5e:8"}, "services.rollout_replicas=3"),
         ((), {"trainer": "v5e:8", "rollout": "h100:8"}, "rollout.engine.device=tpu"),
+        (("trainer.attention=splash",), {"trainer": "h100:8", "rollout": "v5e:8"}, "trainer.attention=splash"),
         (("rollout.engine.max_total_tokens=9000000",), {"trainer": "v5e:8"}, "max_total_tokens=9000000 takes"),
         (("grpo_config.num_generations=60000", "trainer.groups_per_step=1"), {"trainer": "v5e:8"}, "a group of 60000"),
     ],
@@ -157,6 +158,8 @@ def test_a_mixture_of_experts_names_adapters_or_more_chips() -> None:
     (training,) = [one for one in small.refusals if one.reason.startswith("training takes")]
     assert "trainer.lora.rank=16" in training.change
     assert "services.trainer.num_processes=" in training.change
+    experts = plan(TPU, "trainer.lora.target_modules=[gate_proj]", of=QWEN3_30B, trainer="v5p", rollout="v5p:8")
+    assert any("target_modules" in one.reason for one in experts.refusals)
 
 
 def test_adapters_have_a_base_that_travels_once() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shared.errors import ConfigError
+from shared.models.adapter import is_adapter
 from shared.models.config import ModelConfig
 from shared.models.parameters import parameters
 from shared.planning.training import MemoryEstimate
@@ -60,7 +61,7 @@ def evaluate(config: RunConfig, model: ModelConfig, devices: PlannedDevices) -> 
         estimate = trainer.estimate(config, model, devices.trainer.type)
     except ConfigError as error:
         problems["micro-batches"] = Obstacle(error.detail, error.hint)
-    problems |= _of_mesh(config, model, devices.trainer)
+    problems |= _of_mesh(config, model, devices.trainer) | _of_parts(config, model, devices.trainer)
     if estimate is not None:
         problems |= _of_training(estimate, devices.trainer)
     serving, n_servers = None, 0
@@ -105,6 +106,24 @@ def _of_mesh(config: RunConfig, model: ModelConfig, devices: Devices) -> dict[st
             )
         }
     return {}
+
+
+def _of_parts(config: RunConfig, model: ModelConfig, devices: Devices) -> dict[str, Obstacle]:
+    """Refuse adapters that no projection has, and kernels that the platform does not have."""
+    lora, platform = config.trainer.lora, devices.type.platform
+    found: dict[str, Obstacle] = {}
+    if lora is not None and not any(map(is_adapter, parameters(model, lora.rank, lora.target_modules))):
+        found["adapters"] = Obstacle(
+            f"trainer.lora.target_modules={list(lora.target_modules)} names no projection of this model that can have"
+            " adapters: experts have none",
+            "trainer.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]",
+        )
+    if config.trainer.attention == "splash" and platform != "tpu":
+        found["attention"] = Obstacle(
+            f"trainer.attention=splash has kernels for TPUs, and the trainer's devices are of the platform {platform}",
+            "trainer.attention=auto",
+        )
+    return found
 
 
 def _of_training(found: MemoryEstimate, devices: Devices) -> dict[str, Obstacle]:

@@ -13,6 +13,7 @@ from shared.findings import beyond_positions, findings
 from shared.models.config import ModelConfig
 from shared.models.parameters import n_parameters, parameters
 from shared.schema import RunConfig
+from volley.local.accelerators import shares
 from volley.planning import costs, topology
 from volley.planning.devices import Devices, local, parse, this_host
 from volley.planning.evaluation import Evaluation, PlannedDevices, evaluate
@@ -79,8 +80,9 @@ def make(loaded: LoadedConfig, model: ModelConfig, request: PlanRequest) -> RunP
     sent = costs.hand_over(config, model, request.bandwidth, request.moved)
     disk = None if found.trainer is None else costs.disk(config, model, sent)
     is_here = request.trainer is None and request.rollout is None
-    if disk is not None and is_here:
-        refusals += _of_disk(config, disk)
+    if is_here:
+        refusals += [] if disk is None else _of_disk(config, disk)
+        refusals += _of_accelerators(config, found)
     return RunPlan(
         model=_of_model(config, model),
         topology=_topology(config, devices, found, is_here=is_here),
@@ -181,6 +183,17 @@ def _cost(
         n = servers.count or found.n_servers * config.rollout.engine.tp_size
         used.append(("rollout", servers.type.name, n))
     return costs.cost(used, prices, costs.steps(config), step_s)
+
+
+def _of_accelerators(config: RunConfig, found: Evaluation) -> list[Refusal]:
+    """Refuse parts of a host that a process cannot have, unless there is another problem with the devices."""
+    if found.problems.keys() & {"mesh", "servers", "processes"}:
+        return []
+    try:
+        shares(config, config.services.n_local("rollout"))
+    except ConfigError as error:
+        return [Refusal(error.detail, error.hint or "")]
+    return []
 
 
 def _of_disk(config: RunConfig, disk: costs.Disk) -> list[Refusal]:
