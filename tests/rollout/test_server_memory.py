@@ -29,7 +29,9 @@ def test_weights_and_pool_are_those_of_the_engine(name: str, tmp_path: Path) -> 
     runner = booted(spec).runner
     model = ModelConfig.read(tmp_path / "model")
     overrides = [f"rollout.engine.{key}={value}" for key, value in sizes.items()]
-    run = config.load(["configs/quickstart.yaml"], [*overrides, "model.dtype=bfloat16", "trainer.length_buckets=[256]"]).config
+    run = config.load(
+        ["configs/quickstart.yaml"], [*overrides, "model.dtype=bfloat16", "trainer.length_buckets=[256]"]
+    ).config
     found = server.estimate(run, model, DeviceType("v5e", "tpu", 2**30))
     assert found.weights == pytest.approx(sum(leaf.nbytes for leaf in runner.model_state_leaves), rel=0.02)
     pool = sum(buffer.nbytes for buffer in jax.tree.leaves(runner.token_to_kv_pool.kv_buffer))
