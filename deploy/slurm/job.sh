@@ -6,6 +6,7 @@ set -u
 
 say() { printf '%(%FT%T%z)T %s\n' -1 "$*"; }
 alive() { [[ -n ${pids[$1]-} ]] && kill -0 "${pids[$1]}" 2>/dev/null; }
+state() { sinfo --noheader --nodes="$1" --format=%T 2>/dev/null || echo unknown; }
 role() { if (($1 < trainers)); then echo trainer; else echo rollout; fi; }
 
 start() { # node $1
@@ -43,9 +44,7 @@ ended() { # node $1
 }
 
 retry() { # node $1, for reason $2, in $3 seconds
-  local state
-  state=$(sinfo --noheader --nodes="${nodes[$1]}" --format=%T 2>/dev/null)
-  say "node ${nodes[$1]} ($(role "$1")) $2; Slurm says it is ${state:-unknown}"
+  say "node ${nodes[$1]} ($(role "$1")) $2; Slurm says it is $(state "${nodes[$1]}")"
   if ((SECONDS - since[$1] > 600)); then tries[$1]=0; fi
   reason[$1]=''
   if ((tries[$1]++ < retries)); then
@@ -72,6 +71,11 @@ elif [[ -e $folder/hosts/begun && ! -e $run/run.json ]]; then
   say "$run has begun, and is not on ${nodes[0]}: put run.dir on a file system that all nodes mount"
   exit 2
 fi
+for node in $(cat "$folder/hosts/nodes" 2>/dev/null); do # of the start before
+  state=$(state "$node")
+  if [[ $state =~ down|drain|fail ]]; then say "node $node of an earlier start is $state"; fi
+done
+printf '%s\n' "${nodes[@]}" >"$folder/hosts/nodes"
 hosts=$(IFS=, && echo "${nodes[*]}")
 port=${VOLLEY_FIRST_PORT:-$((20000 + SLURM_JOB_ID % 400 * 30))}
 retries=${VOLLEY_RETRIES:-5} pause=${VOLLEY_RETRY_PAUSE:-10} poll=${VOLLEY_POLL:-1}
@@ -109,6 +113,12 @@ done
 if [[ -n $requeue ]] && ((result != 0 && result != 2)); then
   say "queueing job $SLURM_JOB_ID again; the run will continue from what is durable"
   trap - TERM
+  left=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%D)
+  if ((${left:-${#nodes[@]}} < ${#nodes[@]})); then
+    # With --no-kill the job has lost nodes for good, and would come back without them.
+    sbatch --nodes=${#nodes[@]} "$folder/job.sh"
+    exit "$result"
+  fi
   scontrol requeue "$SLURM_JOB_ID" && sleep 300 # Slurm ends this script
   say "job $SLURM_JOB_ID cannot be queued again: submit this script once more"
 fi

@@ -190,6 +190,16 @@ def test_a_node_that_fails_is_named_and_tried_again_and_one_that_is_lost_left_ou
         assert (folder / "n1").read_text(encoding="utf-8") == "2\n"
 
 
+def test_a_job_that_slurm_queues_again_names_the_node_that_died(tmp_path: Path) -> None:
+    with job(tmp_path, "[ $i$n = 02 ] && finish 0; " + SLOW) as (slurm, script, _):
+        running = slurm.submit(script)
+        running.wait_for("start 1: 3 nodes: 127.0.0.2 127.0.0.3 127.0.0.4", 10)
+        slurm.kill_node("127.0.0.3", ends_job=True)
+        assert running.wait(60) == 0, running.text()
+        assert "node 127.0.0.3 of an earlier start is down*" in running.text()
+        assert "start 2: 3 nodes: 127.0.0.2 127.0.0.4 127.0.0.5" in running.text()
+
+
 def test_without_a_rollout_node_the_job_is_queued_again_on_other_nodes(tmp_path: Path) -> None:
     with job(tmp_path, "[ $i$n = 02 ] && finish 0; " + SLOW, n_nodes=2) as (slurm, script, _):
         running = slurm.submit(script, VOLLEY_RETRY_PAUSE="0", VOLLEY_RETRIES="1")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MARK = "STUB_SLURM_STEP"
-COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo")
+COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
 
 
 @dataclass
@@ -72,10 +72,17 @@ class Cluster:
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         return Job(process, script.parent / "slurm-7.log")
 
-    def kill_node(self, node: str) -> None:
-        """The node is gone for good, with all its processes."""
+    def kill_node(self, node: str, *, ends_job: bool = False) -> None:
+        """The node is gone for good, with all its processes.
+
+        Without --no-kill this `ends_job`, which is queued again.
+        """
         (self.folder / "down" / node).touch()
-        kill(self.folder, node, signal.SIGKILL)
+        if ends_job:
+            (self.folder / "requeue").touch()
+            os.killpg(int((self.folder / "batch").read_text(encoding="utf-8")), signal.SIGKILL)
+        for one in self.nodes if ends_job else [node]:
+            kill(self.folder, one, signal.SIGKILL)
 
     def left(self) -> list[int]:
         return [pid for node in self.nodes for pid in processes(self.folder, node)]
@@ -126,6 +133,9 @@ def _nodes(folder: Path) -> list[str]:
 
 
 def sbatch(folder: Path, arguments: list[str]) -> int:
+    if "SLURM_JOB_ID" in os.environ:  # a job submits its script
+        (folder / "requeue").touch()
+        return 0
     script, text = arguments[-1], Path(arguments[-1]).read_text(encoding="utf-8")
     given = [word for line in text.splitlines() if line.startswith("#SBATCH ") for word in shlex.split(line[8:])]
     options = dict(word.lstrip("-").partition("=")[::2] for word in [*given, *arguments[:-1]])
@@ -188,6 +198,11 @@ def scancel(folder: Path, arguments: list[str]) -> int:
     assert arguments == ["--quiet", "--signal=TERM", "7"], arguments
     for node in _nodes(folder):
         kill(folder, node, signal.SIGTERM)
+    return 0
+
+
+def squeue(folder: Path, arguments: list[str]) -> int:
+    print(len(set(_words(folder / "allocated")) - _down(folder)))
     return 0
 
 

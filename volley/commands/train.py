@@ -116,6 +116,7 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
     with claimed(loaded) as claim:
         folder, max_steps = claim.folder, 0 if supervised else loaded.config.trainer.max_steps
         tails, started = RecordTails(folder), dict[str, ServiceState]()
+        again = "Starting it again on all hosts" if seams.place else f"`volley up {folder.path}`"
         try:
             with (
                 in_browser(folder, say, wanted=loaded.config.run.dashboard),
@@ -138,24 +139,24 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
                 record = supervise(loaded, claim, work, display.say, seams, seen)
         except Stopped as stopped:
             with suppress(OSError):  # standard output may be gone
-                print_text(_interrupted(f"stopped by {stopped}", folder, max_steps, started))
+                print_text(_interrupted(f"stopped by {stopped}", folder, max_steps, started, again))
             return stopped.exit_code
         except VolleyError:
             if commits.newest(folder) is not None:  # else there is nothing to continue from
                 with suppress(OSError):
-                    print_text(_interrupted("ended early", folder, max_steps, started))
+                    print_text(_interrupted("ended early", folder, max_steps, started, again))
             raise
         return sft_run.finish(folder, record) if supervised else finish(folder, record, prove=prove)
 
 
-def _interrupted(how: str, folder: RunFolder, max_steps: int, started: Mapping[str, ServiceState]) -> str:
+def _interrupted(how: str, folder: RunFolder, max_steps: int, started: Mapping[str, ServiceState], again: str) -> str:
     """Sentence for a run that ended early: its services, its last step, and the command that continues it."""
     head = commits.newest(folder)
     names = [name for name, state in started.items() if state != "pending"]
     ended = f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} ended" if names else "nothing had been started"
     last = f" of {max_steps}" if max_steps else ""
     where = f"from step {head.step}{last}" if head else "from its start"
-    return f"{how}; {ended}. `volley up {folder.path}` continues run {folder.name} {where}."
+    return f"{how}; {ended}. {again} continues run {folder.name} {where}."
 
 
 def supervise(
