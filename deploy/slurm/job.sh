@@ -6,6 +6,7 @@ set -u
 
 say() { printf '%(%FT%T%z)T %s\n' -1 "$*"; }
 alive() { [[ -n ${pids[$1]-} ]] && kill -0 "${pids[$1]}" 2>/dev/null; }
+finished() { grep -qs '"finished": true' "$run/run.json"; }
 state() { sinfo --noheader --nodes="$1" --format=%T 2>/dev/null || echo unknown; }
 role() { if (($1 < trainers)); then echo trainer; else echo rollout; fi; }
 
@@ -28,7 +29,7 @@ ended() { # node $1
   wait "${pids[$1]}"
   code=$?
   pids[$1]=
-  if (($1 == 0 && code == 0)) && ! grep -qs '"finished": true' "$run/run.json"; then code=1; fi
+  if (($1 == 0 && code == 0)) && ! finished; then code=1; fi
   # After a crash, 2 may mean that a port is still taken by what the crash has left.
   if (($1 == 0 && (code < 2 || code == 2 && tries[0] == 0))) || [[ -n $stopping ]]; then
     if (($1 == 0)); then result=${result:-$code}; fi
@@ -71,10 +72,10 @@ elif [[ -e $folder/hosts/begun && ! -e $run/run.json ]]; then
   say "$run has begun, and is not on ${nodes[0]}: put run.dir on a file system that all nodes mount"
   exit 2
 fi
-for node in $(cat "$folder/hosts/nodes" 2>/dev/null); do # of the start before
+while read -r node; do # of the start before
   state=$(state "$node")
   if [[ $state =~ down|drain|fail ]]; then say "node $node of an earlier start is $state"; fi
-done
+done < <(cat "$folder/hosts/nodes" 2>/dev/null)
 printf '%s\n' "${nodes[@]}" >"$folder/hosts/nodes"
 hosts=$(IFS=, && echo "${nodes[*]}")
 port=${VOLLEY_FIRST_PORT:-$((20000 + SLURM_JOB_ID % 400 * 30))}
@@ -93,7 +94,13 @@ while [[ -z $result ]] || alive 0; do
   for i in "${!nodes[@]}"; do
     if [[ -n ${pids[$i]} ]] && ! alive "$i"; then ended "$i"; fi
     if [[ -n ${due[$i]} && -z $stopping ]] && ((SECONDS >= due[$i])); then
-      if [[ -n ${reason[$i]-} ]]; then retry "$i" "${reason[$i]}" 0; else start "$i"; fi
+      if [[ -n ${reason[$i]-} ]] && finished; then
+        due[$i]=''
+      elif [[ -n ${reason[$i]-} ]]; then
+        retry "$i" "${reason[$i]}" 0
+      else
+        start "$i"
+      fi
     fi
   done
   if [[ -e $run/run.json && ! -e $folder/hosts/begun ]]; then touch "$folder/hosts/begun"; fi

@@ -11,6 +11,7 @@ import os
 import signal
 import stat
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,6 +157,14 @@ def job(tmp_path: Path, behaviour: str, n_nodes: int = 3) -> Iterator[tuple[Clus
         yield slurm, tmp_path / ODD / "job.sh", folder
 
 
+def until_started(folder: Path, n: int) -> None:
+    """Wait until `volley` runs on each of `n` nodes."""
+    deadline = time.monotonic() + 30
+    while not all((folder / f"n{i}").exists() for i in range(n)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 SLOW = "case $i in 0) wait_for end; finish ${CODE-0};; *) wait_for never;; esac"
 
 
@@ -191,9 +200,9 @@ def test_a_node_that_fails_is_named_and_tried_again_and_one_that_is_lost_left_ou
 
 
 def test_a_job_that_slurm_queues_again_names_the_node_that_died(tmp_path: Path) -> None:
-    with job(tmp_path, "[ $i$n = 02 ] && finish 0; " + SLOW) as (slurm, script, _):
+    with job(tmp_path, "[ $i$n = 02 ] && sleep 0.5 && finish 0; " + SLOW) as (slurm, script, folder):
         running = slurm.submit(script)
-        running.wait_for("start 1: 3 nodes: 127.0.0.2 127.0.0.3 127.0.0.4", 10)
+        until_started(folder, 3)
         slurm.kill_node("127.0.0.3", ends_job=True)
         assert running.wait(60) == 0, running.text()
         assert "node 127.0.0.3 of an earlier start is down*" in running.text()
@@ -201,7 +210,7 @@ def test_a_job_that_slurm_queues_again_names_the_node_that_died(tmp_path: Path) 
 
 
 def test_without_a_rollout_node_the_job_is_queued_again_on_other_nodes(tmp_path: Path) -> None:
-    with job(tmp_path, "[ $i$n = 02 ] && finish 0; " + SLOW, n_nodes=2) as (slurm, script, _):
+    with job(tmp_path, "[ $i$n = 02 ] && sleep 0.5 && finish 0; " + SLOW, n_nodes=2) as (slurm, script, _):
         running = slurm.submit(script, VOLLEY_RETRY_PAUSE="0", VOLLEY_RETRIES="1")
         running.wait_for("start 1: 2 nodes: 127.0.0.2 127.0.0.3", 10)
         slurm.kill_node("127.0.0.3")
@@ -214,11 +223,9 @@ def test_without_a_rollout_node_the_job_is_queued_again_on_other_nodes(tmp_path:
 def test_the_time_limit_queues_the_job_again_and_a_cancellation_does_not(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    with job(tmp_path, "[ $i$n = 02 ] && finish 0; " + SLOW) as (slurm, script, folder):
+    with job(tmp_path, "[ $i$n = 02 ] && sleep 0.5 && finish 0; " + SLOW) as (slurm, script, folder):
         running = slurm.submit(script)
-        running.wait_for("start 1", 10)
-        while not (folder / "n2").exists():
-            running.wait_for("start 1", 1)
+        until_started(folder, 3)
         os.kill(int((slurm.folder / "batch").read_text(encoding="utf-8")), number)
         assert running.wait(30) == code, running.text()
         assert ("start 2" in running.text()) == (code == 0)
@@ -237,10 +244,11 @@ def test_a_wrong_configuration_ends_the_job_for_good(tmp_path: Path) -> None:
 
 
 def test_a_run_that_is_not_on_the_new_first_node_does_not_begin_anew(tmp_path: Path) -> None:
-    with job(tmp_path, SLOW) as (slurm, script, _):
+    with job(tmp_path, SLOW) as (slurm, script, folder):
         record, begun = tmp_path / "quickstart" / "run.json", script.parent / "hosts" / "begun"
         record.touch()
         running = slurm.submit(script)
+        until_started(folder, 3)
         while not begun.exists():
             running.wait_for("start 1", 10)
         record.unlink()
