@@ -126,6 +126,7 @@ PACKED = ("trainer.micro_batch_tokens=393216", "trainer.train_micro_batch_size=n
         (("trainer.mesh.shape=[3,1]", "trainer.train_micro_batch_size=3"), {"trainer": "v5e"}, "does not divide"),
         (("trainer.mesh.shape=[5,1]",), {"trainer": "v5e"}, "do not divide over fsdp=5"),
         (("trainer.mesh.shape=[16,1]",), {"trainer": "v5e"}, "are on 2 hosts"),
+        (("services.trainer.num_processes=3",), {"trainer": "v5e"}, "do not divide over services.trainer.num_proc"),
         (("trainer.mesh.shape=[1,1]", *ENGINE), {"trainer": "h100"}, "training takes"),
         (ENGINE, {"trainer": "v5e:8", "rollout": "h100:1"}, "the engine's own pool"),
         (("rollout.engine.tp_size=3",), {"trainer": "v5e:8", "rollout": "v5e:3"}, "do not divide"),
@@ -182,6 +183,8 @@ def test_supervised_runs_have_no_rollout_servers(tmp_path: Path) -> None:
     assert sft.trainer is not None
     assert "reference" not in sft.trainer["kept"]
     assert sft.cost is None
+    wide = plan(TPU, "mode=sft", pairs, "trainer.mesh.shape=[16,1]", trainer="v5e")
+    assert any("trained by one process" in one.change for one in wide.refusals)
     assert {name for names in sft.topology["processes"].values() for name in names} == {"trainer"}
 
 

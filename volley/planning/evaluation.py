@@ -102,7 +102,17 @@ def _of_mesh(config: RunConfig, model: ModelConfig, devices: Devices) -> dict[st
             "processes": Obstacle(
                 f"{mesh.n_devices} {kind.name} are on {hosts} hosts of at most {kind.per_host}, and the trainer has"
                 f" {processes} process{'es' * (processes > 1)}",
-                f"services.trainer.num_processes={hosts}, with services.trainer.coordinator_address=HOST:PORT",
+                f"trainer.mesh.shape=[{kind.per_host},1], because a run of mode={config.mode} is trained by one process"
+                if config.is_supervised
+                else f"services.trainer.num_processes={hosts}, with services.trainer.coordinator_address=HOST:PORT",
+            )
+        }
+    if mesh.n_devices % processes:
+        return {
+            "processes": Obstacle(
+                f"the {mesh.n_devices} devices of trainer.mesh.shape={shape} do not divide over"
+                f" services.trainer.num_processes={processes}",
+                f"services.trainer.num_processes={hosts}",
             )
         }
     return {}
@@ -144,7 +154,8 @@ def _of_servers(config: RunConfig, model: ModelConfig, devices: Devices, found: 
     if kind.platform != engine.device:
         return {
             "device": Obstacle(
-                f"rollout.engine.device={engine.device}, and {kind.name} is a {kind.platform}",
+                f"rollout.engine.device={engine.device}, and the rollout servers' devices ({kind.name}) are of the"
+                f" platform {kind.platform}",
                 f"rollout.engine.device={kind.platform}",
             )
         }

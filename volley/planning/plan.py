@@ -227,6 +227,11 @@ def _notes(config: RunConfig, model: ModelConfig, found: Evaluation, devices: Pl
             f" {serving.n_sequences:,} sequences of {serving.context_length:,} tokens that a server's pool holds:"
             " longer ones wait for each other."
         )
+    if serving is not None and 0 < serving.pool_tokens < serving.context_length:
+        notes.append(
+            f"rollout.engine.context_length={serving.context_length} has no effect: the pool of"
+            f" rollout.engine.max_total_tokens={serving.pool_tokens} is smaller, and limits every sequence."
+        )
     limit = devices.trainer.type.usable
     if training is not None and training.peak <= limit < training.peak_with_branches:
         notes.append(
