@@ -127,6 +127,7 @@ class ContainerSpawner:
         self._running: dict[int, _Container] = {}
         self._ready: dict[_Key, deque[_Container]] = {}
         self._filling: set[_Key] = set()
+        self._ending: set[str] = set()
         self._closing = False
 
     async def open(self) -> None:
@@ -264,14 +265,16 @@ class ContainerSpawner:
         container.kept.close()
         del self._containers[container.name]
         end = _end_of(code)
-        if end.error and code != _LATE:
+        if end.error and container.name not in self._ending:
             _log.warning("container of a sandbox ended", container=container.name, code=code)
+        self._ending.discard(container.name)
         container.spawned.end.set_result(end)
         container.spawned.forget()
 
     def _end(self, container: _Container) -> None:
         """Close its channel; remove it if it goes on all the same."""
         if not container.spawned.end.done():
+            self._ending.add(container.name)
             with contextlib.suppress(OSError):
                 container.kept.shutdown(socket.SHUT_RDWR)
             self._tasks.create_task(self._remove(container))
