@@ -1,36 +1,46 @@
 # Runs Volley on slices of TPU VMs, by gcloud and ssh. The first slice is the trainer's, each other one has a rollout
 # server. `start` and what comes after it may be repeated; the run continues from what is durable.
 #
-#   create    make the slices
-#   install   copy Volley to every host, and install it
-#   start     copy configuration and secrets, start the services, and follow the run to its end
-#   follow    follow it again, if the connection was lost
-#   stop      stop the services in order
-#   delete    delete the slices
+#   create [SLICE…]    make the slices that do not exist
+#   install [SLICE…]   copy Volley to every host, and install it
+#   start              copy configuration and secrets, start the services (stopping those of an earlier start), and follow
+#   follow             follow the run again, if the connection was lost
+#   stop               stop the services in order
+#   delete [SLICE…]    delete the slices, with their disks
+#
+# Without names, a command is for all slices.
 
 set -euo pipefail
 
-say() { printf '%(%FT%T%z)T %s\n' -1 "$*"; }
+say() { echo "$(date +%FT%T%z) $*"; }
 tpu() { gcloud compute tpus tpu-vm "$@" --zone="$zone" ${project:+--project="$project"} --quiet; }
 on() { tpu ssh "$1" --worker="$2" --command="$3"; } # slice, worker, command
 copy() { tpu scp --recurse "$2" "$1:$3" --worker=all; } # slice, file here, path there
 
+chosen() { [[ -z $names || " $names " = *" $1 "* ]]; } # slice
+
 create() {
-  local i
+  local i state
   for i in "${!slices[@]}"; do
-    tpu create "${slices[i]}" --accelerator-type="${types[i]}" ${create_options[@]+"${create_options[@]}"}
+    chosen "${slices[i]}" || continue
+    if state=$(tpu describe "${slices[i]}" --format='value(state)' 2>/dev/null); then
+      say "slice ${slices[i]} exists (${state:-state unknown})"
+    else
+      tpu create "${slices[i]}" --accelerator-type="${types[i]}" ${create_options[@]+"${create_options[@]}"}
+    fi
   done
 }
 
 install() {
-  local archive slice
+  local slice
   archive=$(mktemp)
+  trap 'rm -f "$archive"' EXIT
   git -C "$project_folder" archive --format=tar.gz HEAD >"$archive"
   for slice in "${slices[@]}"; do
+    chosen "$slice" || continue
     copy "$slice" "$archive" volley.tar.gz
     on "$slice" all "mkdir -p volley && tar -xzf volley.tar.gz -C volley && make -C volley install VOLLEY_ACCELERATOR=$accelerator"
   done
-  rm "$archive"
 }
 
 # Sets `hosts` (addresses), `slice_of` and `worker_of`, by the position of a host.
@@ -57,6 +67,7 @@ find_hosts() {
 start() {
   local slice i work
   find_hosts
+  stop || exit 1
   for slice in "${slices[@]}"; do
     on "$slice" all "umask 077; mkdir -p volley-launch/files; chmod 700 volley-launch"
     copy "$slice" "$folder/run.yaml" volley-launch/
@@ -68,9 +79,9 @@ start() {
     work="node ~/volley-launch --hosts $(IFS=, && echo "${hosts[*]}") --index $i"
     ((${#hosts[@]} > 1)) || work="train --config ~/volley-launch/run.yaml"
     say "host $i: ${hosts[i]} (${slice_of[i]}, worker ${worker_of[i]}): volley $work"
-    on "${slice_of[i]}" "${worker_of[i]}" "cd volley && rm -f ~/volley-launch/exit && nohup setsid bash -c '
+    on "${slice_of[i]}" "${worker_of[i]}" "cd volley && rm -f ~/volley-launch/exit && { nohup setsid bash -c '
       .venvs/base/bin/volley $work & echo \$! >~/volley-launch/pid; wait \$!; echo \$? >~/volley-launch/exit
-    ' >~/volley-launch/node.log 2>&1 </dev/null &"
+    ' >~/volley-launch/node.log 2>&1 </dev/null & }" # what holds the output of ssh would keep ssh from ending
   done
   follow
 }
@@ -95,25 +106,48 @@ report() {
   local i code
   find_hosts
   for i in "${!hosts[@]}"; do
-    code=$(on "${slice_of[i]}" "${worker_of[i]}" 'cat volley-launch/exit 2>/dev/null || echo running') || code=unreachable
-    [[ $code = 0 ]] || say "host $i: ${hosts[i]} (${slice_of[i]}, worker ${worker_of[i]}): ${code/#/exit code }"
+    code=$(on "${slice_of[i]}" "${worker_of[i]}" "for n in \$(seq ${VOLLEY_SETTLE:-20}); do
+      [ -e volley-launch/exit ] || sleep 1; done; cat volley-launch/exit 2>/dev/null || echo still running") || code=unreachable
+    if [[ $code =~ ^[0-9]+$ ]]; then code="exit code $code"; fi
+    [[ $code = "exit code 0" ]] || say "host $i: ${hosts[i]} (${slice_of[i]}, worker ${worker_of[i]}): $code"
   done
 }
 
+# Shell text for a host: sets `pid`, and succeeds while the services of its last start run.
+# shellcheck disable=SC2016
+running='pid=$(cat volley-launch/pid 2>/dev/null) && grep -qs bin/volley "/proc/$pid/cmdline"'
+
 stop() {
-  local slice
+  local slice failed=0
   for slice in "${slices[@]}"; do
-    # shellcheck disable=SC2016 # for the host's shell
-    on "$slice" all '[ -e volley-launch/exit ] || kill -TERM "$(cat volley-launch/pid)"' || say "slice $slice: nothing to stop"
+    on "$slice" all "if $running; then kill -TERM \$pid || true; fi" || say "slice $slice cannot be reached"
   done
+  for slice in "${slices[@]}"; do
+    on "$slice" all "for n in \$(seq $patience); do $running || exit 0; sleep 1; done; exit 1" ||
+      { say "slice $slice cannot be reached, or its services still run" && failed=1; }
+  done
+  return $failed
 }
 
 delete() {
-  local slice
-  for slice in "${slices[@]}"; do tpu delete "$slice"; done
+  local slice failed=
+  for slice in "${slices[@]}"; do
+    chosen "$slice" || continue
+    tpu delete "$slice" || failed="$failed $slice"
+  done
+  [[ -z $failed ]] || { say "not deleted:$failed" && exit 1; }
 }
 
-case ${1-} in
-create | install | start | follow | stop | delete) "$1" ;;
+command=${1-}
+names=${*:2}
+for name in $names; do
+  [[ " ${slices[*]} " = *" $name "* ]] || { say "$name is none of the slices: ${slices[*]}" && exit 2; }
+done
+case $command in
+create | install | delete) "$command" ;;
+start | follow | stop)
+  [[ -z $names ]] || { say "$command is for all slices, and takes no names" && exit 2; }
+  "$command"
+  ;;
 *) say "usage: ${0##*/} create | install | start | follow | stop | delete" && exit 2 ;;
 esac

@@ -36,7 +36,7 @@ from services.env.tools.mcp import McpServers
 from services.env.tools.toolset import ANY_TOOLS, Toolbox, ToolSet
 from services.env.workers.pool import WorkerPool, WorkerSettings
 from shared.boot import RunningService
-from shared.errors import ConfigError, InputError, Unavailable
+from shared.errors import ConfigError, InputError, StorageDenied, Unavailable
 from shared.files import locks
 from shared.process import telemetry
 from shared.run.sources import content_of
@@ -61,8 +61,15 @@ async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
 
 @contextmanager
 def _sole_use(folder: Path) -> Iterator[None]:
-    """Keep other env services from the folder; each would overlook and overwrite what the others store there."""
-    lock = locks.lock_file(folder / ".lock")
+    """Keep other env services from the folder; each would overlook and overwrite what the others store there.
+
+    A service that cannot write to the folder stores nothing there, and needs no lock.
+    """
+    try:
+        lock = locks.lock_file(folder / ".lock")
+    except StorageDenied:
+        yield
+        return
     try:
         if not locks.try_lock(lock):
             raise Unavailable(

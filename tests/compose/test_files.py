@@ -261,3 +261,50 @@ def test_probe_follows_the_status(status: int, expected: int) -> None:
 
 def test_probe_fails_when_nothing_listens() -> None:
     assert probe(free_port()) == 1
+
+
+DOCKER = """#!/bin/sh
+# Stands for `docker`: a volume is a folder beside this program.
+here=$(dirname "$0")
+case "$1 $2" in
+"volume inspect") [ -d "$here/$3" ] ;;
+"run --rm")
+    while [ "$1" != -v ]; do shift; done
+    cd "$here/${2%%:*}" && shift 3 && exec "$@" ;;
+esac
+"""
+
+
+def test_volumes_are_saved_and_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
+    script, names = tmp_path / "docker" / "volumes.sh", ("redis", "environments", "orchestrator", "runs")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "docker").mkdir()
+    shutil.copy(ROOT / "docker" / "volumes.sh", script)
+    (tmp_path / ".env").write_text("A=b\nCOMPOSE_PROJECT_NAME='mine'\n", encoding="utf-8")
+    (tmp_path / "bin" / "docker").write_text(DOCKER, encoding="utf-8")
+    (tmp_path / "bin" / "docker").chmod(0o755)
+
+    def volumes(*arguments: str, **variables: str) -> str:
+        kept = {key: value for key, value in os.environ.items() if key != "COMPOSE_PROJECT_NAME"}
+        given = kept | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{kept['PATH']}"} | variables
+        command = ["sh", str(script), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, encoding="utf-8", timeout=20)
+        assert (done.returncode == 0) == (not done.stderr), done.stderr
+        return done.stderr
+
+    for name in (*names, "secrets"):
+        (tmp_path / "bin" / f"mine_{name}").mkdir()
+        (tmp_path / "bin" / f"mine_{name}" / "file").write_text(name, encoding="utf-8")
+        (tmp_path / "bin" / f"new_{name}").mkdir()
+    assert "no volume other_redis" in volumes("save", "a", COMPOSE_PROJECT_NAME="other")
+    assert not (tmp_path / "a").exists()
+    assert volumes("save", "a b") == ""
+    assert "no typo/redis.tar" in volumes("load", "typo", COMPOSE_PROJECT_NAME="new")
+    (tmp_path / "bin" / "new_runs" / "file").touch()
+    assert "new_runs is not empty" in volumes("load", "a b", COMPOSE_PROJECT_NAME="new")
+    assert not list((tmp_path / "bin" / "new_redis").iterdir())
+    (tmp_path / "bin" / "new_runs" / "file").unlink()
+    assert volumes("load", "a b", COMPOSE_PROJECT_NAME="new") == ""
+    assert {name: (tmp_path / "bin" / f"new_{name}" / "file").read_text(encoding="utf-8") for name in names} == {
+        name: name for name in names
+    }

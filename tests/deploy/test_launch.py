@@ -76,6 +76,19 @@ REFUSED: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "no shared disk": (["sky", "--config", TPU, *TWO, "run.dir=runs"], ["run.dir=runs", "checkpoint"]),
     "not a resource": (["sky", "--config", QUICKSTART, "--resource=H100"], ["--resource", "H100"]),
     "tpu-vm on CPUs": (["tpu-vm", "--config", QUICKSTART, "--zone=z", "--trainer-type=v4-8"], ["device=cpu"]),
+    "no slices": (
+        ["tpu-vm", "--config", TPU, "--zone=z", "--trainer-type=v4-8", "--rollout-type=v4-8"],
+        ["--rollout-type", "--rollout-slices"],
+    ),
+    "fewer than no slices": (
+        ["tpu-vm", "--config", TPU, "--zone=z", "--trainer-type=v4-8", "--rollout-type=v4-8", "--rollout-slices=-1"],
+        ["--rollout-slices -1"],
+    ),
+    "no data": (["sky", "--config", QUICKSTART, "data.train=my.jsonl"], ["data.train=my.jsonl", "no such file"]),
+    "a certificate that is not copied": (
+        ["sky", "--config", QUICKSTART, "services.tls.ca_file=ca.pem"],
+        ["services.tls.ca_file=ca.pem", "absolute"],
+    ),
     "no type": (
         ["tpu-vm", "--config", TPU, "--zone=z", "--trainer-type=v4-8", "--rollout-slices=2"],
         ["--rollout-type"],
@@ -277,7 +290,7 @@ def tpu_vm(tmp_path: Path, *arguments: str) -> tuple[Path, dict[str, str]]:
     data.write_text("{}", encoding="utf-8")
     given = ["--config", TPU, f"data.train={data}", "data.eval=null", f"run.dir={tmp_path}", f"--out={tmp_path / ODD}"]
     launched("tpu-vm", *given, "--zone=us-central2-b", "--create=--spot", *arguments)
-    variables = {"STUB_GCLOUD": str(tmp_path / "cloud"), "CODE": "0", "OTHER": "0"}
+    variables = {"STUB_GCLOUD": str(tmp_path / "cloud"), "CODE": "0", "OTHER": "0", "VOLLEY_SETTLE": "0"}
     variables["PATH"] = f"{gcloud.install(tmp_path / 'cloud')}{os.pathsep}{os.environ['PATH']}"
     script = tmp_path / ODD / "tpu-vm.sh"
     subprocess.run([script, "create"], env=variables, check=True)
@@ -289,8 +302,8 @@ def tpu_vm(tmp_path: Path, *arguments: str) -> tuple[Path, dict[str, str]]:
     return script, variables
 
 
-def called(script: Path, variables: dict[str, str], command: str) -> tuple[int, str]:
-    done = subprocess.run([script, command], env=variables, capture_output=True, encoding="utf-8", timeout=60)
+def called(script: Path, variables: dict[str, str], *command: str) -> tuple[int, str]:
+    done = subprocess.run([script, *command], env=variables, capture_output=True, encoding="utf-8", timeout=60)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -315,7 +328,14 @@ def test_tpu_vms_get_configuration_files_and_secrets_and_end_with_the_first(tmp_
         given = config.load([home / "volley-launch" / "run.yaml"]).config
         assert (home / "volley" / str(given.data.train)).read_text(encoding="utf-8") == "{}"
     assert called(script, variables, "stop")[0] == 0
-    assert called(script, variables, "delete")[0] == 0
+    assert called(script, variables, "delete", "volley-gsm8k-qwen3-4b-rollout-1")[0] == 0
+    assert not (tmp_path / "cloud" / "volley-gsm8k-qwen3-4b-rollout-1").exists()
+    code, text = called(script, variables, "create")
+    assert (code, text.count("exists")) == (0, 2), text
+    assert called(script, variables, "delete", "other")[0] == 2
+    subprocess.run([script, "delete", "volley-gsm8k-qwen3-4b-rollout-0"], env=variables, check=True)
+    code, text = called(script, variables, "delete")
+    assert (code, "not deleted: volley-gsm8k-qwen3-4b-rollout-0" in text) == (1, True), text
     assert not list((tmp_path / "cloud").glob("*/worker*"))
 
 
@@ -324,6 +344,24 @@ def test_a_single_tpu_vm_trains_alone(tmp_path: Path) -> None:
     assert called(script, variables, "start")[0] == 0
     (home,) = (tmp_path / "cloud").glob("*/worker*")
     assert (home / "calls").read_text(encoding="utf-8") == f"train --config {home}/volley-launch/run.yaml\n"
+
+
+def test_a_start_stops_what_an_earlier_one_has_left(tmp_path: Path) -> None:
+    script, variables = tpu_vm(tmp_path, "--trainer-type=v4-8", "--rollout-type=v4-8", "--rollout-slices=1")
+    homes = sorted((tmp_path / "cloud").glob("*/worker*"))
+    program = homes[0] / "volley" / ".venvs" / "base" / "bin" / "volley"  # the rollout server's
+    program.write_text(
+        '#!/bin/bash\ntrap "sleep 1; echo end >>~/told; exit 143" TERM; echo start >>~/told\n'
+        "for _ in $(seq 600); do sleep 0.1; done",
+        encoding="utf-8",
+    )
+    subprocess.run([script, "start"], env=variables, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    try:
+        code, text = called(script, variables, "start")
+        assert (code, "still running" in text) == (0, True), text
+    finally:
+        assert called(script, variables, "stop")[0] == 0
+    assert (homes[0] / "told").read_text(encoding="utf-8").split() == ["start", "end"] * 2
 
 
 @pytest.mark.parametrize(

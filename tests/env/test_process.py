@@ -77,6 +77,13 @@ async def test_a_folder_has_one_service(process: tuple[str, int], tmp_path: Path
         pass  # that of `volley reverify`
 
 
+async def test_a_folder_that_cannot_be_written_needs_no_lock(tmp_path: Path) -> None:
+    overrides = ["services.env.folder=/sys/volley"]
+    for _ in range(2):
+        async with open_service(configuration.load([config(tmp_path, "data: {env: frozen_lake}")], overrides).config):
+            pass
+
+
 async def test_a_demonstration_is_played_through_the_client(service: str) -> None:
     async with EnvClient(service) as client:
         await client.ready()

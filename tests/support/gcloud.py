@@ -1,5 +1,7 @@
 """`gcloud compute tpus tpu-vm` in one file: a worker is a home folder here, and ssh a shell in it.
 
+Like ssh, it waits until no process of the worker holds its output.
+
 A slice of type v4-N has N/8 workers. The state lies in the folder that STUB_GCLOUD names.
 """
 
@@ -52,7 +54,9 @@ def main(folder: Path, arguments: list[str]) -> int:
             subprocess.run(["cp", "-r", *rest[:-1], str(target)], check=True)
             continue
         environment = {k: v for k, v in os.environ.items() if k in ("PATH", "CODE", "OTHER")} | {"HOME": str(home)}
-        done = subprocess.run(["bash", "-c", options["command"]], cwd=home, env=environment, check=False)
+        shell = ["bash", "-c", options["command"]]
+        done = subprocess.run(shell, cwd=home, env=environment, stdout=subprocess.PIPE, check=False)
+        sys.stdout.write(done.stdout.decode())
         if done.returncode:
             return done.returncode
     return 0

@@ -104,8 +104,12 @@ def _tpu_vm(
     n_rollout = arguments.rollout_slices
     if loaded.config.rollout.engine.device != "tpu":
         raise ConfigError(f"rollout.engine.device={loaded.config.rollout.engine.device}", "set it to tpu")
+    if n_rollout < 0:
+        raise ConfigError(f"--rollout-slices {n_rollout}", "give 0 or more")
     if n_rollout and not arguments.rollout_type:
         raise ConfigError(f"--rollout-slices {n_rollout} needs their type", "add --rollout-type, such as v4-8")
+    if arguments.rollout_type and not n_rollout:
+        raise ConfigError(f"--rollout-type {arguments.rollout_type}: of no slices", "add --rollout-slices, such as 1")
     n = loaded.config.services.trainer.num_processes + n_rollout
     made, files = prepared.for_other_disks(prepared.prepared(loaded, launch, n), n)
     name = scripts.slug(loaded.config.run.name)

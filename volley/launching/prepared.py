@@ -15,6 +15,7 @@ from shared.findings import findings
 from shared.schema import RunConfig
 from volley.launching.folder import LaunchFolder, with_date, without_addresses
 from volley.launching.scripts import REMOTE
+from volley.layout import PROJECT
 from volley.local.hosts import FIRST_PORT, Hosts
 
 _FILES = ("model.path", "data.train", "data.eval")
@@ -38,7 +39,8 @@ def on_shared_disk(loaded: LoadedConfig, launch: LaunchFolder) -> LoadedConfig:
     """Make paths absolute for hosts that share this one's file system. A note names folders that are hardly shared."""
     made = config.rooted(loaded, Path.cwd())
     private = (*_PRIVATE, tempfile.gettempdir())
-    notes = [
+    notes = [f"{key}={path}: no such file here; the nodes must have it" for key, path in _missing(made.config)]
+    notes += [
         f"{key} {path} is in a folder that every node usually has to itself; the nodes must share it"
         for key, path in (("run.dir", made.config.run.dir), ("the launch folder", launch.path))
         if any(path.is_relative_to(folder) for folder in private)
@@ -53,6 +55,7 @@ def for_other_disks(loaded: LoadedConfig, n_hosts: int) -> tuple[LoadedConfig, d
     that needs a shared disk and names none.
     """
     _check_durable(loaded.config)
+    _check_files(loaded.config)
     files: dict[str, Path] = {}
 
     def copied(path: Path) -> str:
@@ -69,7 +72,7 @@ def for_other_disks(loaded: LoadedConfig, n_hosts: int) -> tuple[LoadedConfig, d
         elif key in _FILES and value is not None and Path(value).exists():
             given[key] = copied(Path(value))
     made = config.changed(loaded, given) if given else loaded
-    notes = list(loaded.notes)
+    notes = [*loaded.notes, *(f"{key}={path}: the hosts must have it" for key, path in _missing(loaded.config))]
     if n_hosts and loaded.config.run.bucket is None and not loaded.config.run.dir.is_absolute():
         notes.append(
             "the run is kept on the first host's disk alone, and lost with it: set run.bucket, or run.dir to a file"
@@ -94,6 +97,29 @@ def _check_durable(config: RunConfig) -> None:
             f"data.sources: the hosts do not have the files of {', '.join(config.data.sources)}",
             "start the run without them, and submit them into it with `volley env submit`",
         )
+
+
+def _check_files(config: RunConfig) -> None:
+    """Raises ConfigError for files that the hosts would not find in their copy of the code either."""
+    for key, path in _missing(config):
+        if not path.is_absolute() and not (PROJECT / path).exists():
+            raise ConfigError(
+                f"{key}={path}: no such file", "give a file of this machine, or an absolute path of the hosts"
+            )
+    tls, env = config.services.tls, config.services.env
+    given = {f"services.tls.{name}": value for name, value in tls.model_dump().items()}
+    given["services.env.remote_tokens_file"] = env.remote_tokens_file
+    for key, path in given.items():
+        if path is not None and not path.is_absolute():
+            raise ConfigError(f"{key}={path} is not copied to the hosts", "put it there, and give its absolute path")
+
+
+def _missing(config: RunConfig) -> list[tuple[str, Path]]:
+    """Data files of the configuration that this machine does not have, with their keys."""
+    data, sft = config.data, config.sft
+    named = [("data.train", data.train), ("data.eval", data.eval)]
+    named += [(key, path) for key in _LISTS for path in getattr(sft, key.removeprefix("sft."))]
+    return [(key, path) for key, path in named if path is not None and not path.exists()]
 
 
 def described(config: RunConfig, n_hosts: int) -> list[dict[str, Any]]:

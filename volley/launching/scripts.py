@@ -20,8 +20,8 @@ from shared.errors import ConfigError
 from volley.launching.folder import LaunchFolder
 from volley.layout import PROJECT
 
-_WARNING_S = 120
-"""Least time between Slurm's warning and the time limit, in seconds."""
+_STOP_S = 120
+"""Least time that the services get to stop, in seconds: between Slurm's warning and the time limit, for example."""
 REMOTE = "volley-launch"
 """Name of the launch folder in the home folder of a host that shares no file system with this one."""
 
@@ -36,9 +36,7 @@ class Slice:
 
 def slurm(loaded: LoadedConfig, launch: LaunchFolder, volley: Path, n_nodes: int, options: Sequence[str]) -> str:
     """Return an sbatch script for `n_nodes` nodes; `options` are options of sbatch. Raises ConfigError."""
-    services = loaded.config.services
-    grace = max(_WARNING_S, round(3 * (services.limits.grace_s + boot.CLEANUP_S)))
-    n_trainers = services.trainer.num_processes
+    n_trainers = loaded.config.services.trainer.num_processes
     lines = [
         f"--job-name=volley-{loaded.config.run.name}",
         f"--nodes={n_nodes}",
@@ -48,7 +46,7 @@ def slurm(loaded: LoadedConfig, launch: LaunchFolder, volley: Path, n_nodes: int
         "--requeue",
         "--open-mode=append",
         f"--output={str(launch.path).replace('%', '%%')}/slurm-%j.log",
-        f"--signal=B:USR1@{grace}",
+        f"--signal=B:USR1@{_stop_s(loaded)}",
         *options,
     ]
     head = {
@@ -60,6 +58,11 @@ def slurm(loaded: LoadedConfig, launch: LaunchFolder, volley: Path, n_nodes: int
     }
     directives = [f"#SBATCH {_directive(line)}" for line in lines]
     return "\n".join(["#!/bin/bash", *directives, *_settings(head), "", _body("slurm/job.sh")])
+
+
+def _stop_s(loaded: LoadedConfig) -> int:
+    """Time for all services to stop in order, in seconds."""
+    return max(_STOP_S, round(3 * (loaded.config.services.limits.grace_s + boot.CLEANUP_S)))
 
 
 def _directive(option: str) -> str:
@@ -126,6 +129,7 @@ def tpu_vm(
         "project_folder": PROJECT,
         "trainers": loaded.config.services.trainer.num_processes,
         "accelerator": loaded.config.rollout.engine.device,
+        "patience": _stop_s(loaded),
         **gcloud,
     }
     arrays = {
