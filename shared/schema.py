@@ -321,6 +321,11 @@ class SamplingSection(Section):
             raise ValueError("top_k=0 keeps no token: use -1 for all")
         return self
 
+    @property
+    def is_truncated(self) -> bool:
+        """True if tokens are drawn from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0
+
 
 class RolloutSection(Section):
     """`update_mode` chooses what new weights do to running requests.

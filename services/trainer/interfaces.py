@@ -143,7 +143,7 @@ class TrainPlan:
     started with, for checkpoints that record none; `origin` is the version of another run that this run starts from;
     `on_nonfinite` is the action after a non-finite step; `env` is the main environment. `forks` are the logs that a
     fork trains from; `free` are prefixes of settings that it may change at its beginning. `checks_servers`: some
-    episodes are scored again, to check the servers.
+    episodes are scored again, to check the servers; `truncated`: these sample from a part of the vocabulary.
     """
 
     max_steps: int
@@ -162,6 +162,7 @@ class TrainPlan:
     forks: tuple[ForkPoint, ...] = ()
     free: tuple[str, ...] = ()
     checks_servers: bool = False
+    truncated: bool = False
 
     def is_evaluated(self, step: int) -> bool:
         return self.eval_every_n_steps is not None and step % self.eval_every_n_steps == 0

@@ -107,6 +107,7 @@ def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -
         env=config.data.env,
         eval_every_n_steps=config.orchestrator.eval_every_n_steps,
         checks_servers=trainer.spot_checks > 0,
+        truncated=config.rollout.sampling.is_truncated,
     )
 
 

@@ -347,6 +347,40 @@ async def test_chunks_of_a_pull_that_was_overtaken_are_bases_of_the_next_version
     assert base.blake3 not in updates.puller.chunks
 
 
+async def test_a_pull_that_is_overtaken_twice_ends_with_the_right_bytes(updates, engine, trainer, monkeypatch):
+    """Of two chunks the second never comes; the first is brought up to date from version to version."""
+    monkeypatch.setattr(pulling, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(pulling, "PATIENCE_FIRST_S", 0.3)
+    whole = PublishedManifest.from_json(trainer.chunks.read(trainer.offer(V[1], 1).manifest.blake3)).weights
+    data = trainer.chunks.read(whole.chunks[0].blake3)
+    half = len(data) // 8 * 4
+    parts, deltas = [bytearray(data[:half]), bytearray(data[half:])], dict[str, Delta]()
+    trees = list[tuple[Chunk, ...]]()
+    for step in (1, 2, 3):
+        before = [bytes(part) for part in parts]
+        for part in parts:
+            part[4 * step] ^= 1
+        trees.append(tuple(Chunk(trainer.chunks.put(bytes(part)), len(part)) for part in parts))
+        if step > 1:
+            for old, new, base, made in zip(before, parts, *trees[-2:], strict=True):
+                delta = encode(old, bytes(new), 4)
+                deltas[made.blake3] = Delta(base.blake3, Chunk(trainer.chunks.put(delta), len(delta)))
+    for step, tree in enumerate(trees[:2], 1):
+        missing = tree[1].blake3
+        (trainer.chunks.folder / missing).unlink()
+        with pytest.raises(Unavailable, match=missing):
+            await updates.update(trainer.offer(V[step], 1, weights=replace(whole, chunks=tree), deltas=deltas), None)
+        assert tree[0].blake3 in updates.puller.chunks
+    staged, _ = await updates.update(
+        trainer.offer(V[3], 1, weights=replace(whole, chunks=trees[2]), deltas=deltas), None
+    )
+    assert staged.timings["pulled_bytes"] == trees[2][1].size + deltas[trees[2][0].blake3].chunk.size
+    leaves = reads(trainer.chunks.folder, replace(whole, chunks=trees[2]), V[3])
+    assert all((read() == engine.arrays_of[V[3]][name]).all() for name, read in leaves.items())
+    kept = {path.name for path in updates.puller.chunks.folder.iterdir()}
+    assert not kept & {chunk.blake3 for tree in trees[:2] for chunk in tree}
+
+
 async def test_a_server_of_no_run_takes_none(engine, trainer):
     with pytest.raises(Forbidden):
         await WeightUpdater(engine, None, MODEL, "test").update(trainer.offer(V[1]), None)

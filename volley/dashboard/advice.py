@@ -219,12 +219,15 @@ def _servers(steps: Rows) -> Iterator[Advice]:
     for one in checked[-1]["spot_checks"] if checked else ():
         if not isinstance(one, dict) or "fault" not in one:
             continue
-        ratio = one.get("ratio")
-        how = f": {ratio:.3g} times the rounding noise" if isinstance(ratio, int | float) else ""
+        if one["fault"] == "sampling":
+            what, how, value = "draws its tokens otherwise than the other servers", "excess", "of the entropy"
+        else:
+            what, how, value = "computes something else than the weights it names", "ratio", "times the rounding noise"
+        figure = one.get(how)
+        told = f": {how} {figure:.3g} {value}" if isinstance(figure, int | float) else ""
         yield Advice(
             "warning",
-            f"{one.get('url')} computes something else than the weights it names, since {one.get('since')}"
-            f" ({one['fault']}{how})",
+            f"{one.get('url')} {what}, seen since {one.get('since')}{told}",
             "stop that server, and compare its model, dtype, quantization and sampling settings with the others'; "
             "trainer.filters.logprob drops groups of wrong log-probabilities",
             "spot_check_ratio",

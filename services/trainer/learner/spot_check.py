@@ -84,8 +84,9 @@ def _of_episode(
     sums: dict[tuple[str, str], np.ndarray] = {}
     for sequence in episode.sequences():
         exact, own, entropy = (np.asarray(table, np.float64) for table in next(tables))
+        goes_on = np.append(sequence.loss_mask[1:], 0) > 0  # not the last token of a turn
         columns = np.stack(
-            [np.ones(len(exact)), np.abs(sequence.logprobs - exact), np.abs(own - exact), -exact, entropy]
+            [np.ones(len(exact)), np.abs(sequence.logprobs - exact), np.abs(own - exact), *(goes_on * (-exact, entropy))]
         )
         for before, span in zip((None, *sequence.versions), sequence.versions, strict=False):
             if _is_checked(span, version) and not (before is not None and _goes_on(before, span)):

@@ -22,9 +22,9 @@ _log = telemetry.Log("spot_checks")
 class SpotChecks:
     """Records of the servers, since this trainer started."""
 
-    def __init__(self, backend: Backend, status: TrainerStatus, waiter: Waiter) -> None:
+    def __init__(self, backend: Backend, status: TrainerStatus, waiter: Waiter, *, truncated: bool) -> None:
         self._backend, self._status, self._waiter = backend, status, waiter
-        self._records = ServerRecords()
+        self._records = ServerRecords(truncated=truncated)
         self._seen = set[int]()
 
     async def check(self, groups: Sequence[ReadyGroup], present: WeightVersion) -> dict[str, Any]:
@@ -54,8 +54,8 @@ class SpotChecks:
 def _warning(about: Mapping[str, Any]) -> str:
     if about["fault"] == "sampling":
         return (
-            f"{about['url']} samples other tokens than its log-probabilities say, since {about['since']}:"
-            " its sampling settings differ from the other servers'"
+            f"{about['url']} draws its tokens otherwise than the other servers, seen since {about['since']}: their"
+            f" -log p exceeds the entropy by {about['excess']:.0%}; compare its sampling settings with the others'"
         )
     return (
         f"{about['url']} computes something else than the weights it names, since {about['since']}: mean |Δ log p| is"

@@ -55,7 +55,7 @@ class StepRunner:
         self._settlement, self._status, self._waiter = settlement, status, waiter
         self._n_refused = 0  # refused steps in a row
         checks = plan.checks_servers and not plan.forks  # the servers of a fork's groups are gone
-        self._spot_checks = SpotChecks(parts.backend, status, waiter) if checks else None
+        self._spot_checks = SpotChecks(parts.backend, status, waiter, truncated=plan.truncated) if checks else None
 
     async def run(self, groups: Sequence[ReadyGroup], wait_s: float) -> dict[str, float] | None:
         """Train the next step on `groups` and commit it.

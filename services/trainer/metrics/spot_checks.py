@@ -7,8 +7,9 @@ Two figures of each server, over its newest checked episodes:
   any truncation of sampling.
 - *excess*: by how much the mean -log p(exact) of its tokens exceeds the mean entropy of the distributions that they
   were drawn from, as a share of it. For each token the expected difference is 0 given the tokens before it, so their
-  sum is a martingale. Truncated or constrained sampling and filters shift it for all servers alike, so a server is
-  compared with the others.
+  sum is a martingale. Truncated sampling and filters shift it for all servers alike, so a server is compared with the
+  others. The last token of each turn does not count: short episodes come sooner, and are all that comes in time from a
+  slow server; that a turn ended early is the surprise of its last token.
 
 Standard errors are those of ratios of sums over episodes, which are independent, unlike their tokens.
 """
@@ -29,6 +30,8 @@ _WINDOW, _RATIO_WINDOW = 128, 32
 """Newest episodes that count for the excess, and for the ratio."""
 _LEAST_EPISODES, _LEAST_TOKENS = 4, 64
 _SIGMAS = 3.0
+_MOST_RATIO = 10 * MEAN_LIMIT
+"""An episode counts as if its ratio were no larger, else one wild number would hide all others in its error."""
 _EXCESS, _EXCESS_SIGMAS, _EXCESS_EPISODES = 0.15, 5.0, 16
 _FORGOTTEN = 50
 """Checks without a token of a server after which it is forgotten."""
@@ -41,7 +44,8 @@ class ServerTokens:
     """Tokens of one episode that one server sampled with one version; sums over them in nats.
 
     `difference` is that of the server from exact arithmetic, `noise` that of the trainer's own; both absolute.
-    `surprise` sums -log p of the tokens, `entropy` the entropies of their distributions, computed exactly.
+    `surprise` sums -log p of the tokens, `entropy` the entropies of their distributions, computed exactly, both without
+    the last token of each turn.
     """
 
     server: str
@@ -80,9 +84,13 @@ class Estimate:
 
 
 class ServerRecords:
-    """Checked episodes by server, and the servers that are suspected."""
+    """Checked episodes by server, and the servers that are suspected.
 
-    def __init__(self) -> None:
+    `truncated`: the run samples from a part of the vocabulary (top_p, top_k), so that right servers' excess is not 0.
+    """
+
+    def __init__(self, *, truncated: bool = False) -> None:
+        self._truncated = truncated
         self._checked: dict[str, deque[ServerTokens]] = {}
         self._latest, self._n_checks, self._checked_at = dict[str, int](), 0, dict[str, int]()
         self.suspected: Mapping[str, Suspicion] = {}
@@ -100,19 +108,20 @@ class ServerRecords:
 
     def ratio(self, server: str) -> Estimate:
         """Compute the server's ratio."""
-        return _ratio(self._recent(server))
+        return _ratio(self._recent(server), math.inf)
 
     def describe(self, server: str) -> dict[str, Any]:
         """Return `url`, `tokens` of the last check, and figures of the window, in nats a token; `fault` if any."""
         recent = self._recent(server)
         n = sum(one.n for one in recent)
-        ratio = self.ratio(server).value
+        ratio, excess = self.ratio(server).value, _excess(self._checked[server]).value
         about: dict[str, Any] = {
             "url": server,
             "tokens": self._latest.get(server, 0),
             "difference": sum(one.difference for one in recent) / n,
             "noise": sum(one.noise for one in recent) / n,
             "ratio": ratio if math.isfinite(ratio) else None,
+            "excess": excess if math.isfinite(excess) else None,
         }
         if (suspicion := self.suspected.get(server)) is not None:
             about |= {"fault": suspicion.fault, "since": suspicion.since}
@@ -134,11 +143,10 @@ class ServerRecords:
         made = {
             server: Suspicion("log-probabilities", since) for server in self._checked if (since := self._off(server))
         }
-        sound = [server for server in self._checked if server not in made]
-        for server in sound:
-            others = [one for other in sound if other != server for one in self._checked[other]]
-            if _samples_otherwise(self._checked[server], others):
-                made[server] = Suspicion("sampling", self._checked[server][0].version)
+        sound = {server: found for server, found in self._checked.items() if server not in made}
+        known = {server: _excess(found) for server, found in sound.items() if len(found) >= _EXCESS_EPISODES}
+        for server in _different(known, truncated=self._truncated):
+            made[server] = Suspicion("sampling", sound[server][0].version)
         return made
 
     def _off(self, server: str) -> str | None:
@@ -146,7 +154,7 @@ class ServerRecords:
         recent = self._recent(server)
         if len(recent) < _LEAST_EPISODES or sum(one.n for one in recent) < _LEAST_TOKENS:
             return None
-        ratio = _ratio(recent)
+        ratio = _ratio(recent, _MOST_RATIO)
         if not ratio.value - _SIGMAS * ratio.error > MEAN_LIMIT:
             return None
         return next(one.version for one in recent if one.difference > MEAN_LIMIT * _noise(one))
@@ -156,18 +164,27 @@ def _noise(one: ServerTokens) -> float:
     return max(one.noise, FLOOR * one.n)
 
 
-def _ratio(found: Sequence[ServerTokens]) -> Estimate:
-    return Estimate.of([one.difference for one in found], [_noise(one) for one in found])
-
-
-def _samples_otherwise(own: Sequence[ServerTokens], others: Sequence[ServerTokens]) -> bool:
-    """True if tokens are drawn from another distribution than the one whose log-probabilities are reported."""
-    if min(len(own), len(others)) < _EXCESS_EPISODES:
-        return False
-    ours, theirs = _excess(own), _excess(others)
-    apart, error = abs(ours.value - theirs.value), math.hypot(ours.error, theirs.error)
-    return apart > max(_EXCESS, _EXCESS_SIGMAS * error) and abs(ours.value) > abs(theirs.value)
+def _ratio(found: Sequence[ServerTokens], most: float) -> Estimate:
+    return Estimate.of([min(one.difference, most * _noise(one)) for one in found], [_noise(one) for one in found])
 
 
 def _excess(found: Sequence[ServerTokens]) -> Estimate:
     return Estimate.of([one.surprise - one.entropy for one in found], [one.entropy for one in found])
+
+
+def _different(known: Mapping[str, Estimate], *, truncated: bool) -> list[str]:
+    """Return the servers whose excess differs from the middle ones; of two, the one further from 0.
+
+    With truncated sampling either of two may be the wrong one, and none is named.
+    """
+    ranked = sorted((one for one in known.values() if math.isfinite(one.value)), key=lambda one: abs(one.value))
+    if len(ranked) == 2 and not truncated:
+        middle = ranked[:1]
+    else:
+        ranked.sort(key=lambda one: one.value)
+        middle = [ranked[i // 2] for i in (len(ranked) - 1, len(ranked))] if ranked else []
+    return [server for server, its in known.items() if middle and all(_are_apart(its, one) for one in middle)]
+
+
+def _are_apart(one: Estimate, other: Estimate) -> bool:
+    return abs(one.value - other.value) > max(_EXCESS, _EXCESS_SIGMAS * math.hypot(one.error, other.error))
