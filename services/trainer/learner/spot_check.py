@@ -85,9 +85,8 @@ def _of_episode(
     for sequence in episode.sequences():
         exact, own, entropy = (np.asarray(table, np.float64) for table in next(tables))
         goes_on = np.append(sequence.loss_mask[1:], 0) > 0  # not the last token of a turn
-        columns = np.stack(
-            [np.ones(len(exact)), np.abs(sequence.logprobs - exact), np.abs(own - exact), *(goes_on * (-exact, entropy))]
-        )
+        differences = np.abs(sequence.logprobs - exact), np.abs(own - exact)
+        columns = np.stack([np.ones(len(exact)), *differences, -exact * goes_on, entropy * goes_on])
         for before, span in zip((None, *sequence.versions), sequence.versions, strict=False):
             if _is_checked(span, version) and not (before is not None and _goes_on(before, span)):
                 at = columns[:, span.start : span.end].sum(1)
