@@ -113,6 +113,13 @@ def test_the_tokens_that_stay_are_those_of_a_sort(scale: float) -> None:
         assert found[row.argmax()]
 
 
+def test_an_infinite_logit_is_drawn_whatever_is_filtered() -> None:
+    logits = np.array([[1.0, np.inf, 2.0]], np.float32)
+    for top_p, min_p, top_k in ((0.9, 0.0, ALL), (1.0, 0.1, ALL), (1.0, 0.0, 2), (0.5, 0.5, 1)):
+        kept = _filter(logits, np.float32([top_p]), np.float32([min_p]), np.int32([top_k]))
+        assert int(np.asarray(kept).argmax()) == 1
+
+
 def test_temperature_zero_takes_the_best() -> None:
     assert set(draw(8, temperature=0.0)[0].tolist()) == {int(SCORES.argmax())}
 

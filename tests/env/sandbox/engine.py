@@ -2,8 +2,8 @@
 
     python engine.py FOLDER run … IMAGE -c PROGRAM
 
-An image `absent` is not there and cannot be pulled; one `broken` has no Python. FOLDER keeps a file for each container:
-its process and its options. `rm` ends it as an engine does, by SIGKILL.
+An image `absent` is not there and cannot be pulled; one `broken` has no Python; the engine fails at the end of `torn`.
+FOLDER keeps a file for each container: its process and its options. `rm` ends it as an engine does, by SIGKILL.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run(folder: Path, arguments: list[str]) -> None:
     record.write_text("\n".join([str(process.pid), *options]), encoding="utf-8")
     code = process.wait()
     record.unlink(missing_ok=True)
-    raise SystemExit(code if code >= 0 else 128 - code)
+    raise SystemExit(1 if image == "torn" else code if code >= 0 else 128 - code)
 
 
 def main() -> None:

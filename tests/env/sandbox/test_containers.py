@@ -104,7 +104,13 @@ async def test_ends_of_programs(sandboxes: Sandboxes, source: str, why: str) -> 
 async def test_a_program_cannot_harm_the_first_process(sandboxes: Sandboxes) -> None:
     sandbox = await sandboxes.start(ScriptProgram(), LIMITS)
     tries = """
-import os, signal
+import os, resource, signal
+resource.prlimit(0, resource.RLIMIT_CORE, (0, 0))
+for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_CPU, resource.RLIMIT_AS):
+    try:
+        print("limited", resource.prlimit(1, limit, (0, 0)))
+    except PermissionError:
+        pass
 for number in (1, 2, 9, 15, 17, 19):
     os.kill(1, number)
 for path in ("mem", "environ", "fd/1", "fd/0"):
@@ -155,6 +161,25 @@ async def test_a_container_that_is_too_old_gives_no_reward(folder: Path) -> None
         with pytest.raises(SandboxLost, match="max_lifetime_s"):
             await run(sandbox, "import time; time.sleep(60)")
         await sandbox.close()
+
+
+@pytest.mark.parametrize("source", ["import os; os._exit(0)", "import time; time.sleep(60)"])
+async def test_an_engine_that_fails_gives_no_reward(folder: Path, source: str) -> None:
+    """Its command then ends with 1, as programs do."""
+    async with opened(folder, image="torn") as torn:
+        sandbox = await torn.start(ScriptProgram(), LIMITS)
+        call = asyncio.ensure_future(run(sandbox, source))
+        await asyncio.sleep(0.1)
+        for name in running(folder):
+            await asyncio.to_thread(engine, folder, "rm", "--force", name)
+        with pytest.raises(SandboxLost):
+            await call
+        await sandbox.close()
+
+
+async def test_a_sandbox_that_cannot_be_confined_does_not_start(sandboxes: Sandboxes) -> None:
+    with pytest.raises(Unavailable, match="did not start"):
+        await sandboxes.start(ScriptProgram(), SandboxLimits(file_mb=2**60))
 
 
 async def test_containers_are_kept_ready(folder: Path) -> None:

@@ -1,22 +1,25 @@
 """First process of a container: starts the sandbox's process, carries its channel, and reports its end.
 
 The program in `python3 -c` (see process/containers.py) imports this module from stdin. Requests follow there, until
-stdin ends, which ends the container. stdout has READY, then the answers; stderr is the output of the sandbox.
+stdin ends, which ends the container. stdout has READY once the sandbox is confined, then the answers; stderr is the
+output of the sandbox.
 
-The exit code says how the sandbox's process has ended: 0 to 63 is its own exit code, 64 and more a signal. After any
-other code something else has ended the container. The sandbox cannot choose one: it cannot signal, trace or read this
-process, which is the first one of its namespace and does not let itself be inspected.
+The exit code says how the sandbox's process has ended: from 10 on by its own exit code, from 64 on by a signal. After
+any other code something else has ended the container; engines use 0, 1 and 2 when they lose it. The sandbox cannot
+choose one: no signal of it reaches this process, the first one of its namespace, which it cannot trace, read or limit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 import traceback
@@ -29,11 +32,21 @@ import linux
 READY = b"+"
 LATE, FAILED = 110, 120
 """Exit codes: the container is older than its limit; this program has failed."""
-MAX_CODE, OF_SIGNALS, MAX_SIGNAL = 63, 64, 36
+OF_CODES, MAX_CODE, OF_SIGNALS, MAX_SIGNAL = 10, 49, 64, 36
 END_S = 1.0
 """Seconds for the end of a process that has closed its channel."""
 _BLOCK = 1 << 16
 _ABOVE = 100
+_PRLIMIT = (
+    (0xC000003E, 302),  # x86-64
+    (0xC000003E, 302 | 1 << 30),  # x32
+    (0x40000003, 340),  # x86
+    (0xC00000B7, 261),  # arm64
+    (0x40000028, 369),  # arm
+    (0xC00000F3, 261),  # riscv64
+    (0xC0000015, 325),  # ppc64le
+)
+"""Architecture, and number of the call prlimit64 there."""
 _OWN = (
     "adapters",
     "agents",
@@ -90,7 +103,6 @@ class _Carrier:
 
     def run(self) -> int:
         """Carry until the process or stdin ends; return the container's exit code."""
-        _write(READY)
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
         poll.register(self._ours, select.POLLIN)
@@ -161,7 +173,7 @@ class _Carrier:
             if (code := self._ended()) is not None:
                 return code
             time.sleep(0.01)
-        return 1
+        return OF_CODES + 1
 
 
 def code_of(status: int, cpu_s: float, most_cpu_s: float) -> int:
@@ -169,11 +181,11 @@ def code_of(status: int, cpu_s: float, most_cpu_s: float) -> int:
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGKILL and cpu_s >= most_cpu_s:
         code = -signal.SIGXCPU
-    return min(code, MAX_CODE) if code >= 0 else OF_SIGNALS + min(-code, MAX_SIGNAL)
+    return OF_CODES + min(code, MAX_CODE) if code >= 0 else OF_SIGNALS + min(-code, MAX_SIGNAL)
 
 
 def _be_sandbox(channel: int, limits: dict[str, Any]) -> None:
-    """Become the sandbox's process: limits, descriptors, then requests."""
+    """Become the sandbox's process: limits, descriptors, then requests. Raises OSError, ValueError."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
@@ -186,9 +198,28 @@ def _be_sandbox(channel: int, limits: dict[str, Any]) -> None:
     os.dup2(channel, confine.CHANNEL)
     confine.set_limits(limits, left_out=("AS", "NPROC", "SIGPENDING"))
     os.closerange(confine.CHANNEL + 1, max(resource.getrlimit(resource.RLIMIT_NOFILE)[1], _ABOVE + 1))
+    linux.forbid_new_privileges()
+    linux.install_filter(_filter())
     for name in _OWN:
         sys.modules.pop(name, None)
+    os.write(confine.CHANNEL, READY)
     host.serve(confine.CHANNEL, limits)
+
+
+def _filter() -> bytes:
+    """BPF that refuses prlimit64 on other processes: a lower limit would end the first one. Raises OSError."""
+    if sys.byteorder != "little":
+        raise OSError(errno.ENOTSUP, "sandboxes in containers need a little-endian machine")
+
+    def one(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+        return struct.pack("<HBBI", code, if_true, if_false, value)
+
+    load, equal, end = 0x20, 0x15, 0x06
+    program = b""
+    for machine, number in _PRLIMIT:
+        program += one(load, 4) + one(equal, machine, 0, 5) + one(load, 0) + one(equal, number, 0, 3)
+        program += one(load, 16) + one(equal, 0, 1, 0) + one(end, 0x00050000 | errno.EPERM)
+    return program + one(end, 0x7FFF0000)
 
 
 def _write(data: bytes) -> None:

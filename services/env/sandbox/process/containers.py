@@ -76,7 +76,7 @@ _MODULES = (
     "values",
 )
 _USER = "65534:65534"
-_READY, _LATE, _MAX_CODE, _OF_SIGNALS, _MAX_SIGNAL = b"+", 110, 63, 64, 36
+_READY, _LATE, _OF_CODES, _OF_SIGNALS, _MAX_SIGNAL = b"+", 110, 10, 64, 36
 """As in inside/container.py."""
 _SPARE_PROCESSES = 3
 """Processes of the container besides the sandbox's."""
@@ -253,7 +253,8 @@ class ContainerSpawner:
                 f"--pids-limit={limits['threads'] + _SPARE_PROCESSES}",
                 "--cpus=1",
             ),
-            *("--cap-drop=ALL", "--security-opt=no-new-privileges", "--log-driver=none", "--stop-timeout=1"),
+            *("--cap-drop=ALL", "--security-opt=no-new-privileges", "--no-healthcheck"),
+            *("--log-driver=none", "--stop-timeout=1"),
             *(f"--env={key}={value}" for key, value in _VARIABLES.items()),
             *section.options,
             *("--entrypoint=python3", section.image, "-u", "-s", "-B", "-X", "utf8", "-c", BOOT),
@@ -343,8 +344,8 @@ def _read(container: _Container) -> str:
 
 def _end_of(code: int) -> ProcessEnd:
     """End of a sandbox from the exit code of its engine's command."""
-    if 0 <= code <= _MAX_CODE:
-        return ProcessEnd(code << 8)
+    if _OF_CODES <= code < _OF_SIGNALS:
+        return ProcessEnd((code - _OF_CODES) << 8)
     if _OF_SIGNALS < code <= _OF_SIGNALS + _MAX_SIGNAL:
         return ProcessEnd(code - _OF_SIGNALS)
     if code == _LATE:
