@@ -66,7 +66,7 @@ if ((${#nodes[@]} < needed)); then
   say "the job has ${#nodes[@]} nodes (${nodes[*]}), and the run needs $needed: use sbatch --nodes=$needed or more"
   exit 2
 fi
-if ((${SLURM_RESTART_COUNT:-0} == 0)); then
+if ((${SLURM_RESTART_COUNT:-0} == 0)) && [[ -z ${VOLLEY_AGAIN-} ]]; then
   rm -f "$folder/hosts/begun"
 elif [[ -e $folder/hosts/begun && ! -e $run/run.json ]]; then
   say "$run has begun, and is not on ${nodes[0]}: put run.dir on a file system that all nodes mount"
@@ -123,10 +123,10 @@ if [[ -n $requeue ]] && ((result != 0 && result != 2)); then
   left=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%D)
   if ((${left:-${#nodes[@]}} < ${#nodes[@]})); then
     # With --no-kill the job has lost nodes for good, and would come back without them.
-    sbatch --nodes=${#nodes[@]} "$folder/job.sh"
-    exit "$result"
+    VOLLEY_AGAIN=yes sbatch --nodes=${#nodes[@]} "$folder/job.sh" && exit "$result"
+  else
+    scontrol requeue "$SLURM_JOB_ID" && sleep 300 # Slurm ends this script
   fi
-  scontrol requeue "$SLURM_JOB_ID" && sleep 300 # Slurm ends this script
   say "job $SLURM_JOB_ID cannot be queued again: submit this script once more"
 fi
 exit "$result"

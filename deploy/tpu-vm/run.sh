@@ -87,14 +87,12 @@ start() {
 }
 
 follow() {
-  local code=255
-  # 255: the connection was lost
-  while ((code == 255)); do
-    code=0
-    # shellcheck disable=SC2016 # for the host's shell
-    on "${slices[0]}" 0 'tail -n +1 -f volley-launch/node.log & until [ -e volley-launch/exit ]; do sleep 1; done
-      sleep 1; kill $!; exit "$(cat volley-launch/exit)"' || code=$?
-    ((code != 255)) || sleep 10
+  local code
+  # shellcheck disable=SC2016 # for the host's shell
+  until on "${slices[0]}" 0 'tail -n +1 -f volley-launch/node.log & until [ -e volley-launch/exit ]; do sleep 1; done
+      sleep 1; kill $!; true' && code=$(on "${slices[0]}" 0 'cat volley-launch/exit'); do
+    say "${slices[0]} cannot be reached, and the run may go on: trying again until Ctrl-C"
+    sleep "${VOLLEY_RETRY_PAUSE:-10}"
   done
   if ((code != 0)); then say "the first host ended with exit code $code"; fi
   report

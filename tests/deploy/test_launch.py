@@ -54,7 +54,7 @@ def test_a_launch_writes_a_configuration_without_addresses_and_secrets_of_its_ow
     secrets = {path.name: path.read_text(encoding="utf-8") for path in (out / "secrets").iterdir()}
     assert set(secrets) == {"redis_password", "token_viewer", "token_service", "token_admin"}
     assert len(set(secrets.values())) == 4
-    assert stat.S_IMODE((out / "secrets").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (out, out / "secrets")} == {0o700}
     assert {stat.S_IMODE(path.stat().st_mode) for path in (out / "secrets").iterdir()} == {0o600}
     written = "".join(path.read_text(encoding="utf-8") for path in (out / "run.yaml", out / "job.sh"))
     assert not any(secret in written for secret in secrets.values())
@@ -268,6 +268,7 @@ def test_a_run_that_is_not_on_the_new_first_node_does_not_begin_anew(tmp_path: P
         os.kill(int((slurm.folder / "batch").read_text(encoding="utf-8")), signal.SIGUSR1)
         assert running.wait(30) == 2
         assert "is not on 127.0.0.2" in running.text()
+        assert slurm.submit(script, VOLLEY_AGAIN="yes").wait(30) == 2
 
 
 def test_a_job_with_fewer_nodes_than_the_run_needs_says_so(tmp_path: Path) -> None:
@@ -303,7 +304,7 @@ def tpu_vm(tmp_path: Path, *arguments: str) -> tuple[Path, dict[str, str]]:
 
 
 def called(script: Path, variables: dict[str, str], *command: str) -> tuple[int, str]:
-    done = subprocess.run([script, *command], env=variables, capture_output=True, encoding="utf-8", timeout=60)
+    done = subprocess.run([script, *command], env=variables, capture_output=True, encoding="utf-8", timeout=180)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -351,11 +352,11 @@ def test_a_start_stops_what_an_earlier_one_has_left(tmp_path: Path) -> None:
     homes = sorted((tmp_path / "cloud").glob("*/worker*"))
     program = homes[0] / "volley" / ".venvs" / "base" / "bin" / "volley"  # the rollout server's
     program.write_text(
-        '#!/bin/bash\ntrap "sleep 1; echo end >>~/told; exit 143" TERM; echo start >>~/told\n'
+        '#!/bin/bash\ntrap "sleep 0.3; echo end >>~/told; exit 143" TERM; echo start >>~/told\n'
         "for _ in $(seq 600); do sleep 0.1; done",
         encoding="utf-8",
     )
-    subprocess.run([script, "start"], env=variables, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run([script, "start"], env=variables, check=True, stdout=subprocess.DEVNULL, timeout=180)
     try:
         code, text = called(script, variables, "start")
         assert (code, "still running" in text) == (0, True), text

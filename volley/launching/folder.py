@@ -57,7 +57,9 @@ class LaunchFolder:
         if self.config.exists() and (name := config.load([self.config]).config.run.name) != loaded.config.run.name:
             raise ConfigError(f"{self.path} belongs to the run {name}", "choose another folder with --out")
         with storage.storage(self.path):
-            self.secrets.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, exist_ok=True)  # the configuration may have secrets from the environment
+            self.secrets.mkdir(mode=0o700, exist_ok=True)
             (self.path / "hosts").mkdir(exist_ok=True)
             for name in SECRETS:
                 if not (self.secrets / name).exists():
