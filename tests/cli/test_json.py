@@ -68,6 +68,13 @@ SUCCESS: Mapping[str, Case] = {
     "env activate": Case("s1@1 --run {run}", ["state"]),
     "doctor": Case("", code=None),
     "plan": Case("--config configs/quickstart.yaml", ["fits", "topology", "trainer", "rollout", "disk", "refusals"]),
+    "launch slurm": Case("--config configs/quickstart.yaml run.dir={tmp}/runs --out {tmp}/slurm", ["script", "hosts"]),
+    "launch sky": Case("--config configs/quickstart.yaml run.bucket=s3://b/r --out {tmp}/sky", ["script", "hosts"]),
+    "launch tpu-vm": Case(
+        "--config configs/quickstart.yaml rollout.engine.device=tpu run.dir={tmp}/runs --out {tmp}/tpu"
+        " --zone=us-central2-b --trainer-type=v4-8",
+        ["script", "hosts"],
+    ),
     "config show": Case("--config {run}/config.yaml"),
     "config schema": Case("", ["properties"]),
     "completion": Case("fish", ["shell", "script"]),
@@ -77,9 +84,11 @@ SUCCESS: Mapping[str, Case] = {
 
 ELSEWHERE = {
     *("quickstart", "sft", "dpo", "tinker", "dashboard", "eval", "replay", "reverify"),
-    *("fork", "model get", "serve", "export"),
+    *("fork", "model get", "serve", "export", "node"),
 }
-"""Commands that train, serve or download: tests/system/test_json.py runs them, but for the download."""
+"""Commands that train, serve or download: tests/system/test_json.py runs them, but for the download and one host of
+several, which tests/deploy/test_launched_runs.py runs.
+"""
 
 
 @pytest.fixture(scope="module")
