@@ -28,6 +28,7 @@ from shared.files import buckets
 from shared.generation_schema import GenerationSection, defeated
 from shared.reward_schema import EnvironmentRewards, missing_servers
 from shared.section import Section
+from shared.services import SERVICES
 from shared.services_schema import ServicesSection
 from shared.sft_schema import DpoSection, SftSection
 from shared.tinker_schema import TinkerSection
@@ -404,6 +405,16 @@ class RunConfig(Section):
     def needs_environment(self) -> bool:
         """True if the run needs the environment service."""
         return not (self.is_supervised and self.sft.train)
+
+    def uses(self, service: str) -> bool:
+        """True if the run has this service."""
+        if service == "env":
+            return self.needs_environment
+        return not self.is_supervised or SERVICES[service].supervised
+
+    def local_processes(self) -> dict[str, int]:
+        """Number of processes that the run has on this host, by service."""
+        return {name: self.services.n_local(name) if self.uses(name) else 0 for name in SERVICES}
 
     @model_validator(mode="after")
     def _supervised(self) -> RunConfig:

@@ -17,7 +17,7 @@ def row_size(model: ModelConfig) -> int:
     return model.head_dim if model.latent is None else model.latent.qk_head_dim
 
 
-def token_bytes(model: ModelConfig, dtype: str, device: Literal["cpu", "tpu", "gpu"], tp_size: int = 1) -> int:
+def kv_token_bytes(model: ModelConfig, dtype: str, device: Literal["cpu", "tpu", "gpu"], tp_size: int = 1) -> int:
     """Return the bytes of one token's keys and values on each of `tp_size` devices.
 
     A device has at least one head of keys: with more devices than heads, heads are repeated.
@@ -34,5 +34,5 @@ def default_pool(model: ModelConfig, dtype: str, running: int, context_length: i
     It has room for four times the running requests, as far as memory allows, so conversations stay cached between
     their turns.
     """
-    fitting = int(memory * _POOL_SHARE) // token_bytes(model, dtype, "cpu")
+    fitting = int(memory * _POOL_SHARE) // kv_token_bytes(model, dtype, "cpu")
     return min(4 * running * context_length, max(fitting, 2 * context_length))

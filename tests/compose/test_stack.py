@@ -109,7 +109,7 @@ class ComposeStack:
         return json.loads(self("exec", "-T", "env", "python", "-IS", "-c", ASK_ENVIRONMENTS, path, *source))
 
     def get(self, service: str, path: str, **query: str) -> Any:
-        """What Prometheus or Grafana answers."""
+        """Return the answer of Prometheus or Grafana."""
         address = self("--profile", "obs", "port", service, str(PORTS[service])).strip()
         return httpx.get(f"http://{address}{path}", params=query, trust_env=False, timeout=30).raise_for_status().json()
 
@@ -152,7 +152,7 @@ def test_scaled_stack_trains_and_both_rollout_servers_end_on_the_last_version(st
 
 
 def has(image: str) -> bool:
-    """Whether the engine has an image, or gets it."""
+    """Return True if the engine has an image, or can pull it."""
     return any(
         subprocess.run(["docker", *command, image], capture_output=True, timeout=600).returncode == 0
         for command in (["image", "inspect"], ["pull"])

@@ -1,4 +1,4 @@
-"""Whole runs on several hosts: `volley launch slurm`, a stub of Slurm's commands, and real services.
+"""Runs on several hosts, from start to end: `volley launch slurm`, a stub of Slurm's commands, and real services.
 
 The hosts are network namespaces where these can be made, else addresses of loopback.
 """

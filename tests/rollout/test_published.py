@@ -348,7 +348,7 @@ async def test_chunks_of_a_pull_that_was_overtaken_are_bases_of_the_next_version
 
 
 async def test_a_pull_that_is_overtaken_twice_ends_with_the_right_bytes(updates, engine, trainer, monkeypatch):
-    """Of two chunks the second never comes; the first is brought up to date from version to version."""
+    """Two chunks: the second never arrives; the first gets a delta for each version that overtakes the pull."""
     monkeypatch.setattr(pulling, "PATIENCE_S", 0.3)
     whole = PublishedManifest.from_json(trainer.chunks.read(trainer.offer(V[1], 1).manifest.blake3)).weights
     data = trainer.chunks.read(whole.chunks[0].blake3)

@@ -10,7 +10,7 @@ import pytest
 from services.rollout.engines.base import EngineSpec
 from shared import config
 from shared.models.config import ModelConfig
-from shared.planning.serving import token_bytes
+from shared.planning.serving import kv_token_bytes
 from tests.support import families, models
 from tools.lower.engine import booted
 from volley.planning import server
@@ -35,5 +35,5 @@ def test_weights_and_pool_are_those_of_the_engine(name: str, tmp_path: Path) -> 
     found = server.estimate(run, model, DeviceType("v5e", "tpu", 2**30))
     assert found.weights == pytest.approx(sum(leaf.nbytes for leaf in runner.model_state_leaves), rel=0.02)
     pool = sum(buffer.nbytes for buffer in jax.tree.leaves(runner.token_to_kv_pool.kv_buffer))
-    assert found.token == token_bytes(model, "bfloat16", "tpu")
+    assert found.token == kv_token_bytes(model, "bfloat16", "tpu")
     assert found.pool == pytest.approx(pool, rel=0.02)

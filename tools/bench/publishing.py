@@ -43,6 +43,8 @@ from services.trainer.publishing.publications import Publications, PublishedVers
 from services.trainer.publishing.routes import PublishingState
 from shared.clients.rollout import RolloutClient
 from shared.errors import VolleyError
+from shared.models.config import ModelConfig
+from shared.models.parameters import parameters
 from shared.process.ports import free_port
 from shared.published.manifest import WeightOffer
 from shared.published.serving import Uplink
@@ -88,16 +90,8 @@ def config_of(layers: int, hidden: int) -> dict[str, Any]:
 
 
 def random_weights(config: Mapping[str, Any], dtype: str) -> dict[str, np.ndarray]:
-    """Bits of random weights (uint16 for bfloat16, else uint32), by the trainer's names, of a Qwen3 or a Llama."""
-    d, ffn, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    block = {"attn.q_proj.w": (d, heads, size), "attn.k_proj.w": (d, groups, size), "attn.v_proj.w": (d, groups, size)}
-    block |= {"attn.o_proj.w": (heads, size, d)}
-    block |= {"attn.q_norm.w": (size,), "attn.k_norm.w": (size,)} if config["model_type"] == "qwen3" else {}
-    block |= {"mlp.gate_proj.kernel": (d, ffn), "mlp.up_proj.kernel": (d, ffn), "mlp.down_proj.kernel": (ffn, d)}
-    block |= {"input_layernorm.w": (d,), "post_attention_layernorm.w": (d,)}
-    shapes = {f"layers.{i}.{k}": shape for i in range(config["num_hidden_layers"]) for k, shape in block.items()}
-    shapes |= {"embedder.input_embedding": (config["vocab_size"], d), "final_norm.w": (d,)}
+    """Bits of random weights (uint16 for bfloat16, else uint32), by the trainer's names."""
+    shapes = {name: one.shape for name, one in parameters(ModelConfig.parse(config)).items()}
     rng = np.random.default_rng(0)
     bits = {name: (0.02 * rng.standard_normal(shape, np.float32)).view(np.uint32) for name, shape in shapes.items()}
     return bits if dtype == "float32" else {name: (value >> 16).astype(np.uint16) for name, value in bits.items()}

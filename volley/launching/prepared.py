@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,8 +126,8 @@ def described(config: RunConfig, n_hosts: int) -> list[dict[str, Any]]:
     """Return the services of each host, by number of processes."""
     n_trainers, n_rollout = config.services.trainer.num_processes, config.services.rollout_replicas
     if n_hosts == 1:
-        rollout: Mapping[str, int] = {} if config.is_supervised else {"rollout": n_rollout, "orchestrator": 1}
-        return [{"redis": 1, "env": 1, "trainer": 1, **rollout}]
+        counts = {"redis": 0 if config.is_supervised else 1} | config.local_processes()
+        return [{name: n for name, n in counts.items() if n}]
     first = {"redis": 1, "env": 1, "orchestrator": 1, "trainer": 1}
     others: Sequence[dict[str, Any]] = [{"trainer": 1}] * (n_trainers - 1)
     return [first, *others, *[{"rollout": n_rollout}] * (n_hosts - n_trainers)]

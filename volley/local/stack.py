@@ -281,11 +281,9 @@ def engines_of(config: RunConfig, n_rollout: int) -> tuple[str, ...]:
 
 def _counts(config: RunConfig, folder: RunFolder) -> dict[str, int]:
     """Number of processes to start here, by service."""
-    counts = {name: config.services.n_local(name) for name in SERVICES}
-    if config.is_supervised:
-        counts |= {name: 0 for name, info in SERVICES.items() if not info.supervised}
-        if not config.needs_environment or folder.demonstrations.exists():
-            counts["env"] = 0
+    counts = config.local_processes()
+    if config.is_supervised and folder.demonstrations.exists():
+        counts["env"] = 0
     return counts
 
 

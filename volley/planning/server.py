@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shared.models.config import ModelConfig
 from shared.models.parameters import parameters
-from shared.planning.serving import default_pool, token_bytes
+from shared.planning.serving import default_pool, kv_token_bytes
 from shared.planning.training import ITEM_SIZES
 from shared.schema import RunConfig
 from volley.planning.devices import DeviceType
@@ -62,7 +62,7 @@ def estimate(config: RunConfig, model: ModelConfig, device: DeviceType) -> Serve
     on_cpu = device.platform == "cpu"
     tp_size = 1 if on_cpu else engine.tp_size
     weights = ITEM_SIZES[dtype] * sum(_on_device(model, tp_size))
-    token, step = token_bytes(model, dtype, device.platform, tp_size), _step(config, model, tp_size)
+    token, step = kv_token_bytes(model, dtype, device.platform, tp_size), _step(config, model, tp_size)
     most = (device.usable - 2 * weights - step) // token
     if engine.max_total_tokens is not None:
         pool = engine.max_total_tokens

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from volley.planning.costs import Cost, Disk, HandOver
 from volley.planning.plan import RunPlan
 from volley.planning.quantities import show_bytes, show_seconds
 from volley.printing import join_lines
@@ -14,8 +15,17 @@ _WIDTH = 30
 
 def format_plan(plan: RunPlan) -> str:
     """Format every part that the run has, then notes and refusals."""
-    parts = (_of_model, _of_topology, _of_trainer, _of_rollout, _of_hand_over, _of_disk, _of_cost)
-    lines = [line for part in parts for line in part(plan)]
+    parts: Sequence[tuple[str, Any, Callable[[Any], Iterator[str]]]] = (
+        (f"topology (mode {plan.topology['mode']})", plan.topology, _of_topology),
+        ("each device of the trainer", plan.trainer, _of_trainer),
+        ("each device of a rollout server", plan.rollout, _of_rollout),
+        ("hand-over of a version to each rollout server", plan.hand_over, _of_hand_over),
+        ("disk, at most", plan.disk, _of_disk),
+        ("cost of the devices", plan.cost, _of_cost),
+    )
+    lines = [_model(plan.model)]
+    for title, found, rows in parts:
+        lines += [] if found is None else ["", title, *rows(found)]
     lines += [f"note: {note}" for note in plan.notes]
     for one in plan.refusals:
         lines += ["", f"CANNOT RUN: {one.reason}", f"  change: {one.change}"]
@@ -28,16 +38,12 @@ def _row(name: str, value: str, note: str = "") -> str:
     return f"  {name:{_WIDTH}} {value:>12}{'   ' * bool(note)}{note}"
 
 
-def _of_model(plan: RunPlan) -> Iterator[str]:
-    model = plan.model
+def _model(model: Mapping[str, Any]) -> str:
     trained = "" if model["trained"] == model["parameters"] else f", {model['trained']:,} of adapters are trained"
-    yield f"model {model['path']} ({model['type']}): {model['parameters']:,} parameters{trained}"
+    return f"model {model['path']} ({model['type']}): {model['parameters']:,} parameters{trained}"
 
 
-def _of_topology(plan: RunPlan) -> Iterator[str]:
-    found = plan.topology
-    yield ""
-    yield f"topology (mode {found['mode']})"
+def _of_topology(found: Mapping[str, Any]) -> Iterator[str]:
     for host, names in found["processes"].items():
         yield f"  {host}: {', '.join(names)}"
     for name, url in found["external"].items():
@@ -60,12 +66,7 @@ def _count(n: int, name: str) -> str:
     return f"{n} {name}{'' if n == 1 else 'es' if name.endswith('s') else 's'}"
 
 
-def _of_trainer(plan: RunPlan) -> Iterator[str]:
-    found = plan.trainer
-    if found is None:
-        return
-    yield ""
-    yield "each device of the trainer"
+def _of_trainer(found: Mapping[str, Any]) -> Iterator[str]:
     for name, n in (found["kept"] | found["step"]).items():
         yield _row(name, show_bytes(n))
     for name, n in found["host"].items():
@@ -74,12 +75,7 @@ def _of_trainer(plan: RunPlan) -> Iterator[str]:
         yield _row(f"peak of a {phase}", show_bytes(n), f"of {show_bytes(found['usable'])}")
 
 
-def _of_rollout(plan: RunPlan) -> Iterator[str]:
-    found = plan.rollout
-    if found is None:
-        return
-    yield ""
-    yield "each device of a rollout server"
+def _of_rollout(found: Mapping[str, Any]) -> Iterator[str]:
     yield _row("weights", show_bytes(found["weights"]))
     yield _row("weights that arrive", show_bytes(found["arriving"]))
     yield _row("prefill and logits", show_bytes(found["step"]))
@@ -88,12 +84,7 @@ def _of_rollout(plan: RunPlan) -> Iterator[str]:
     yield _row("sum", show_bytes(found["total"]), f"of {show_bytes(found['limit'])}")
 
 
-def _of_hand_over(plan: RunPlan) -> Iterator[str]:
-    found = plan.hand_over
-    if found is None:
-        return
-    yield ""
-    yield "hand-over of a version to each rollout server"
+def _of_hand_over(found: HandOver) -> Iterator[str]:
     if found.base:
         yield _row("base, once", show_bytes(found.base))
     yield _row("whole", show_bytes(found.whole), _at_least(found.whole_s))
@@ -105,12 +96,7 @@ def _at_least(seconds: float | None) -> str:
     return "" if seconds is None else f"at least {show_seconds(seconds)}"
 
 
-def _of_disk(plan: RunPlan) -> Iterator[str]:
-    found = plan.disk
-    if found is None:
-        return
-    yield ""
-    yield "disk, at most"
+def _of_disk(found: Disk) -> Iterator[str]:
     yield _row("checkpoints", show_bytes(found.checkpoint * found.n_checkpoints), _times(found))
     if found.base:
         yield _row("base of the adapters", show_bytes(found.base))
@@ -121,16 +107,11 @@ def _of_disk(plan: RunPlan) -> Iterator[str]:
     yield _row("run folder", show_bytes(found.total))
 
 
-def _times(found: Any) -> str:
+def _times(found: Disk) -> str:
     return f"{found.n_checkpoints} of {show_bytes(found.checkpoint)}"
 
 
-def _of_cost(plan: RunPlan) -> Iterator[str]:
-    found = plan.cost
-    if found is None:
-        return
-    yield ""
-    yield "cost of the devices"
+def _of_cost(found: Cost) -> Iterator[str]:
     for name, price in found.parts.items():
         yield _row(f"{name} per hour", f"{price:,.2f}")
     yield _row("per hour", f"{found.per_hour:,.2f}")

@@ -23,9 +23,7 @@ def processes(config: RunConfig, *, is_elsewhere: bool) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {HERE: []}
     for name, info in SERVICES.items():
-        if config.is_supervised and not info.supervised:
-            continue
-        if name == "env" and not config.needs_environment:
+        if not config.uses(name):
             continue
         urls = config.services.urls_of(name)
         for process, url in urls.items():

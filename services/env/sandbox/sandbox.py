@@ -41,7 +41,7 @@ class Sandbox:
         self,
         number: int,
         limits: SandboxLimits,
-        zygote: Spawner,
+        spawner: Spawner,
         tmp: Path,
         owner: str,
         turns: Turns[Sandbox],
@@ -49,7 +49,7 @@ class Sandbox:
     ) -> None:
         self.description: Any = None
         self.owner, self._turns = owner, turns
-        self.number, self.limits, self.zygote, self.tmp = number, limits, zygote, tmp
+        self.number, self.limits, self.spawner, self.tmp = number, limits, spawner, tmp
         self._forget = forget
         self.n_calls = 0
         self._turn = asyncio.Lock()
@@ -135,16 +135,16 @@ class Sandbox:
 
     def pause(self) -> None:
         """Stop the process until `resume`; it cannot refuse."""
-        self.zygote.signal(self.number, "pause")
+        self.spawner.signal(self.number, "pause")
 
     def resume(self) -> None:
-        self.zygote.signal(self.number, "resume")
+        self.spawner.signal(self.number, "resume")
 
     def end(self, why: Why, detail: str) -> None:
         """Kill the process. Later calls fail with the first reason given."""
         if self._ended_for is None:
             self._ended_for = (why, detail)
-        self.zygote.signal(self.number, "kill")
+        self.spawner.signal(self.number, "kill")
 
     async def door(self) -> socket.socket:
         """Socket that listens on the loopback address of an agent's sandbox. Raises SandboxFailed; call it once."""
@@ -186,8 +186,8 @@ class Sandbox:
 
     async def connect(self) -> None:
         """Start the process and connect to it. Raises Unavailable, RateLimited, OSError (no descriptors left)."""
-        tmp = self.zygote.tmp or str(self.tmp)
-        self._process = one = await self.zygote.spawn(self.number, asdict(self.limits), tmp)
+        tmp = self.spawner.tmp or str(self.tmp)
+        self._process = one = await self.spawner.spawn(self.number, asdict(self.limits), tmp)
         self._reader, self._writer = await asyncio.open_unix_connection(sock=one.channel, limit=2**16)
         self._log_transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self._output, one.log)
 
@@ -218,7 +218,7 @@ class Sandbox:
         return ProcessEnd(error="its process does not end")
 
     def _remove_folder(self) -> None:
-        if self.zygote.tmp is None:
+        if self.spawner.tmp is None:
             try:
                 workspace.remove(self.tmp)
             except OSError as error:

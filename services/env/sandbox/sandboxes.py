@@ -176,11 +176,11 @@ class Sandboxes:
         if program.kind != "plain" and owner:  # pausing would stop the process that waits, not its programs
             raise InputError("a sandbox that starts programs takes no turns", "leave out its owner")
         await self._make_own_folder()
-        zygote = await self._spawner_of(program)
-        sandbox = self._enroll(limits or SandboxLimits(), zygote, owner)
+        spawner = await self._spawner_of(program)
+        sandbox = self._enroll(limits or SandboxLimits(), spawner, owner)
         began = time.perf_counter()
         try:
-            if not zygote.tier.namespaces:
+            if not spawner.tier.namespaces:
                 with storage(self.folder):
                     await asyncio.to_thread(sandbox.tmp.mkdir, 0o700)
             await sandbox.connect()
@@ -202,12 +202,12 @@ class Sandboxes:
         self._running.pop(sandbox.number, None)
         _RUNNING.set(len(self._running))
 
-    def _enroll(self, limits: SandboxLimits, zygote: Spawner, owner: str) -> Sandbox:
+    def _enroll(self, limits: SandboxLimits, spawner: Spawner, owner: str) -> Sandbox:
         if len(self._running) >= self._max_running:
             raise RateLimited(f"{len(self._running)} sandboxes run already", "try again later", 1.0)
         number = next(n for n in (i % MAX_RUNNING for i in self._numbers) if n not in self._running)
         tmp = self.folder / f"tmp-{next(self._names)}"
-        sandbox = Sandbox(number, limits, zygote, tmp, owner, self._turns, self._forget)
+        sandbox = Sandbox(number, limits, spawner, tmp, owner, self._turns, self._forget)
         self._running[number] = sandbox
         _RUNNING.set(len(self._running))
         return sandbox
@@ -265,7 +265,7 @@ class Sandboxes:
             idle = await self._pause_computing(idle)
             await asyncio.sleep(LOOK_S)
             for sandbox in list(self._running.values()):
-                if not sandbox.zygote.tier.namespaces and sandbox.alive:
+                if not sandbox.spawner.tier.namespaces and sandbox.alive:
                     await self._check_usage(sandbox)
 
     async def _pause_computing(self, idle: Mapping[Sandbox, int]) -> dict[Sandbox, int]:
@@ -292,7 +292,7 @@ class Sandboxes:
             sandbox.end("output", f"its files take more than {limits.disk_mb} MiB")
         elif entries >= most:
             sandbox.end("output", f"it made more than {most} files")
-        elif not sandbox.zygote.tier.bounds_threads:
+        elif not sandbox.spawner.tier.bounds_threads:
             n = await asyncio.to_thread(_n_threads, sandbox.pid)
             if n > limits.threads:
                 sandbox.end("refused", f"it had {n} threads; {limits.threads} are allowed")

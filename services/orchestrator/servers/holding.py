@@ -76,8 +76,7 @@ class ServerHolds:
                 if server.url in self._until:
                     group.create_task(self._ask(server, version))
         for server in servers:
-            skip = server.out or server.leaving or server.url in self._until
-            if len(self._until) < wanted and not skip:
+            if len(self._until) < wanted and server.url not in self._until and not server.out:
                 await self._ask(server, version)
 
     async def _ask(self, server: ServerLoad, version: WeightVersion) -> None:

@@ -140,5 +140,5 @@ async def assert_held(script: Script, sandboxes: Sandboxes, neighbour: Sandbox, 
 
 
 async def test_nothing_is_left_of_them(sandboxes: Sandboxes, neighbour: Sandbox):
-    assert neighbour.zygote.n_children == 1
+    assert neighbour.spawner.n_children == 1
     await assert_well(neighbour)

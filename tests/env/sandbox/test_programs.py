@@ -269,7 +269,7 @@ async def test_all_programs_end_with_their_sandbox(sandboxes: Sandboxes, how: st
     elif how == "killed":
         sandbox.end("time", "by a test")
     else:
-        sandbox.zygote.destroy()
+        sandbox.spawner.destroy()
     with pytest.raises((SandboxFailed, asyncio.CancelledError)):
         await call
     await _until(seconds, 0)

@@ -423,7 +423,7 @@ async def test_a_zygote_that_dies_takes_its_sandboxes_along_and_is_started_again
         request = {"source": "import time; time.sleep(60)", "stdin": "", "max_output": 10}
         call = asyncio.ensure_future(sandbox.call("run", request, 60))
         await asyncio.sleep(0.1)
-        sandbox.zygote.destroy()
+        sandbox.spawner.destroy()
         with pytest.raises(SandboxLost, match="the process that sandboxes are forked from is gone"):
             await call
         while is_zygote(pid):
@@ -452,7 +452,7 @@ async def test_an_interpreter_that_is_none_changes_nothing_for_others(sandboxes:
         with pytest.raises(Unavailable, match=match):
             await sandboxes.start(ScriptProgram(python=Path(python)))
     sandbox = await sandboxes.start(ScriptProgram())
-    assert sandbox.zygote.tier == before == sandboxes.tier
+    assert sandbox.spawner.tier == before == sandboxes.tier
     await sandbox.close()
 
 

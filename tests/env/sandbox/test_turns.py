@@ -116,7 +116,7 @@ def state_of(sandbox: Sandbox) -> str:
 async def stands_still(sandbox: Sandbox) -> None:
     """Returns when it is stopped; at once where its process cannot be seen from here."""
     async with asyncio.timeout(60):
-        while not sandbox.zygote.tier.namespaces and state_of(sandbox) != "T":
+        while not sandbox.spawner.tier.namespaces and state_of(sandbox) != "T":
             await asyncio.sleep(0.01)
 
 

@@ -47,30 +47,19 @@ _PRLIMIT = (
     (0xC0000015, 325),  # ppc64le
 )
 """Architecture, and number of the call prlimit64 there."""
-_OWN = (
-    "adapters",
-    "agents",
-    "confine",
-    "container",
-    "host",
-    "interpreter",
-    "linux",
-    "namespaces",
-    "programs",
-    "values",
-)
 
 
-def main(limits: dict[str, Any], lifetime_s: float) -> None:
+def main(limits: dict[str, Any], lifetime_s: float, modules: list[str]) -> None:
     """Run the sandbox and end this process.
 
     Args:
         limits: the fields of SandboxLimits. The engine enforces those of memory, threads and the private folder.
         lifetime_s: seconds after the first request.
+        modules: names of the sandbox's own modules, which a program does not see.
     """
     code = FAILED
     try:
-        code = _Carrier(limits, lifetime_s).run()
+        code = _Carrier(limits, lifetime_s, modules).run()
     except BaseException:  # noqa: BLE001 - it goes to the log
         traceback.print_exc()
     finally:
@@ -80,7 +69,7 @@ def main(limits: dict[str, Any], lifetime_s: float) -> None:
 class _Carrier:
     """Carries requests from stdin to the sandbox's process, and its answers to stdout."""
 
-    def __init__(self, limits: dict[str, Any], lifetime_s: float) -> None:
+    def __init__(self, limits: dict[str, Any], lifetime_s: float, modules: list[str]) -> None:
         self._limits, self._lifetime_s = limits, lifetime_s
         self._deadline: float | None = None
         self._pending = b""
@@ -95,7 +84,7 @@ class _Carrier:
             self._child = os.fork()
             if self._child == 0:
                 try:
-                    _be_sandbox(theirs.fileno(), limits)
+                    _be_sandbox(theirs.fileno(), limits, modules)
                 finally:
                     os._exit(1)
         self._ours.setblocking(False)
@@ -184,7 +173,7 @@ def code_of(status: int, cpu_s: float, most_cpu_s: float) -> int:
     return OF_CODES + min(code, MAX_CODE) if code >= 0 else OF_SIGNALS + min(-code, MAX_SIGNAL)
 
 
-def _be_sandbox(channel: int, limits: dict[str, Any]) -> None:
+def _be_sandbox(channel: int, limits: dict[str, Any], modules: list[str]) -> None:
     """Become the sandbox's process: limits, descriptors, then requests. Raises OSError, ValueError."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -200,7 +189,7 @@ def _be_sandbox(channel: int, limits: dict[str, Any]) -> None:
     os.closerange(confine.CHANNEL + 1, max(resource.getrlimit(resource.RLIMIT_NOFILE)[1], _ABOVE + 1))
     linux.forbid_new_privileges()
     linux.install_filter(_filter())
-    for name in _OWN:
+    for name in modules:
         sys.modules.pop(name, None)
     os.write(confine.CHANNEL, READY)
     host.serve(confine.CHANNEL, limits)

@@ -61,7 +61,7 @@ sys.path[:] = [path for path in sys.path if path]
 sys.meta_path.insert(0, Bundle())
 import container
 del sys.meta_path[0]
-container.main(given["limits"], given["lifetime_s"])
+container.main(given["limits"], given["lifetime_s"], list(given["modules"]))
 """
 _MODULES = (
     "adapters",
