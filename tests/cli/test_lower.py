@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 from shared.errors import ConfigError
 from tests.support import models
 from tools.lower.__main__ import GENERATIONS, print_programs
-from volley.layout import PROJECT
+from volley.layout import PROJECT, python_of, variables_of
 
 TINY = models.tiny_config(vocab_size=1024, hidden_size=256, intermediate_size=512)
 
@@ -59,6 +60,27 @@ def test_training_and_engine_compile_for_tpus(tmp_path: Path) -> None:
         assert line in said
     packed = ("algorithm.name=ppo", "trainer.micro_batch_tokens=1024", "trainer.attention=splash")
     assert "  fits: " in lower(tmp_path / "run.yaml", "--only", "trainer", "--tpu", "v6e", *packed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_engine_lowers_for_gpus(tmp_path: Path, dtype: str) -> None:
+    """Each layer attends by one kernel; a loop whose end only the device knows would wait for the host at each turn."""
+    models.write_hf(tmp_path / "model", TINY)
+    config = {
+        "run": {"name": "lowered", "dir": str(tmp_path)},
+        "model": {"path": str(tmp_path / "model"), "dtype": dtype},
+        "data": {"env": "none"},
+        "rollout": {"engine": {"device": "gpu", "context_length": 256, "max_running_requests": 16}},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    command = [str(python_of("rollout")), "-m", "tools.lower.engine", str(tmp_path / "run.yaml"), "gpu", "3"]
+    environment = variables_of("rollout", cpu=True) | {"PYTHONPATH": str(PROJECT)}
+    done = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", check=False)
+    assert done.returncode == 0, done.stderr
+    programs = json.loads(done.stdout.splitlines()[-1])
+    assert [program["kernels"] for program in programs] == [{"paged_attention": 3}] * 2
 
 
 def lower(file: Path, *arguments: str) -> str:

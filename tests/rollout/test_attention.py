@@ -12,6 +12,7 @@ import pytest
 
 from services.rollout.engines.sglang_jax.scheduling.attention import (
     attend_blocks,
+    attend_on_cpu,
     attend_tokens,
     fit_pool,
     write_and_attend,
@@ -31,7 +32,7 @@ def reference(
     softcap: float | None = None,
 ) -> np.ndarray:
     """q: [n, H, D] at positions first…; k, v: [len, K, D]."""
-    k, v = (np.repeat(x.astype(float), HEADS // KV, 1) for x in (k, v))
+    k, v = (np.repeat(x.astype(float), q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = np.einsum("qhd,khd->hqk", q.astype(float), k) * scale
     scores = softcap * np.tanh(scores / softcap) if softcap else scores
     ago = first + np.arange(len(q))[:, None] - np.arange(len(k))
@@ -91,7 +92,17 @@ def test_heads_of_any_size_fit_longer_rows(dim: int) -> None:
     pool = jnp.full((SLOTS, 1, 2 * KV, 1, width), 7.0)
     lens = jnp.array([length, 0], jnp.int32)
     out, written = write_and_attend(
-        q, k, v, pool, jnp.array(slots), jnp.array(slots), lens, lens, scale=dim**-0.5, block_q=16
+        q,
+        k,
+        v,
+        pool,
+        jnp.array(slots),
+        jnp.array(slots),
+        lens,
+        lens,
+        scale=dim**-0.5,
+        attend=attend_on_cpu,
+        decode=False,
     )
     np.testing.assert_allclose(out, reference(q, k, v, 0, dim**-0.5), atol=2e-5)
     assert written.shape == pool.shape
@@ -107,7 +118,9 @@ def test_a_pool_of_words_holds_bfloat16_bits_and_is_never_converted_whole() -> N
     fit_pool(held, dim)
     (pool,) = held.kv_buffer
     compiled = (
-        jax.jit(partial(write_and_attend, scale=dim**-0.5, block_q=16)).lower(q, k, v, pool, slots, slots, lens, lens)
+        jax.jit(partial(write_and_attend, attend=attend_on_cpu, scale=dim**-0.5, decode=False)).lower(
+            q, k, v, pool, slots, slots, lens, lens
+        )
     ).compile()
     assert not re.search(rf"(f32|bf16)\[({SLOTS}|{SLOTS * 2 * KV}),", compiled.as_text())
     out, written = compiled(q, k, v, pool, slots, slots, lens, lens)

@@ -14,6 +14,7 @@ from services.rollout.engines.sglang_jax.scheduling.products import (
     expert_products,
     float32_logits,
     linear_through_float32,
+    ragged_expert_products,
 )
 
 rng = np.random.default_rng(0)
@@ -77,26 +78,38 @@ def test_a_linear_layer_rounds_once(dtype: Any) -> None:
 
 @pytest.mark.parametrize("sizes", [[192], [64, 0, 1, 15, 16, 96], [0, 0, 3], [33, 31], [5] * 40])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_experts_multiply_their_own_rows(sizes: list[int], dtype: Any) -> None:
+@pytest.mark.parametrize("products", [expert_products, ragged_expert_products])
+def test_experts_multiply_their_own_rows(products: Any, sizes: list[int], dtype: Any) -> None:
     """Numbers of rows that suit no tile: six experts, three a token and 64 tokens are 192 rows."""
     n_rows, group_sizes = sum(sizes), jnp.array(sizes, jnp.int32)
     lhs = jnp.array(rng.normal(size=(n_rows, 24)), dtype)
     rhs = jnp.array(rng.normal(size=(len(sizes), 24, 40)), dtype)
-    out = jax.jit(lambda *of: expert_products(*of, preferred_element_type=jnp.float32))(lhs, rhs, group_sizes)
+    out = jax.jit(lambda *of: products(*of, preferred_element_type=jnp.float32))(lhs, rhs, group_sizes)
     expected = jax.lax.ragged_dot(
         lhs.astype(jnp.float32), rhs.astype(jnp.float32), group_sizes, precision=jax.lax.Precision.HIGHEST
     )
     np.testing.assert_allclose(out, expected, atol=1e-4)
 
 
-def test_a_device_with_some_of_the_experts_leaves_the_rows_of_others_zero() -> None:
+@pytest.mark.parametrize("products", [expert_products, ragged_expert_products])
+def test_a_device_with_some_of_the_experts_leaves_the_rows_of_others_zero(products: Any) -> None:
     sizes = jnp.array([3, 20, 1, 9], jnp.int32)
     lhs, rhs = (jnp.array(rng.normal(size=size), jnp.float32) for size in ((33, 8), (4, 8, 5)))
-    whole = expert_products(lhs, rhs, sizes, preferred_element_type=jnp.float32)
+    whole = products(lhs, rhs, sizes, preferred_element_type=jnp.float32)
     parts = [
-        expert_products(lhs, rhs[at : at + 2], sizes, preferred_element_type=jnp.float32, group_offset=jnp.array([at]))
+        products(lhs, rhs[at : at + 2], sizes, preferred_element_type=jnp.float32, group_offset=jnp.array([at]))
         for at in (0, 2)
     ]
     assert not parts[0][23:].any()
     assert not parts[1][:23].any()
-    np.testing.assert_array_equal(whole, parts[0] + parts[1])
+    np.testing.assert_allclose(whole, parts[0] + parts[1], atol=1e-5)
+
+
+def test_experts_of_gpus_lower_for_cuda_to_one_grouped_product() -> None:
+    shapes = [((48, 16), jnp.bfloat16), ((4, 16, 32), jnp.bfloat16), ((8,), jnp.int32)]
+    arguments = [jax.ShapeDtypeStruct(*one) for one in shapes]
+    run = jax.jit(
+        lambda *of: ragged_expert_products(*of, preferred_element_type=jnp.bfloat16, group_offset=jnp.int32(4))
+    )
+    text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.while" not in text

@@ -3,16 +3,18 @@
 XLA_FLAGS must make as many CPU devices as the engine needs. The engine boots on the CPU as it would on TPUs, with pages
 of 16 tokens and a model of so few LAYERS that it fits into memory. Shapes and shardings of a step's arguments are moved
 to the topology's mesh. The last line is a JSON list with an object per program: bytes on each device, from the
-compiler.
+compiler. With `gpu` as TOPOLOGY the step is lowered for GPUs, but not compiled.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 import socket
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,6 +42,7 @@ from shared import config
 from shared.models.config import CONFIG, ModelConfig
 
 _POOL_TOKENS = 2**16
+_KERNEL = re.compile(r"__gpu\$xla\.gpu\.triton.*?name = \"(\w+)\"")
 
 
 def main(configuration: Path, topology: str, n_layers: int, overrides: Sequence[str]) -> list[dict[str, Any]]:
@@ -47,7 +50,10 @@ def main(configuration: Path, topology: str, n_layers: int, overrides: Sequence[
     model = replace(ModelConfig.read(Path(spec.model_path)), num_hidden_layers=n_layers)
     with tempfile.TemporaryDirectory(prefix="volley-lowering-") as folder:
         (Path(folder) / CONFIG).write_bytes(orjson.dumps(model.to_hf()))
-        scheduler = booted(replace(spec, model_path=folder, device="tpu", max_total_tokens=_POOL_TOKENS))
+        spec = replace(spec, model_path=folder, max_total_tokens=_POOL_TOKENS)
+        if topology == "gpu":
+            return list(lowered_for_gpus(replace(spec, device="gpu")))
+        scheduler = booted(replace(spec, device="tpu"))
         return list(compiled(scheduler, topologies.get_topology_desc(topology, platform="tpu").devices))
 
 
@@ -62,12 +68,22 @@ def booted(spec: EngineSpec) -> RolloutScheduler:
     return scheduler
 
 
+def lowered_for_gpus(spec: EngineSpec) -> Iterator[dict[str, Any]]:
+    """Lower the largest prefill and the largest decode for CUDA, and count their kernels of each kind."""
+    ours, _ = socket.socketpair()
+    scheduler = build_scheduler(spec, EngineLink(ours), None, runs_on="cpu")
+    runner = scheduler.runner
+    for name, batch in _largest(scheduler):
+        arguments = scheduler.step.arguments(batch, SamplingRows(len(batch.seq_lens)))
+        with jax.set_mesh(runner.mesh):
+            step = compiled_step(runner.mesh, runner._model_def, runner._model_state_def)
+            text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+        yield {"program": name, "kernels": Counter(_KERNEL.findall(text)), "while_loops": text.count("stablehlo.while")}
+
+
 def compiled(scheduler: RolloutScheduler, devices: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Compile the largest prefill and the largest decode."""
-    manager = scheduler.tp_worker.compilation_manager
-    most, tokens, cache = manager.max_padded_batch_size, manager.token_buckets[-1], manager.cache_loc_buckets[-1]
-    for name, mode, n in (("prefill", ForwardMode.EXTEND, tokens), ("decode", ForwardMode.DECODE, most)):
-        batch = manager._make_dummy_batch(most, n, mode, cache, dp_size=1, per_dp_bs_size=most)
+    for name, batch in _largest(scheduler):
         start = time.perf_counter()
         made = lowered(scheduler, batch, devices).compile()
         found = made.memory_analysis()
@@ -78,7 +94,16 @@ def compiled(scheduler: RolloutScheduler, devices: Sequence[Any]) -> Iterator[di
         }
         took_s = round(time.perf_counter() - start, 1)
         flops = (made.cost_analysis() or {}).get("flops")
-        yield {"program": f"{name} of {n} tokens", "bytes": parts, "flops": flops, "compile_s": took_s}
+        yield {"program": name, "bytes": parts, "flops": flops, "compile_s": took_s}
+
+
+def _largest(scheduler: RolloutScheduler) -> Iterator[tuple[str, Any]]:
+    """Batches of the largest prefill and the largest decode, with a name."""
+    manager = scheduler.tp_worker.compilation_manager
+    most, tokens, cache = manager.max_padded_batch_size, manager.token_buckets[-1], manager.cache_loc_buckets[-1]
+    for name, mode, n in (("prefill", ForwardMode.EXTEND, tokens), ("decode", ForwardMode.DECODE, most)):
+        batch = manager._make_dummy_batch(most, n, mode, cache, dp_size=1, per_dp_bs_size=most)
+        yield f"{name} of {n} tokens", batch
 
 
 def lowered(scheduler: RolloutScheduler, batch: Any, devices: Sequence[Any]) -> jax.stages.Lowered:

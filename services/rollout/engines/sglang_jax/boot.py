@@ -20,11 +20,13 @@ from services.rollout.engines.base import OPTIONS, EngineSpec
 from services.rollout.engines.sglang_jax import models
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
 from services.rollout.engines.sglang_jax.scheduling.attention import BlockAttention, fit_pool
+from services.rollout.engines.sglang_jax.scheduling.gpu_attention import GpuAttention
 from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.products import (
     expert_products,
     float32_logits,
     linear_through_float32,
+    ragged_expert_products,
 )
 from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
 from shared.models.config import ModelConfig
@@ -55,10 +57,13 @@ def build_scheduler(
     models.register()
     LogitsProcessor._get_logits = float32_logits
     embeddings.Llama3RotaryEmbedding._compute_cos_sin = _scaled_cos_sin
-    if spec.device != "tpu":
-        native_backend.NativeAttention = BlockAttention
     if spec.device == "cpu":
+        native_backend.NativeAttention = BlockAttention
         LinearBase.__call__, moe.gmm = linear_through_float32, expert_products
+    elif spec.device == "gpu":
+        native_backend.NativeAttention, moe.gmm = GpuAttention, ragged_expert_products
+    if spec.dtype == "float32":  # by default TPUs round the operands to bfloat16, and GPUs to TF32
+        jax.config.update("jax_default_matmul_precision", "highest")
     scheduler = RolloutScheduler(_server_args(spec, runs_on or spec.device), link, version)
     if spec.device == "cpu":
         fit_pool(scheduler.runner.token_to_kv_pool, row_size(ModelConfig.read(Path(spec.model_path))))

@@ -1,4 +1,6 @@
-"""Attention for CPUs: cost follows the tokens that exist, not the padded shape.
+"""The engine's attention outside TPUs, and its function for CPUs: cost follows the tokens, not the padded shape.
+
+`BlockAttention` writes to the pool and attends. On GPUs it attends by the kernel in `scheduling.gpu_attention`.
 
 The engine's own native backend scores every query against every key of the whole batch and copies the whole key/value
 pool once a layer; at 32 requests that is most of the time of a step. Here three nested loops with dynamic bounds visit
@@ -14,6 +16,7 @@ of all tokens of request 0, then of request 1, and so on. Padding requests have 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,10 +31,30 @@ BLOCK_Q = 16
 GROUP = 16
 
 
+def attend_on_cpu(
+    q: jax.Array,
+    rows: jax.Array,
+    cache_loc: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array,
+    *,
+    decode: bool,
+    **options: Any,
+) -> jax.Array:
+    """`attend_blocks`, or `attend_tokens` for a decode, in which no request has more than one query."""
+    if decode:
+        return attend_tokens(q, rows, cache_loc, seq_lens, **options)
+    return attend_blocks(q, rows, cache_loc, seq_lens, query_lens, block_q=BLOCK_Q, **options)
+
+
 class BlockAttention(NativeAttention):
     """Drop-in for `NativeAttention`: causal self-attention over the paged pool, page size 1, no sinks. The engine's
     own knows no soft cap.
+
+    `attend` is a function with the arguments of `attend_blocks`, and `decode` in the place of `block_q`.
     """
+
+    attend = staticmethod(attend_on_cpu)
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, layer: Any, forward_batch: Any, token_to_kv_pool: Any, **_: Any
@@ -44,10 +67,11 @@ class BlockAttention(NativeAttention):
         attend = jax.shard_map(
             partial(
                 write_and_attend,
+                attend=self.attend,
                 scale=layer.scaling,
                 window=layer.sliding_window_size,
                 softcap=layer.logit_cap,
-                block_q=1 if decode else BLOCK_Q,
+                decode=decode,
             ),
             mesh=self.mesh,
             in_specs=(heads, heads, heads, buffer, P(), P(), P(), P()),
@@ -82,14 +106,12 @@ def write_and_attend(
     seq_lens: jax.Array,
     query_lens: jax.Array,
     *,
-    scale: float,
-    block_q: int,
-    window: int | None = None,
-    softcap: float | None = None,
+    attend: Callable[..., jax.Array],
+    **options: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the new keys and values [T, K, D] to slots `out_cache_loc` (int32[T]; -1 is padding), then attends.
 
-    The pool's rows may be longer than D: what is beyond stays 0.
+    The pool's rows may be longer than D: what is beyond stays 0. `options` are those of `attend`.
     """
     tokens, kv_heads, dim = k.shape
     width = pool.shape[-1]
@@ -97,11 +119,7 @@ def write_and_attend(
     new = _stored(new.reshape(tokens, *pool.shape[1:]), pool.dtype)
     at = jnp.where(out_cache_loc >= 0, out_cache_loc, pool.shape[0])
     pool = pool.at[at].set(new, mode="drop")  # in place only while the pool keeps its shape: a reshape copies it twice
-    rows = pool.reshape(-1, width)
-    options = {"kv_heads": kv_heads, "scale": scale, "window": window, "softcap": softcap}
-    if block_q == 1:
-        return attend_tokens(q, rows, cache_loc, seq_lens, **options), pool
-    return attend_blocks(q, rows, cache_loc, seq_lens, query_lens, block_q=block_q, **options), pool
+    return attend(q, pool.reshape(-1, width), cache_loc, seq_lens, query_lens, kv_heads=kv_heads, **options), pool
 
 
 def fit_pool(kv_pool: Any, head_dim: int) -> None:
