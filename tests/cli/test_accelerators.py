@@ -8,14 +8,10 @@ import pytest
 
 from shared.config import LoadedConfig, load
 from shared.errors import ConfigError
-from tools.chaos.arena import SIMULATED
-from volley.local import accelerators, stack
-from volley.local.processes import Reaper
-from volley.local.stack import StackSeams
-from volley.local.supervisor import RestartPolicy
-from volley.runs.record import claimed
+from volley.local import accelerators
 
 CONFIG = Path("configs/chaos.yaml")
+SHARES = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 
 
 def configured(*overrides: str) -> LoadedConfig:
@@ -29,7 +25,7 @@ def shares(root: Path, device: str, n: int, *overrides: str) -> dict[str, dict[s
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """One with eight chips of TPU v5e, other devices of the same maker, and four GPUs."""
-    for name in ("TPU_VISIBLE_CHIPS", "CUDA_VISIBLE_DEVICES"):
+    for name in ("TPU_VISIBLE_CHIPS", "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", *SHARES):
         monkeypatch.delenv(name, raising=False)
     chips = [(f"0000:00:{i:02x}.0", "0x1ae0", "0x0063") for i in range(8)]
     others = [("0000:01:00.0", "0x1ae0", "0x0042"), ("0000:02:00.0", "0x10de", "0x2330")]
@@ -59,9 +55,11 @@ def test_every_process_has_gpus_of_its_own(machine: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8a, 5,7")
     split = shares(machine, "gpu", 1, "rollout.engine.tp_size=2")
     assert split == {
-        "rollout-0": {"CUDA_VISIBLE_DEVICES": "GPU-8a,5"},
-        "trainer": {"CUDA_VISIBLE_DEVICES": "7"},
+        "rollout-0": {"CUDA_VISIBLE_DEVICES": "GPU-8a,5", "JAX_PLATFORMS": "cuda,cpu"},
+        "trainer": {"CUDA_VISIBLE_DEVICES": "7", "JAX_PLATFORMS": "cuda,cpu"},
     }
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert "JAX_PLATFORMS" not in shares(machine, "gpu", 1)["trainer"]
 
 
 def test_a_server_of_another_project_has_its_devices_itself(machine: Path) -> None:
@@ -93,6 +91,7 @@ def test_a_process_with_all_chips_of_its_host_is_told_nothing(machine: Path) -> 
         ("gpu", 4, (), r"has 4 GPUs for the run, and it needs 5: 1 for trainer\.mesh, 4 times 1 for services\.roll"),
         ("tpu", 2, ("rollout.engine.tp_size=4",), "8 TPUs for the run, and it needs 9"),
         ("tpu", 1, ("rollout.engine.tp_size=3",), "a process cannot have 3 of a host's 8 TPU chips"),
+        ("gpu", 3, ("trainer.mesh.shape=[2,1]",), "has 4 GPUs for the run, and it needs 5: 2 for"),
     ],
 )
 def test_more_than_there_are_is_refused(
@@ -100,21 +99,6 @@ def test_more_than_there_are_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         shares(machine, device, n, *overrides)
-
-
-async def test_the_processes_of_a_run_are_started_with_their_shares(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    loaded = configured(f"run.dir={tmp_path}", "run.name=shares", "rollout.engine.device=gpu")
-    seen: dict[str, str | None] = {}
-    with claimed(loaded) as claim, Reaper.running() as reaper:
-        seams = StackSeams(SIMULATED)
-        async with stack.running(loaded, claim.folder, reaper, print, RestartPolicy(), seams) as running:
-            for kept in running.kept:
-                assert kept.child is not None
-                seen[kept.name] = variables_of(kept.child.pid).get("CUDA_VISIBLE_DEVICES")
-    assert (seen["trainer"], seen["rollout-0"], seen["rollout-1"]) == ("4", "5", "6")
 
 
 def variables_of(pid: int) -> dict[str, str]:

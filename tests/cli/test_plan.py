@@ -128,7 +128,7 @@ PACKED = ("trainer.micro_batch_tokens=393216", "trainer.train_micro_batch_size=n
         (("trainer.mesh.shape=[16,1]",), {"trainer": "v5e"}, "are on 2 hosts"),
         (("services.trainer.num_processes=3",), {"trainer": "v5e"}, "do not divide over services.trainer.num_proc"),
         (("trainer.mesh.shape=[1,1]", *ENGINE), {"trainer": "h100"}, "training takes"),
-        (ENGINE, {"trainer": "v5e:8", "rollout": "h100:1"}, "the engine's own pool"),
+        (ENGINE, {"trainer": "v5e:8", "rollout": "h100:1"}, ""),
         (("rollout.engine.tp_size=3",), {"trainer": "v5e:8", "rollout": "v5e:3"}, "do not divide"),
         (("rollout.engine.tp_size=1",), {"trainer": "v5e:8", "rollout": "chip=8GiB"}, "room for 0 tokens"),
         (("services.rollout_replicas=3",), {"trainer": "v5e:8", "rollout": "v5e:8"}, "services.rollout_replicas=3"),

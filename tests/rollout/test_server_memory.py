@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import jax
 import pytest
+from jax._src import xla_bridge
 
 from services.rollout.engines.base import EngineSpec
 from shared import config
 from shared.models.config import ModelConfig
-from shared.planning.serving import kv_token_bytes
+from shared.planning.serving import ServerMemory, kv_token_bytes
 from tests.support import families, models
 from tools.lower.engine import booted
 from volley.planning import server
@@ -37,3 +39,15 @@ def test_weights_and_pool_are_those_of_the_engine(name: str, tmp_path: Path) -> 
     pool = sum(buffer.nbytes for buffer in jax.tree.leaves(runner.token_to_kv_pool.kv_buffer))
     assert found.token == kv_token_bytes(model, "bfloat16", "tpu")
     assert found.pool == pytest.approx(pool, rel=0.02)
+
+
+@pytest.mark.parametrize("device", ["cpu", "tpu", "gpu"])
+def test_jax_knows_the_platform_of_an_engine_and_takes_no_other(device: Literal["cpu", "tpu", "gpu"]) -> None:
+    platform = EngineSpec("model", device=device).platform
+    assert xla_bridge.expand_platform_alias(platform) == [platform]
+
+
+def test_the_pool_of_a_cpu_is_a_sixteenth_of_its_memory_at_most() -> None:
+    sizes = ServerMemory(weights=0, step=0, token=1 << 10)
+    assert sizes.default_pool(1000, 1000, 1 << 30) == 1 << 16
+    assert sizes.default_pool(2, 1000, 1 << 30) == 8000

@@ -116,7 +116,8 @@ def _accelerators() -> Iterator[Finding]:
         if not found.names:
             yield Finding(name, "note", "none")
         elif installed:
-            yield Finding(name, "ok", f"{len(found.names)}, and JAX has {installed}")
+            shared = "; a run's trainer and rollout servers share it" if (kind, len(found.names)) == ("gpu", 1) else ""
+            yield Finding(name, "ok", f"{len(found.names)}, and JAX has {installed}{shared}")
         else:
             fix = f"VOLLEY_ACCELERATOR={kind} make install"
             yield Finding(name, "problem", f"{len(found.names)}, but JAX is installed for CPUs only", fix)

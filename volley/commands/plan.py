@@ -19,7 +19,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--trainer", metavar=_DEVICES, help="the trainer's devices, e.g. v5e:8 (default: this machine's)"
     )
     parser.add_argument(
-        "--rollout", metavar=_DEVICES, help="devices of all rollout servers, e.g. h100:4 (default: same)"
+        "--rollout",
+        metavar=_DEVICES,
+        help="devices of all rollout servers, e.g. h100:4, or `shared`: the trainer's GPU (default: same)",
     )
     parser.add_argument(
         "--bandwidth", metavar="RATE", help="from the trainer to a rollout server, e.g. 10Gbit/s or 1.2GB/s"

@@ -1,8 +1,8 @@
 """Assign this machine's accelerators to the processes of a run.
 
 The trainer gets as many as its mesh has devices (each of its processes a part), each rollout server as many as its
-model is split over (`tp_size`). No two processes share one: a TPU chip can be opened only once, and JAX takes most of a
-GPU's memory at startup. On CPUs nothing is assigned: an engine makes as many CPU devices as it needs.
+model is split over (`tp_size`). No two processes share one, except the only GPU of a machine (`volley.local.sharing`):
+a TPU chip can be opened only once. On CPUs nothing is assigned: an engine makes as many CPU devices as it needs.
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, VolleyError
 from shared.schema import RunConfig
 from shared.services import SERVICES
+from volley.local.sharing import divide, given_share, is_shared, variable
+
+if TYPE_CHECKING:
+    from shared.models.config import ModelConfig
 
 type Kind = Literal["tpu", "gpu"]
 
@@ -37,7 +43,13 @@ _TPU_CHIPS: Mapping[str, str | None] = {
 """Generation of a TPU by PCI id, as in `jax._src.hardware_utils`."""
 _BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 """Chip bounds of a process by its number of chips; libtpu supports only these parts of a host."""
+_SHARING = (
+    "; processes share a GPU only if it is the only one, with trainer.mesh.shape=[1,1] and rollout.engine.tp_size=1"
+    " (CUDA_VISIBLE_DEVICES=0 shows the run one)"
+)
 _FIRST_PORT = 8476  # libtpu's own default
+_MIB = 2**20
+_ASK_S = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,14 @@ class Accelerators:
     def variable(self) -> str:
         """Environment variable that lists the accelerators visible to a process."""
         return _VISIBLE[self.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Name of a GPU, and its memory in bytes."""
+
+    name: str
+    memory: int
 
 
 def find_accelerators(kind: Kind, environ: Mapping[str, str], root: Path = Path("/")) -> Accelerators:
@@ -80,6 +100,20 @@ def _gpus(root: Path) -> int:
     return sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in root.glob("dev/nvidia*"))
 
 
+def find_gpu() -> Gpu | None:
+    """Ask nvidia-smi for name and memory of the smallest GPU; None if it does not answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(command, capture_output=True, check=True, timeout=_ASK_S, encoding="utf-8").stdout
+        memory, name = min((int(n), name.strip()) for n, _, name in (x.partition(",") for x in lines.splitlines() if x))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return Gpu(name, memory * _MIB)
+
+
 def shares(
     config: RunConfig, n_rollout: int, root: Path = Path("/"), n_trainers: int | None = None
 ) -> dict[str, dict[str, str]]:
@@ -98,6 +132,8 @@ def shares(
     n_trainers = config.services.trainer.n_local if n_trainers is None else n_trainers
     part = math.prod(config.trainer.mesh.shape) // config.services.trainer.num_processes
     trainers = [SERVICES["trainer"].process(i) for i in range(n_trainers)]
+    if device == "gpu" and is_shared(config, len(here.names), n_engines, n_trainers):
+        return _of_one_gpu(config, here, trainers, servers)
     needed = dict.fromkeys(trainers, part) | dict.fromkeys(servers, tp_size)
     if sum(needed.values()) > len(here.names):
         raise ConfigError(
@@ -105,7 +141,7 @@ def shares(
             f" {part * n_trainers} for trainer.mesh, {n_engines} times {tp_size} for services.rollout_replicas with"
             " rollout.engine.tp_size",
             "lower one of them, or name rollout servers of other hosts in services.rollout_urls; if this machine has"
-            f" more than were found, list them in {here.variable}=0,1,…",
+            f" more than were found, list them in {here.variable}=0,1,…{_SHARING if device == 'gpu' else ''}",
         )
     made: dict[str, dict[str, str]] = {}
     start = 0
@@ -115,14 +151,38 @@ def shares(
     return made
 
 
+def _of_one_gpu(
+    config: RunConfig, here: Accelerators, trainers: Sequence[str], servers: Sequence[str]
+) -> dict[str, dict[str, str]]:
+    """Environment variables of processes that share a GPU. Raises ConfigError if the user's shares do not fit."""
+    gpu, variables = find_gpu(), _variables(here, 0, 1)
+    memory = None if gpu is None else gpu.memory
+    found = divide(config, _model(config), memory, len(servers), len(trainers), os.environ)
+    by_process = dict.fromkeys(trainers, found.trainer) | dict.fromkeys(servers, found.server)
+    if given_share(os.environ) is not None:
+        return dict.fromkeys(by_process, variables)
+    return {name: variables | {variable(os.environ): f"{share:g}"} for name, share in by_process.items()}
+
+
+def _model(config: RunConfig) -> ModelConfig | None:
+    """Read the model's sizes; None if that fails, which the services report."""
+    from shared.models.config import ModelConfig
+    from shared.models.hub import model_folder
+
+    try:
+        return ModelConfig.read(model_folder(config.model.path, config.run.folder))
+    except VolleyError:
+        return None
+
+
 def _variables(here: Accelerators, start: int, n: int) -> dict[str, str]:
     """Environment variables of a process that sees `n` accelerators from `start` on; none for all chips of a host.
 
     Raises ConfigError if libtpu does not support such a part of a host.
     """
     seen = {here.variable: ",".join(here.names[start : start + n])}
-    if here.kind == "gpu":
-        return seen
+    if here.kind == "gpu":  # without a platform's name, JAX falls back to the CPU if CUDA cannot be used
+        return seen | ({} if os.environ.get("JAX_PLATFORMS") else {"JAX_PLATFORMS": "cuda,cpu"})
     if n == len(here.names):
         return {}
     if n not in _BOUNDS:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,45 +11,49 @@ from typing import Literal
 
 from shared.errors import ConfigError
 from shared.process.host_memory import host_limit
-from volley.local.accelerators import Kind, find_accelerators, tpu_generation
+from volley.local.accelerators import Kind, find_accelerators, find_gpu, tpu_generation
+from volley.local.sharing import given_share, variable
 from volley.planning.quantities import parse_bytes
 
 type Platform = Literal["cpu", "tpu", "gpu"]
 
 _GIB, _MIB = 2**30, 2**20
-_GPU_SHARE_VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _GPU_SHARE, _TPU_SHARE = 0.75, 0.98
 """Share of a device's memory that JAX may fill: its default on GPUs; on TPUs all but what the runtime takes."""
-_ASK_S = 10
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceType:
-    """Type of a device. `memory` is in bytes; `per_host` is the number of devices of its largest usual host."""
+    """Type of a device. `memory` is in bytes; `per_host` is the number of devices of its largest usual host.
+
+    `share` is the part of a GPU that a process may fill, if it shares the GPU with others of the run.
+    """
 
     name: str
     platform: Platform
     memory: int
     per_host: int = 8
+    share: float | None = None
 
     @property
     def usable(self) -> int:
         """Bytes that JAX may fill."""
         if self.platform == "tpu":
             return int(self.memory * _TPU_SHARE)
-        return int(self.memory * _gpu_share()) if self.platform == "gpu" else self.memory
+        return int(self.memory * self._gpu_share) if self.platform == "gpu" else self.memory
 
     @property
     def limit(self) -> str:
         """Name of the limit, for errors."""
+        if self.share is not None:
+            return f"its {self.share:.0%} of the shared {self.name}"
         if self.platform == "gpu":
-            return f"{_gpu_share():.0%} of one {self.name} (set {_GPU_SHARE_VARIABLE} for more)"
+            return f"{self._gpu_share:.0%} of one {self.name} (set {variable(os.environ)} for more)"
         return "this machine" if self.platform == "cpu" and self.name == "cpu" else f"one {self.name}"
 
-
-def _gpu_share() -> float:
-    text = os.environ.get(_GPU_SHARE_VARIABLE, "")
-    return float(text) if re.fullmatch(r"0?\.\d+|1(\.0*)?", text) else _GPU_SHARE
+    @property
+    def _gpu_share(self) -> float:
+        return self.share or given_share(os.environ) or _GPU_SHARE
 
 
 DEVICES: Mapping[str, DeviceType] = {
@@ -128,21 +130,8 @@ def local(kind: Kind, root: Path = Path("/")) -> Devices:
     if n == 0:
         raise ConfigError(f"rollout.engine.device={kind}, and this machine has no {kind.upper()}", hint)
     name = tpu_generation(root) if kind == "tpu" else None
-    found = DEVICES.get(name or "") if kind == "tpu" else _gpu()
+    gpu = find_gpu() if kind == "gpu" else None
+    found = DEVICES.get(name or "") if gpu is None else DeviceType(gpu.name, "gpu", gpu.memory)
     if found is None:
         raise ConfigError(f"the memory of this machine's {kind.upper()}s is not known", hint)
     return Devices(found, n)
-
-
-def _gpu() -> DeviceType | None:
-    """Ask nvidia-smi for name and memory of the smallest GPU; None if it does not answer."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    command = [program, "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(command, capture_output=True, check=True, timeout=_ASK_S, encoding="utf-8").stdout
-        memory, name = min((int(n), name.strip()) for n, _, name in (x.partition(",") for x in lines.splitlines() if x))
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    return DeviceType(name, "gpu", memory * _MIB)

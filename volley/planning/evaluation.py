@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shared.errors import ConfigError
 from shared.models.adapter import is_adapter
@@ -13,6 +14,7 @@ from shared.models.parameters import parameters
 from shared.planning.training import MemoryEstimate
 from shared.run.group_size import check_group
 from shared.schema import RunConfig
+from volley.local.sharing import divide, is_shared
 from volley.planning import server, trainer
 from volley.planning.devices import Devices
 from volley.planning.quantities import show_bytes
@@ -32,16 +34,35 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDevices:
-    """Devices of a run's trainer and rollout servers. `servers` None: the run starts or needs no engine."""
+    """Devices of a run's trainer and rollout servers. `servers` None: the run starts or needs no engine.
+
+    With `is_shared` they are the same GPU.
+    """
 
     trainer: Devices
     servers: Devices | None
+    is_shared: bool = False
+
+    def divided(self, config: RunConfig, model: ModelConfig) -> PlannedDevices:
+        """Return the devices with each process's share of a shared GPU. Raises ConfigError if they cannot share."""
+        kind, n = self.trainer.type, config.services.n_local("rollout")
+        if not self.is_shared or self.servers is None:
+            return self
+        if not is_shared(config, 1, n, 1):
+            raise ConfigError(
+                "processes share one GPU only with trainer.mesh.shape=[1,1] and rollout.engine.tp_size=1",
+                "trainer.mesh.shape=[1,1] with rollout.engine.tp_size=1",
+            )
+        found = divide(config, model, kind.memory, n, 1, os.environ)
+        trainer, server = (replace(kind, share=share) for share in (found.trainer, found.server))
+        return PlannedDevices(Devices(trainer, 1), Devices(server), is_shared=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Memory of a configuration, and its problems by the part of the run that has them."""
+    """Memory of a configuration on devices, and its problems by the part of the run that has them."""
 
+    devices: PlannedDevices
     trainer: MemoryEstimate | None = None
     server: ServerEstimate | None = None
     n_servers: int = 0
@@ -52,6 +73,10 @@ def evaluate(config: RunConfig, model: ModelConfig, devices: PlannedDevices) -> 
     """Estimate the memory and collect problems."""
     problems: dict[str, Obstacle] = {}
     estimate = None
+    try:
+        devices = devices.divided(config, model)
+    except ConfigError as error:
+        return Evaluation(devices, problems={"shares": Obstacle(error.detail, error.hint)})
     try:
         if not config.is_supervised:
             check_group(config, model.routing)
@@ -71,7 +96,7 @@ def evaluate(config: RunConfig, model: ModelConfig, devices: PlannedDevices) -> 
         problems |= _of_servers(config, model, devices.servers, serving)
     if estimate is not None and not problems:
         problems |= _of_host(config, devices, estimate, serving, n_servers)
-    return Evaluation(estimate, serving, n_servers, problems)
+    return Evaluation(devices, estimate, serving, n_servers, problems)
 
 
 def servers_of(config: RunConfig, devices: Devices) -> int:

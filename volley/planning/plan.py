@@ -14,11 +14,15 @@ from shared.models.config import ModelConfig
 from shared.models.parameters import n_parameters, parameters
 from shared.schema import RunConfig
 from volley.local.accelerators import shares
+from volley.local.sharing import is_shared
 from volley.planning import costs, topology
 from volley.planning.devices import Devices, local, parse, this_host
 from volley.planning.evaluation import Evaluation, PlannedDevices, evaluate
 from volley.planning.quantities import show_bytes
 from volley.planning.remedies import Search
+
+SHARED = "shared"
+"""Name of the trainer's GPU in place of the rollout servers' devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class PlanRequest:
     """Devices, rates and prices of a plan.
 
     Attributes:
-        trainer, rollout: devices as text; None: those of this machine.
+        trainer, rollout: devices as text; None: those of this machine. `SHARED`: the servers use the trainer's GPU.
         bandwidth: bytes per second between the trainer and a rollout server.
         moved: share of the weights that a step changes.
         prices: per device and hour, by name.
@@ -76,6 +80,7 @@ def make(loaded: LoadedConfig, model: ModelConfig, request: PlanRequest) -> RunP
     devices = _devices(config, request)
     found = evaluate(config, model, devices)
     search = Search(loaded, model, devices, frozenset(found.problems))
+    devices = found.devices
     refusals = [Refusal(one.reason, one.hint or search.find(part)) for part, one in found.problems.items()]
     sent = costs.hand_over(config, model, request.bandwidth, request.moved)
     disk = None if found.trainer is None else costs.disk(config, model, sent)
@@ -108,20 +113,35 @@ def _devices(config: RunConfig, request: PlanRequest) -> PlannedDevices:
     has_engine = not config.is_supervised and not config.rollout.engine.is_external
     if not has_engine:
         return PlannedDevices(trainer, None)
+    if request.rollout == SHARED:
+        return _sharing(config, trainer)
     if request.rollout is not None:
         return PlannedDevices(trainer, parse(request.rollout, platform))
     if request.trainer is None:
-        return PlannedDevices(*_divided(config, trainer))
+        return _divided(config, trainer)
     return PlannedDevices(trainer, Devices(trainer.type, 1 if trainer.type.platform == "cpu" else None))
 
 
-def _divided(config: RunConfig, here: Devices) -> tuple[Devices, Devices]:
+def _divided(config: RunConfig, here: Devices) -> PlannedDevices:
     """Divide this machine's devices as `volley train` does: the trainer has its mesh, the servers the rest."""
     if here.count is None or here.type.platform == "cpu":
-        return here, here
+        return PlannedDevices(here, here)
+    if here.type.platform == "gpu" and is_shared(config, here.count, config.services.n_local("rollout"), 1):
+        return PlannedDevices(here, here, is_shared=True)
     left = max(0, here.count - config.trainer.mesh.n_devices)
     n = min(left, config.services.n_local("rollout") * config.rollout.engine.tp_size)
-    return Devices(here.type, here.count - left or None), Devices(here.type, n)
+    return PlannedDevices(Devices(here.type, here.count - left or None), Devices(here.type, n))
+
+
+def _sharing(config: RunConfig, trainer: Devices) -> PlannedDevices:
+    """Let the rollout servers share the trainer's GPU. Raises ConfigError if they cannot."""
+    count = trainer.count or config.trainer.mesh.n_devices
+    if trainer.type.platform != "gpu" or not is_shared(config, count, config.services.n_local("rollout"), 1):
+        raise ConfigError(
+            f"--rollout {SHARED} needs one GPU for the trainer, trainer.mesh.shape=[1,1] and rollout.engine.tp_size=1",
+            "name the devices of the rollout servers, e.g. --rollout h100:4",
+        )
+    return PlannedDevices(trainer, trainer, is_shared=True)
 
 
 def _of_model(config: RunConfig, model: ModelConfig) -> Mapping[str, Any]:
@@ -178,8 +198,8 @@ def _cost(
 ) -> costs.Cost:
     one, servers = devices.trainer, devices.servers
     used = [("trainer", one.type.name, one.count or config.trainer.mesh.n_devices)]
-    is_shared = servers is not None and servers.type.platform == "cpu" == one.type.platform
-    if servers is not None and not is_shared:
+    is_same = servers is not None and (devices.is_shared or servers.type.platform == "cpu" == one.type.platform)
+    if servers is not None and not is_same:
         n = servers.count or found.n_servers * config.rollout.engine.tp_size
         used.append(("rollout", servers.type.name, n))
     return costs.cost(used, prices, costs.steps(config), step_s)
@@ -187,7 +207,7 @@ def _cost(
 
 def _of_accelerators(config: RunConfig, found: Evaluation) -> list[Refusal]:
     """Refuse parts of a host that a process cannot have, unless there is another problem with the devices."""
-    if found.problems.keys() & {"mesh", "servers", "processes"}:
+    if found.problems.keys() & {"mesh", "servers", "processes", "shares"}:
         return []
     try:
         shares(config, config.services.n_local("rollout"))
@@ -231,6 +251,12 @@ def _notes(config: RunConfig, model: ModelConfig, found: Evaluation, devices: Pl
         notes.append(
             f"rollout.engine.context_length={serving.context_length} has no effect: the pool of"
             f" rollout.engine.max_total_tokens={serving.pool_tokens} is smaller, and limits every sequence."
+        )
+    if devices.is_shared and devices.servers is not None and found.n_servers:
+        trainer, each = devices.trainer.type.share or 0, devices.servers.type.share or 0
+        notes.append(
+            f"{found.n_servers + 1} processes share one GPU: the trainer fills {trainer:.1%} of its memory, and each"
+            f" rollout server {each:.1%}."
         )
     limit = devices.trainer.type.usable
     if training is not None and training.peak <= limit < training.peak_with_branches:

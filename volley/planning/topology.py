@@ -67,7 +67,7 @@ def of_trainer(config: RunConfig, devices: Devices) -> Mapping[str, Any]:
 def of_servers(config: RunConfig, devices: Devices, n: int) -> Mapping[str, Any]:
     kind, of_each = devices.type, config.rollout.engine.tp_size
     of_each = 1 if kind.platform == "cpu" else of_each
-    n_devices = 1 if kind.platform == "cpu" else n * of_each
+    n_devices = 1 if kind.platform == "cpu" or kind.share is not None else n * of_each
     return {
         "device": kind.name,
         "memory": kind.memory,

@@ -76,6 +76,11 @@ class EngineSpec:
     server: EngineServer | None = None
     tokenizer: str | None = None
 
+    @property
+    def platform(self) -> str:
+        """JAX's name of the device's platform. JAX's `gpu` also asks for ROCm, and fails where that is missing."""
+        return "cuda" if self.device == "gpu" else self.device
+
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import psutil
 from sgl_jax.srt.layers import embeddings, moe
 from sgl_jax.srt.layers.attention import native_backend
 from sgl_jax.srt.layers.linear import LinearBase
@@ -29,14 +28,17 @@ from services.rollout.engines.sglang_jax.scheduling.products import (
     ragged_expert_products,
 )
 from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
+from shared.errors import ConfigError
 from shared.models.config import ModelConfig
-from shared.planning.serving import default_pool, row_size
+from shared.planning.serving import row_size, server_memory
+from shared.process.host_memory import host_limit
 
 PAGE_SIZE = 16
 """Tokens that the paged attention of TPUs reads at once."""
 _SMALLEST_CPU_BATCH = 2
 """XLA for CPUs compiles a batch of one row badly: it copies the whole pool and converts every bfloat16 weight."""
 _WATCHDOG_S = 900.0
+_MIB = 2**20
 
 
 class _ThisProcess:
@@ -64,7 +66,7 @@ def build_scheduler(
         native_backend.NativeAttention, moe.gmm = GpuAttention, ragged_expert_products
     if spec.dtype == "float32":  # by default TPUs round the operands to bfloat16, and GPUs to TF32
         jax.config.update("jax_default_matmul_precision", "highest")
-    scheduler = RolloutScheduler(_server_args(spec, runs_on or spec.device), link, version)
+    scheduler = RolloutScheduler(_server_args(spec, runs_on or spec.platform), link, version)
     if spec.device == "cpu":
         fit_pool(scheduler.runner.token_to_kv_pool, row_size(ModelConfig.read(Path(spec.model_path))))
     scheduler.parent_process = scheduler.tp_worker.parent_process = _ThisProcess()
@@ -113,10 +115,6 @@ def _run_dummy(scheduler: RolloutScheduler, mode: ForwardMode, size: int, tokens
 
 def _server_args(spec: EngineSpec, runs_on: str) -> ServerArgs:
     """Build sglang-jax's arguments. Its paged attention is for TPUs; elsewhere Volley's has pages of one token."""
-    pool = spec.max_total_tokens
-    if pool is None and spec.device == "cpu":
-        model, memory = ModelConfig.read(Path(spec.model_path)), psutil.virtual_memory().total
-        pool = default_pool(model, spec.dtype, spec.max_running_requests, spec.context_length, memory)
     least = _SMALLEST_CPU_BATCH if spec.device == "cpu" else 1
     running = max(spec.max_running_requests, least)
     bs = spec.bs_paddings or _default_bs(running, _SMALLEST_CPU_BATCH if spec.device == "cpu" else 8)
@@ -130,7 +128,7 @@ def _server_args(spec: EngineSpec, runs_on: str) -> ServerArgs:
         dtype=spec.dtype,
         context_length=spec.context_length,
         max_running_requests=running,
-        max_total_tokens=pool,
+        max_total_tokens=_pool(spec) if spec.max_total_tokens is None else spec.max_total_tokens,
         max_prefill_tokens=spec.max_prefill_tokens,
         chunked_prefill_size=spec.max_prefill_tokens,
         precompile_token_paddings=list(tokens),
@@ -144,6 +142,32 @@ def _server_args(spec: EngineSpec, runs_on: str) -> ServerArgs:
         watchdog_timeout=_WATCHDOG_S,
         log_level="warning",
     )
+
+
+def _pool(spec: EngineSpec) -> int | None:
+    """Choose the pool's size in tokens, so that a second copy of the weights fits beside it.
+
+    None leaves it to the engine: the device reports no memory, as where `tools.lower` has none.
+    Raises ConfigError if there is no room for one sequence.
+    """
+    model = ModelConfig.read(Path(spec.model_path))
+    sizes = server_memory(
+        model, spec.dtype, spec.device, spec.max_running_requests, spec.max_prefill_tokens, spec.tp_size
+    )
+    if spec.device == "cpu":
+        return sizes.default_pool(spec.max_running_requests, spec.context_length, host_limit()[0])
+    limits = [stats["bytes_limit"] for device in jax.local_devices() if (stats := device.memory_stats())]
+    if not limits:
+        return None
+    pool = sizes.accelerator_pool(spec.max_running_requests, spec.context_length, min(limits))
+    if pool < spec.context_length:
+        raise ConfigError(
+            f"a device of {min(limits) / _MIB:,.0f} MiB has room for {max(0, pool):,} tokens of keys and values, less"
+            f" than one sequence of rollout.engine.context_length={spec.context_length}: weights take"
+            f" {sizes.weights / _MIB:,.0f} MiB, twice while a version arrives",
+            "see `volley plan` for settings that fit",
+        )
+    return pool
 
 
 def _attention_backend(spec: EngineSpec) -> str:

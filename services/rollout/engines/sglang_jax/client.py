@@ -327,7 +327,7 @@ async def open_engine(spec: EngineSpec, module: str = WORKER) -> AsyncIterator[S
 
 
 def _spawn(spec: EngineSpec, sock: socket.socket, module: str) -> subprocess.Popen[bytes]:
-    env = {**os.environ, "JAX_PLATFORMS": spec.device}
+    env = {**os.environ, "JAX_PLATFORMS": spec.platform}
     if spec.device == "cpu":
         env = {**_CPU, **env, "XLA_FLAGS": f"{env.get('XLA_FLAGS', '')} {_DEVICES}={spec.tp_size}".strip()}
         if spec.tp_size == 1 and _is_small(spec.model_path):
