@@ -3,7 +3,11 @@
 Each side is a process that holds one engine: Volley's, or sglang-jax's own `Engine` on the same model with the same
 limits. They take turns, so both see the same machine, and the median of the rounds counts. `python -m
 tools.bench.engine [MODEL] [--dtype bfloat16] [--context 256]` prints one JSON object; without MODEL the quickstart's
-shape is measured.
+shape is measured, and for a config.json a model of that shape with random weights.
+
+On accelerators only Volley's side runs, on a model of a config.json's shape with random weights:
+
+    python -m tools.bench.engine config.json --device gpu --dtype bfloat16 --context 2048 --new 512 --requests 1 64 256
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 CONCURRENCY, N_NEW, PROMPT, N_ROUNDS = (1, 8, 32, 64), 64, 64, 3
@@ -36,19 +41,20 @@ def main() -> None:
         asyncio.run(_serve(arguments))
         return
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
-        model = str(Path(arguments.model).absolute()) if arguments.model else _random_model(Path(temporary))
-        sides = {name: stack.enter_context(_side(name, model, arguments)) for name in _SIDES}
-        rates = measure(sides, arguments.rounds, arguments.new)
-    results = {
-        f"engine_{n}_requests": {
-            "value": rates["volley"][n],
-            "unit": "tokens/s",
-            "reference": rates["stock"][n],
-            "ratio": rates["volley"][n] / rates["stock"][n],
-        }
-        for n in CONCURRENCY
-    }
+        model = _folder(arguments, Path(temporary))
+        names = _SIDES if arguments.device == "cpu" else ("volley",)
+        sides = {name: stack.enter_context(_side(name, model, arguments)) for name in names}
+        rates = measure(sides, arguments.rounds, arguments.new, arguments.requests)
+    results = {f"engine_{n}_requests": _result(rates, n) for n in arguments.requests}
     sys.stdout.write(json.dumps(results) + "\n")
+
+
+def _result(rates: dict[str, dict[int, float]], n: int) -> dict[str, float | str]:
+    value = rates["volley"][n]
+    found: dict[str, float | str] = {"value": value, "unit": "tokens/s"}
+    if "stock" in rates:
+        found |= {"reference": rates["stock"][n], "ratio": value / rates["stock"][n]}
+    return found
 
 
 def measure(
@@ -82,7 +88,8 @@ def _ask(process: subprocess.Popen[str], n: int, n_new: int, seed: int) -> float
 @contextlib.contextmanager
 def _side(name: str, model: str, arguments: argparse.Namespace) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tools.bench.engine", model, "--side", name]
-    command += ["--dtype", arguments.dtype, "--context", str(arguments.context)]
+    command += ["--dtype", arguments.dtype, "--context", str(arguments.context), "--device", arguments.device]
+    command += ["--prompt", str(arguments.prompt), "--requests", *map(str, arguments.requests)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
     try:
         yield process
@@ -101,7 +108,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         while line := await asyncio.to_thread(sys.stdin.readline):
             n, n_new, seed = json.loads(line)
             rng = np.random.default_rng(seed)
-            prompts = [rng.integers(3, 500, PROMPT).tolist() for _ in range(n)]
+            prompts = [rng.integers(3, 500, arguments.prompt).tolist() for _ in range(n)]
             start = time.perf_counter()
             counts = await asyncio.gather(*(generate(prompt, n_new) for prompt in prompts))
             print("rate", sum(counts) / (time.perf_counter() - start), flush=True)
@@ -113,7 +120,12 @@ async def _volley(model: str, arguments: argparse.Namespace) -> AsyncIterator[Ge
     from services.rollout.engines.sglang_jax.client import open_engine
 
     spec = EngineSpec(
-        model, dtype=arguments.dtype, context_length=arguments.context, max_running_requests=CONCURRENCY[-1]
+        model,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        context_length=arguments.context,
+        max_running_requests=max(arguments.requests),
+        max_prefill_tokens=2048 if arguments.device == "cpu" else 8192,
     )
     async with open_engine(spec) as engine:
 
@@ -130,7 +142,7 @@ async def _stock(model: str, arguments: argparse.Namespace) -> AsyncIterator[Gen
     """sglang-jax's own engine. Its overlapped schedule and pages above one token give wrong tokens on CPUs."""
     from sgl_jax.srt.entrypoints.engine import Engine
 
-    most = CONCURRENCY[-1]
+    most = max(arguments.requests)
     engine = Engine(
         model_path=model,
         device="cpu",
@@ -165,18 +177,26 @@ async def _stock(model: str, arguments: argparse.Namespace) -> AsyncIterator[Gen
 _SIDES = {"volley": _volley, "stock": _stock}
 
 
-def _random_model(folder: Path) -> str:
+def _folder(arguments: argparse.Namespace, temporary: Path) -> str:
+    """Folder of the given model, or of a new one with the shape of the given config.json."""
     from tools.bench.rollout import write_model
 
-    config = json.loads(_MODEL.read_text(encoding="utf-8"))
-    return str(write_model(folder / "model", config, np.random.default_rng(0)))
+    given = Path(arguments.model or _MODEL).absolute()
+    if given.is_dir():
+        return str(given)
+    dtype = ml_dtypes.bfloat16 if arguments.dtype == "bfloat16" else np.float32
+    config = json.loads(given.read_text(encoding="utf-8"))
+    return str(write_model(temporary / "model", config, np.random.default_rng(0), dtype))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.engine", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", nargs="?", help="Hugging Face folder")
+    parser.add_argument("model", nargs="?", help="Hugging Face folder, or a config.json")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", choices=("cpu", "tpu", "gpu"), default="cpu")
     parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--requests", type=int, nargs="+", default=CONCURRENCY, help="numbers of requests at once")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=N_NEW, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=N_ROUNDS)
     parser.add_argument("--side", choices=sorted(_SIDES), help=argparse.SUPPRESS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -126,8 +127,10 @@ def _config(root: Path, model: Path, port: int) -> dict[str, Any]:
     }
 
 
-def write_model(folder: Path, config: Mapping[str, Any], rng: np.random.Generator) -> Path:
-    """Write a Hugging Face folder of the Qwen3 family with random float32 weights."""
+def write_model(
+    folder: Path, config: Mapping[str, Any], rng: np.random.Generator, dtype: Any = np.float32, n_drawn: int = 1 << 24
+) -> Path:
+    """Write a Hugging Face folder of the Qwen3 family with random weights; a larger matrix repeats `n_drawn` values."""
     from safetensors.numpy import save_file
 
     dim, ffn, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -146,11 +149,13 @@ def write_model(folder: Path, config: Mapping[str, Any], rng: np.random.Generato
         "post_attention_layernorm": dim,
     }
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (config["vocab_size"], dim)}
-    weights = {"model.norm.weight": np.ones(dim, np.float32)}
+    weights: dict[str, np.ndarray] = {"model.norm.weight": np.ones(dim, dtype)}
     for layer in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in matrices.items()}
-        weights |= {f"model.layers.{layer}.{name}.weight": np.ones(size, np.float32) for name, size in gains.items()}
-    weights |= {f"{name}.weight": rng.normal(0, 0.05, shape).astype(np.float32) for name, shape in shapes.items()}
+        weights |= {f"model.layers.{layer}.{name}.weight": np.ones(size, dtype) for name, size in gains.items()}
+    for name, shape in shapes.items():
+        drawn = rng.normal(0, 0.05, min(math.prod(shape), n_drawn)).astype(dtype)
+        weights[f"{name}.weight"] = np.resize(drawn, shape)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -3,14 +3,23 @@
 Also compares packed groups with one sequence per row. The first comparison uses the same loss, optimizer, model and
 data in the same process. The two sides alternate, and the fastest step of each counts, because noise only slows down.
 Prints one JSON line.
+
+    python -m tools.bench.trainer --model config.json --rows 8 --length 2048
+
+measures instead GRPO steps in bfloat16 on random weights of that shape, with every device of the machine on the mesh's
+`fsdp` axis: tokens/s, and the share of the floating-point operations per second that a large product of matrices
+reaches (6 operations for each parameter and token, and 12 for each pair of query and key, layer and head's element).
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -50,13 +59,60 @@ MODEL = ModelConfig.parse(
 
 
 def main() -> None:
+    arguments = _parser().parse_args()
+    record = _whole_model(arguments) if arguments.model else _small_model()
+    sys.stdout.write(orjson.dumps(record).decode() + "\n")
+
+
+def _small_model() -> dict[str, object]:
     batch = make_batch(np.random.default_rng(0))
     packed, padded = (trainer_step(make_model(), groups(layout)) for layout in (PACKED, PADDED))
-    record = {
+    return {
         "trainer_step": compared(trainer_step(make_model(), [batch]), bare_step(make_model(), batch), N_ROUNDS),
         "packed_step": compared(packed, padded, 3),
     }
-    sys.stdout.write(orjson.dumps(record).decode() + "\n")
+
+
+def _whole_model(arguments: argparse.Namespace) -> dict[str, object]:
+    """Tokens/s of GRPO steps on one micro-batch, and the share of the devices' bound."""
+    described = ModelConfig.read(arguments.model.parent)
+    mesh = make_mesh((jax.device_count(), 1), ("fsdp", "tp"))
+    model = build(described, _repeated_leaves, mesh, dtype="bfloat16", remat=arguments.remat)
+    rows, length = arguments.rows, arguments.length
+    batch = make_batch(np.random.default_rng(0), rows, length, described.vocab_size)
+    step = trainer_step(model, [batch])
+    for _ in range(2):
+        step()
+    seconds = min(_timed(step) for _ in range(arguments.rounds))
+    tokens, bound = rows * length, jax.device_count() * _matrix_flops(1024 if jax.default_backend() == "cpu" else 8192)
+    heads = described.num_hidden_layers * described.num_attention_heads * described.head_dim
+    flops = 6 * described.n_numbers * tokens + 12 * heads * rows * length * length / 2
+    return {
+        "whole_model_tokens": {"value": tokens / seconds, "unit": "tokens/s"},
+        "whole_model_flops": {
+            "value": flops / seconds / 1e12,
+            "unit": "TFLOP/s",
+            "reference": bound / 1e12,
+            "ratio": flops / seconds / bound,
+        },
+    }
+
+
+def _repeated_leaves(name: str, size: tuple[int, ...]) -> np.ndarray:
+    """Make a leaf of normal values that repeat; norms are 1."""
+    if name.endswith("norm.w"):
+        return np.ones(size, np.float32)
+    drawn = np.random.default_rng(0).standard_normal(min(math.prod(size), 1 << 22), np.float32)
+    return np.resize(drawn * np.float32(0.02), size)
+
+
+def _matrix_flops(n: int) -> float:
+    """Floating-point operations per second of a bfloat16 product of n x n matrices on one device."""
+    x = jax.random.normal(jax.random.key(0), (n, n), jax.numpy.bfloat16)
+    product = jax.jit(lambda a: a @ a)
+    run = lambda: jax.block_until_ready([product(x) for _ in range(8)])  # noqa: E731
+    run()
+    return 8 * 2 * n**3 / min(_timed(run) for _ in range(5))
 
 
 def compared(ours: Callable[[], object], reference: Callable[[], object], n_rounds: int) -> dict[str, object]:
@@ -74,12 +130,14 @@ def make_model() -> Model:
     return build(MODEL, random_leaves(MODEL, seed=0), mesh, dtype="float32", remat="none")
 
 
-def make_batch(rng: np.random.Generator) -> Batch:
+def make_batch(
+    rng: np.random.Generator, n_rows: int = N_ROWS, length: int = LENGTH, vocab: int = MODEL.vocab_size
+) -> Batch:
     """Full rows, of which all but the first quarter is sampled tokens."""
-    mask = (np.arange(LENGTH) >= LENGTH // 4).astype(np.uint8)
-    ids = [rng.integers(1, MODEL.vocab_size, LENGTH).astype(np.int32) for _ in range(N_ROWS)]
+    mask = (np.arange(length) >= length // 4).astype(np.uint8)
+    ids = [rng.integers(1, vocab, length).astype(np.int32) for _ in range(n_rows)]
     rows = [Row(x, mask, -7.6 * mask.astype(np.float32), mask, mask * rng.standard_normal()) for x in ids]
-    return micro_batches(rows, row_weights(rows, "token-mean", LENGTH), BatchLayout((LENGTH,), N_ROWS, 0), 1)[0]
+    return micro_batches(rows, row_weights(rows, "token-mean", length), BatchLayout((length,), n_rows, 0), 1)[0]
 
 
 def groups(layout: BatchLayout) -> list[Batch]:
@@ -123,6 +181,16 @@ def _timed(step: Callable[[], object]) -> float:
     started = time.perf_counter()
     step()
     return time.perf_counter() - started
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.trainer", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, help="config.json of a model of real size")
+    parser.add_argument("--rows", type=int, default=8, help="rows of a micro-batch")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
+    parser.add_argument("--remat", choices=("none", "decoder", "block"), default="decoder")
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser
 
 
 if __name__ == "__main__":

@@ -53,6 +53,9 @@ def build(
 ) -> Model:
     """Build a model with float32 parameters, sharded over `mesh`.
 
+    With a float32 `dtype` all later products of this process are computed in float32: on accelerators JAX by default
+    rounds their inputs, to TF32 on GPUs and to bfloat16 on TPUs.
+
     Args:
         dtype: of activations.
         lora: add adapters in float32; parameters of the base have `dtype`.
@@ -60,6 +63,8 @@ def build(
 
     Raises ConfigError if a dimension does not divide over its mesh axis, or a tensor is missing.
     """
+    if dtype == "float32" and mesh.devices.flat[0].platform != "cpu":
+        jax.config.update("jax_default_matmul_precision", "highest")
     graph, state = abstract(model, dtype, remat, mesh, lora, splash=splash)
     return nnx.merge(graph, fill(state, leaves, mesh))
 
