@@ -140,6 +140,9 @@ def test_a_plan_divides_the_gpu_as_the_run_does(machine: Path, monkeypatch: pyte
     monkeypatch.setenv(SHARES[0], "0.6")
     (refusal,) = plan().refusals
     assert "2 processes share one GPU" in refusal.reason
+    monkeypatch.delenv(SHARES[0])
+    (refusal,) = plan("rollout.engine.tp_size=3").refusals
+    assert "trainer.mesh.shape=[1,1] with rollout.engine.tp_size=1" in refusal.change
 
 
 def test_a_plan_for_one_gpu_of_another_machine() -> None:

@@ -124,11 +124,12 @@ def _accelerators() -> Iterator[Finding]:
 
 
 def _backend(kind: Kind) -> str:
-    """Name the package with which the trainer's JAX uses an accelerator; empty if it has none."""
+    """Name the packages with which JAX uses an accelerator; empty if trainer or rollout servers have none."""
     names = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "jax-cuda13-plugin")}[kind]
     asked = f"import importlib.metadata as m; print(*{{d.name for d in m.distributions()}} & {{*{names!r}}})"
     try:
-        return _output([str(python_of("trainer")), "-c", asked]).strip()
+        found = [_output([str(python_of(name)), "-c", asked]).strip() for name in ("trainer", "rollout")]
+        return ", ".join(sorted(set(found))) if all(found) else ""
     except (VolleyError, OSError, subprocess.SubprocessError):
         return ""
 

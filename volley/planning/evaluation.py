@@ -202,14 +202,17 @@ def _of_servers(config: RunConfig, model: ModelConfig, devices: Devices, found: 
                 "servers": Obstacle(
                     f"services.rollout_replicas={n_servers} with rollout.engine.tp_size={tp_size} needs {least}"
                     f" devices, and there are {devices.count}",
-                    _fewer(devices.count, tp_size),
+                    _fewer(devices, tp_size),
                 )
             }
     return _of_pool(engine.max_total_tokens, found, devices)
 
 
-def _fewer(n_devices: int, tp_size: int) -> str:
+def _fewer(devices: Devices, tp_size: int) -> str:
     """Settings with which servers use at most so many devices."""
+    n_devices = devices.count or 0
+    if not n_devices and devices.type.platform == "gpu":
+        return "trainer.mesh.shape=[1,1] with rollout.engine.tp_size=1, with which processes can share the only GPU"
     if n_devices >= tp_size:
         return f"services.rollout_replicas={n_devices // tp_size}"
     smaller = "a smaller trainer.mesh.shape, or services.rollout_urls with servers of other hosts"
