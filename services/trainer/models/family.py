@@ -7,6 +7,8 @@ Invariant: parameters under training are float32 under Tunix's names, whatever t
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -20,6 +22,9 @@ from services.trainer.models.sharding import place
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 
+_DETERMINISTIC = "--xla_gpu_deterministic_ops"
+_CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
 type Model = Any
 """An nnx module of Tunix with `embedder`, `layers`, `final_norm`, `lm_head` where embeddings are not tied, and
 `config.dtype`."""
@@ -28,8 +33,11 @@ type Model = Any
 def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
     """Make a mesh over the first prod(shape) devices; an axis of Tunix that is not named has size 1.
 
+    Opens JAX's devices if nothing has before, GPUs so that they compute equal bits in every process.
+
     Raises ConfigError if there are too few devices.
     """
+    _reproduce_on_gpus()
     absent = tuple(axis for axis in ("fsdp", "tp") if axis not in axis_names)
     shape, axis_names = (*shape, *(1 for _ in absent)), (*axis_names, *absent)
     n, have = int(np.prod(shape)), jax.device_count()
@@ -39,6 +47,16 @@ def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> jax.shardi
         )
     axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
     return jax.make_mesh(shape, axis_names, axis_types=axis_types, devices=jax.devices()[:n])
+
+
+def _reproduce_on_gpus() -> None:
+    """Let XLA compile for GPUs only kernels that add in a fixed order, unless XLA_FLAGS says otherwise.
+
+    A restarted trainer repeats logged steps and compares checksums; by default sums of gradients depend on timing.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if jax.config.jax_platforms != "cpu" and _DETERMINISTIC not in flags and any(map(find_spec, _CUDA)):
+        os.environ["XLA_FLAGS"] = f"{flags} {_DETERMINISTIC}=true".strip()
 
 
 def build(
