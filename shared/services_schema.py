@@ -52,7 +52,8 @@ class HarborSection(Section):
     `environment` is the type of Harbor's environments that runs them (docker, podman, singularity, gke, daytona, …), or
     MODULE:CLASS; without one the service takes no task folders. `options` are its keyword arguments, `variables` names
     of this service's environment variables that it gets. `network: declared` gives a network only to tasks that ask
-    for it, `public` also to those that say nothing, as Harbor does. At most `max_starting` containers start at once,
+    for it, `public` also to those that say nothing, as Harbor does. At most `max_starting` containers start at once and
+    `max_judging` are judged (by default two for each processor with docker and podman, and without a limit elsewhere),
     and one that is older than `max_lifetime_s` is removed. `package` is installed for them, unless `python` is an
     interpreter that has it.
     """
@@ -62,6 +63,7 @@ class HarborSection(Section):
     variables: tuple[str, ...] = ()
     network: Literal["declared", "public"] = "declared"
     max_starting: PositiveInt = 4
+    max_judging: PositiveInt | None = None
     max_lifetime_s: PositiveFloat = 7200.0
     package: str = "harbor>=0.25,<0.27"
     python: Path | None = None

@@ -122,7 +122,11 @@ def from_config(config: RunConfig) -> EnvSettings:
         folder=folder,
         harbor=HarborSettings(env.harbor, config.run.name, folder / "trials", folder / "pythons"),
         sandbox=SandboxLimits(memory_mb=env.sandbox_memory_mb),
-        containers=ContainerSettings(env.sandbox, config.run.name) if env.sandbox.kind == "container" else None,
+        containers=(
+            ContainerSettings(env.sandbox, config.run.name, folder / "sandboxes")
+            if env.sandbox.kind == "container"
+            else None
+        ),
         max_sandboxes=max(64, orchestrator.max_concurrent_episodes + 32),
         package_index=env.package_index,
         n_processes=env.processes,

@@ -15,8 +15,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from services.env import repeated_call
 from services.env.backends.harbor import read_config, verdict_of
-from services.env.harbor import containers
 from services.env.harbor.containers import Containers, HarborSettings
 from services.env.harbor.tasks import is_task_archive, read_tasks
 from services.env.settings import ConfiguredSource
@@ -25,7 +25,7 @@ from shared.run.sources import FoundSource
 from shared.services_schema import Limits
 from tests.env.conftest import OpenClient, open_service
 from tests.env.harbor_service import harbor_settings, playing, served, taken, task_of, worker_in
-from tests.env.harbor_tasks import TASK_TOML, begin, call, submit, sum_task, zipped
+from tests.env.harbor_tasks import TASK_TOML, Conversation, begin, call, submit, sum_task, zipped
 from tests.env.submitted import decided
 
 in_module = pytest.mark.asyncio(loop_scope="module")
@@ -99,7 +99,7 @@ async def test_an_episode_that_its_client_or_its_turns_end_is_judged(client: htt
 async def test_a_long_command_is_asked_for_again(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     one = await playing(client)
     await one.run("true")
-    monkeypatch.setattr(containers, "WAIT_S", 0.05)
+    monkeypatch.setattr(repeated_call, "WAIT_S", 0.05)
     asked = {"request_id": "long", "message": {"role": "assistant", "content": call("sleep 0.5; echo slept >> n")}}
     first = await one.ask("step", **asked)
     assert (first.status_code, first.json()["title"]) == (429, "Environment busy")
@@ -112,7 +112,7 @@ async def test_a_long_command_is_asked_for_again(client: httpx.AsyncClient, monk
 
 
 async def test_a_call_is_sent_once_until_its_caller_has_the_answer() -> None:
-    sent, call = list[asyncio.Future[dict[str, str]]](), containers.RepeatedCall()
+    sent, call = list[asyncio.Future[dict[str, str]]](), repeated_call.RepeatedCall[dict[str, str]]()
 
     def send() -> asyncio.Future[dict[str, str]]:
         sent.append(asyncio.get_running_loop().create_future())
@@ -163,6 +163,40 @@ async def test_a_container_that_is_gone_gives_no_reward(client: httpx.AsyncClien
     while answer.status_code == 429:
         answer = await two.ask("finish", request_id="x")
     assert (answer.status_code, answer.json()["title"]) == (500, "Sandbox lost"), answer.text
+
+
+CHECKED_BY = """#!/bin/bash
+bash "$(cat judge 2>/dev/null || echo /tests/check.sh)" && echo 1 > /logs/verifier/reward.txt && exit
+[ -e wordless ] || echo 0 > /logs/verifier/reward.txt
+"""
+"""Tests that run a program of the model, and write no reward if it tells them so."""
+
+
+@in_module
+async def test_only_tests_that_used_up_their_own_time_give_0(client: httpx.AsyncClient) -> None:
+    toml = TASK_TOML.replace("timeout_sec = 10.0", "timeout_sec = 1.0")
+    row = await taken(client, ("", sum_task(**{"task.toml": toml, "tests/test.sh": CHECKED_BY})))
+    assert row["state"] == "active", (row["why"], row["report"])
+    late = await begin(client, row["name"])
+    await late.run("echo 'while :; do :; done' > loop; echo loop > judge")
+    last = await late.say("Done.")
+    assert (last["reward"], "longer than 1 s" in last["info"]["verifier"]) == (0.0, True), last
+    wordless = await begin(client, row["name"])
+    await wordless.run("touch wordless")
+    refused = await ended(wordless)
+    assert (refused["title"], "RewardFileNotFoundError" in refused["detail"]) == ("Sandboxed code failed", True)
+    killed = await begin(client, row["name"])
+    await killed.run("echo 'kill -9 $PPID' > kill; echo kill > judge")
+    refused = await ended(killed)
+    assert (refused["title"], "were killed" in refused["detail"]) == ("Sandbox lost", True), refused
+
+
+async def ended(one: Conversation) -> dict[str, str]:
+    """Problem that ends an episode."""
+    while (answer := await one.ask("finish", request_id="end")).status_code == 429:
+        await asyncio.sleep(0.02)
+    assert answer.status_code == 500, answer.text
+    return answer.json()
 
 
 @pytest.mark.long
@@ -333,5 +367,9 @@ def test_settings_and_rewards() -> None:
         read_config({"turns": 3})
     assert verdict_of({"reward": 0.25, "style": 3}, "").reward == 0.25
     assert verdict_of({"a": 1, "b": 0}, "").reward == 0.5
-    assert verdict_of({}, "").reward == 0.0
-    assert verdict_of({"reward": 1e300}, "").why
+    assert verdict_of({"a": 1}, "late").why == "late"
+    late = verdict_of({}, "late")
+    assert (late.reward, late.unjudged) == (0.0, False)
+    for nothing in (verdict_of({}, ""), verdict_of({}, "killed", unjudged=True), verdict_of({"reward": 1e300}, "")):
+        assert nothing.unjudged
+        assert nothing.why

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from tests.env.conftest import open_service
-from tests.env.harbor_service import playing, served, taken, task_of, worker_in
+from tests.env.harbor_service import harbor_settings, playing, served, taken, task_of, worker_in
 from tests.env.harbor_tasks import TASK_TOML, begin, call, sum_task
 from tests.support.docker import docker, why_no_docker
 
@@ -80,6 +80,37 @@ async def test_containers_of_a_killed_worker_are_removed(client: httpx.AsyncClie
             await asyncio.sleep(0.5)
 
 
+async def test_services_with_their_own_processes_keep_out_of_each_others_containers(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Two services in containers with the machine's network have one engine and one host name."""
+    apart = tmp_path / "python"
+    unshared = "unshare --user --map-root-user --pid --fork --mount-proc --kill-child"
+    apart.write_text(f'#!/bin/sh\nexec {unshared} {harbor_settings(folder).section.python} "$@"\n', encoding="utf-8")
+    apart.chmod(0o755)
+    changes = {"environment": "docker", "python": apart}
+    one, two = tmp_path / "one", tmp_path / "two"
+    async with (
+        served(partial(open_service, one / "environments"), one, **changes) as here,
+        served(partial(open_service, two / "environments"), two, **changes) as there,
+    ):
+        before = {*await asyncio.to_thread(containers)}
+        lost, kept = await playing(here), await playing(there)
+        await lost.run("true")
+        left = {*await asyncio.to_thread(containers)} - before
+        await kept.run("true")
+        os.kill(worker_in(one), signal.SIGKILL)
+        answer = await lost.ask("step", request_id="x", message={"role": "assistant", "content": call("true")})
+        assert (answer.status_code, len(left)) == (500, 1)
+        again = await playing(here)
+        async with asyncio.timeout(60):
+            while left & {*await asyncio.to_thread(containers)}:
+                await asyncio.sleep(0.5)
+        for episode in (kept, again):
+            await episode.run(SOLVE)
+            assert (await episode.say("Done."))["reward"] == 1.0
+
+
 async def test_a_container_that_is_removed_gives_no_reward(client: httpx.AsyncClient) -> None:
     one = await playing(client)
     await one.run(SOLVE)
@@ -96,6 +127,19 @@ async def test_a_container_that_fills_its_disk_gets_0_and_is_removed(client: htt
     last = await one.say(call(f"{SOLVE}; head -c 60M /dev/zero > big; sleep 40"))
     assert (last["reward"], last["truncated"]) == (0.0, True), last
     assert "exceeded 20 MiB" in last["info"]["verifier"]
+
+
+async def test_a_container_that_waits_for_a_processor_keeps_its_time(client: httpx.AsyncClient) -> None:
+    toml = TASK_TOML.replace("timeout_sec = 10.0", "timeout_sec = 2.0")
+    burning = "for ((i = 0; i < 100000; i++)); do :; done\n"
+    tests = {"tests/check.sh": f'{burning}[ ! -e loop ] || bash loop; [ "$(cat total.txt)" = 30 ]\n'}
+    row = await taken(client, ("", sum_task(**{"task.toml": toml, **tests})))
+    assert row["state"] == "active", (row["why"], row["report"])
+    for more, cpus, reward in (("true", 0.03, 1.0), ("echo 'while :; do :; done' > loop", 0.2, 0.0)):
+        one = await begin(client, str(row["name"]))
+        await one.run(f"{SOLVE}; {more}")
+        await asyncio.to_thread(docker, "update", f"--cpus={cpus}", *containers())
+        assert (await one.say("Done."))["reward"] == reward, more
 
 
 async def test_an_image_that_does_not_exist_is_named(client: httpx.AsyncClient) -> None:

@@ -5,9 +5,9 @@ starts while the model reads the first message, which is the task's instruction.
 `bash` runs a command; a message without a call ends the task or its step, and so does the last allowed message.
 
 Invariants: no file of tests/ or solution/ is in the container until the model's last command and its processes have
-ended; the reward is that of Harbor's verifier. A container that is gone gives no reward. Tests that write no reward in
-a container that answers give 0: they wrote one at the validation, with and without the solution, so the model has
-broken something. While a container is at work longer than a request may take, Busy asks the client to repeat it.
+ended; the reward is that of Harbor's verifier. A container that is gone, or tests that write no reward, give none, and
+the episode fails. Only tests that have used up their own time, or files beyond the limit, are the model's doing and
+give 0. While a container is at work longer than a request may take, Busy asks the client to repeat it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from services.env.episode_types import (
     fingerprint,
     user,
 )
-from services.env.harbor.containers import Agent, Containers, RepeatedCall, answered
+from services.env.harbor.containers import Agent, Containers
 from services.env.harbor.tasks import HarborTask
+from services.env.repeated_call import RepeatedCall, answered
 from services.env.tools.base import ToolFault
 from services.env.tools.bash import BASH, BashSession, CommandResult
 from services.env.tools.dispatch import EpisodeTools
 from services.env.tools.settings import ToolUse
 from shared.dialects.calls import CallFormat, tool_calls_of
-from shared.errors import Conflict, InputError, NotFound
+from shared.errors import Conflict, InputError, NotFound, SandboxFailed
 from shared.text import well_formed
 
 HARBOR = "harbor"
@@ -95,11 +96,12 @@ class HarborDescription:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of the tests. `why` is the fault if they gave no reward."""
+    """Result of the tests. `why` is the fault if they gave no reward of their own, or none at all (`unjudged`)."""
 
     reward: float
     rewards: Mapping[str, float] = field(default_factory=dict[str, float])
     why: str = ""
+    unjudged: bool = False
 
 
 @dataclass(eq=False)
@@ -158,11 +160,10 @@ class HarborBackend(KnownSplits):
 
     def verdict(self, task: HarborTask, answer: Mapping[str, Any], agent: Agent = "player") -> Verdict:
         """Read the verdict of a trial, and log it."""
-        found = verdict_of(answer["rewards"] or {}, answer["why"])
+        found = verdict_of(answer["rewards"] or {}, answer["why"], unjudged=answer["unjudged"])
         printed = well_formed(str(answer.get("output", "")))[-500:].strip()
-        self.log.append(
-            f"{task.name}: {agent}: reward {found.reward:g}{f', {found.why}' if found.why else ''} {printed}"
-        )
+        reward = "no reward" if found.unjudged else f"reward {found.reward:g}"
+        self.log.append(f"{task.name}: {agent}: {reward}{f', {found.why}' if found.why else ''} {printed}")
         return found
 
     async def _task(self, split: str, index: int) -> HarborTask:
@@ -182,7 +183,7 @@ class HarborEpisode:
         self.task = name
         self.opening: tuple[Message, ...] = (user(task.instruction),)
         self._backend, self._of, self._number, self._started = backend, task, number, started
-        self._pending = RepeatedCall()
+        self._pending = RepeatedCall[dict[str, Any]]()
         self._answered: tuple[bool, tuple[Message, ...], Fault | None] | None = None
         self._message = ""
         self._step, self._turns = 0, 0
@@ -259,6 +260,8 @@ class HarborEpisode:
             self._left_s = _limit(self._of, self._step)
             return _continued((*messages, user(well_formed(found["instruction"]))), fault)
         verdict = self._backend.verdict(self._of, found)
+        if verdict.unjudged:
+            raise SandboxFailed(f"{self.task}: the tests gave no reward: {verdict.why}", _UNJUDGED_HINT, why="protocol")
         extra = {"rewards": dict(verdict.rewards), **({"verifier": verdict.why} if verdict.why else {})}
         info = Info({"reward": verdict.reward}, verdict.reward >= 1.0, fault, extra)
         return StepResult(messages, verdict.reward, terminated=not truncated, truncated=truncated, info=info)
@@ -279,11 +282,15 @@ def _continued(messages: tuple[Message, ...], fault: Fault | None) -> StepResult
     return StepResult(messages, 0.0, False, False, Info({"reward": 0.0}, False, fault))
 
 
-def verdict_of(found: Mapping[str, Any], why: str) -> Verdict:
+def verdict_of(found: Mapping[str, Any], why: str, *, unjudged: bool = False) -> Verdict:
     """Verdict from numbers by name: the number `reward` counts, or else the mean of all."""
-    if why or not found:
-        return Verdict(0.0, why=well_formed(why) or "the verifier gave no reward")
+    if unjudged or (not found and not why):
+        return Verdict(0.0, why=well_formed(why) or "the verifier gave no reward", unjudged=True)
     numbers = {well_formed(key[:80]): float(value) for key, value in found.items() if abs(value) <= MAX_REWARD}
     if len(numbers) < len(found):
-        return Verdict(0.0, why=f"the verifier gave a number beyond {MAX_REWARD:g}")
-    return Verdict(numbers.get("reward", sum(numbers.values()) / len(numbers)), numbers)
+        return Verdict(0.0, why=f"the verifier gave a number beyond {MAX_REWARD:g}", unjudged=True)
+    mean = sum(numbers.values()) / len(numbers) if numbers else 0.0
+    return Verdict(numbers.get("reward", mean), numbers, well_formed(why))
+
+
+_UNJUDGED_HINT = "the episode is played again; the output of the tests is in the log of the environment"

@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,10 @@ from typing import Any, Literal
 
 import orjson
 
+from services.env.bridges.harbor.engines import ENGINES
+from services.env.repeated_call import WAIT_S
 from services.env.workers import wire
-from shared.errors import Busy, Forbidden, SandboxLost, Unavailable, VolleyError
+from shared.errors import Busy, Forbidden, SandboxLost, Unavailable
 from shared.process import telemetry
 from shared.process.foreign import python_with
 from shared.services_schema import HarborSection
@@ -32,8 +34,6 @@ from shared.services_schema import HarborSection
 type Agent = Literal["player", "oracle", "nop"]
 PROGRAM = Path(__file__).resolve().parents[1] / "bridges" / "harbor" / "worker.py"
 READ_S, START_S, RESTART_S, STOP_S = 300.0, 60.0, 1.0, 20.0
-WAIT_S = 20.0
-"""Longest wait for an answer in one call; a client repeats the call then."""
 REFUSED = 3
 """Exit code of the program if its environment cannot be used."""
 _KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
@@ -220,6 +220,8 @@ class Containers:
             "folder": str(self._settings.folder.absolute()),
             "owner": self._settings.run,
             "max_starting": section.max_starting,
+            "max_judging": section.max_judging
+            or (2 * (os.cpu_count() or 1) if section.environment in ENGINES else 4096),
             "max_lifetime_s": section.max_lifetime_s,
             "network": section.network,
         }
@@ -232,39 +234,6 @@ class Containers:
         wanted = {*_KEPT, *self._settings.section.variables}
         kept = {k: v for k, v in os.environ.items() if k in wanted or k.startswith(_KEPT_PREFIXES)}
         return {**kept, "HARBOR_TELEMETRY": "0"}
-
-
-async def answered(future: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
-    """Wait for an answer. Raises SandboxLost, and Busy after WAIT_S: the request goes on, and may be asked again."""
-    try:
-        async with asyncio.timeout(WAIT_S):
-            return await asyncio.shield(future)
-    except TimeoutError:
-        raise Busy("the container is still at work", "repeat the request", 0.1) from None
-
-
-class RepeatedCall:
-    """Sends a call once, however often its caller repeats it, until the caller has its answer."""
-
-    def __init__(self) -> None:
-        self._pending: asyncio.Future[dict[str, Any]] | None = None
-
-    async def answer(self, send: Callable[[], asyncio.Future[dict[str, Any]]]) -> dict[str, Any]:
-        """Send the call unless it is pending, and wait for the answer. Raises as `answered`.
-
-        After Busy, or if the caller is cancelled, the call stays pending, even if its answer is there by then.
-        """
-        if self._pending is None:
-            self._pending = send()
-        try:
-            found = await answered(self._pending)
-        except Busy:
-            raise
-        except VolleyError:
-            self._pending = None
-            raise
-        self._pending = None
-        return found
 
 
 _LOST_HINT = "the episode gives no reward and can be played again; the log of the service tells more"

@@ -28,6 +28,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
+from services.env.repeated_call import OutlivingCalls
 from services.env.sandbox.limits import (
     MAX_SOURCE,
     EnvironmentProgram,
@@ -103,6 +104,7 @@ class Sandboxes:
         # start at 0, because those of other services may.
         self._numbers, self._names = count(secrets.randbelow(MAX_RUNNING)), count()
         self._turns = Turns[Sandbox](n_long_calls)
+        self.calls = OutlivingCalls()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -110,6 +112,7 @@ class Sandboxes:
         self._stack.push_async_callback(self._remove_own_folder)
         self._stack.push_async_callback(self._close_all)
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        await self._stack.enter_async_context(self.calls)
         watcher = tasks.create_task(self._watch())
         self._stack.callback(watcher.cancel)
         if self._given_containers is not None:

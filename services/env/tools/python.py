@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.env.sandbox import answers
+from services.env.sandbox.clock import limited
 from services.env.sandbox.limits import SandboxLimits, ScriptProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
@@ -53,6 +54,7 @@ class PythonSession:
         self._received = True
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
+        """Run a program. Raises ToolFault, SandboxLost (its machine or engine failed), Busy, Conflict, Unavailable."""
         code = read_arguments(PythonArguments, arguments).code
         fresh = self._sandbox is None or not self._sandbox.alive
         sandbox = await self._start() if self._sandbox is None or fresh else self._sandbox
@@ -68,14 +70,18 @@ class PythonSession:
             "max_bytes": self._workspace.max_bytes if self._workspace is not None else 0,
         }
         try:
-            found = answers.read_cell(await sandbox.call("cell", asked, timeout_s))
+            answer, _ = await limited(sandbox.call("cell", asked, 2 * timeout_s), timeout_s, timeout_s)
+            found = answers.read_cell(answer)
         except SandboxLost:
             raise
+        except TimeoutError:
+            self._received = False
+            raise ToolFault(f"the program took longer than {timeout_s:g} s; {_GONE}") from None
         except SandboxFailed as failed:
             self._received = False
             if self._workspace is not None and failed.why == "refused":  # the files were not written
                 self._workspace.changed |= {*files, *removed}
-            raise ToolFault(self._why(failed, timeout_s)) from None
+            raise ToolFault(self._why(failed)) from None
         self._received = True
         output = "\n".join(part.rstrip("\n") for part in (found.script.stdout, found.script.stderr) if part)
         notes = store_changes(self._workspace, found) if self._workspace is not None else []
@@ -113,12 +119,10 @@ class PythonSession:
         if self._closed:
             raise Conflict("the episode was deleted during a tool call", "create another one")
 
-    def _why(self, failed: SandboxFailed, timeout_s: float) -> str:
+    def _why(self, failed: SandboxFailed) -> str:
         if failed.alive:
             return failed.detail
         match failed.why:
-            case "time":
-                return f"the program took longer than {timeout_s:g} s; {_GONE}"
             case "cpu":
                 return f"the program used up its CPU time; {_GONE}"
             case "memory":

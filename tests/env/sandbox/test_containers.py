@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.env.bridges.harbor.engines import owner
+from services.env.bridges.harbor import engines
+from services.env.bridges.harbor.engines import Owner, owner_in
 from services.env.environments.code.environment import Code, CodeConfig
 from services.env.episode_types import assistant
 from services.env.sandbox import answers
@@ -52,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(folder: Path, **changes: Any) -> Sandboxes:
     section = ContainerSandbox(**{"kind": "container", "image": "python", "engine": str(folder / "engine"), **changes})
-    return Sandboxes(containers=ContainerSettings(section, "tested"))
+    return Sandboxes(containers=ContainerSettings(section, "tested", folder))
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -131,7 +132,12 @@ async def test_containers_have_limits_labels_and_no_network(sandboxes: Sandboxes
     given = (folder / "kept" / name).read_text(encoding="utf-8").split("\n")
     await sandbox.close()
     wanted = {"--network=none", "--read-only", "--cap-drop=ALL", "--memory=320m", "--memory-swap=320m", "--rm"}
-    assert {*given} >= {*wanted, "--label=volley.run=tested", f"--label=volley.owner={owner()}", "--pids-limit=12"}
+    assert {*given} >= {
+        *wanted,
+        "--label=volley.run=tested",
+        f"--label=volley.owner={owner_in(folder).name}",
+        "--pids-limit=12",
+    }
     assert not any(one.startswith(("--volume", "--mount", "-v")) for one in given)
 
 
@@ -216,16 +222,41 @@ async def test_an_image_that_cannot_be_used_is_named(folder: Path, image: str, t
     assert told in refused.value.detail
 
 
-async def test_an_engine_that_is_missing_is_named() -> None:
+async def test_an_engine_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="no-such-engine ps cannot be started"):
-        async with opened(Path("/nowhere"), engine="no-such-engine"):
+        async with opened(tmp_path, engine="no-such-engine"):
             pass
+
+
+PRINT_OWNER = "import pathlib, sys, engines; print(engines.owner_in(pathlib.Path(sys.argv[1])).name)"
+
+
+def owner_elsewhere(folder: Path) -> str:
+    """Owner whose process has ended, in a pid namespace of its own, as in a container with the machine's network."""
+    command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    command += [sys.executable, "-c", PRINT_OWNER, str(folder)]
+    return subprocess.run(
+        command, cwd=Path(engines.__file__).parent, capture_output=True, encoding="utf-8", check=True
+    ).stdout.strip()
+
+
+async def test_an_owner_removes_only_what_has_surely_ended(folder: Path, tmp_path: Path) -> None:
+    mine = owner_in(tmp_path / "one")
+    other = owner_elsewhere(tmp_path / "other")
+    assert not mine.may_remove(other)  # nobody sees its processes from here
+    assert owner_in(tmp_path / "other").may_remove(other)  # nobody else can have its folder now
+    held = owner_elsewhere(tmp_path / "one")  # a second service in a folder that is taken
+    assert not mine.may_remove(held)
+    assert mine.may_remove(mine.name)
+    assert mine.may_remove(mine.name.replace(f"-{os.getpid()}-", "-1-"))  # of this namespace, with another start
+    assert not any(map(mine.may_remove, ("", "redis", "volley-000000-1-2", other.replace("volley-", "volley-0"))))
+    assert not Owner(mine.name, mine.place, alone=False).may_remove(other.replace(other[13:19], mine.place))
 
 
 async def test_what_a_killed_service_left_is_removed(folder: Path) -> None:
     sleeper = await asyncio.create_subprocess_exec("sleep", "600")
-    gone = owner().replace(str(os.getpid()), str(sleeper.pid))  # a process with another start
-    other = "volley-000000-1-2"  # of another machine
+    gone = owner_in(folder).name.replace(str(os.getpid()), str(sleeper.pid))  # a process with another start
+    other = "volley-000000000000-1-2"  # of another machine
     for name, of in (("left", gone), ("kept", other)):
         text = f"{sleeper.pid}\n--label=volley.owner={of}"
         (folder / "kept" / name).write_text(text, encoding="utf-8")

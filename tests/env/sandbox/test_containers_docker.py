@@ -30,15 +30,21 @@ pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 RUN = "tested-sandbox"
 
 
-def settings(image: str = IMAGE) -> ContainerSettings:
-    return ContainerSettings(ContainerSandbox(kind="container", image=image), RUN)
+@pytest.fixture(autouse=True, scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the service. Skips all tests where no Docker runs."""
+    if why := why_no_docker():
+        pytest.skip(why)
+    return tmp_path_factory.mktemp("service")
+
+
+def settings(folder: Path, image: str = IMAGE) -> ContainerSettings:
+    return ContainerSettings(ContainerSandbox(kind="container", image=image), RUN, folder)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def sandboxes() -> AsyncIterator[Sandboxes]:
-    if why := await asyncio.to_thread(why_no_docker):
-        pytest.skip(why)
-    async with Sandboxes(containers=settings()) as opened:
+async def sandboxes(folder: Path) -> AsyncIterator[Sandboxes]:
+    async with Sandboxes(containers=settings(folder)) as opened:
         yield opened
     assert await containers(0) == []
 
@@ -143,21 +149,22 @@ async def test_a_container_that_is_removed_gives_no_reward(sandboxes: Sandboxes)
     await sandbox.close()
 
 
-async def test_an_image_that_does_not_exist_is_named() -> None:
+async def test_an_image_that_does_not_exist_is_named(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match=r"docker pull: .*absent\.invalid"):
-        async with Sandboxes(containers=settings("absent.invalid/image:1")):
+        async with Sandboxes(containers=settings(tmp_path, "absent.invalid/image:1")):
             pass
 
 
 SERVICE = f"""
-import asyncio
+import asyncio, pathlib, sys
 from services.env.sandbox.limits import ScriptProgram
 from services.env.sandbox.process.containers import ContainerSettings
 from services.env.sandbox.sandboxes import Sandboxes
 from shared.services_schema import ContainerSandbox
 
 async def main():
-    settings = ContainerSettings(ContainerSandbox(kind="container", image="{IMAGE}"), "{RUN}")
+    folder = pathlib.Path(sys.argv[1])
+    settings = ContainerSettings(ContainerSandbox(kind="container", image="{IMAGE}"), "{RUN}", folder)
     async with Sandboxes(containers=settings) as sandboxes:
         sandbox = await sandboxes.start(ScriptProgram())
         await sandbox.call("run", {{"source": "while True: pass", "stdin": "", "max_output": 9}}, 60)
@@ -166,9 +173,8 @@ asyncio.run(main())
 """
 
 
-async def test_a_killed_service_leaves_no_container(sandboxes: Sandboxes) -> None:
-    service = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVICE, cwd=PROJECT)
-    await asyncio.sleep(2)
+async def test_a_killed_service_leaves_no_container(sandboxes: Sandboxes, tmp_path: Path) -> None:
+    service = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVICE, tmp_path, cwd=PROJECT)
     assert await containers(1)
     service.kill()
     await service.wait()

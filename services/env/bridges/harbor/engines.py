@@ -1,33 +1,84 @@
-"""Engines whose containers Volley labels, isolates and removes: their commands."""
+"""Engines whose containers Volley labels, isolates and removes: their commands.
+
+Invariant: a process removes only its own containers, and those whose process has surely ended. It knows that of
+processes in its own pid namespace, and of those that had its folder before, which only one process at a time may hold.
+"""
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 ENGINES = {"docker": "docker", "podman": "podman"}
 """Command of the engine, by type of environment, where containers have Compose files and labels."""
-OWNER = re.compile(r"volley-([0-9a-f]{6})-(\d+)-([\w-]+)")
+OWNER = re.compile(r"volley-([0-9a-f]{6})([0-9a-f]{6})-(\d+)-(\w*)")
 PROJECT = re.compile(rf"({OWNER.pattern})-[0-9a-f]{{8}}__")
 
 
+@dataclass(frozen=True)
+class Owner:
+    """A process that has containers. `name` is one that no later process has; projects begin with it.
+
+    `place` stands for its folder, and `alone` says that no other process has that.
+    """
+
+    name: str
+    place: str
+    alone: bool
+
+    def may_remove(self, other: str) -> bool:
+        """True if the process of that name is this one, or has ended."""
+        parts = OWNER.fullmatch(other)
+        if parts is None or other == self.name:
+            return parts is not None
+        here = parts[1] == machine() and started_at(int(parts[3])) != parts[4]
+        return here or (self.alone and parts[2] == self.place)
+
+
 @functools.cache
-def owner() -> str:
-    """Name of this process that no later process has: its machine, pid and start. Projects begin with it."""
-    return f"volley-{machine()}-{os.getpid()}-{started_at(os.getpid())}"
+def owner_in(folder: Path) -> Owner:
+    """This process as the owner of containers. It holds the folder until it ends, unless another process does."""
+    place, alone = _hold(folder / "owner")
+    return Owner(f"volley-{machine()}{place}-{os.getpid()}-{started_at(os.getpid())}", place, alone)
 
 
+def _hold(path: Path) -> tuple[str, bool]:
+    """Lock a file until this process ends; return the name in it, or another name if it is locked already."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if re.fullmatch("[0-9a-f]{6}", place := os.read(file, 64).decode(errors="replace")):
+                return place, True
+            os.ftruncate(file, 0)
+            os.pwrite(file, (place := secrets.token_hex(3)).encode(), 0)
+        except OSError:
+            os.close(file)
+        else:
+            return place, True
+    return secrets.token_hex(3), False
+
+
+@functools.cache
 def machine() -> str:
-    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
+    """Name of the machine since its start, and of the processes that are visible here."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text("utf-8"), os.readlink("/proc/self/ns/pid")]
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:6]
 
 
 def started_at(pid: int) -> str:
-    """Start of a process; empty if it has ended."""
+    """Start of a process, in letters and digits; empty if it has ended."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
@@ -37,8 +88,8 @@ def started_at(pid: int) -> str:
     return "".join(filter(str.isalnum, text)).lower()
 
 
-def left_over(command: str) -> list[tuple[str, str]]:
-    """Compose projects of workers of this machine that are gone, or this one's, with the number of their episode.
+def left_over(command: str, owner: Owner) -> list[tuple[str, str]]:
+    """Compose projects that the owner may remove, its own ones too, with the number of their episode.
 
     Images of such projects are listed by their own names, which begin with the project's.
     """
@@ -50,14 +101,8 @@ def left_over(command: str) -> list[tuple[str, str]]:
     return [
         (project, parts[0].removesuffix("__"))
         for project, parts in projects
-        if parts is not None and (parts[1] == owner() or has_ended(parts[1]))
+        if parts is not None and owner.may_remove(parts[1])
     ]
-
-
-def has_ended(name: str) -> bool:
-    """True if `name` is an `owner` of this machine that has ended."""
-    parts = OWNER.fullmatch(name)
-    return parts is not None and parts[1] == machine() and started_at(int(parts[2])) != parts[3]
 
 
 def remove(command: str, project: str) -> None:
@@ -72,9 +117,9 @@ def remove(command: str, project: str) -> None:
             engine(command, "image", "rm", "--force", *images)
 
 
-def sizes(command: str) -> list[tuple[str, float]]:
-    """Episode and MiB of files, of each container of this worker."""
-    shown, mine = '{{.Label "volley.episode"}}\t{{.Size}}', f"label=volley.owner={owner()}"
+def sizes(command: str, owner: Owner) -> list[tuple[str, float]]:
+    """Episode and MiB of files, of each container of an owner."""
+    shown, mine = '{{.Label "volley.episode"}}\t{{.Size}}', f"label=volley.owner={owner.name}"
     found = []
     for line in engine(command, "ps", "--size", "--filter", mine, "--format", shown).splitlines():
         number, _, size = line.partition("\t")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from engines import ENGINES, owner
+from engines import ENGINES, owner_in
 from folders import notes
 from harbor.agents.base import BaseAgent
 from harbor.agents.capabilities import AgentCapabilities
@@ -21,7 +21,7 @@ from harbor.models.task.config import NetworkMode, VerifierEnvironmentMode
 from harbor.models.task.task import Task
 from harbor.models.trial.config import ArtifactConfig, TrialConfig
 from harbor.trial.trial import Trial
-from shell import END_MARKED, END_OTHERS, NOTE, PROBE_S, Lost, probe, run_command
+from shell import END_MARKED, END_OTHERS, NOTE, Lost, ask, probe, run_command
 
 STORAGE_MB = 10_240
 """Limit of a container's files if task.toml has no `storage_mb`; Docker itself enforces none."""
@@ -38,6 +38,7 @@ class Settings:
     folder: str
     owner: str
     max_starting: int
+    max_judging: int
     max_lifetime_s: float
     network: str
 
@@ -64,7 +65,11 @@ class Player(BaseAgent):
 
 @dataclass
 class Episode:
-    """One trial in progress. `phase` is done when the next instruction, or the trial's result, is there."""
+    """One trial in progress. `phase` is done when the next instruction, or the trial's result, is there.
+
+    `why` is the reason of a reward of 0, `unjudged` that of none from tests that ran to their end, and `lost` that of
+    none because the container, or what runs it, failed.
+    """
 
     number: str
     task: Task
@@ -72,14 +77,16 @@ class Episode:
     place: Path
     starting: asyncio.Semaphore
     stopping: asyncio.Semaphore
+    judging: asyncio.Semaphore
     fresh: bool = False
     commands: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[Any]] | None] = field(default_factory=asyncio.Queue)
     phase: asyncio.Future[dict[str, Any]] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     trial: Any = None
-    alive: bool = True
     playing: bool = False
     last: bool = False
     over_disk: bool = False
+    why: str = ""
+    unjudged: str = ""
     lost: str = ""
 
     @property
@@ -95,8 +102,14 @@ class Episode:
         """Carry out commands until the service ends the phase, or none in a phase after the last. Raises Lost."""
         if self.last:
             return
-        noted = await environment.exec(NOTE, user="root", timeout_sec=int(PROBE_S))
-        kept = (noted.stdout or "").split()
+        try:
+            await self._play(instruction, environment)
+        except BaseException as error:
+            self.lost = self.lost or str(error) or "it was not played to its end"
+            raise
+
+    async def _play(self, instruction: str, environment: BaseEnvironment) -> None:
+        kept = (await ask(environment, NOTE)).split()
         self.playing = True
         self.phase.set_result({"instruction": instruction + notes(self.task.config.environment)})
         try:
@@ -111,7 +124,7 @@ class Episode:
                     raise
             apart = self.settings.environment in ENGINES and not self.has_compose
             end = END_OTHERS.format(kept=" ".join(kept)) if apart else END_MARKED.format(number=self.number)
-            await environment.exec(end, user="root", timeout_sec=int(PROBE_S))
+            await ask(environment, end)
         finally:
             self.playing = False
 
@@ -169,7 +182,7 @@ class Watched:
             try:
                 await probe(self)
             except Lost as error:
-                episode.alive, episode.lost = False, episode.lost or str(error)
+                episode.lost = episode.lost or str(error) or "it gave no answer"
             await super().stop(delete)
 
 
@@ -196,9 +209,9 @@ def is_isolated(task: Task, network: str) -> bool:
 
 def write_overlay(episode: "Episode", environment: Path) -> Path:
     """Write a Compose file for one environment: labels, a quick end, and no network for tasks without one."""
-    run, number = episode.settings.owner, episode.number
+    run, number, owner = episode.settings.owner, episode.number, owner_in(Path(episode.settings.folder)).name
     main: dict[str, Any] = {
-        "labels": {"volley.owner": owner(), "volley.run": run, "volley.episode": number},
+        "labels": {"volley.owner": owner, "volley.run": run, "volley.episode": number},
         "stop_grace_period": "1s",
     }
     extra: dict[str, Any] = {"services": {"main": main}}

@@ -8,9 +8,10 @@ waits for health checks, applies users, time-outs and network policies, and runs
 commands from the service. Requests and answers are JSON, one a line, over the socket (see services.env.workers.wire).
 
 Invariants
-- The end of the socket ends every trial, and so removes its containers. Containers of workers that were killed are
-  removed by the next worker on the machine, which knows them by their labels.
+- The end of the socket ends every trial, and so removes its containers. Containers of a worker that was killed are
+  removed by the next worker that sees it has ended (see `engines`), which knows them by their names.
 - A reward is Harbor's verifier's, of a container that answered after it. A container that does not is `lost`.
+- Tests that have used up their time count as 0. Tests that gave no reward for any other reason give none.
 """
 
 import asyncio
@@ -23,17 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import trials
-from engines import ENGINES, left_over, owner, remove, sizes
+from engines import ENGINES, left_over, owner_in, remove, sizes
 from folders import MAX_WHY, brief, read
 from harbor.environments.factory import EnvironmentFactory
 from harbor.models.task.task import Task
-from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
+from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig, VerifierConfig
 from harbor.trial.hooks import TrialEvent
 from shell import DISK, Lost
 from trials import EPISODE, Episode, Loader, Settings, container_class
 
-MODULE = "trials"
+PLAYER, CONTAINER, JUDGE = "trials:Player", "trials:Container", "judging:Judge"
 LOOK_S = 10.0
+LATE_SOLUTION = "AgentTimeoutError"
+"""Harbor's error of a solution that took longer than `agent.timeout_sec`; a model's commands are limited here."""
 REFUSED = 3
 """Exit code if the environment cannot be used."""
 
@@ -45,15 +48,17 @@ class Worker:
         self._settings, self._writer = settings, writer
         self._starting = asyncio.Semaphore(settings.max_starting)
         self._stopping = asyncio.Semaphore(2 * settings.max_starting)
+        self._judging = asyncio.Semaphore(settings.max_judging)
         self._episodes: dict[str, Episode] = {}
         self._trials: dict[str, asyncio.Task[None]] = {}
         self._results: dict[str, dict[str, Any]] = {}
         self._closed: set[str] = set()
         self._folder = Path(settings.folder)
+        self._owner = owner_in(self._folder)
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Answer requests until the socket ends; then end every trial."""
-        self._send({"ready": owner()})
+        self._send({"ready": self._owner.name})
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(self._watch())
             with contextlib.suppress(ConnectionError):
@@ -112,7 +117,7 @@ class Worker:
     async def _start(self, request: dict[str, Any], group: asyncio.TaskGroup) -> dict[str, Any]:
         """Start a trial; return its first instruction, or its result if no agent of the service plays it."""
         number, fresh = request["episode"], request["fresh"]
-        bounds = self._starting, self._stopping
+        bounds = self._starting, self._stopping, self._judging
         task = Task(request["folder"])
         episode = Episode(number, task, self._settings, self._folder / number, *bounds, fresh=fresh)
         self._episodes[number] = episode
@@ -157,10 +162,11 @@ class Worker:
             trials_dir=self._folder,
             agent=AgentConfig(
                 name=None if played else agent,
-                import_path=f"{MODULE}:Player" if played else None,
+                import_path=PLAYER if played else None,
                 override_timeout_sec=own.max_lifetime_s if played else None,
             ),
-            environment=EnvironmentConfig(import_path=f"{MODULE}:Container", kwargs=own.options),
+            environment=EnvironmentConfig(import_path=CONTAINER, kwargs=own.options),
+            verifier=VerifierConfig(import_path=JUDGE, override_timeout_sec=own.max_lifetime_s),
         )
         trial = await Loader.create(config)
         if played:
@@ -180,10 +186,10 @@ class Worker:
         if (command := ENGINES.get(self._settings.environment)) is None:
             return
         while True:
-            for project, number in await asyncio.to_thread(left_over, command):
+            for project, number in await asyncio.to_thread(left_over, command, self._owner):
                 if number not in self._episodes:
                     await asyncio.to_thread(remove, command, project)
-            for number, megabytes in await asyncio.to_thread(sizes, command) if self._episodes else ():
+            for number, megabytes in await asyncio.to_thread(sizes, command, self._owner) if self._episodes else ():
                 episode = self._episodes.get(number)
                 if episode is not None and megabytes > episode.storage_mb and not episode.over_disk:
                     episode.over_disk = True
@@ -206,20 +212,22 @@ def settle(episode: Episode, answer: dict[str, Any]) -> None:
 
 
 def outcome(episode: Episode, result: Any) -> dict[str, Any]:
-    """Rewards of a trial, why there are none, or `lost`."""
+    """Rewards of a trial, with the reason if they are 0 for one; why there are none; or `lost`."""
     if episode.over_disk:
         why = f"the container's files exceeded {episode.storage_mb} MiB (environment.storage_mb)"
-        return {"rewards": {}, "why": why, "over_disk": True}
-    steps = result.step_results or []
-    failures = [one.exception_info for one in (result, *steps) if one.exception_info is not None]
-    output = printed(episode.place)
-    if result.verifier_result is not None and episode.alive:
-        return {"rewards": result.verifier_result.rewards, "why": "", "output": output, "over_disk": False}
+        return {"rewards": {}, "why": why, "over_disk": True, "unjudged": False}
+    failures = [one.exception_info for one in (result, *(result.step_results or [])) if one.exception_info is not None]
     why = "; ".join(brief(one.exception_message, one.exception_type) for one in failures)
-    judged = result.verifier is not None or any(one.verifier is not None for one in steps)
-    if episode.alive and judged:
-        return {"rewards": {}, "why": why or "the verifier gave no reward", "output": output, "over_disk": False}
-    return {"lost": why or episode.lost or "the trial gave no result"}
+    if episode.lost:
+        return {"lost": why or episode.lost}
+    is_late = any(one.exception_type == LATE_SOLUTION for one in failures)
+    shown = {"output": printed(episode.place), "over_disk": False}
+    if unjudged := episode.unjudged or (why if is_late else ""):
+        return {"rewards": {}, "why": unjudged, "unjudged": True, **shown}
+    if result.verifier_result is not None or episode.why:
+        rewards = result.verifier_result.rewards if result.verifier_result is not None else {}
+        return {"rewards": rewards, "why": episode.why, "unjudged": False, **shown}
+    return {"lost": why or "the trial gave no result"}
 
 
 def printed(place: Path) -> str:

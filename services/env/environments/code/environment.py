@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.env.environments.code.data import Asserts, CodeProblem, PrintedTest, read_code
-from services.env.environments.code.grading import Grader, Grading, Verdict
+from services.env.environments.code.grading import Grader, Verdict
 from services.env.environments.problem_files import ProblemFiles, files_of_splits
 from services.env.episode_types import MAX_REWARD, Demonstration, Info, Message, StepResult, assistant, user
+from services.env.repeated_call import RepeatedCall
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.tools.toolset import Toolbox
 from shared.errors import Busy, NotFound, RateLimited
@@ -28,7 +29,6 @@ _LANGUAGES = ("", "python", "python3", "py")
 _ASK = "Answer with the whole program in one block:\n```python\n…\n```"
 _READS = "The program reads its input from stdin and prints to stdout."
 _MAX_PROGRAM = 100_000
-_WAIT_S = 5.0
 
 
 class CodeConfig(BaseModel):
@@ -55,13 +55,14 @@ class CodeConfig(BaseModel):
 class CodeEpisode:
     """One problem with one answer. Its step is a coroutine, because it waits for programs.
 
-    After Busy, the step's repetition continues the `grading`.
+    After Busy, the step's repetition waits for the same `grading` of its `program`.
     """
 
     env: Code
     problem: CodeProblem
     tools: Sequence[Mapping[str, Any]] = ()
-    grading: Grading | None = None
+    program: str | None = None
+    grading: RepeatedCall[list[Verdict]] = field(default_factory=RepeatedCall[list[Verdict]])
 
     @property
     def opening(self) -> tuple[Message, ...]:
@@ -72,11 +73,17 @@ class CodeEpisode:
         program = read_program(message["content"])
         if program is None:
             return StepResult((), 0.0, True, False, Info({"tests": 0.0}, False, "format"))
-        if self.grading is None or self.grading.source != program:
-            self.grading = Grading(program)
-        n_tests = await self.env.grade(self.problem, self.grading)
-        verdicts = self.grading.verdicts
-        n_passed = sum(verdict.passed for verdict in verdicts)
+        if self.program != program:
+            self.program, self.grading = program, RepeatedCall()
+        tests = self.env.tests_of(self.problem)
+        grade = await self.env.grader_of(self.problem, program, tests)
+        try:
+            verdicts = await self.grading.answer(grade)
+        except Busy:
+            raise
+        except RateLimited as full:
+            raise Busy(full.detail, full.hint, full.retry_after_s) from full
+        n_tests, n_passed = len(tests), sum(verdict.passed for verdict in verdicts)
         success = n_passed == n_tests
         share = n_passed / n_tests if self.env.config.partial else float(success)
         failed = next((verdict for verdict in verdicts if not verdict.passed), Verdict(True))
@@ -120,27 +127,22 @@ class Code(ProblemFiles[CodeProblem]):
         parts += ["For example:\n" + "\n".join(shown)] if shown else []
         return user("\n".join([*parts, _ASK]))
 
-    async def grade(self, problem: CodeProblem, grading: Grading) -> int:
-        """Grade an answer; return the number of tests. Raises Busy, Forbidden, Unavailable, SandboxLost."""
-        await self._toolbox.check_confined("the environment code", "code")
+    def tests_of(self, problem: CodeProblem) -> Sequence[Asserts | PrintedTest]:
         tests = problem.tests[: self.config.max_tests]
-        if not self.config.partial:
-            tests = _merge_asserts(tests)
-        try:
-            async with asyncio.timeout(_WAIT_S):
-                await self._places.acquire()
-        except TimeoutError:
-            raise Busy("code: a program runs on every processor", "try again", 0.5) from None
-        try:
-            grader = Grader(self._sandboxes, self.config.cpu_s, self.config.memory_mb)
-            await grader.grade(problem, grading, tests, all_of_them=self.config.partial)
-        except Busy:
-            raise
-        except RateLimited as error:
-            raise Busy(error.detail, error.hint, error.retry_after_s) from error
-        finally:
-            self._places.release()
-        return len(tests)
+        return tests if self.config.partial else _merge_asserts(tests)
+
+    async def grader_of(
+        self, problem: CodeProblem, program: str, tests: Sequence[Asserts | PrintedTest]
+    ) -> Callable[[], asyncio.Future[list[Verdict]]]:
+        """Function that begins the grading of an answer. Raises Forbidden, Unavailable."""
+        await self._toolbox.check_confined("the environment code", "code")
+        grader = Grader(self._sandboxes, self.config.cpu_s, self.config.memory_mb)
+
+        async def graded() -> list[Verdict]:
+            async with self._places:
+                return await grader.grade(problem, program, tests, all_of_them=self.config.partial)
+
+        return lambda: self._sandboxes.calls.begin(graded())
 
     @property
     def _sandboxes(self) -> Sandboxes:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cache
 from importlib import resources
@@ -25,21 +24,22 @@ import orjson
 
 from services.env.environments.code.data import Asserts, CodeProblem, PrintedTest
 from services.env.sandbox import answers
+from services.env.sandbox.clock import SLOWEST, limited
 from services.env.sandbox.limits import SandboxLimits, ScriptProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
-from shared.errors import Busy, SandboxFailed, SandboxLost
+from shared.errors import SandboxFailed, SandboxLost
 
 MAX_OUTPUT = 2**18
 """Characters that a program may print in a test."""
 
 TOTAL_S = 20.0
-"""Seconds for all tests of an answer, without the starts of their sandboxes."""
-PAUSE_S = 10.0
-"""Seconds after which no further test begins in one call; a client waits for 30 s."""
-_START_S = 10.0
+"""Seconds for all tests of an answer, without the starts of their sandboxes (see services.env.sandbox.clock)."""
+_START_S = 60.0
 _WALL_FACTOR, _WALL_MORE_S = 2.0, 2.0
-"""Wall-clock limit of a program, relative to its CPU time."""
+"""Limit of a program that only waits, relative to its CPU time."""
+_CALL_S = SLOWEST * TOTAL_S + _START_S
+"""Deadline of one call into a sandbox, longer than any limit of the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,6 @@ class Verdict:
     passed: bool
     why: str = "passed"
     detail: str = ""
-
-
-@dataclass(slots=True)
-class Grading:
-    """Grading of an answer in progress.
-
-    `verdicts` are those of the tests that ran; `left_s` are the seconds for the others.
-    """
-
-    source: str
-    left_s: float = TOTAL_S
-    verdicts: list[Verdict] = field(default_factory=list[Verdict])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,51 +64,44 @@ class Grader:
     memory_mb: int
 
     async def grade(
-        self, problem: CodeProblem, grading: Grading, tests: Sequence[Asserts | PrintedTest], *, all_of_them: bool
-    ) -> None:
-        """Add one verdict per test, up to the first failure unless `all_of_them`.
+        self, problem: CodeProblem, source: str, tests: Sequence[Asserts | PrintedTest], *, all_of_them: bool
+    ) -> list[Verdict]:
+        """Grade an answer: one verdict per test, up to the first failure unless `all_of_them`.
 
-        Raises Busy after PAUSE_S (call again to go on), RateLimited, SandboxLost, Unavailable.
+        Raises RateLimited, SandboxFailed, SandboxLost, Unavailable.
         """
-        began, found = time.monotonic(), grading.verdicts
-        for n, test in enumerate(tests[len(found) :]):
+        found, left_s = list[Verdict](), TOTAL_S
+        for test in tests:
             if found and not found[-1].passed and not all_of_them:
                 break
-            if n and time.monotonic() >= began + PAUSE_S:
-                raise Busy("code: further tests have to be run", "repeat the request", 0.1)
-            if grading.left_s <= 0:
+            if left_s <= 0:
                 found.append(Verdict(False, "time", "the tests together took too long"))
                 continue
-            verdict, took_s = await self._run_test(problem, grading.source, test, grading.left_s)
+            verdict, took_s = await self._run_test(problem, source, test, left_s)
             found.append(verdict)
-            grading.left_s -= took_s
+            left_s -= took_s
+        return found
 
     async def _run_test(
         self, problem: CodeProblem, source: str, test: Asserts | PrintedTest, left_s: float
     ) -> tuple[Verdict, float]:
         """Verdict of a test, and its seconds without the start of its sandboxes. Raises SandboxLost, Unavailable."""
+        limit_s = min(left_s, _WALL_FACTOR * self.cpu_s + _WALL_MORE_S)
         async with AsyncExitStack() as stack:
             n = 1 if isinstance(test, PrintedTest) else 2
             opened = [await stack.enter_async_context(self._sandbox()) for _ in range(n)]
-            began = time.monotonic()
-            verdict = await self._verdict_of(problem, source, test, opened, left_s)
-            return verdict, time.monotonic() - began
+            try:
+                return await limited(self._verdict_of(problem, source, test, opened), limit_s)
+            except TimeoutError:
+                return Verdict(False, "time", "the program takes too long"), limit_s
 
     async def _verdict_of(
-        self,
-        problem: CodeProblem,
-        source: str,
-        test: Asserts | PrintedTest,
-        opened: Sequence[Sandbox],
-        left_s: float,
+        self, problem: CodeProblem, source: str, test: Asserts | PrintedTest, opened: Sequence[Sandbox]
     ) -> Verdict:
         try:
-            async with asyncio.timeout(min(left_s, _WALL_FACTOR * self.cpu_s + _WALL_MORE_S)):
-                if isinstance(test, PrintedTest):
-                    return await self._printed(source, test, opened[0])
-                return await self._asserted(problem, source, test, *opened)
-        except TimeoutError:
-            return Verdict(False, "time", "the program takes too long")
+            if isinstance(test, PrintedTest):
+                return await self._printed(source, test, opened[0])
+            return await self._asserted(problem, source, test, *opened)
         except SandboxLost:
             raise
         except SandboxFailed as failed:
@@ -129,7 +110,7 @@ class Grader:
     async def _printed(self, source: str, test: PrintedTest, sandbox: Sandbox) -> Verdict:
         program = f"{_text_of('stdin_side.py')}\nexec(compile({source!r}, 'answer.py', 'exec'), globals())"
         asked = {"source": program, "stdin": test.stdin, "max_output": MAX_OUTPUT}
-        found = answers.read_script(await sandbox.call("run", asked, _START_S + TOTAL_S))
+        found = answers.read_script(await sandbox.call("run", asked, _CALL_S))
         if found.exit:
             return Verdict(False, "exception", found.stderr[-300:])
         if found.cut:
@@ -194,7 +175,7 @@ class _Cells:
         asked: dict[str, Any] = {"source": source, "seed": self._seed, "cpu_s": self._cpu_s, "max_output": MAX_OUTPUT}
         self._seed = None
         asked |= {"files": {}, "removed": [], "received": True, "max_bytes": 0}
-        found = answers.read_cell(await self._sandbox.call("cell", asked, _START_S + self._cpu_s * 4)).script
+        found = answers.read_cell(await self._sandbox.call("cell", asked, _CALL_S)).script
         self.complaint = found.stderr
         return found
 

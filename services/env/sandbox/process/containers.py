@@ -3,8 +3,8 @@
 The engine's command carries the channel and the log of the sandbox (see inside/container.py). Nothing is mounted.
 
 Invariants
-- The end of the channel ends the container, and so does the end of the service. The next service on the machine removes
-  what an engine has kept in spite of that; it knows it by its labels.
+- The end of the channel ends the container, and so does the end of the service. The next service that sees it has
+  ended (see bridges/harbor/engines.py) removes what an engine has kept in spite of that; it knows it by its labels.
 - A container that is gone for another reason than its code ends with an `error`, so its episode gets no reward.
 """
 
@@ -21,10 +21,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 
 import orjson
 
-from services.env.bridges.harbor.engines import has_ended, owner
+from services.env.bridges.harbor.engines import owner_in
 from services.env.sandbox.limits import SandboxLimits
 from services.env.sandbox.process.spawned import ProcessEnd, ProcessSignal, SpawnedProcess, open_ends
 from services.env.sandbox.tier import Tier
@@ -94,10 +95,11 @@ type _Key = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class ContainerSettings:
-    """Settings of containers: `services.env.sandbox`, and the name of the run, a label of its containers."""
+    """Settings of containers: `services.env.sandbox`, the run's name as their label, and a folder of the service."""
 
     section: ContainerSandbox
     run: str
+    folder: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ class ContainerSpawner:
 
     def __init__(self, settings: ContainerSettings, tasks: asyncio.TaskGroup) -> None:
         self._section, self._run, self._tasks = settings.section, settings.run, tasks
+        self._owner = owner_in(settings.folder)
         self._starting = asyncio.Semaphore(settings.section.max_starting)
         self._containers: dict[str, _Container] = {}
         self._running: dict[int, _Container] = {}
@@ -136,7 +139,8 @@ class ContainerSpawner:
         listed = await self._engine(
             "ps", "--all", "--filter", "label=volley.sandbox", "--format", '{{.ID}} {{.Label "volley.owner"}}'
         )
-        left = [line.split()[0] for line in listed.splitlines() if has_ended(line.partition(" ")[2].strip())]
+        found = [line.partition(" ") for line in listed.splitlines()]
+        left = [name for name, _, by in found if by.strip() != self._owner.name and self._owner.may_remove(by.strip())]
         if left:
             _log.warning("removing containers of a service that was killed", containers=left)
             await self._engine("rm", "--force", *left)
@@ -207,7 +211,7 @@ class ContainerSpawner:
     async def _start(self, limits: Mapping[str, int]) -> _Container:
         if self._closing:
             raise Unavailable("the service is stopping")
-        name = f"{owner()}-{secrets.token_hex(6)}"
+        name = f"{self._owner.name}-{secrets.token_hex(6)}"
         with open_ends() as ends:
             channel = ends.other_channel.fileno()
             try:
@@ -244,7 +248,7 @@ class ContainerSpawner:
         section = self._section
         return (
             *(section.engine, "run", "--interactive", "--rm", "--pull=never", f"--name={name}"),
-            *("--label=volley.sandbox", f"--label=volley.owner={owner()}", f"--label=volley.run={self._run}"),
+            *("--label=volley.sandbox", f"--label=volley.owner={self._owner.name}", f"--label=volley.run={self._run}"),
             *(f"--network={section.network}", "--read-only", f"--user={_USER}", f"--workdir={TMP}"),
             f"--tmpfs={TMP}:rw,nosuid,nodev,size={limits['disk_mb']}m,nr_inodes={64 * limits['disk_mb']},mode=1777",
             *(
