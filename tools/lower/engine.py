@@ -78,7 +78,8 @@ def lowered_for_gpus(spec: EngineSpec) -> Iterator[dict[str, Any]]:
         with jax.set_mesh(runner.mesh):
             step = compiled_step(runner.mesh, runner._model_def, runner._model_state_def)
             text = step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-        yield {"program": name, "kernels": Counter(_KERNEL.findall(text)), "while_loops": text.count("stablehlo.while")}
+        control = {f"{name}s": text.count(f"stablehlo.{name}") for name in ("while", "case", "if")}
+        yield {"program": name, "kernels": Counter(_KERNEL.findall(text)), "control": control}
 
 
 def compiled(scheduler: RolloutScheduler, devices: Sequence[Any]) -> Iterator[dict[str, Any]]:
