@@ -52,8 +52,7 @@ SOME = {"window": 7, "softcap": 0.8}
     ("query_lens", "tokens", "shape", "dtype", "options"),
     [
         ([1, 1, 1, 1, 1, 0, 0], 7, (6, 2, 80, 128), jnp.float32, {"decode": True}),
-        ([1, 1, 1, 1, 1, 0, 0], 8, (4, 1, 96, 96), jnp.float32, {"decode": True, **SOME}),
-        ([1, 1, 1, 1, 1, 0, 0], 7, (2, 2, 64, 128), jnp.bfloat16, {"decode": True, "window": 70}),
+        ([1, 1, 1, 1, 1, 0, 0], 8, (4, 2, 64, 64), jnp.bfloat16, {"decode": True, "window": 70, "softcap": 0.8}),
         ([1, 63, 5, 33, 17, 0, 0], 128, (3, 1, 80, 80), jnp.float32, {"decode": False, **SOME}),
         ([1, 1, 64, 1, 9, 0, 0], 80, (4, 1, 256, 256), jnp.bfloat16, {"decode": False}),
     ],
@@ -68,12 +67,11 @@ def test_the_kernel_attends_as_a_float64_softmax(
 
 def test_a_batch_of_padding_gives_zeros() -> None:
     assert differs([0, 0], [0, 0], 4, (2, 1, 64, 64), jnp.float32, decode=True) == 0
-    assert differs([0, 0], [0, 0], 4, (2, 1, 64, 64), jnp.float32, decode=False) == 0
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("decode", [True, False])
-@pytest.mark.parametrize("shape", [(9, 3, 64), (32, 8, 128), (8, 4, 256), (10, 2, 80)])
+@pytest.mark.parametrize("shape", [(9, 3, 64), (8, 4, 256), (10, 2, 80)])
 def test_it_lowers_for_cuda(shape: tuple[int, int, int], decode: bool, dtype: Any) -> None:
     """A pool of more than 2³¹ elements."""
     heads, kv_heads, dim = shape

@@ -1,6 +1,7 @@
 """Matrix products against float64, and what XLA makes of them on a CPU."""
 
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from services.rollout.engines.sglang_jax.scheduling.gpu_products import grouped_products
 from services.rollout.engines.sglang_jax.scheduling.products import (
     expert_products,
     float32_logits,
     linear_through_float32,
-    ragged_expert_products,
 )
 
 rng = np.random.default_rng(0)
@@ -78,7 +79,7 @@ def test_a_linear_layer_rounds_once(dtype: Any) -> None:
 
 @pytest.mark.parametrize("sizes", [[192], [64, 0, 1, 15, 16, 96], [0, 0, 3], [33, 31], [5] * 40])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("products", [expert_products, ragged_expert_products])
+@pytest.mark.parametrize("products", [expert_products, partial(grouped_products, interpret=True)])
 def test_experts_multiply_their_own_rows(products: Any, sizes: list[int], dtype: Any) -> None:
     """Numbers of rows that suit no tile: six experts, three a token and 64 tokens are 192 rows."""
     n_rows, group_sizes = sum(sizes), jnp.array(sizes, jnp.int32)
@@ -91,25 +92,24 @@ def test_experts_multiply_their_own_rows(products: Any, sizes: list[int], dtype:
     np.testing.assert_allclose(out, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("products", [expert_products, ragged_expert_products])
+@pytest.mark.parametrize("products", [expert_products, partial(grouped_products, interpret=True)])
 def test_a_device_with_some_of_the_experts_leaves_the_rows_of_others_zero(products: Any) -> None:
     sizes = jnp.array([3, 20, 1, 9], jnp.int32)
     lhs, rhs = (jnp.array(rng.normal(size=size), jnp.float32) for size in ((33, 8), (4, 8, 5)))
-    whole = products(lhs, rhs, sizes, preferred_element_type=jnp.float32)
-    parts = [
-        products(lhs, rhs[at : at + 2], sizes, preferred_element_type=jnp.float32, group_offset=jnp.array([at]))
-        for at in (0, 2)
-    ]
+    multiply = jax.jit(partial(products, preferred_element_type=jnp.float32))
+    whole = multiply(lhs, rhs, sizes)
+    parts = [multiply(lhs, rhs[at : at + 2], sizes, group_offset=jnp.array([at])) for at in (0, 2)]
     assert not parts[0][23:].any()
     assert not parts[1][:23].any()
     np.testing.assert_allclose(whole, parts[0] + parts[1], atol=1e-5)
 
 
-def test_experts_of_gpus_lower_for_cuda_to_one_grouped_product() -> None:
-    shapes = [((48, 16), jnp.bfloat16), ((4, 16, 32), jnp.bfloat16), ((8,), jnp.int32)]
-    arguments = [jax.ShapeDtypeStruct(*one) for one in shapes]
-    run = jax.jit(
-        lambda *of: ragged_expert_products(*of, preferred_element_type=jnp.bfloat16, group_offset=jnp.int32(4))
-    )
-    text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("m", "k", "n"), [(48, 16, 32), (65536, 2048, 768), (1000, 72, 200)])
+def test_experts_of_gpus_lower_for_cuda_to_one_kernel(m: int, k: int, n: int, dtype: Any) -> None:
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((m, k), (64, k, n))]
+    run = jax.jit(partial(grouped_products, preferred_element_type=dtype))
+    sizes, offset = jax.ShapeDtypeStruct((128,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    text = run.trace(*arguments, sizes, group_offset=offset).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("gpu.triton") == 1
     assert "stablehlo.while" not in text

@@ -20,12 +20,12 @@ from services.rollout.engines.sglang_jax import models
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
 from services.rollout.engines.sglang_jax.scheduling.attention import BlockAttention, fit_pool
 from services.rollout.engines.sglang_jax.scheduling.gpu_attention import GpuAttention
+from services.rollout.engines.sglang_jax.scheduling.gpu_products import grouped_products
 from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.products import (
     expert_products,
     float32_logits,
     linear_through_float32,
-    ragged_expert_products,
 )
 from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
 from shared.errors import ConfigError
@@ -63,7 +63,7 @@ def build_scheduler(
         native_backend.NativeAttention = BlockAttention
         LinearBase.__call__, moe.gmm = linear_through_float32, expert_products
     elif spec.device == "gpu":
-        native_backend.NativeAttention, moe.gmm = GpuAttention, ragged_expert_products
+        native_backend.NativeAttention, moe.gmm = GpuAttention, grouped_products
     if spec.dtype == "float32":  # by default TPUs round the operands to bfloat16, and GPUs to TF32
         jax.config.update("jax_default_matmul_precision", "highest")
     scheduler = RolloutScheduler(_server_args(spec, runs_on or spec.platform), link, version)

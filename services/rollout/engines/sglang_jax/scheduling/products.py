@@ -56,24 +56,6 @@ def linear_through_float32(
     return out + layer.bias.value, None
 
 
-def ragged_expert_products(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    group_sizes: jax.Array,
-    *,
-    preferred_element_type: Any,
-    group_offset: jax.Array | None = None,
-    **_: Any,
-) -> jax.Array:
-    """`expert_products` on GPUs, by XLA's own grouped product."""
-    first = jnp.int32(0) if group_offset is None else jnp.reshape(group_offset, ())
-    sizes = jax.lax.dynamic_slice_in_dim(group_sizes, first, rhs.shape[0])
-    before = jnp.where(jnp.arange(len(group_sizes)) < first, group_sizes, 0).sum()
-    out = jax.lax.ragged_dot(jnp.roll(lhs, -before, axis=0), rhs, sizes, preferred_element_type=jnp.float32)
-    out = jnp.where((jnp.arange(len(lhs)) < sizes.sum())[:, None], out, 0).astype(preferred_element_type)
-    return jnp.roll(out, before, axis=0)
-
-
 def expert_products(
     lhs: jax.Array,
     rhs: jax.Array,
