@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from services.rollout.api.validation import GREEDY_BELOW, MAX_TEMPERATURE, MAX_TOP_K, MIN_TOP_P
-from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.sampling import _filter, guided, sample
 from tests.support.decoder_reference import log_softmax
 
@@ -72,19 +71,6 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     together, _ = draw(64, seeds=seeds)
     alone = [int(draw(1, seeds=seeds[i : i + 1])[0][0]) for i in range(64)]
     assert together.tolist() == alone
-
-
-def test_draws_are_the_same_if_the_host_says_whether_rows_are_restricted() -> None:
-    n, seeds = 16, rng.integers(0, 2**32, (16, 2), dtype=np.uint32)
-    rows, rest = SamplingRows(n), (seeds, np.arange(n, dtype=np.int32), np.full(n, -1, np.int32))
-    scores = rng.normal(size=(n, 50)).astype(np.float32)
-    told = jax.jit(sample, static_argnames="restricted")
-    for temperature, top_p, restricted in ((0.0, 0.5, False), (0.8, 1.0, False), (0.8, 0.5, True)):
-        rows.temperature_B[::2], rows.top_p_B[0] = temperature, top_p
-        assert rows.restricted(50) is restricted
-        arguments = (scores, rows.temperature_B, rows.top_p_B, rows.min_p_B, rows.top_k_B, *rest)
-        for expected, found in zip(compiled(*arguments), told(*arguments, restricted=restricted), strict=True):
-            np.testing.assert_array_equal(expected, found)
 
 
 def test_top_p_acts_at_the_requests_temperature() -> None:

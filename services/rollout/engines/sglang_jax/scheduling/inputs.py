@@ -14,8 +14,6 @@ from sgl_jax.srt.layers.logits_processor import LogitsMetadata
 from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
 
-from services.rollout.engines.sglang_jax.scheduling.sampling import GREEDY
-
 _OF_BATCH = (
     "input_ids",
     "positions",
@@ -48,11 +46,6 @@ class SamplingRows:
         self.index_B = np.zeros(size, np.int32)
         self.forced_B = np.full(size, -1, np.int32)
 
-    def restricted(self, vocab_size: int) -> bool:
-        """Return whether a row that is not greedy leaves out tokens by top-p, min-p or top-k."""
-        some = (self.top_p_B < 1.0) | (self.min_p_B > 0.0) | (self.top_k_B < vocab_size)
-        return bool(np.any(some & (self.temperature_B > GREEDY)))
-
     def guide(self, row: int, biases: dict[int, float], mask: np.ndarray | None) -> None:
         """Constrain the token of a row: `mask` is uint32[words], one bit for each token that is allowed."""
         if biases:
@@ -64,8 +57,7 @@ class SamplingRows:
 class Layout(NamedTuple):
     """Static part of a step's inputs: `parts` are the names and lengths of the arrays in the order of the packed one.
 
-    A step is compiled once for each layout. `n_top`: how many of the most likely tokens it returns. `restricted`: see
-    `sampling.sample`.
+    A step is compiled once for each layout. `n_top`: how many of the most likely tokens it returns.
     """
 
     forward_mode: Any
@@ -73,13 +65,10 @@ class Layout(NamedTuple):
     spec_algorithm: Any
     n_requests: int
     n_top: int
-    restricted: bool | None
     parts: tuple[tuple[str, int], ...]
 
 
-def pack(
-    batch: ModelWorkerBatch, rows: SamplingRows, n_top: int, restricted: bool | None = None
-) -> tuple[np.ndarray, Layout]:
+def pack(batch: ModelWorkerBatch, rows: SamplingRows, n_top: int) -> tuple[np.ndarray, Layout]:
     """Return all arrays of the batch and its rows as one new int32 array, and its layout."""
     arrays = {name: getattr(batch, name) for name in _OF_BATCH} | {
         "temperature": rows.temperature_B.view(np.int32),
@@ -98,7 +87,6 @@ def pack(
         batch.spec_algorithm,
         len(batch.seq_lens),
         n_top,
-        restricted,
         tuple((name, len(array)) for name, array in arrays.items()),
     )
     return np.concatenate(list(arrays.values()), dtype=np.int32, casting="same_kind"), layout

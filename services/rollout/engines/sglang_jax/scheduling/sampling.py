@@ -24,8 +24,6 @@ def sample(
     index_B: jax.Array,
     forced_B: jax.Array,
     guided_BV: jax.Array | None = None,
-    *,
-    restricted: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws one token a row.
 
@@ -38,8 +36,6 @@ def sample(
         index_B: int32, how many tokens the request has produced before this one.
         forced_B: int32; a token to take instead of drawing, or -1.
         guided_BV: float32; logits to draw from (`guided`), by default `logits_BV`.
-        restricted: whether top_p_B, min_p_B or top_k_B restrict a row; None lets the device find out. A GPU would stop
-            the host for that until it has computed the logits.
     Returns: int32[B] tokens and float32[B] log softmax(logits / T) of them (T = 1 for greedy rows), not renormalised
         for top-k or top-p.
     """
@@ -48,14 +44,10 @@ def sample(
     free_BV = scaled_BV
     if guided_BV is not None:
         free_BV = guided_BV / jnp.where(greedy_B, 1.0, temperature_B)[:, None]
-    if restricted is None:
-        restricted_B = (top_p_B < 1.0) | (min_p_B > 0.0) | (top_k_B < logits_BV.shape[-1])
-        filtered = jnp.any(restricted_B & ~greedy_B)
-        kept_BV = jax.lax.cond(filtered, _filter, lambda z, *_: z, free_BV, top_p_B, min_p_B, top_k_B)
-        noisy_BV = jax.lax.cond(jnp.all(greedy_B), lambda z, *_: z, _add_noise, kept_BV, seed_B2, index_B)
-    else:
-        kept_BV = _filter(free_BV, top_p_B, min_p_B, top_k_B) if restricted else free_BV
-        noisy_BV = _add_noise(kept_BV, seed_B2, index_B)
+    restricted_B = (top_p_B < 1.0) | (min_p_B > 0.0) | (top_k_B < logits_BV.shape[-1])
+    filtered = jnp.any(restricted_B & ~greedy_B)
+    kept_BV = jax.lax.cond(filtered, _filter, lambda z, *_: z, free_BV, top_p_B, min_p_B, top_k_B)
+    noisy_BV = jax.lax.cond(jnp.all(greedy_B), lambda z, *_: z, _add_noise, kept_BV, seed_B2, index_B)
     drawn_B = jnp.argmax(jnp.where(greedy_B[:, None], free_BV, noisy_BV), axis=-1).astype(jnp.int32)
     token_B = jnp.where(forced_B >= 0, forced_B, drawn_B)
     logprob_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(scaled_BV, axis=-1)

@@ -77,18 +77,10 @@ def _read(file: Path | None) -> list[Layout]:
     return []
 
 
-def _layout(
-    mode: int,
-    hidden: int,
-    algorithm: int,
-    n_requests: int,
-    n_top: int,
-    restricted: bool | None,
-    parts: list[list[Any]],
-) -> Layout:
+def _layout(mode: int, hidden: int, algorithm: int, n_requests: int, n_top: int, parts: list[list[Any]]) -> Layout:
     names = tuple((str(name), int(n)) for name, n in parts)
     kinds = ForwardMode(mode), CaptureHiddenMode(hidden), SpeculativeAlgorithm(algorithm)
-    return Layout(*kinds, int(n_requests), int(n_top), restricted, names)
+    return Layout(*kinds, int(n_requests), int(n_top), names)
 
 
 def _write(file: Path, layouts: Iterable[Layout]) -> None:

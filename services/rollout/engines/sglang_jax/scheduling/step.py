@@ -23,7 +23,6 @@ from sgl_jax.srt.eplb.expert_location import get_global_expert_location_metadata
 from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
 
 from services.rollout.engines.base import MAX_TOP_LOGPROBS
-from services.rollout.engines.sglang_jax.scheduling.gpu_attention import GpuAttention
 from services.rollout.engines.sglang_jax.scheduling.inputs import (
     Layout,
     SamplingRows,
@@ -64,7 +63,6 @@ class FusedStep:
     def __init__(self, runner: Any, max_requests: int) -> None:
         """`max_requests`: the largest padded number of requests of a batch."""
         self._runner = runner
-        self._on_gpus = isinstance(runner.attn_backend, GpuAttention)
         self.shapes = KnownShapes(None)
         self._sampled = jax.device_put(np.zeros(max_requests, np.int32), NamedSharding(runner.mesh, P(None)))
         model_def, _ = nnx.split(runner.model)
@@ -120,8 +118,7 @@ class FusedStep:
         if metadata is not None:  # setting an attribute of a module walks what it holds
             runner.attn_backend.forward_metadata = metadata
         n_top = min(MAX_TOP_LOGPROBS, runner.model_config.vocab_size) if rows.with_top else 0
-        restricted = rows.restricted(runner.model_config.vocab_size) if self._on_gpus else None
-        return (*self._fixed(leaves), *pack(batch, rows, n_top, restricted))
+        return (*self._fixed(leaves), *pack(batch, rows, n_top))
 
     def _fixed(self, leaves: list[jax.Array] | None) -> tuple[Any, ...]:
         """Build the arguments that do not depend on the batch."""
@@ -160,9 +157,7 @@ def compiled_step(mesh: jax.sharding.Mesh, model_def: Any, state_def: Any) -> An
         forward_batch, metadata = batch_of(arrays, layout, attention, places)
         output, pool, _, experts = model(forward_batch, memory_pools, metadata)
         logits = jax.sharding.reshard(output.next_token_logits, NamedSharding(mesh, P()))
-        tokens, logprobs = sample(
-            logits, *rows, guided_BV=guided(logits, **guides) if guides else None, restricted=layout.restricted
-        )
+        tokens, logprobs = sample(logits, *rows, guided_BV=guided(logits, **guides) if guides else None)
         if experts is not None:
             everywhere = NamedSharding(mesh, P())
             experts = jnp.stack([jax.sharding.reshard(one, everywhere) for one in experts], axis=1).astype(jnp.uint16)
