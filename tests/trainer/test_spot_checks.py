@@ -179,6 +179,14 @@ def test_tokens_of_the_weights_before_the_newest_step_are_scored_with_those():
     assert records(moved).suspected.keys() == {A, B}  # a server with stale weights
 
 
+def test_restored_weights_are_not_compared_with_tokens_of_the_weights_that_they_replace():
+    one, after = policy(), WeightVersion(1, 1)
+    one.step(held(1, 2, 3, 4), START)
+    kept = one.contents()
+    one.load(*({name: np.asarray(x) for name, x in part.items()} for part in (kept.params, kept.optimizer)))
+    assert one.spot_check(held(5, 6), after) == []
+
+
 def test_in_bfloat16_rounding_is_no_fault_but_scaled_weights_are():
     one = policy(replace(EVERY, published_dtype="bfloat16"), dtype="bfloat16")
     rounded = one.spot_check(held(*range(1, 9), keep=decoder_reference.bfloat16), START)
