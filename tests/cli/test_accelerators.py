@@ -80,6 +80,13 @@ def test_every_process_has_chips_of_its_own_that_lie_together(machine: Path) -> 
     assert all(one["TPU_PROCESS_ADDRESSES"] == f"localhost:{one['TPU_PROCESS_PORT']}" for one in given.values())
 
 
+def test_each_process_of_a_trainer_has_its_part_of_the_mesh(machine: Path) -> None:
+    two = "services.trainer.num_processes=2", "trainer.mesh.shape=[2,1]"
+    given = shares(machine, "gpu", 2, *two)
+    assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in given.values()) == ["0", "1", "2", "3"]
+    assert sum(name.startswith("trainer") for name in given) == 2
+
+
 def test_a_process_with_all_chips_of_its_host_is_told_nothing(machine: Path) -> None:
     """A host may be part of a larger slice, of which the runtime knows by itself."""
     assert shares(machine, "tpu", 0, "trainer.mesh.shape=[8,1]") == {"trainer": {}}
