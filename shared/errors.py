@@ -18,6 +18,7 @@
     ├── Unavailable             try again later (also: a deadline passed)                  503
     │   ├── WeightsUnpublished  a rollout server has found no checkpoint yet
     │   ├── AnotherBeginning    the orchestrator holds records of another start of the run
+    │   ├── NotReady            a rollout server takes no requests now: it stops, or its weights are not to be used
     │   ├── ServiceUnreachable  another service did not answer
     │   │   └── TlsFailed       its certificate was rejected, or it does not speak TLS
     │   ├── QueueUnavailable    Redis did not answer
@@ -88,13 +89,15 @@ class VolleyError(Exception):
     A class declares its `cause` and the `action` to take: `again` (transient: retry the attempt, on another server if
     possible; when attempts run out, the group fails), `fail` (no attempt can succeed: the group fails at once) or
     `stop` (the process exits, and restarts from durable state). `waits_on` is the party that has to come back before a
-    retry can succeed, if the class determines it. Subclasses inherit these values.
+    retry can succeed, if the class determines it. An `outage` says nothing about the request: the service that was
+    asked, or its state, is gone. It costs an episode no attempt. Subclasses inherit these values.
     """
 
     status: ClassVar[int] = 500
     cause: ClassVar[Cause] = "defect"
     action: ClassVar[Action] = "again"
     waits_on: ClassVar[Party | None] = None
+    outage: ClassVar[bool] = False
     title: ClassVar[str] = "Internal error"
 
     def __init_subclass__(cls) -> None:
@@ -198,8 +201,12 @@ class Unavailable(VolleyError):
         self.retry_after_s = retry_after_s
 
 
+class NotReady(Unavailable):
+    title, outage = "Not ready", True
+
+
 class WeightsUnpublished(Unavailable):
-    title, waits_on = "No weights yet", "trainer"
+    title, waits_on, outage = "No weights yet", "trainer", True
 
 
 class AnotherBeginning(Unavailable):
@@ -207,7 +214,7 @@ class AnotherBeginning(Unavailable):
 
 
 class ServiceUnreachable(Unavailable):
-    title = "Service unreachable"
+    title, outage = "Service unreachable", True
 
 
 class TlsFailed(ServiceUnreachable):
@@ -343,7 +350,7 @@ class NonFinite(VolleyError):
 
 class EngineDied(VolleyError):
     status, title = 500, "Engine died"
-    cause = "infrastructure"
+    cause, outage = "infrastructure", True
 
 
 def first_error[E: BaseException](group: BaseExceptionGroup[E]) -> E:
@@ -376,10 +383,14 @@ def problem(error: VolleyError) -> dict[str, Any]:
 
 
 def from_problem(status: int, body: dict[str, Any]) -> VolleyError:
-    """Return the error of a problem body; an unknown type becomes the nearest class by HTTP status."""
+    """Return the error of a problem body; an unknown type becomes the nearest class by HTTP status.
+
+    A proxy whose service is gone answers 502, 503 or 504 without a type: the service is unreachable.
+    """
     name = str(body.get("type", "")).rpartition(":")[2]
     detail = str(body.get("detail") or body.get("title") or _of_openai(status, body) or f"HTTP {status}")
-    kind = _BY_NAME.get(name) or _by_status(status)
+    gone = status in (502, 504) or (status == 503 and not name)
+    kind = _BY_NAME.get(name) or (ServiceUnreachable if gone else _by_status(status))
     error = kind(detail, str(body.get("hint", "")))
     after_s = body.get("retry_after_s")
     if isinstance(error, Unavailable) and isinstance(after_s, int | float) and after_s >= 0:
@@ -408,6 +419,6 @@ def _by_status(status: int) -> type[VolleyError]:
     }
     if status in exact:
         return exact[status]
-    if status in (408, 502, 503, 504):
+    if status in (408, 503):
         return Unavailable
     return InputError if 400 <= status < 500 else VolleyError

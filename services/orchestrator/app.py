@@ -26,7 +26,7 @@ from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.schedule.policy import GenerationPolicy
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.servers.concurrency import AdaptiveConcurrency
-from services.orchestrator.servers.fleet import Discover, DiscoveredServer, Fleet
+from services.orchestrator.servers.fleet import GIVE_UP_S, Discover, DiscoveredServer, Fleet
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.sessions import routes as agent_routes
 from services.orchestrator.sessions.settlement import Settlement
@@ -140,6 +140,7 @@ def _fleet(
         _discover(registry, settings.rollout_urls),
         lambda url: RolloutClient(url, token=token, ca_file=settings.ca_file, routing=routing),
         AdaptiveConcurrency(slots, settings.group_size).observe if is_adaptive else None,
+        GIVE_UP_S + settings.limits.grace_s,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -259,6 +259,23 @@ def balancer_of(*engines: ScriptedEngine, max_staleness: int = 1) -> Balancer:
     for i, engine in enumerate(engines):
         balancer.add(ServerLoad(f"http://engine{i}", engine, version=engine.version))
     return balancer
+
+
+async def with_probes[T](balancer: Balancer, work: Awaitable[T]) -> T:
+    """Await `work` while all servers pass their probes."""
+    async with asyncio.TaskGroup() as group:
+        probing = group.create_task(_probed(balancer))
+        try:
+            return await work
+        finally:
+            probing.cancel()
+
+
+async def _probed(balancer: Balancer) -> None:
+    while True:
+        for server in balancer.servers:
+            balancer.observe(server, server.version)
+        await asyncio.sleep(0.005)
 
 
 def runner_of(env: ScriptedEnv, balancer: Balancer, bounds: TokenBounds = BOUNDS) -> EpisodeRunner:

@@ -22,10 +22,20 @@ from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.clients.env import StepReply
 from shared.clients.rollout import Generation
-from shared.errors import Conflict, NotFound, RateLimited, ServiceUnreachable, Unavailable
+from shared.errors import Conflict, NotFound, RateLimited, Unavailable
 from shared.models.chat import ChatTokenizer
 from shared.types import VersionSpan, WeightVersion
-from tests.orchestrator.fakes import BOUNDS, Say, ScriptedEngine, ScriptedEnv, balancer_of, runner_of, spec, unreachable
+from tests.orchestrator.fakes import (
+    BOUNDS,
+    Say,
+    ScriptedEngine,
+    ScriptedEnv,
+    balancer_of,
+    runner_of,
+    spec,
+    unreachable,
+    with_probes,
+)
 from tests.support.templates import tiny_folder, write_json
 from tests.support.tokenizer import tiny_tokenizer
 
@@ -198,11 +208,12 @@ def test_endless_aborts_are_an_infrastructure_failure():
         play(ScriptedEnv(), ScriptedEngine([Say([], "abort")] * 100))
 
 
-def test_a_failed_server_costs_an_attempt_and_not_the_episode():
+def test_a_dead_server_costs_no_attempt():
     dead, alive = ScriptedEngine(failures=unreachable()), ScriptedEngine()
-    env, balancer, budget = ScriptedEnv(n_turns=3), balancer_of(dead, alive), TokenBudget(3)
+    env, balancer, budget = ScriptedEnv(n_turns=3), balancer_of(dead, alive), TokenBudget(1)
     trajectory = asyncio.run(runner_of(env, balancer).run(spec(), budget))
-    assert (budget.used, trajectory.attempt, len(env.created)) == (1, 1, 1)
+    assert (budget.used, trajectory.attempt, len(env.created)) == (0, 0, 1)
+    assert trajectory.failures == {"ServiceUnreachable": 1}
     assert len(alive.prompts) == 3
     assert balancer.servers[0].out
 
@@ -260,8 +271,10 @@ def test_tokens_of_a_wrong_version_are_asked_for_again_where_one_is_asked_for(ot
     wrong.script.append(Say([60], versions=(other,)))
     balancer.remove("http://engine1")
     balancer.observe(balancer.servers[0], WeightVersion(1, 0))
+    wrong.script += [Say([60], versions=(other,))] * 9
+    running = runner_of(ScriptedEnv(), balancer).run(spec(need=VersionBounds(0, 0, strict=True)), TokenBudget(1))
     with pytest.raises(WrongVersion):
-        asyncio.run(runner_of(ScriptedEnv(), balancer).run(spec(need=VersionBounds(0, 0, strict=True)), TokenBudget(1)))
+        asyncio.run(with_probes(balancer, running))
 
 
 def test_the_same_spec_repeats_itself():
@@ -287,27 +300,27 @@ def test_a_long_environment_text_is_tokenized_off_the_loop():
 
 
 def test_failures_of_the_environment_are_raised_with_their_class():
-    with pytest.raises(ServiceUnreachable):
-        play(ScriptedEnv(create_failures=unreachable(3)), ScriptedEngine())
+    with pytest.raises(Unavailable, match="no worker"):
+        play(ScriptedEnv(create_failures=[Unavailable("no worker") for _ in range(3)]), ScriptedEngine())
 
 
 def test_a_step_that_was_not_answered_is_asked_again_and_counts_once():
     env, budget = ScriptedEnv(n_turns=2, step_failures=unreachable(), not_ready=1), TokenBudget(3)
     trajectory = play(env, ScriptedEngine(), budget=budget)
-    assert (len(env.created), len(env.texts), budget.used) == (1, 2, 1)
+    assert (len(env.created), len(env.texts), budget.used) == (1, 2, 0)
     assert trajectory.failures == {"ServiceUnreachable": 1}
 
 
-def test_an_environment_that_restarts_costs_one_attempt():
+def test_an_environment_that_restarts_is_one_outage():
     env, budget = ScriptedEnv(step_failures=[*unreachable(), NotFound("restarted")]), TokenBudget(3)
     with pytest.raises(EpisodeLost) as lost:
         play(env, ScriptedEngine(), budget=budget)
     budget.spend(lost.value)  # as the dispatcher does
-    assert budget.used == 1
+    assert (budget.used, budget.outages) == (0, 1)
     assert budget.failures == {"ServiceUnreachable": 1}
 
 
-async def test_an_outage_within_an_episode_costs_one_attempt_however_long_it_is():
+async def test_an_outage_within_an_episode_counts_once_however_long_it_is():
     impatient = TokenBounds(256, 16, 4, 0.3, 3)
     env, engine, budget = (
         ScriptedEnv(step_failures=unreachable(), not_ready=1),

@@ -8,7 +8,7 @@ import pytest
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.servers.balancer import VersionBounds
-from shared.errors import NotFound, SandboxFailed, ServiceUnreachable, VolleyError
+from shared.errors import NotFound, SandboxFailed, Unavailable, VolleyError
 from shared.types import Group, WeightVersion
 from tests.orchestrator.fakes import (
     Say,
@@ -71,30 +71,29 @@ async def test_a_failed_environment_dispatches_the_sibling_again_once_it_is_read
     env = ScriptedEnv(create_failures=unreachable(2), not_ready=1)
     group = await group_of(env, ScriptedEngine())
     assert group.failure is None
-    assert sorted(t.attempt for t in group.trajectories) == [0, 0, 1, 1]
+    assert sorted(sum(t.failures.values()) for t in group.trajectories) == [0, 0, 1, 1]
 
 
 async def test_a_sibling_dispatched_again_repeats_itself():
     calm = await group_of(ScriptedEnv(), ScriptedEngine())
     rough = await group_of(ScriptedEnv(step_failures=[NotFound("restarted")]), ScriptedEngine())
     assert [t.token_ids.tolist() for t in calm.trajectories] == [t.token_ids.tolist() for t in rough.trajectories]
-    assert any(t.attempt for t in rough.trajectories)
+    assert any(t.failures for t in rough.trajectories)
 
 
 async def test_an_infrastructure_failure_never_becomes_a_reward():
-    env = ScriptedEnv(create_failures=unreachable(1000))
+    env = ScriptedEnv(create_failures=[Unavailable("no worker") for _ in range(1000)])
     group = await group_of(env, ScriptedEngine())
-    assert (group.failure, group.trajectories) == ("ServiceUnreachable in demo at turn 0", ())
+    assert (group.failure, group.trajectories) == ("Unavailable in demo at turn 0", ())
     assert not env.open
     assert Group.decode(group.encode()).failure == group.failure
 
 
 async def test_attempts_are_shared_between_turns_and_restarts():
-    engines, env = (
-        (ScriptedEngine(failures=unreachable(1)), ScriptedEngine()),
-        ScriptedEnv(step_failures=unreachable(2)),
-    )
-    with pytest.raises(ServiceUnreachable):
+    failures = [Unavailable("out of order") for _ in range(3)]
+    engines = ScriptedEngine(failures=failures[:1]), ScriptedEngine()
+    env = ScriptedEnv(step_failures=failures[1:])
+    with pytest.raises(Unavailable):
         await dispatcher_of(env, balancer_of(*engines)).episode(spec(), "train")
     assert len(env.created) == 1
 

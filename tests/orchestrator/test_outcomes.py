@@ -6,13 +6,12 @@ import ast
 import asyncio
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import orjson
 import pytest
 
-from services.orchestrator.episodes import failures
+from services.orchestrator.episodes import dispatch, environments, failures
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.turn import TokenBounds, TokenBudget
 from services.orchestrator.sessions import failures as sessions
@@ -23,7 +22,17 @@ from shared.errors import DecodeError, RateLimited, VolleyError
 from shared.outcomes import ENDS, FAULTS, FILTERS
 from shared.process.telemetry import REGISTRY
 from shared.types import MAX_MESSAGE, Group
-from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan, runner_of, spec
+from tests.orchestrator.fakes import (
+    Say,
+    ScriptedEngine,
+    ScriptedEnv,
+    balancer_of,
+    dispatcher_of,
+    plan,
+    runner_of,
+    spec,
+    with_probes,
+)
 from tests.support.tokenizer import tiny_tokenizer
 
 PROJECT = Path(__file__).parents[2]
@@ -68,6 +77,10 @@ def test_what_is_done_about_each_class():
         "VolleyError", "DecodeError", "MalformedAnswer", "Untrainable", "PrefixBroken", "NonFinite", "SandboxFailed",
         "GradingEnded", "NemoGymRefused", "OpenEnvRefused",
     }  # fmt: skip
+    assert {name for name, e in named.items() if e.outage} == {
+        *("ServiceUnreachable", "TlsFailed", "NotReady", "WeightsUnpublished", "EngineDied", "EpisodeLost"),
+        "WrongVersion",
+    }
 
 
 def test_a_class_from_elsewhere_is_judged_like_its_ancestor():
@@ -121,19 +134,7 @@ async def group_with(name, place, n_failures):
     planted = [error(name) for _ in range(n_failures)]
     env = ScriptedEnv(n_turns=2, **{f"{place}_failures": planted} if place != "generate" else {})
     balancer = balancer_of(*(ScriptedEngine(failures=planted if place == "generate" else []) for _ in range(2)))
-    probing = asyncio.ensure_future(keep_well(balancer))
-    try:
-        return await run_group(dispatcher_of(env, balancer, TWO_ATTEMPTS), plan(2), 1, spec().need)
-    finally:
-        probing.cancel()
-
-
-async def keep_well(balancer):
-    with suppress(asyncio.CancelledError):
-        while True:
-            for server in balancer.servers:
-                balancer.observe(server, server.version)
-            await asyncio.sleep(0.005)
+    return await with_probes(balancer, run_group(dispatcher_of(env, balancer, TWO_ATTEMPTS), plan(2), 1, spec().need))
 
 
 async def groups_with(place, n_failures):
@@ -146,7 +147,9 @@ async def groups_with(place, n_failures):
 
 
 @pytest.mark.parametrize("place", ["create", "step", "generate"])
-async def test_an_error_that_stays_fails_the_group_and_is_never_a_reward(place):
+async def test_an_error_that_stays_fails_the_group_and_is_never_a_reward(place, monkeypatch):
+    monkeypatch.setattr(dispatch, "_BACKOFF_S", 0.0)
+    monkeypatch.setattr(environments, "_AGAIN_S", 0.0)
     for name, group in (await groups_with(place, 1000)).items():
         lost = place == "step" and name in ("NotFound", "Conflict")
         assert group.trajectories == ()
@@ -160,7 +163,7 @@ async def test_an_error_that_passes_costs_an_attempt_if_it_may_pass_and_the_grou
         if error(name).transient or lost:
             expected = "EpisodeLost" if lost else name
             assert group.failure is None, name
-            assert sorted(t.attempt for t in group.trajectories) == [0, 1]
+            assert sum(t.attempt for t in group.trajectories) == (not error(expected).outage)
             assert [dict(t.failures) for t in group.trajectories if t.failures] == [{expected: 1}]
             assert all(t.reward == 2.0 for t in group.trajectories)
         else:

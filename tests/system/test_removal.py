@@ -37,7 +37,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return removal.make(tmp_path_factory.mktemp("pristine"))
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_a_run_survives_the_loss_of_a_key_and_of_what_its_services_read_at_their_start(
     pristine: RunFolder, tmp_path: Path
 ):
@@ -66,7 +66,7 @@ def test_a_run_survives_the_loss_of_a_key_and_of_what_its_services_read_at_their
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_every_key_and_every_field_of_redis(pristine: RunFolder, tmp_path: Path):
     """Removed, and replaced by one of another type, in a run that goes on."""
     run = removal._copy(pristine, tmp_path)
@@ -98,7 +98,7 @@ def test_every_key_and_every_field_of_redis(pristine: RunFolder, tmp_path: Path)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_a_password_that_redis_refuses_for_seconds_while_services_restart(pristine: RunFolder, tmp_path: Path):
     run = removal._copy(pristine, tmp_path)
 

@@ -90,7 +90,18 @@ class Arena:
         return self.kept(name).member.spec
 
     async def redis(self, *words: str) -> object:
-        """Send one command, bypassing the proxy. Raises QueueUnavailable, also if there is no answer in time."""
+        """Send a command, bypassing the proxy, until Redis answers: it may run twice. Raises QueueUnavailable."""
+        end = time.monotonic() + self.deadline_s
+        while True:
+            try:
+                return await self._redis(*words)
+            except QueueUnavailable:
+                if time.monotonic() > end:
+                    raise
+            await asyncio.sleep(_POLL_S)
+
+    async def _redis(self, *words: str) -> object:
+        """Send a command once. Raises QueueUnavailable, also if there is no answer in time."""
         host, port = self.links["redis"].target or ("", 0)
         async with connect(f"redis://{host}:{port}/0", self.folder.secrets / "redis") as client:
             try:
@@ -105,7 +116,7 @@ class Arena:
             return False
         try:
             if name == "redis":
-                await self.redis("PING")
+                await self._redis("PING")
             else:
                 await self._client(name).get("/ready", attempts=1)
         except VolleyError:

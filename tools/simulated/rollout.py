@@ -43,7 +43,7 @@ from services.rollout.engines.base import (
 )
 from services.rollout.settings import from_config
 from shared.boot import RunningService, main
-from shared.errors import Conflict, Unavailable, WeightsError
+from shared.errors import Conflict, NotReady, WeightsError
 from shared.models.config import ModelConfig
 from shared.published.chunks import reads
 from shared.published.manifest import Chunk, WeightTree
@@ -97,7 +97,7 @@ class SimulatedEngine:
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
         """Draw a token every `_TOKEN_S` seconds, each with the version serving then."""
         if self.serving is None:
-            raise Unavailable("no weights are committed yet", "retry when /ready answers 200")
+            raise NotReady("no weights are committed yet", "retry when /ready answers 200")
         if request.rid in self._running:
             raise Conflict(f"a request {request.rid!r} is running", "give every request its own rid")
         ids, logprobs = draw(request.input_ids, request.sampling, self.info)
@@ -147,7 +147,7 @@ class SimulatedEngine:
     async def score(self, ids: np.ndarray, top_logprobs: int = 0) -> ScoredTokens:
         """Scores that depend on each token alone."""
         if self.serving is None:
-            raise Unavailable("no weights are committed yet", "retry when /ready answers 200")
+            raise NotReady("no weights are committed yet", "retry when /ready answers 200")
         logprobs = -(ids[1:] % 7 + 1).astype(np.float32) / 4
         return ScoredTokens(self.serving.version, logprobs, self._top(ids[1:], logprobs, top_logprobs))
 

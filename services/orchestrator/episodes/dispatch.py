@@ -2,7 +2,7 @@
 
 An attempt starts only when a rollout server can be used and, after a failure, when the environment service is ready.
 Both waits have no deadline: an outage costs time, not attempts. A failure never becomes a reward; when attempts are
-used up, it is raised.
+used up, or ten outages met a sample that got no further, it is raised.
 """
 
 from __future__ import annotations
@@ -88,11 +88,12 @@ class Dispatcher:
                         error=str(error),
                     )
                     budget.spend(error)
-                    await asyncio.sleep(min(_BACKOFF_CAP_S, _BACKOFF_S * 2**budget.used) * random.uniform(0.5, 1.0))
+                    n = budget.used + budget.outages
+                    await asyncio.sleep(min(_BACKOFF_CAP_S, _BACKOFF_S * 2**n) * random.uniform(0.5, 1.0))
 
     async def _attempt(self, spec: SamplingSpec, budget: TokenBudget, purpose: Purpose) -> Trajectory:
         budget.begin()
-        if budget.used:
+        if budget.failures:
             await self._runner.environment_ready()
         await self._balancer.wait_routable(spec.need)
         with self._status.episode(), metrics.EPISODES_RUNNING.track_inprogress():

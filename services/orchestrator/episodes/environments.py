@@ -1,11 +1,12 @@
 """Calls to the environment service about one episode, repeated until they are answered.
 
-All calls are idempotent by their request ids. Each failure costs an attempt of the sample; an outage costs time.
+All calls are idempotent by their request ids. A failure costs an attempt of the sample; an outage costs time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol
@@ -19,7 +20,7 @@ from shared.process import tracing
 from shared.run import seeding
 
 _DELETE_S = 2.0
-_POLL_S, _AGAIN_S = 0.5, 0.1
+_POLL_S, _AGAIN_S, _MOST_S = 0.5, 0.1, 5.0
 
 
 class Environments(Protocol):
@@ -85,21 +86,22 @@ class EnvironmentCalls:
         self, spec: SamplingSpec, budget: TokenBudget, episode_id: str, call: Callable[[], Awaitable[T]]
     ) -> T:
         """Make a call about an existing episode. Raises EpisodeLost if the service does not know it."""
-        used = budget.used
+        failed = sum(budget.failures.values())
         try:
             return await self._repeat(call, spec, budget)
         except (NotFound, Conflict) as error:
-            if budget.used > used:
+            if sum(budget.failures.values()) > failed:
                 budget.prepaid = True
             raise EpisodeLost(f"the environment lost episode {episode_id}: {error.detail}") from error
 
     async def _repeat[T](self, call: Callable[[], Awaitable[T]], spec: SamplingSpec, budget: TokenBudget) -> T:
         """Repeat a call until the episode's deadline, which outages extend.
 
-        Each failure costs an attempt, and the service has to be ready again before the next one; a RateLimited answer
-        costs none.
+        A failure that is no outage costs an attempt, and the service has to be ready again before the next call; a
+        RateLimited answer costs none.
         """
         while True:
+            began = time.monotonic()
             try:
                 with (
                     self._status.waits_on("env", spec.env),
@@ -109,8 +111,8 @@ class EnvironmentCalls:
             except RateLimited as error:
                 await asyncio.sleep(error.retry_after_s)
             except Unavailable as error:
-                budget.spend(error)
-                await asyncio.sleep(_AGAIN_S)
+                budget.spend(error, time.monotonic() - began)
+                await asyncio.sleep(min(_MOST_S, _AGAIN_S * 2**budget.outages))
                 with budget.outage():
                     await self.ready()
 

@@ -23,7 +23,7 @@ class PromptTooLong(TooLarge):
 
 
 class EpisodeLost(Unavailable):
-    title = "Episode lost"
+    title, outage = "Episode lost", True
 
 
 class EpisodeTimeout(Unavailable):
@@ -45,4 +45,4 @@ class PrefixBroken(VolleyError):
 
 class WrongVersion(VolleyError):
     title = "Wrong weight version"
-    cause = "infrastructure"
+    cause, outage = "infrastructure", True

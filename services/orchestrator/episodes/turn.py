@@ -30,7 +30,10 @@ from shared.run import seeding
 from shared.types import WeightVersion
 
 _ABORT_S = 2.0
-_MAX_PARTS = 64  # of one turn; each weight update in abort mode makes one more
+_MOST_EMPTY = 64
+"""Most answers in a row without a token, for one turn."""
+_MOST_OUTAGES = 10
+"""Most outages that a sample meets without getting further: its own request or action may be what ends the service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +88,18 @@ class SampledTurn:
 class TokenBudget:
     """Attempts of one sample over all its turns and restarts: the only retry limit, so that retries are never nested.
 
-    `failures` counts attempts by error class, `used` in total. `prepaid`: the next failure belongs to one already
-    counted, because one outage is one attempt. For the present attempt, `n_sampled` is its number of sampled tokens,
-    `turn` its turn (0 is the reset), `reward` its reward before that turn, and `timer` its deadline. `failed_at` are
-    the turns at which earlier attempts failed, `sampled` the turns sampled so far, `drawn` those of agents by their
-    ids and draw.
+    `failures` counts failures by error class. `used` are the attempts that failed; `outages` are counted apart, and
+    from zero whenever the sample gets further than before (`furthest`: a turn, and tokens sampled until then).
+    `prepaid`: the next failure belongs to one already counted. For the present attempt, `n_sampled` is its number of
+    sampled tokens, `turn` its turn (0 is the reset), `reward` its reward before that turn, and `timer` its deadline.
+    `failed_at` are the turns at which earlier attempts failed, `sampled` the turns sampled so far, `drawn` those of
+    agents by their ids and draw.
     """
 
     max_attempts: int
     used: int = 0
+    outages: int = 0
+    furthest: tuple[int, int] = (0, 0)
     failures: Counter[str] = field(default_factory=Counter[str])
     n_sampled: int = 0
     turn: int = 0
@@ -108,20 +114,41 @@ class TokenBudget:
         """Start another attempt."""
         self.n_sampled, self.turn, self.reward = 0, 0, 0.0
 
-    def spend(self, error: VolleyError) -> None:
-        """Count a failure; raise it again if it was the last attempt or cannot be retried."""
+    def progressed(self) -> None:
+        """Forget earlier outages if the sample has got further than ever before."""
+        if (place := (self.turn, self.n_sampled)) > self.furthest:
+            self.furthest, self.outages = place, 0
+
+    @property
+    def is_spent(self) -> bool:
+        """True if no failure may follow."""
+        return self.used >= self.max_attempts or self.outages >= _MOST_OUTAGES
+
+    def spend(self, error: VolleyError, took_s: float = 0.0) -> None:
+        """Count a failure; raise it again if it was the last attempt or cannot be retried.
+
+        An outage costs no attempt, and extends the attempt's deadline by the seconds that the failed request took.
+        """
         if self.prepaid:
             self.prepaid = False
             return
-        if self.used >= self.max_attempts:
+        if self.is_spent:
             raise error
         name = type(error).__name__
         self.failures[name] += 1
         metrics.FAILED_ATTEMPTS.labels(name).inc()
         metrics.FAILED_TOKENS.labels(name).observe(self.n_sampled)
-        self.used = self.used + 1 if error.transient else self.max_attempts
-        if self.used >= self.max_attempts:
+        if error.outage:
+            self.outages += 1
+            self._extend(took_s)
+        else:
+            self.used = self.used + 1 if error.transient else self.max_attempts
+        if self.is_spent:
             raise error
+
+    def _extend(self, seconds: float) -> None:
+        if self.timer is not None and (due := self.timer.when()) is not None:
+            _is_moved(self.timer, due + seconds)
 
     @contextmanager
     def outage(self) -> Iterator[None]:
@@ -193,7 +220,8 @@ class TurnSampler:
         recorder, start = episode.recorder, len(episode.recorder)
         sampled, limit = self._sampled(episode), self._bounds.max_response_length
         limit = min(limit, episode.max_new_tokens or limit)
-        for n in range(_MAX_PARTS):
+        n = n_empty = 0
+        while n_empty < _MOST_EMPTY:
             left = min(limit - (len(recorder) - start), self._bounds.room(len(recorder)))
             if left <= 0:
                 return recorder.ids_since(start)
@@ -202,11 +230,13 @@ class TurnSampler:
             generation = sampled.parts[n]
             recorder.add_sampled(generation)
             episode.budget.n_sampled += len(generation.output_ids)
+            episode.budget.progressed()
+            n, n_empty = n + 1, 0 if len(generation.output_ids) else n_empty + 1
             self._status.moved()
             ids = recorder.ids_since(start)
             if generation.finish_reason != "abort" or (ids and ids[-1] in self._end_ids):
                 return ids
-        raise Unavailable(f"one turn was cut short {_MAX_PARTS} times")
+        raise Unavailable(f"a turn was cut short {_MOST_EMPTY} times before a token was sampled")
 
     def _sampled(self, episode: EpisodeState) -> SampledTurn:
         """Return an earlier attempt's sample of this turn, if it continues the same ids; else a turn without parts.
@@ -243,7 +273,7 @@ class TurnSampler:
             except RateLimited as error:
                 await asyncio.sleep(error.retry_after_s)
             except VolleyError as error:
-                episode.budget.spend(error)
+                episode.budget.spend(error, time.perf_counter() - started)
             finally:
                 elapsed = time.perf_counter() - started
                 episode.generate_s += elapsed
@@ -269,7 +299,11 @@ class TurnSampler:
             raise
         self._balancer.succeeded(server, generation.versions[-1].version if generation.versions else None)
         if episode.spec.need.strict:
-            self._check_versions(generation, episode.spec.need)
+            try:
+                self._check_versions(generation, episode.spec.need)
+            except WrongVersion as error:
+                self._balancer.fail(server, str(error))  # a probe tells what it has now
+                raise
         return generation
 
     async def _cancelled(

@@ -3,6 +3,9 @@
 Servers are found in the registry and in a fixed list. Each is probed directly, so that a new version is known soon
 after its commit and a dead server is noticed without a request; a server that failed must report ready before it gets
 requests again. A registry that does not answer changes nothing.
+
+Requests to a server that has answered no probe for `give_up_s` end as unreachable, and continue elsewhere: its machine
+may have vanished without closing a connection.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from typing import Self
 
 from services.orchestrator.servers.balancer import Balancer, ServerLoad
 from shared.clients.rollout import EngineLoad, RolloutClient
-from shared.errors import Unavailable, VolleyError
+from shared.errors import ServiceUnreachable, Unavailable, VolleyError
 from shared.process import telemetry
 from shared.types import WeightVersion
 
 _PROBE_TIMEOUT_S = 3.0
 _FAST_S, _SLOW_S = 0.1, 1.0
+GIVE_UP_S = 30.0
 _log = telemetry.Log("fleet")
 
 
@@ -46,11 +50,18 @@ class Fleet:
 
     Args:
         observe: gets the loads of the servers that are in, about once a second; without it, they are not asked.
+        give_up_s: longer than a server that stops takes to finish its requests, as it accepts no probes meanwhile.
     """
 
     def __init__(
-        self, balancer: Balancer, discover: Discover, connect: Connect, observe: Observe | None = None
+        self,
+        balancer: Balancer,
+        discover: Discover,
+        connect: Connect,
+        observe: Observe | None = None,
+        give_up_s: float = GIVE_UP_S,
     ) -> None:
+        self._give_up_s, self._silent_since = give_up_s, dict[str, float]()
         self._balancer, self._discover, self._connect, self._observe = balancer, discover, connect, observe
         self._observed_at = -_SLOW_S
         self._clients: dict[str, RolloutClient] = {}
@@ -82,6 +93,7 @@ class Fleet:
             for server in self._balancer.servers:
                 if self._balancer.probe_due(server):
                     group.create_task(self._probe(server))
+        await self._give_up()
         if self._observe is not None and time.monotonic() - self._observed_at >= _SLOW_S:
             self._observed_at = time.monotonic()
             async with asyncio.TaskGroup() as group:
@@ -110,8 +122,18 @@ class Fleet:
             self._balancer.add(ServerLoad(url, client, capacity=max(1, wanted[url].capacity), out="not probed yet"))
             _log.info("server found", url=url)
 
+    async def _give_up(self) -> None:
+        """End the requests of silent servers; those that are still registered are found again."""
+        now = time.monotonic()
+        for server in self._balancer.servers:
+            silent_s = now - self._silent_since.get(server.url, now)
+            if server.inflight and silent_s > self._give_up_s:
+                _log.warning("requests given up", url=server.url, n=server.inflight, silent_s=round(silent_s, 1))
+                await self._forget(server)
+
     async def _forget(self, server: ServerLoad) -> None:
         self._balancer.remove(server.url)
+        self._silent_since.pop(server.url, None)
         await self._clients.pop(server.url).__aexit__(None, None, None)
         _log.info("server left", url=server.url)
 
@@ -124,11 +146,16 @@ class Fleet:
                 current = (await server.engine.weights()).current
             version = WeightVersion.parse(current) if current else None
         except (VolleyError, TimeoutError) as error:
+            if isinstance(error, ServiceUnreachable | TimeoutError):
+                self._silent_since.setdefault(server.url, time.monotonic())
+            else:
+                self._silent_since.pop(server.url, None)
             if not was_out:
                 _log.warning("server out", url=server.url, error=str(error) or type(error).__name__)
             waits_on = error.waits_on if isinstance(error, VolleyError) else None
             self._balancer.fail(server, str(error) or "did not answer in time", waits_on)
             return
+        self._silent_since.pop(server.url, None)
         if was_out:
             _log.info("server in", url=server.url, version=str(version))
         self._balancer.observe(server, version)

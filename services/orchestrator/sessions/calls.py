@@ -168,6 +168,7 @@ class CallSampler:
             session.generate_s += episode.generate_s
         drawn[key] = budget.sampled[0]
         running.budget.n_sampled += budget.n_sampled
+        running.budget.progressed()
         session.server_url = episode.server_url
         generation = recorder.sampled_since(len(prompt.ids))
         if not len(generation.output_ids):

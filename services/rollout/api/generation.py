@@ -21,7 +21,7 @@ from services.rollout.engines.base import (
     ScoredTokens,
 )
 from services.rollout.weights.updater import WeightUpdater
-from shared.errors import RateLimited, Unavailable
+from shared.errors import NotReady, RateLimited, Unavailable
 from shared.process import tracing
 
 SILENT_S = 5.0
@@ -59,9 +59,9 @@ class GenerationRunner:
     def why_not(self) -> Unavailable | None:
         """Return the reason why no requests should be routed here; None if they may be."""
         if self.draining:
-            return Unavailable("the server is stopping")
+            return NotReady("the server is stopping")
         if self.engine.silent_s >= SILENT_S:
-            return Unavailable(f"the engine has been silent for {self.engine.silent_s:g} s")
+            return NotReady(f"the engine has been silent for {self.engine.silent_s:g} s")
         return self.updates.why_not_ready()
 
     async def run(
@@ -108,7 +108,7 @@ class GenerationRunner:
         if (wrong := self.updates.why_not_ready()) is not None:
             raise wrong
         if self.updates.state.beginnings != beginnings:
-            raise Unavailable("weights that served meanwhile are not to be trusted", "send the request again")
+            raise NotReady("weights that served meanwhile are not to be trusted", "send the request again")
         return found
 
     def _admit(self, n: int) -> None:

@@ -42,6 +42,7 @@ from shared.errors import (
     Conflict,
     Forbidden,
     NotFound,
+    NotReady,
     OutOfMemory,
     Unavailable,
     VolleyError,
@@ -120,9 +121,9 @@ class WeightUpdater:
             case Serving():
                 return None
             case Distrusted(reason):
-                return Unavailable(reason)
+                return NotReady(reason)
             case NothingServes() if self._failed is not None:
-                return Unavailable(f"weights {self._failed.version} cannot be loaded: {self._failed.reason}")
+                return NotReady(f"weights {self._failed.version} cannot be loaded: {self._failed.reason}")
             case NothingServes():
                 return WeightsUnpublished("no weights are published yet")
 

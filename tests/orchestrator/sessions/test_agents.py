@@ -12,6 +12,7 @@ from services.orchestrator.episodes.turn import TokenBudget
 from services.orchestrator.servers.balancer import ServerLoad
 from services.orchestrator.sessions import agents
 from services.orchestrator.sessions.records import SessionResult
+from shared.errors import Unavailable
 from tests.orchestrator.fakes import ScriptedEngine, spec, unreachable
 from tests.orchestrator.sessions.programs import ASK, ProgramEnv, client_of, orchestrating, talk
 from tests.orchestrator.sessions.recorder import MODEL, WIDE
@@ -92,16 +93,16 @@ async def test_another_attempt_repeats_the_answers(tmp_path):
         assert recorder.sessions.describe() == {"void": 1, "ended": 1}
 
 
-async def test_a_server_that_dies_costs_an_attempt_and_no_call(tmp_path):
+async def test_a_server_that_dies_costs_neither_an_attempt_nor_a_call(tmp_path):
     engine = ScriptedEngine(failures=unreachable(1))
     async with orchestrating(tmp_path, ProgramEnv(), engine=engine) as (recorder, runner):
         recorder.balancer.add(ServerLoad("http://other", ScriptedEngine(), version=engine.version))
         trajectory = await runner.run(spec(), TokenBudget(3))
-        assert (trajectory.attempt, trajectory.failures) == (1, {"ServiceUnreachable": 1})
+        assert (trajectory.attempt, trajectory.failures) == (0, {"ServiceUnreachable": 1})
         assert sum(turn.role == "assistant" for turn in trajectory.turns) == 2
 
 
-async def test_servers_that_stay_dead_end_the_call_and_the_attempts(tmp_path):
+async def test_a_call_that_no_server_survives_fails_and_no_attempt(tmp_path):
     seen = []
 
     async def reports(client):
@@ -118,7 +119,7 @@ async def test_servers_that_stay_dead_end_the_call_and_the_attempts(tmp_path):
         with pytest.raises(AgentDied):
             await runner.run(spec(), budget)
         await stop(probing)
-        assert (seen, budget.used) == (["unavailable"], 3)
+        assert (seen, budget.used) == (["unavailable"], 0)
 
 
 async def keep_well(balancer):
@@ -361,12 +362,12 @@ async def test_the_environment_keeps_an_episode_that_waits_for_a_claim(tmp_path)
         assert recorder.sessions.describe() == {"void": 1}
 
 
-async def test_calls_at_once_that_meet_one_outage_cost_one_attempt(tmp_path):
+async def test_calls_at_once_that_meet_one_failure_cost_one_attempt(tmp_path):
     async def asks_at_once(client):
         asking = [client.chat.completions.create(model=MODEL, messages=ASK) for _ in range(4)]
         return str(len(await asyncio.gather(*asking)))
 
-    engine = ScriptedEngine(failures=unreachable(4), delay_s=0.05)
+    engine = ScriptedEngine(failures=[Unavailable("out of order") for _ in range(4)], delay_s=0.05)
     async with orchestrating(tmp_path, ProgramEnv(play=asks_at_once), engine=engine) as (recorder, runner):
         recorder.balancer.add(ServerLoad("http://other", ScriptedEngine(), version=engine.version))
         trajectory = await runner.run(spec(), budget := TokenBudget(3))

@@ -41,6 +41,7 @@ from services.rollout.engines.probe import check_probe
 from shared.errors import (
     Conflict,
     EngineDied,
+    NotReady,
     ServiceUnreachable,
     Unavailable,
     VolleyError,
@@ -351,9 +352,9 @@ class HttpEngine:
     async def _check_serving(self) -> None:
         await self._steady.wait()
         if self._lost is not None:
-            raise Unavailable(f"the server has unknown weights: {self._lost}")
+            raise NotReady(f"the server has unknown weights: {self._lost}")
         if self._serving is None:
-            raise Unavailable("no weights are committed yet", "retry when /ready answers 200")
+            raise NotReady("no weights are committed yet", "retry when /ready answers 200")
 
     async def _checked(self, request: GenerateRequest, sampled: Sampled, begun: int) -> GenerateResult:
         await self._steady.wait()
@@ -361,7 +362,7 @@ class HttpEngine:
         n = len(sampled.ids)
         if spans is None:
             if begun != self._n_commits or self._serving is None:
-                raise Unavailable("weights changed meanwhile, and the server does not name the version of each token")
+                raise NotReady("weights changed meanwhile, and the server does not name the version of each token")
             spans = (VersionSpan(sampled.version or self._serving.version, 0, n),) if n else ()
         await self._check_versions({span.version for span in spans})
         if n > request.sampling.max_new_tokens:
@@ -386,7 +387,7 @@ class HttpEngine:
         await self._steady.wait()
         if other := sorted(versions - self._known):
             self._lose(f"the server answered with the weights {other[0]}")
-            raise Unavailable(f"the server answered with the weights {other[0]}, which it was not told to load")
+            raise NotReady(f"the server answered with the weights {other[0]}, which it was not told to load")
 
     async def _forget(self, name: str) -> None:
         """Abort a request whose answer nobody waits for; closing the connection may not reach the server at once."""

@@ -45,7 +45,7 @@ from services.rollout.engines.base import (
 )
 from services.rollout.engines.sglang_jax.link import BEAT_S, Message, frame, split
 from services.rollout.engines.sglang_jax.model_files import check_split, normalised
-from shared.errors import Conflict, EngineDied, Unavailable, from_problem
+from shared.errors import Conflict, EngineDied, NotReady, Unavailable, from_problem
 from shared.models.config import ModelConfig
 from shared.routing import from_wire
 from shared.types import VersionSpan
@@ -269,8 +269,8 @@ class SglangEngine(asyncio.Protocol):
             future.set_exception(error)
             self._abandon(name)
 
-    def _without_weights(self) -> Unavailable:
-        return Unavailable("no weights are committed yet", "retry when /ready answers 200")
+    def _without_weights(self) -> NotReady:
+        return NotReady("no weights are committed yet", "retry when /ready answers 200")
 
     def _death(self) -> EngineDied:
         code = self._process.poll()
