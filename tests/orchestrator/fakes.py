@@ -18,7 +18,7 @@ from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening, StepReply
 from shared.clients.rollout import Generation, ServerWeights
-from shared.errors import Conflict, NotFound, QueueUnavailable, ServiceUnreachable, VolleyError
+from shared.errors import Conflict, NotFound, QueueUnavailable, ServiceUnreachable, Unavailable, VolleyError
 from shared.queue.records import Published, PublishRefusal, QueueState, Reservation
 from shared.run.seeding import TaskOrder, TicketTask
 from shared.types import Message, VersionSpan, WeightVersion
@@ -138,7 +138,7 @@ class ScriptedEnv:
         if self.create_failures:
             raise self.create_failures.pop(0)
         if index in self.broken:
-            raise ServiceUnreachable(f"task {index} cannot be made")
+            raise Unavailable(f"task {index} cannot be made")
         if request_id not in self.by_request:
             self.created.append((split, index, seed))
             self.by_request[request_id] = f"e{len(self.created)}"
@@ -261,20 +261,19 @@ def balancer_of(*engines: ScriptedEngine, max_staleness: int = 1) -> Balancer:
     return balancer
 
 
-async def with_probes[T](balancer: Balancer, work: Awaitable[T]) -> T:
-    """Await `work` while all servers pass their probes."""
-    async with asyncio.TaskGroup() as group:
-        probing = group.create_task(_probed(balancer))
-        try:
-            return await work
-        finally:
-            probing.cancel()
+async def with_probes[T](balancer: Balancer, work: Awaitable[T], version: WeightVersion = V0) -> T:
+    """Await `work` while all servers pass their probes, with weights of `version`."""
+    probing = asyncio.ensure_future(_probed(balancer, version))
+    try:
+        return await work
+    finally:
+        probing.cancel()
 
 
-async def _probed(balancer: Balancer) -> None:
+async def _probed(balancer: Balancer, version: WeightVersion) -> None:
     while True:
         for server in balancer.servers:
-            balancer.observe(server, server.version)
+            balancer.observe(server, version)
         await asyncio.sleep(0.005)
 
 

@@ -82,7 +82,7 @@ async def test_a_repeated_attempt_and_a_failed_group_hold_nobody_up():
     await run_until(loop_of(queue, env, ScriptedEngine()), lambda: len(queue.published) == 3)
     groups = [Group.decode(data) for data in queue.published.values()]
     assert [g.failure for g in groups] == [None] * 3
-    assert sum(e.attempt for g in groups for e in g.trajectories) == 1
+    assert [dict(e.failures) for g in groups for e in g.trajectories if e.failures] == [{"EpisodeLost": 1}]
 
 
 async def test_a_round_is_as_large_as_the_tickets_that_can_be_had():

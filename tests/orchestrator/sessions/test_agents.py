@@ -296,7 +296,7 @@ async def test_a_session_that_ended_without_a_call_before_a_restart_is_no_episod
 async def test_a_claim_names_the_environment_with_or_without_its_version(tmp_path, asked, is_there):
     async with orchestrating(tmp_path, ProgramEnv(kind="external")) as (recorder, runner):
         running = asyncio.create_task(runner.run(replace(spec(), env="adder@2"), TokenBudget(3)))
-        first = await recorder.sessions.claim(asked, "worker/1", 2.0 if is_there else 0.1)
+        first = await recorder.sessions.claim(asked, "worker/1", 60.0 if is_there else 0.1)
         assert (first is not None) == is_there
         await stop(running)
 
