@@ -112,7 +112,7 @@ def same_as_reference(prompt: list[int], answer: GenerateResult, weights: dict[s
     for span in answer.versions:
         before, sampled = [*prompt, *ids[: span.start]], ids[span.start : span.end]
         expected = decoder_reference.score(weights[span.version], CONFIG, before, sampled)
-        worst = max(worst, float(np.abs(expected - answer.logprobs[span.start : span.end]).max()))
+        worst = float(np.maximum(worst, np.abs(expected - answer.logprobs[span.start : span.end]).max()))
     return worst
 
 

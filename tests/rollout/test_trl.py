@@ -24,6 +24,7 @@ pytestmark = pytest.mark.timeout(900)
 BRIDGE = Path("bridges/trl").absolute()
 TRAIN = """
 import json, sys
+import numpy as np
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
@@ -55,7 +56,7 @@ for i, ids in enumerate(sampled["completion_ids"]):
     logits = trainer.model(torch.tensor([whole])).logits[0].double() / 0.7
     reference = torch.log_softmax(logits, -1)[len(prompts[i // 2]) - 1 : -1]
     for row, token, logprob in zip(reference, ids, sampled["logprobs"][i]):
-        worst = max(worst, abs(row[token].item() - logprob[0]))
+        worst = float(np.maximum(worst, abs(row[token].item() - logprob[0])))
 chat = client.chat([[{"role": "user", "content": "hi"}]], max_tokens=4, n=2)
 assert all(len(chat[key]) == 2 for key in ("completion_ids", "logprobs")), chat
 print(json.dumps({"worst": worst, "version": client.version, "prompts": sampled["prompt_ids"],

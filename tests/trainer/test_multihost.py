@@ -399,5 +399,5 @@ def test_two_processes_compute_what_one_does_on_as_many_devices(tmp_path: Path):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3, abs=1e-5)
     assert params.keys() == reference.keys()
-    largest = max(float(np.abs(params[name] - reference[name]).max()) for name in params)
+    largest = np.max([np.abs(params[name] - reference[name]).max() for name in params])
     assert largest < 1e-4
