@@ -198,6 +198,21 @@ def test_a_zip_file_and_a_folder_are_tried_without_a_service(tmp_path: Path) -> 
         assert (ended.returncode, "ok    loads" in ended.stdout) == (0, True), ended.stdout + ended.stderr
 
 
+def test_a_file_is_tried_with_settings_of_the_service(tmp_path: Path) -> None:
+    file = tmp_path / "sums.py"
+    file.write_text(SUMS, encoding="utf-8")
+    container = "{kind: container, image: python, engine: no-such-engine}"
+    for setting, code, told in (
+        ("services.env.sandbox_memory_mb=600", 0, ""),
+        (f"services.env.sandbox={container}", 2, "no-such-engine"),
+        ("services.env.sandbox.knd=process", 2, "services.env.sandbox"),
+        ("trainer.seed=1", 2, "no setting of the environment service"),
+    ):
+        command = [sys.executable, "-m", "volley", "env", "test", str(file), setting]
+        ended = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", timeout=120)
+        assert (ended.returncode, told in ended.stderr) == (code, True), ended.stderr
+
+
 def test_a_file_is_tried_without_a_service(tmp_path: Path) -> None:
     """The report comes from another process: a real one, as people see it."""
     file = tmp_path / "dice.py"

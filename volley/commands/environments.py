@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from shared.clients.env import EnvClient
+from shared.config import load
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from shared.visible import visible
@@ -65,6 +66,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     test.add_argument("file", type=Path, metavar="FILE", help=_FILE_HELP)
     test.add_argument("--entry", metavar="CLASS", help="the environment's class, if the file has several")
     test.add_argument("--config", type=Path, metavar="FILE.yaml", help="arguments of the class")
+    test.add_argument(
+        "settings", nargs="*", metavar="services.env.KEY=VALUE", help="settings of the run's environment service"
+    )
     test.set_defaults(part=_run_test)
     _add_submit(parts)
     _add_target(listed := parts.add_parser("list", help="list all environments and their states"))
@@ -154,7 +158,7 @@ def _run_init(arguments: argparse.Namespace) -> int:
 
 
 def _run_test(arguments: argparse.Namespace) -> int:
-    return test(arguments.file, arguments.entry, arguments.config)
+    return test(arguments.file, arguments.entry, arguments.config, arguments.settings)
 
 
 def _run_submit(arguments: argparse.Namespace) -> int:
@@ -209,11 +213,22 @@ def init(file: Path, template: str) -> int:
     return 0
 
 
-def test(file: Path, entry: str | None, config: Path | None) -> int:
-    """Validate a file or folder in this machine's sandbox. Exit code 0 if the service would accept it."""
+_ANY_RUN = {"model": {"path": "none"}, "data": {"env": "sokoban"}}
+"""Required keys of a configuration besides settings of the environment service."""
+
+
+def test(file: Path, entry: str | None, config: Path | None, settings: Sequence[str]) -> int:
+    """Validate a file or folder in this machine's sandbox. Exit code 0 if the service would accept it.
+
+    Args:
+        settings: settings of the environment service, as KEY=VALUE. Raises ConfigError for another key.
+    """
+    if others := [setting for setting in settings if not setting.startswith("services.env.")]:
+        raise ConfigError(f"{others[0]} is no setting of the environment service", "write services.env.KEY=VALUE")
     content = read_content(file)
     asked = {"name": content.name or "environment", "archive": content.archive, "entry": entry}
-    asked |= {"config": dict(settings_of(config))}
+    section = load([], settings, given=_ANY_RUN).config.services.env
+    asked |= {"config": dict(settings_of(config)), "section": section.model_dump(mode="json", exclude_unset=True)}
     command = [str(python_of("base")), "-m", "services.env.submissions.check", str(CACHE), orjson.dumps(asked).decode()]
     with working(f"testing {file}"):
         ended = subprocess.run(

@@ -1,7 +1,8 @@
 """`python -m services.env.submissions.check CACHE ASKED < FILE`: validate a file without a service.
 
-ASKED is a JSON object with the file's `name`, `archive` (true for a zip file), `entry` and `config`. The report is
-printed as JSON. The exit code is 0 if the environment passes, 1 if not, 2 if it cannot be tried on this machine.
+ASKED is a JSON object with the file's `name`, `archive` (true for a zip file), `entry` and `config`, and `section`,
+settings of `services.env`. The report is printed as JSON. The exit code is 0 if the environment passes, 1 if not, 2 if
+it cannot be tried on this machine.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from services.env.backends.sandboxed import LOG_LINES
 from services.env.harbor.containers import Containers, HarborSettings
 from services.env.sandbox.limits import SandboxLimits
 from services.env.sandbox.packages.dependencies import PYPI
+from services.env.sandbox.process.containers import ContainerSettings
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.submissions.offers import local_backend
 from services.env.submissions.programs import Programs
@@ -26,26 +28,38 @@ from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submission import MIN_TIER, Submission, described, numbered
 from services.env.submissions.validation import Validated, validate
 from shared.errors import VolleyError
-from shared.services_schema import HarborSection
+from shared.services_schema import EnvEndpoint
 from shared.visible import visible
 
 _DEADLINE_S = 30.0
+_INDEX = "UV_DEFAULT_INDEX"
+_PROCESSES = (
+    "note  a submitted environment runs in processes, here and in a run: services.env.sandbox.kind=container is for "
+    "programs that models write\n"
+)
 
 
-async def checked(wanted: Submission, cache: Path, kept: Path) -> Validated:
+async def checked(wanted: Submission, section: EnvEndpoint, cache: Path, kept: Path) -> Validated:
     """Validate a submission.
 
     Args:
+        section: settings of the service. Without a type of containers, task folders are tried in Docker.
         cache: folder for unpacked archives and installed dependencies.
         kept: folder for the submitted files.
 
     Raises InputError (a service would refuse it at once), Unavailable (no sandbox can be started).
     """
     store = SubmissionStore(kept)
-    docker = HarborSection(environment="docker")  # the machine and the tasks are the caller's own
-    containers = Containers(HarborSettings(docker, wanted.name, kept / "trials", cache))
-    programs = Programs(store, cache, os.environ.get("UV_DEFAULT_INDEX", PYPI), containers)
-    async with Sandboxes() as sandboxes, containers.running():
+    # the machine and the tasks are the caller's own
+    harbor = section.harbor.model_copy(update={"environment": section.harbor.environment or "docker"})
+    containers = Containers(HarborSettings(harbor, wanted.name, kept / "trials", cache))
+    index = section.package_index if "package_index" in section.model_fields_set else os.environ.get(_INDEX, PYPI)
+    programs, limits = Programs(store, cache, index, containers), SandboxLimits(memory_mb=section.sandbox_memory_mb)
+    in_containers = None
+    if section.sandbox.kind == "container":
+        sys.stderr.write(_PROCESSES)
+        in_containers = ContainerSettings(section.sandbox, wanted.name, kept / "sandboxes")
+    async with Sandboxes(containers=in_containers) as sandboxes, containers.running():
         tier = await sandboxes.probe()
         if tier.level < MIN_TIER:
             sys.stderr.write(visible(f"note  this machine cannot confine the code: {'; '.join(tier.missing)}") + "\n")
@@ -55,7 +69,7 @@ async def checked(wanted: Submission, cache: Path, kept: Path) -> Validated:
         log: deque[str] = deque(maxlen=LOG_LINES)
 
         def open_backend(known: EnvironmentDescription | None) -> SubmittedBackend:
-            return local_backend(described(version, known), programs, sandboxes, SandboxLimits(), _DEADLINE_S, log)
+            return local_backend(described(version, known), programs, sandboxes, limits, _DEADLINE_S, log)
 
         return await validate(open_backend)
 
@@ -66,7 +80,8 @@ def main() -> None:
     wanted = Submission(asked["name"], content, asked["entry"], asked["config"], 0.0, asked["archive"])
     try:
         with tempfile.TemporaryDirectory() as kept:
-            found = asyncio.run(checked(wanted, cache, Path(kept)))
+            section = EnvEndpoint.model_validate(asked["section"])
+            found = asyncio.run(checked(wanted, section, cache, Path(kept)))
     except (VolleyError, OSError) as error:
         sys.stderr.write(visible(f"volley: {error}") + "\n")
         raise SystemExit(2) from None
