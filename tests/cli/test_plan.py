@@ -218,7 +218,11 @@ def test_accelerators_of_this_machine_are_found(machine: Path, monkeypatch: pyte
     with pytest.raises(ConfigError, match="not known"):
         devices.local("gpu", machine)
     smi = machine / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '81559, NVIDIA H100 80GB HBM3'\necho '23034, NVIDIA L4'\n", encoding="utf-8")
+    of = (
+        "81559, Disabled, 0, GPU-a, NVIDIA H100 80GB HBM3",
+        *(f"23034, [N/A], {i}, GPU-{i}, NVIDIA L4" for i in (1, 2, 3)),
+    )
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in of), encoding="utf-8")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{machine}:/bin")
     assert devices.local("gpu", machine).type.memory == 23034 * 2**20

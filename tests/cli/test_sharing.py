@@ -37,10 +37,15 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("nvidia0", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '143771, NVIDIA H200'\n", encoding="utf-8")
-    program.chmod(0o755)
+    program.touch(mode=0o755)
+    answers(tmp_path, "143771, Disabled, 0, GPU-0a, NVIDIA H200")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     return tmp_path
+
+
+def answers(machine: Path, *lines: str) -> None:
+    """Let nvidia-smi print these lines."""
+    (machine / "nvidia-smi").write_text("#!/bin/sh\ncat <<.\n" + "\n".join((*lines, ".")), encoding="utf-8")
 
 
 def shares(root: Path, n: int, *overrides: str, n_trainers: int | None = None) -> dict[str, dict[str, str]]:
@@ -66,10 +71,55 @@ def test_all_processes_see_the_gpu_and_have_parts_of_its_memory(machine: Path) -
 def test_one_of_several_gpus_is_shared_if_it_is_the_visible_one(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (machine / "dev/nvidia1").touch()
     assert {one["CUDA_VISIBLE_DEVICES"] for one in shares(machine, 1).values()} == {"0", "1"}
+    answers(machine, "143771, Disabled, 0, GPU-0a, NVIDIA H200", "2048, [N/A], 1, GPU-1b, NVIDIA T400")
+    for name in ("0", "GPU-0a"):
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
+        given = shares(machine, 1)
+        assert {one["CUDA_VISIBLE_DEVICES"] for one in given.values()} == {name}
+        assert parts(given) == {"trainer": 0.72, "rollout-0": 0.2}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    given = shares(machine, 1)
-    assert {one["CUDA_VISIBLE_DEVICES"] for one in given.values()} == {"1"}
-    assert sum(parts(given).values()) <= 0.92
+    with pytest.raises(ConfigError, match="2 processes do not fit on one GPU of 2"):
+        shares(machine, 1)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # which of them that is, only CUDA knows
+    with pytest.raises(ConfigError, match="UUID"):
+        shares(machine, 1)
+
+
+@pytest.mark.parametrize("listed", ["0,0", "0,", "none", "GPU-8a,all", "GPU-9c", "1"])
+def test_lists_of_gpus_that_cuda_cannot_read_are_refused(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, listed: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
+        shares(machine, 1)
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_hidden_gpus_are_not_used(machine: Path, monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    with pytest.raises(ConfigError, match="has 0 GPUs"):
+        shares(machine, 1)
+
+
+def test_the_memory_of_a_part_of_a_gpu_is_not_known(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(machine, "81559, Enabled, 0, GPU-0a, NVIDIA H100 80GB HBM3")
+    assert parts(shares(machine, 1)) == {"trainer": 0.6, "rollout-0": 0.3}
+    answers(machine, "81559, Disabled, 0, GPU-0a, NVIDIA H100 80GB HBM3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-3c")
+    assert parts(shares(machine, 1)) == {"trainer": 0.6, "rollout-0": 0.3}
+
+
+@pytest.mark.parametrize(("n", "n_trainers"), [(12, 1), (20, 0)])
+def test_processes_for_which_nothing_is_left_are_refused(machine: Path, n: int, n_trainers: int) -> None:
+    answers(machine, "15360, [N/A], 0, GPU-0a, Tesla T4")
+    assert min(parts(shares(machine, 6)).values()) > 0.05
+    with pytest.raises(ConfigError, match=f"{n + n_trainers} processes do not fit") as error:
+        shares(machine, n, n_trainers=n_trainers)
+    assert "services.rollout_replicas" in (error.value.hint or "")
+    (refusal,) = plan("services.rollout_replicas=12", trainer="t4:1", rollout="shared").refusals
+    assert "13 processes do not fit" in refusal.reason
 
 
 def test_shares_are_fixed_if_memory_or_model_are_not_known(machine: Path) -> None:
@@ -85,8 +135,15 @@ def test_shares_of_the_user_stay_if_they_fit(machine: Path, monkeypatch: pytest.
     with pytest.raises(ConfigError, match=f"3 processes share one GPU, and {variable}=0.45") as error:
         shares(machine, 2)
     assert "at most 0.3066" in (error.value.hint or "")
-    monkeypatch.setenv(variable, "no number")
-    assert all(float(one[variable]) < 0.92 for one in shares(machine, 1).values())
+    for wrong in ("no number", "0", "-1", "nan"):
+        monkeypatch.setenv(variable, wrong)
+        for n in (0, 1):
+            with pytest.raises(ConfigError, match=f"{variable}={wrong} is no share"):
+                shares(machine, n)
+    for each in SHARES:
+        monkeypatch.setenv(each, "0.3")
+    with pytest.raises(ConfigError, match="both set"):
+        shares(machine, 1)
 
 
 @pytest.mark.parametrize("override", ["rollout.engine.tp_size=2", "trainer.mesh.shape=[2,1]"])
@@ -141,6 +198,8 @@ def test_a_plan_divides_the_gpu_as_the_run_does(machine: Path, monkeypatch: pyte
     (refusal,) = plan().refusals
     assert "2 processes share one GPU" in refusal.reason
     monkeypatch.delenv(SHARES[0])
+    supervised = plan("mode=sft", "rollout.engine.tp_size=3")  # tp_size is of no process of the run
+    assert supervised.refusals == ()
     (refusal,) = plan("rollout.engine.tp_size=3").refusals
     assert "trainer.mesh.shape=[1,1] with rollout.engine.tp_size=1" in refusal.change
 
@@ -160,6 +219,7 @@ def test_a_plan_for_one_gpu_of_another_machine() -> None:
 
 
 async def test_processes_of_a_run_are_started_with_their_parts(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(machine, *(f"143771, Disabled, {i}, GPU-{i}a, NVIDIA H200" for i in range(8)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     loaded = load(["configs/chaos.yaml"], [f"run.dir={machine}", "run.name=shares", GPU])

@@ -15,7 +15,7 @@ from typing import Literal
 
 import orjson
 
-from shared.errors import VolleyError
+from shared.errors import ConfigError, VolleyError
 from shared.process.uv import find_uv
 from shared.services import SERVICES
 from volley.layout import python_of
@@ -111,7 +111,11 @@ def _tools() -> Iterator[Finding]:
 def _accelerators() -> Iterator[Finding]:
     kinds: tuple[tuple[Kind, str], ...] = (("tpu", "TPU chips"), ("gpu", "GPUs"))
     for kind, name in kinds:
-        found = find_accelerators(kind, os.environ)
+        try:
+            found = find_accelerators(kind, os.environ)
+        except ConfigError as error:
+            yield Finding(name, "problem", error.detail, error.hint or "")
+            continue
         installed = _backend(kind) if found.names else ""
         if not found.names:
             yield Finding(name, "note", "none")

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 type Kind = Literal["tpu", "gpu"]
 
 _VISIBLE: Mapping[Kind, str] = {"tpu": "TPU_VISIBLE_CHIPS", "gpu": "CUDA_VISIBLE_DEVICES"}
+_NAMES: Mapping[Kind, str] = {"tpu": r"\d+", "gpu": r"\d+|(GPU|MIG)-[\w/-]+"}
+_HIDDEN = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES with which a program sees no GPU."""
 _GOOGLE = "0x1ae0"
 _TPU_CHIPS: Mapping[str, str | None] = {
     "0x0027": "v3",
@@ -74,9 +77,21 @@ class Gpu:
 
 
 def find_accelerators(kind: Kind, environ: Mapping[str, str], root: Path = Path("/")) -> Accelerators:
-    """Accelerators listed in `environ`, else all of the machine whose files are below `root`."""
-    if given := environ.get(_VISIBLE[kind], "").strip():
-        return Accelerators(kind, tuple(name.strip() for name in given.split(",")))
+    """Accelerators listed in `environ`, else all of the machine whose files are below `root`.
+
+    Raises ConfigError if the list has something else than numbers and UUIDs, or one of them twice.
+    """
+    given = environ.get(_VISIBLE[kind])
+    if kind == "gpu" and given is not None and given.strip() in _HIDDEN:
+        return Accelerators(kind, ())
+    if given is not None and given.strip():
+        names = tuple(name.strip() for name in given.split(","))
+        if len(set(names)) < len(names) or not all(re.fullmatch(_NAMES[kind], name) for name in names):
+            raise ConfigError(
+                f"{_VISIBLE[kind]}={given} is no list of {kind.upper()}s",
+                f"unset it, or name each once by its number{'' if kind == 'tpu' else ' or UUID'}: {_VISIBLE[kind]}=0,1",
+            )
+        return Accelerators(kind, names)
     n = len(_chips(root)) if kind == "tpu" else _gpus(root)
     return Accelerators(kind, tuple(map(str, range(n))))
 
@@ -100,18 +115,63 @@ def _gpus(root: Path) -> int:
     return sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in root.glob("dev/nvidia*"))
 
 
-def find_gpu() -> Gpu | None:
-    """Ask nvidia-smi for name and memory of the smallest GPU; None if it does not answer."""
+def find_gpu(names: Sequence[str], environ: Mapping[str, str]) -> Gpu | None:
+    """Ask nvidia-smi for name and memory of the smallest of the named GPUs.
+
+    Numbers are those of CUDA, whose order is not nvidia-smi's unless CUDA_DEVICE_ORDER=PCI_BUS_ID: without it, the
+    smallest GPU of the machine counts. None if nvidia-smi does not answer, or if a name stands for a part of a GPU
+    (MIG), whose memory it does not report. Raises ConfigError if there is no such GPU.
+    """
+    listed = _listed_gpus()
+    if listed is None:
+        return None
+    numbered = {one.index: one for one in listed}
+    in_order, found = environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID", list[_Listed]()
+    for name in names:
+        if name.startswith("MIG-"):
+            return None
+        if name.isdecimal():
+            fitting = listed if int(name) < len(listed) else ()
+            fitting = [numbered[name]] if in_order and name in numbered else fitting
+        else:
+            fitting = [one for one in listed if one.uuid.startswith(name)]
+        if not fitting:
+            raise ConfigError(
+                f"{_VISIBLE['gpu']} names GPU {name}, and nvidia-smi lists {len(listed)}, without it",
+                "see `nvidia-smi -L` for numbers and UUIDs",
+            )
+        found += fitting
+    if any(one.is_divided for one in found):
+        return None
+    return min((one.gpu for one in found), key=lambda gpu: gpu.memory, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """GPU as nvidia-smi lists it. `is_divided` says that programs see parts of it instead (MIG)."""
+
+    index: str
+    uuid: str
+    is_divided: bool
+    gpu: Gpu
+
+
+def _listed_gpus() -> list[_Listed] | None:
+    """Ask nvidia-smi for all GPUs; None if it does not answer, or does not know their memory."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    command = [program, "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
+    fields = "memory.total,mig.mode.current,index,uuid,name"
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(command, capture_output=True, check=True, timeout=_ASK_S, encoding="utf-8").stdout
-        memory, name = min((int(n), name.strip()) for n, _, name in (x.partition(",") for x in lines.splitlines() if x))
+        rows = [[part.strip() for part in line.split(",", 4)] for line in lines.splitlines() if line]
+        return [
+            _Listed(index, uuid, mig == "Enabled", Gpu(name, int(memory) * _MIB))
+            for memory, mig, index, uuid, name in rows
+        ]
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-    return Gpu(name, memory * _MIB)
 
 
 def shares(
@@ -121,7 +181,8 @@ def shares(
 
     `n_trainers` are the trainer's processes on this machine, by default those of the configuration.
 
-    Raises ConfigError if there are too few, or if libtpu does not support such a part of a host.
+    Raises ConfigError if there are too few, if libtpu does not support such a part of a host, or if the environment
+    sets what CUDA or JAX cannot read.
     """
     device, tp_size = config.rollout.engine.device, config.rollout.engine.tp_size
     if device == "cpu":
@@ -132,6 +193,8 @@ def shares(
     n_trainers = config.services.trainer.n_local if n_trainers is None else n_trainers
     part = math.prod(config.trainer.mesh.shape) // config.services.trainer.num_processes
     trainers = [SERVICES["trainer"].process(i) for i in range(n_trainers)]
+    if device == "gpu":
+        given_share(os.environ)  # refuses what JAX cannot read
     if device == "gpu" and is_shared(config, len(here.names), n_engines, n_trainers):
         return _of_one_gpu(config, here, trainers, servers)
     needed = dict.fromkeys(trainers, part) | dict.fromkeys(servers, tp_size)
@@ -155,7 +218,7 @@ def _of_one_gpu(
     config: RunConfig, here: Accelerators, trainers: Sequence[str], servers: Sequence[str]
 ) -> dict[str, dict[str, str]]:
     """Environment variables of processes that share a GPU. Raises ConfigError if the user's shares do not fit."""
-    gpu, variables = find_gpu(), _variables(here, 0, 1)
+    gpu, variables = find_gpu(here.names, os.environ), _variables(here, 0, 1)
     memory = None if gpu is None else gpu.memory
     found = divide(config, _model(config), memory, len(servers), len(trainers), os.environ)
     by_process = dict.fromkeys(trainers, found.trainer) | dict.fromkeys(servers, found.server)

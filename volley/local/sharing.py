@@ -9,7 +9,6 @@ trained, the trainer needs four times a server's memory; with adapters, a server
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -29,8 +28,8 @@ _POOLS = 0.15
 """Share of the GPU that the default pools of all servers take at most together."""
 _LEAST, _MOST = 0.2, 0.75
 """Shares of the GPU that servers with default pools take at least, and that all servers take at most, together."""
-_PADDED = 1.02
-"""Size of a server's part, as a multiple of its need: CUDA reports up to 1 % less memory than nvidia-smi."""
+_PADDED = 1.04
+"""Size of a server's part, as a multiple of its need: CUDA has up to 3 % less memory (T4) than nvidia-smi reports."""
 _TRAINER, _SERVERS = 0.6, 0.3
 """Shares of the trainer and of all servers together, if the GPU's memory or the model is not known."""
 _STEPS = 10_000  # to which shares are rounded down
@@ -61,7 +60,8 @@ def divide(
 ) -> GpuShares:
     """Choose the shares of a GPU with `memory` bytes.
 
-    A share that the user set in `environ` is that of every process. Raises ConfigError if so many do not fit.
+    A share that the user set in `environ` is that of every process. Raises ConfigError if it is none, or if so many
+    processes do not fit.
     """
     n = n_servers + n_trainers
     free = _FREE if memory is None else max(_FREE, n * _FREE_OF_PROCESS / memory)
@@ -72,18 +72,33 @@ def divide(
                 f"unset it, or set at most {_floor((1 - free) / n):g}",
             )
         return GpuShares(given, given)
-    if memory is None or model is None:
-        return GpuShares(_TRAINER, _floor((_SERVERS if n_trainers else 1 - free) / max(1, n_servers)))
     if not n_trainers:
-        return GpuShares(0.0, _floor((1 - free) / n_servers))
+        found = GpuShares(0.0, _floor((1 - free) / n_servers))
+    elif memory is None or model is None:
+        found = GpuShares(_TRAINER, _floor(_SERVERS / n_servers))
+    else:
+        server = _of_server(config, model, memory, n_servers)
+        found = GpuShares(_floor(1 - free - n_servers * server), server)
+    if found.server <= 0 or (n_trainers and found.trainer <= 0):
+        size = "one GPU" if memory is None else f"one GPU of {memory / 2**30:.1f} GiB"
+        raise ConfigError(
+            f"{n} processes do not fit on {size}: CUDA takes {_FREE_OF_PROCESS / 2**20:.0f} MiB of it for each,"
+            " and nothing is left for " + ("the trainer" if n_trainers else "rollout servers"),
+            "lower services.rollout_replicas, or use a larger GPU; if the machine has one, name it by its UUID in"
+            " CUDA_VISIBLE_DEVICES",
+        )
+    return found
+
+
+def _of_server(config: RunConfig, model: ModelConfig, memory: int, n_servers: int) -> float:
+    """Share of each server beside a trainer."""
     from shared.planning.serving import of_run
 
     engine, sizes = config.rollout.engine, of_run(config, model, "gpu")
     asked, running = engine.max_total_tokens, engine.max_running_requests
     pool = asked or sizes.default_pool(running, engine.context_length, memory, _POOLS / n_servers)
     needed = _PADDED * sizes.needed(pool) / memory
-    server = _floor(min(max(needed, 0 if asked else _LEAST / n_servers), _MOST / n_servers))
-    return GpuShares(_floor(1 - free - n_servers * server), server)
+    return _floor(min(max(needed, 0 if asked else _LEAST / n_servers), _MOST / n_servers))
 
 
 def variable(environ: Mapping[str, str]) -> str:
@@ -92,9 +107,22 @@ def variable(environ: Mapping[str, str]) -> str:
 
 
 def given_share(environ: Mapping[str, str]) -> float | None:
-    """Share that the environment sets for JAX, above 1 for more than the GPU has; None if it sets no valid one."""
-    text = environ.get(variable(environ), "").strip()
-    return float(text) or None if re.fullmatch(r"\d+\.?\d*|\.\d+", text) else None
+    """Share that the environment sets for JAX, above 1 for more than the GPU has; None if it sets none.
+
+    Raises ConfigError if JAX could not start with what is set.
+    """
+    name = variable(environ)
+    if not (text := environ.get(name, "")):
+        return None
+    if name != FRACTION and environ.get(FRACTION):
+        raise ConfigError(f"{name} and {FRACTION} are both set, which JAX refuses", "unset one of them")
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < math.inf:
+        raise ConfigError(f"{name}={text} is no share of a GPU's memory", "unset it, or set a number such as 0.4")
+    return share
 
 
 def _floor(share: float) -> float:

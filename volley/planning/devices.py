@@ -124,13 +124,18 @@ def this_host() -> Devices:
 
 def local(kind: Kind, root: Path = Path("/")) -> Devices:
     """Find this machine's accelerators. Raises ConfigError if there is none, or its memory is not known."""
-    n = len(find_accelerators(kind, os.environ, root).names)
+    here = find_accelerators(kind, os.environ, root)
+    n = len(here.names)
     example = "v5e:8" if kind == "tpu" else "h100:8"
-    hint = f"name the devices to plan for, e.g. --trainer {example} --rollout {example}"
+    named = (
+        "--trainer h100:1 --rollout shared" if (kind, n) == ("gpu", 1) else f"--trainer {example} --rollout {example}"
+    )
+    hint = f"name the devices to plan for, e.g. {named}"
     if n == 0:
-        raise ConfigError(f"rollout.engine.device={kind}, and this machine has no {kind.upper()}", hint)
+        shown = f" that {here.variable} shows" if here.variable in os.environ else ""
+        raise ConfigError(f"rollout.engine.device={kind}, and this machine has no {kind.upper()}{shown}", hint)
     name = tpu_generation(root) if kind == "tpu" else None
-    gpu = find_gpu() if kind == "gpu" else None
+    gpu = find_gpu(here.names, os.environ) if kind == "gpu" else None
     found = DEVICES.get(name or "") if gpu is None else DeviceType(gpu.name, "gpu", gpu.memory)
     if found is None:
         raise ConfigError(f"the memory of this machine's {kind.upper()}s is not known", hint)

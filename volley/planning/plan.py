@@ -210,7 +210,7 @@ def _of_accelerators(config: RunConfig, found: Evaluation) -> list[Refusal]:
     if found.problems.keys() & {"mesh", "servers", "processes", "shares"}:
         return []
     try:
-        shares(config, config.services.n_local("rollout"))
+        shares(config, config.local_processes()["rollout"])
     except ConfigError as error:
         return [Refusal(error.detail, error.hint or "")]
     return []

@@ -152,7 +152,10 @@ def _sets(part: str, run: RunConfig) -> Iterator[Settings]:
         known = (*known, *one)
         yield known
     if run.trainer.lora is None:
-        yield (*known, "trainer.lora.rank=16")
+        known = (*known, "trainer.lora.rank=16")
+        yield known
+    if not run.is_supervised and run.sft.trains:  # a warm start trains all weights
+        yield (*known, "sft.max_steps=0")
 
 
 def _savings(run: RunConfig) -> Iterator[Settings]:
