@@ -218,6 +218,19 @@ def test_a_plan_for_one_gpu_of_another_machine() -> None:
             plan(rollout="shared", **asked)
 
 
+def test_a_run_on_gpus_needs_an_environment_with_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX leaves out a platform that it has no package for, and the trainer would use the CPU."""
+    python = tmp_path / "trainer/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho jax jax-cuda13-plugin libtpu-nightly\n", encoding="utf-8")
+    python.chmod(0o755)
+    monkeypatch.setenv("VOLLEY_VENVS", str(tmp_path))
+    accelerators.check_backend("gpu", "trainer")
+    with pytest.raises(ConfigError, match="trainer is installed for CPUs only") as error:
+        accelerators.check_backend("tpu", "trainer")
+    assert "VOLLEY_ACCELERATOR=tpu make install" in (error.value.hint or "")
+
+
 async def test_processes_of_a_run_are_started_with_their_parts(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers(machine, *(f"143771, Disabled, {i}, GPU-{i}a, NVIDIA H200" for i in range(8)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")

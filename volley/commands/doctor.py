@@ -19,7 +19,7 @@ from shared.errors import ConfigError, VolleyError
 from shared.process.uv import find_uv
 from shared.services import SERVICES
 from volley.layout import python_of
-from volley.local.accelerators import Kind, find_accelerators
+from volley.local.accelerators import Kind, backend, find_accelerators
 from volley.printing import join_lines, print_result
 from volley.reporting.working import working
 
@@ -116,7 +116,7 @@ def _accelerators() -> Iterator[Finding]:
         except ConfigError as error:
             yield Finding(name, "problem", error.detail, error.hint or "")
             continue
-        installed = _backend(kind) if found.names else ""
+        installed = _backends(kind) if found.names else ""
         if not found.names:
             yield Finding(name, "note", "none")
         elif installed:
@@ -127,15 +127,13 @@ def _accelerators() -> Iterator[Finding]:
             yield Finding(name, "problem", f"{len(found.names)}, but JAX is installed for CPUs only", fix)
 
 
-def _backend(kind: Kind) -> str:
+def _backends(kind: Kind) -> str:
     """Name the packages with which JAX uses an accelerator; empty if trainer or rollout servers have none."""
-    names = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-plugin", "jax-cuda13-plugin")}[kind]
-    asked = f"import importlib.metadata as m; print(*{{d.name for d in m.distributions()}} & {{*{names!r}}})"
     try:
-        found = [_output([str(python_of(name)), "-c", asked]).strip() for name in ("trainer", "rollout")]
-        return ", ".join(sorted(set(found))) if all(found) else ""
+        found = [backend(kind, name) for name in ("trainer", "rollout")]
     except (VolleyError, OSError, subprocess.SubprocessError):
         return ""
+    return ", ".join(sorted(set(found))) if all(found) else ""
 
 
 def _sandbox() -> Iterator[Finding]:

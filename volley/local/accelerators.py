@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from shared.errors import ConfigError, VolleyError
 from shared.schema import RunConfig
 from shared.services import SERVICES
+from volley.layout import python_of
 from volley.local.sharing import divide, given_share, is_shared, variable
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ _SHARING = (
 _FIRST_PORT = 8476  # libtpu's own default
 _MIB = 2**20
 _ASK_S = 10
+_BACKENDS: Mapping[Kind, str] = {"tpu": "libtpu", "gpu": r"jax-cuda\d+-plugin"}
+_IMPORT_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,30 @@ def _listed_gpus() -> list[_Listed] | None:
         ]
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
+
+
+def backend(kind: Kind, environment: str) -> str:
+    """Name the package with which JAX of a virtual environment uses such accelerators; empty if there is none.
+
+    Raises ConfigError, OSError, subprocess.SubprocessError.
+    """
+    asked = "import importlib.metadata as m; print(*{d.name for d in m.distributions()})"
+    command = [str(python_of(environment)), "-c", asked]
+    names = subprocess.run(command, capture_output=True, check=True, timeout=_IMPORT_S, encoding="utf-8").stdout
+    return next((name for name in sorted(names.split()) if re.fullmatch(_BACKENDS[kind], name)), "")
+
+
+def check_backend(kind: Kind, environment: str) -> None:
+    """Raise ConfigError if JAX of a virtual environment is for CPUs only: a trainer would then use the CPU."""
+    try:
+        installed = backend(kind, environment)
+    except (OSError, subprocess.SubprocessError):
+        return  # the service itself will say why its environment cannot be used
+    if not installed:
+        raise ConfigError(
+            f"rollout.engine.device={kind}, and JAX of the environment {environment} is installed for CPUs only",
+            f"VOLLEY_ACCELERATOR={kind} make install",
+        )
 
 
 def shares(

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -148,6 +148,7 @@ class _Builder:
         self.external = {} if place else external.find(services)
         counts = _counts(loaded.config, folder) if place is None else dict.fromkeys(SERVICES, 0) | dict(place.counts)
         self._accelerators = accelerators.shares(loaded.config, counts["rollout"], n_trainers=counts["trainer"])
+        self._check_backends(loaded.config.rollout.engine.device)
         self._engines = engines_of(loaded.config, counts["rollout"])
         given: Mapping[str, Any] = loaded.tree.get("services") or {}
         self._ports = ports.choose(services, given, counts, addresses.ports_before(folder), say)
@@ -165,6 +166,13 @@ class _Builder:
         )
         addresses.write(folder, self.urls, self.external, self._services)
         self._files = self._session_files()
+
+    def _check_backends(self, device: Literal["cpu", "tpu", "gpu"]) -> None:
+        """Raises ConfigError if a process that has accelerators could not use them."""
+        kinds = {kind for kind, info in SERVICES.items() if info.process(0) in self._accelerators}
+        for environment in sorted({self._environment_of(kind) for kind in kinds - self._seams.modules.keys()}):
+            assert device != "cpu"
+            accelerators.check_backend(device, environment)
 
     def _session_files(self) -> SessionFiles:
         folder, services = self._folder, self._services
