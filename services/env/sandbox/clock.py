@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -21,8 +23,26 @@ _TURNS = 100_000
 """Turns of a loop of about 20 ms."""
 
 
-def processor_share() -> float:
-    """Share of a processor that a thread gets now, above 0 and at most 1.
+class ProcessorShare:
+    """Share of a processor that a thread gets now, above 0 and at most 1; called in threads.
+
+    All programs use the same measurement for `valid_s`: one for each of them would itself keep processors busy.
+    """
+
+    def __init__(self, measure: Callable[[], float], valid_s: float = LOOK_S / 2) -> None:
+        self._measure, self._valid_s, self._lock = measure, valid_s, threading.Lock()
+        self._share, self._until = 1.0, -math.inf
+
+    def __call__(self) -> float:
+        with self._lock:
+            if time.monotonic() > self._until:
+                self._share = self._measure()
+                self._until = time.monotonic() + self._valid_s
+            return self._share
+
+
+def measured_share() -> float:
+    """Measure the share with a loop.
 
     The loop is longer than a slice of the scheduler, because a thread that wakes up gets its first slice at once. It
     does not hold the interpreter's lock.
@@ -31,6 +51,9 @@ def processor_share() -> float:
     hashlib.pbkdf2_hmac("sha256", b"", b"", _TURNS)
     cpu_s, wall_s = time.thread_time() - cpu_began, time.perf_counter() - began
     return min(1.0, max(cpu_s, 1e-6) / max(wall_s, 1e-6))
+
+
+processor_share = ProcessorShare(measured_share)
 
 
 async def limited[T](

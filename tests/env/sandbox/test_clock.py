@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from services.env.sandbox.clock import limited, processor_share
+from services.env.sandbox.clock import ProcessorShare, limited, processor_share
 from shared.errors import SandboxLost
 
 
@@ -46,3 +46,16 @@ async def test_a_call_that_is_given_up_is_cancelled() -> None:
 
 def test_a_share_of_a_processor() -> None:
     assert 0 < processor_share() <= 1
+
+
+async def test_calls_at_the_same_time_measure_the_share_once() -> None:
+    """Otherwise forty calls keep a processor busy, and each of them seems to have a part of one."""
+    measured = list[float]()
+
+    def measure() -> float:
+        measured.append(0.02)
+        return 0.02
+
+    share = ProcessorShare(measure, valid_s=3600)
+    await asyncio.gather(*(asyncio.to_thread(share) for _ in range(40)))
+    assert len(measured) == 1
