@@ -8,12 +8,14 @@ Prints one JSON line.
 
 measures instead GRPO steps in bfloat16 on random weights of that shape, with every device of the machine on the mesh's
 `fsdp` axis: tokens/s, and the share of the floating-point operations per second that a large product of matrices
-reaches (6 operations for each parameter and token, and 12 for each pair of query and key, layer and head's element).
+reaches (6 operations for each token and parameter that it is multiplied with, and 12 for each pair of query and key,
+layer and head's element).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import sys
 import time
@@ -32,7 +34,7 @@ from services.trainer.batches.batch import Batch, BatchLayout, Row, micro_batche
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import objective, params_of
 from services.trainer.learner.train_step import Learner
-from services.trainer.models.family import Model, build, make_mesh
+from services.trainer.models.family import Model, build, make_mesh, reproduce_on_gpus
 from services.trainer.models.initial_weights import random_leaves
 from shared.algorithm_schema import GrpoSection
 from shared.models.config import ModelConfig
@@ -76,6 +78,7 @@ def _small_model() -> dict[str, object]:
 def _whole_model(arguments: argparse.Namespace) -> dict[str, object]:
     """Tokens/s of GRPO steps on one micro-batch, and the share of the devices' bound."""
     described = ModelConfig.read(arguments.model.parent)
+    reproduce_on_gpus()
     mesh = make_mesh((jax.device_count(), 1), ("fsdp", "tp"))
     model = build(described, _repeated_leaves, mesh, dtype="bfloat16", remat=arguments.remat)
     rows, length = arguments.rows, arguments.length
@@ -85,8 +88,7 @@ def _whole_model(arguments: argparse.Namespace) -> dict[str, object]:
         step()
     seconds = min(_timed(step) for _ in range(arguments.rounds))
     tokens, bound = rows * length, jax.device_count() * _matrix_flops(1024 if jax.default_backend() == "cpu" else 8192)
-    heads = described.num_hidden_layers * described.num_attention_heads * described.head_dim
-    flops = 6 * described.n_numbers * tokens + 12 * heads * rows * length * length / 2
+    flops = step_flops(described, rows, length)
     return {
         "whole_model_tokens": {"value": tokens / seconds, "unit": "tokens/s"},
         "whole_model_flops": {
@@ -96,6 +98,21 @@ def _whole_model(arguments: argparse.Namespace) -> dict[str, object]:
             "ratio": flops / seconds / bound,
         },
     }
+
+
+def step_flops(model: ModelConfig, rows: int, length: int) -> float:
+    """Floating-point operations of forward and backward passes over full rows, without what `remat` repeats."""
+    pairs = rows * length * (length + 1) / 2
+    heads = model.num_hidden_layers * model.num_attention_heads * model.head_dim
+    return 6 * _multiplied(model) * rows * length + 12 * heads * pairs
+
+
+def _multiplied(model: ModelConfig) -> int:
+    """Parameters that one token is multiplied with: of experts those it is sent to, and no table of embeddings."""
+    if model.experts is not None:
+        chosen = dataclasses.replace(model.experts, num_experts=model.experts.num_experts_per_tok)
+        model = dataclasses.replace(model, experts=chosen)
+    return dataclasses.replace(model, tie_word_embeddings=True).n_numbers
 
 
 def _repeated_leaves(name: str, size: tuple[int, ...]) -> np.ndarray:

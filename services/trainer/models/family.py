@@ -37,7 +37,7 @@ def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> jax.shardi
 
     Raises ConfigError if there are too few devices.
     """
-    _reproduce_on_gpus()
+    reproduce_on_gpus()
     absent = tuple(axis for axis in ("fsdp", "tp") if axis not in axis_names)
     shape, axis_names = (*shape, *(1 for _ in absent)), (*axis_names, *absent)
     n, have = int(np.prod(shape)), jax.device_count()
@@ -49,10 +49,11 @@ def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> jax.shardi
     return jax.make_mesh(shape, axis_names, axis_types=axis_types, devices=jax.devices()[:n])
 
 
-def _reproduce_on_gpus() -> None:
+def reproduce_on_gpus() -> None:
     """Let XLA compile for GPUs only kernels that add in a fixed order, unless XLA_FLAGS says otherwise.
 
     A restarted trainer repeats logged steps and compares checksums; by default sums of gradients depend on timing.
+    Has no effect once JAX has opened its devices.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if jax.config.jax_platforms != "cpu" and _DETERMINISTIC not in flags and any(map(find_spec, _CUDA)):
