@@ -228,6 +228,17 @@ async def test_an_engine_that_is_missing_is_named(tmp_path: Path) -> None:
             pass
 
 
+HIDE_AND_ASK = """
+import os, subprocess, engines
+os.unshare(os.CLONE_NEWNS)
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "-t", "proc", "-o", "hidepid=2", "proc", "/proc"], check=True)
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+others = [engines.has_ended(pid, "5") for pid in (1, 2**22, os.getpid())]
+print(repr(engines.started_at(1)), *others)
+"""
 PRINT_OWNER = "import pathlib, sys, engines; print(engines.owner_in(pathlib.Path(sys.argv[1])).name)"
 
 
@@ -265,3 +276,17 @@ async def test_what_a_killed_service_left_is_removed(folder: Path) -> None:
         assert "kept" in running(folder)
     assert await sleeper.wait() == -9
     (folder / "kept" / "kept").unlink()
+
+
+def asked_of_hidden_processes() -> subprocess.CompletedProcess[str]:
+    kept = {**os.environ, "PYTHONPATH": str(Path(engines.__file__).parent)}
+    command = [sys.executable, "-c", HIDE_AND_ASK]
+    return subprocess.run(command, env=kept, capture_output=True, encoding="utf-8", check=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="only root can hide processes")
+async def test_a_process_that_another_user_hides_has_not_ended() -> None:
+    done = asked_of_hidden_processes()
+    if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
+        pytest.skip(f"no mounts here: {done.stderr[-200:]}")
+    assert done.stdout.split() == ["''", "False", "True", "True"]

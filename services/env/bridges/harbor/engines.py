@@ -39,7 +39,7 @@ class Owner:
         parts = OWNER.fullmatch(other)
         if parts is None or other == self.name:
             return parts is not None
-        here = parts[1] == machine() and started_at(int(parts[3])) != parts[4]
+        here = parts[1] == machine() and has_ended(int(parts[3]), parts[4])
         return here or (self.alone and parts[2] == self.place)
 
 
@@ -77,8 +77,21 @@ def machine() -> str:
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:6]
 
 
+def has_ended(pid: int, start: str) -> bool:
+    """True if the process that started at `start` has surely ended. A mount with hidepid hides those of other users."""
+    if found := started_at(pid):
+        return found != start
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
+
+
 def started_at(pid: int) -> str:
-    """Start of a process, in letters and digits; empty if it has ended."""
+    """Start of a process, in letters and digits; empty if it has ended or is not visible."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
