@@ -225,10 +225,13 @@ def test_a_run_on_gpus_needs_an_environment_with_cuda(tmp_path: Path, monkeypatc
     python.write_text("#!/bin/sh\necho jax jax-cuda13-plugin libtpu-nightly\n", encoding="utf-8")
     python.chmod(0o755)
     monkeypatch.setenv("VOLLEY_VENVS", str(tmp_path))
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     accelerators.check_backend("gpu", "trainer")
     with pytest.raises(ConfigError, match="trainer is installed for CPUs only") as error:
         accelerators.check_backend("tpu", "trainer")
     assert "VOLLEY_ACCELERATOR=tpu make install" in (error.value.hint or "")
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "/lib/libtpu.so")
+    accelerators.check_backend("tpu", "trainer")
 
 
 async def test_processes_of_a_run_are_started_with_their_parts(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

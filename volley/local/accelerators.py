@@ -194,7 +194,8 @@ def check_backend(kind: Kind, environment: str) -> None:
         installed = backend(kind, environment)
     except (OSError, subprocess.SubprocessError):
         return  # the service itself will say why its environment cannot be used
-    if not installed:
+    has_own = kind == "tpu" and "TPU_LIBRARY_PATH" in os.environ  # a libtpu outside the environment
+    if not installed and not has_own:
         raise ConfigError(
             f"rollout.engine.device={kind}, and JAX of the environment {environment} is installed for CPUs only",
             f"VOLLEY_ACCELERATOR={kind} make install",
