@@ -45,9 +45,7 @@ def main() -> None:
     elif what in ("image", "pull") and "absent" in arguments[-1]:
         fail(f"Error response from daemon: pull access denied for {arguments[-1]}, repository does not exist")
     elif what == "ps":
-        for path in folder.iterdir():
-            owner = next(line for line in path.read_text("utf-8").splitlines() if "volley.owner" in line)
-            print(path.name, owner.rpartition("=")[2])
+        print(*(path.name for path in folder.iterdir()), sep="\n")
     elif what == "rm":
         for name in arguments[1:]:
             pid = int((folder / name).read_text("utf-8").split()[0])

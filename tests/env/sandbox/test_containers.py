@@ -126,6 +126,30 @@ print("tried")
     await sandbox.close()
 
 
+async def test_programs_get_no_user_namespace_and_no_keys(sandboxes: Sandboxes) -> None:
+    sandbox = await sandboxes.start(ScriptProgram(), LIMITS)
+    tries = """
+import ctypes, errno, subprocess, threading
+libc = ctypes.CDLL(None, use_errno=True)
+tried = (
+    lambda: libc.unshare(0x10000000),
+    lambda: libc.syscall(56, 0x10000011, 0, 0, 0, 0),
+    lambda: libc.syscall(248, b"user", b"name", b"value", 5, -4),
+    lambda: libc.syscall(250, 0, -4, 1),
+    lambda: libc.syscall(435, None, 0),
+)
+print(*(errno.errorcode[ctypes.get_errno()] if one() == -1 else "did" for one in tried))
+thread = threading.Thread(target=print, args=("thread",))
+thread.start()
+thread.join()
+print(subprocess.check_output(["echo", "program"], text=True))
+"""
+    if os.uname().machine == "x86_64":
+        found = await run(sandbox, tries)
+        assert found.stdout.split() == ["EPERM"] * 4 + ["ENOSYS", "thread", "program"], found
+    await sandbox.close()
+
+
 async def test_containers_have_limits_labels_and_no_network(sandboxes: Sandboxes, folder: Path) -> None:
     sandbox = await sandboxes.start(ScriptProgram(), SandboxLimits(memory_mb=300, disk_mb=20, threads=9))
     (name,) = running(folder)
@@ -268,14 +292,13 @@ async def test_what_a_killed_service_left_is_removed(folder: Path) -> None:
     sleeper = await asyncio.create_subprocess_exec("sleep", "600")
     gone = owner_in(folder).name.replace(str(os.getpid()), str(sleeper.pid))  # a process with another start
     other = "volley-000000000000-1-2"  # of another machine
-    for name, of in (("left", gone), ("kept", other)):
-        text = f"{sleeper.pid}\n--label=volley.owner={of}"
-        (folder / "kept" / name).write_text(text, encoding="utf-8")
+    for name in (left := f"{gone}-0123456789ab", kept := f"{other}-0123456789ab"):
+        (folder / "kept" / name).write_text(str(sleeper.pid), encoding="utf-8")
     async with opened(folder):
-        assert "left" not in running(folder)
-        assert "kept" in running(folder)
+        assert left not in running(folder)
+        assert kept in running(folder)
     assert await sleeper.wait() == -9
-    (folder / "kept" / "kept").unlink()
+    (folder / "kept" / kept).unlink()
 
 
 def asked_of_hidden_processes() -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Programs of a model in real containers: Docker Engine, and the image python:3.13-slim."""
+"""Programs of a model in real containers: Docker Engine or Podman, and the image python:3.13-slim."""
 
 from __future__ import annotations
 
@@ -23,44 +23,39 @@ from services.env.tools.toolset import Toolbox
 from services.env.tools.workspace import Workspace
 from shared.errors import SandboxFailed, SandboxLost, Unavailable
 from shared.services_schema import ContainerSandbox
-from tests.support.docker import IMAGE, docker, why_no_docker
+from tests.support.docker import IMAGE, engine, why_no_engine
 from volley.layout import PROJECT
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 RUN = "tested-sandbox"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the service. Skips all tests where no Docker runs."""
-    if why := why_no_docker():
+@pytest.fixture(autouse=True, scope="module", params=["docker", "podman"])
+def command(request: pytest.FixtureRequest) -> str:
+    """Command of the engine. Skips the tests of one that starts no containers here."""
+    if why := why_no_engine(request.param):
         pytest.skip(why)
-    return tmp_path_factory.mktemp("service")
+    return request.param
 
 
-def settings(folder: Path, image: str = IMAGE) -> ContainerSettings:
-    return ContainerSettings(ContainerSandbox(kind="container", image=image), RUN, folder)
+def settings(command: str, folder: Path, image: str = IMAGE) -> ContainerSettings:
+    return ContainerSettings(ContainerSandbox(kind="container", engine=command, image=image), RUN, folder)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def sandboxes(folder: Path) -> AsyncIterator[Sandboxes]:
-    async with Sandboxes(containers=settings(folder)) as opened:
+async def sandboxes(command: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sandboxes]:
+    async with Sandboxes(containers=settings(command, tmp_path_factory.mktemp("service"))) as opened:
         yield opened
-    assert await containers(0) == []
+    assert await containers(command, 0) == []
 
 
-async def containers(n: int) -> list[str]:
+async def containers(command: str, n: int) -> list[str]:
     """The run's containers, as soon as there are `n`."""
+    listing = ("ps", "--all", "--quiet", "--filter", f"label=volley.run={RUN}")
     async with asyncio.timeout(30):
-        while (
-            len(found := (await _docker("ps", "--all", "--quiet", "--filter", f"label=volley.run={RUN}")).split()) != n
-        ):
+        while len(found := (await asyncio.to_thread(engine, command, *listing)).stdout.split()) != n:
             await asyncio.sleep(0.2)
     return found
-
-
-async def _docker(*arguments: str) -> str:
-    return (await asyncio.to_thread(docker, *arguments)).stdout
 
 
 async def run(sandbox: Sandbox, source: str) -> answers.ScriptResult:
@@ -131,27 +126,27 @@ while True:
 """
 
 
-async def test_many_processes_do_no_harm(sandboxes: Sandboxes) -> None:
+async def test_many_processes_do_no_harm(command: str, sandboxes: Sandboxes) -> None:
     sandbox = await sandboxes.start(ScriptProgram(), SandboxLimits(threads=8))
     with pytest.raises(SandboxFailed) as failed:
         await sandbox.call("run", {"source": BOMB, "stdin": "", "max_output": 99}, 2)
     await sandbox.close()
     assert type(failed.value) is SandboxFailed
-    assert await containers(0) == []
+    assert await containers(command, 0) == []
 
 
-async def test_a_container_that_is_removed_gives_no_reward(sandboxes: Sandboxes) -> None:
+async def test_a_container_that_is_removed_gives_no_reward(command: str, sandboxes: Sandboxes) -> None:
     sandbox = await sandboxes.start(ScriptProgram())
     call = asyncio.ensure_future(run(sandbox, "import time; time.sleep(60)"))
-    await _docker("rm", "--force", *(await containers(1)))
+    await asyncio.to_thread(engine, command, "rm", "--force", *(await containers(command, 1)))
     with pytest.raises(SandboxLost):
         await call
     await sandbox.close()
 
 
-async def test_an_image_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match=r"docker pull: .*absent\.invalid"):
-        async with Sandboxes(containers=settings(tmp_path, "absent.invalid/image:1")):
+async def test_an_image_that_does_not_exist_is_named(command: str, tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match=rf"{command} pull: .*absent\.invalid"):
+        async with Sandboxes(containers=settings(command, tmp_path, "absent.invalid/image:1")):
             pass
 
 
@@ -164,7 +159,8 @@ from shared.services_schema import ContainerSandbox
 
 async def main():
     folder = pathlib.Path(sys.argv[1])
-    settings = ContainerSettings(ContainerSandbox(kind="container", image="{IMAGE}"), "{RUN}", folder)
+    section = ContainerSandbox(kind="container", engine=sys.argv[2], image="{IMAGE}")
+    settings = ContainerSettings(section, "{RUN}", folder)
     async with Sandboxes(containers=settings) as sandboxes:
         sandbox = await sandboxes.start(ScriptProgram())
         await sandbox.call("run", {{"source": "while True: pass", "stdin": "", "max_output": 9}}, 60)
@@ -173,9 +169,9 @@ asyncio.run(main())
 """
 
 
-async def test_a_killed_service_leaves_no_container(sandboxes: Sandboxes, tmp_path: Path) -> None:
-    service = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVICE, tmp_path, cwd=PROJECT)
-    assert await containers(1)
+async def test_a_killed_service_leaves_no_container(command: str, tmp_path: Path) -> None:
+    service = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVICE, tmp_path, command, cwd=PROJECT)
+    assert await containers(command, 1)
     service.kill()
     await service.wait()
-    assert await containers(0) == []
+    assert await containers(command, 0) == []

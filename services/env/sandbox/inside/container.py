@@ -37,16 +37,21 @@ END_S = 1.0
 """Seconds for the end of a process that has closed its channel."""
 _BLOCK = 1 << 16
 _ABOVE = 100
-_PRLIMIT = (
-    (0xC000003E, 302),  # x86-64
-    (0xC000003E, 302 | 1 << 30),  # x32
-    (0x40000003, 340),  # x86
-    (0xC00000B7, 261),  # arm64
-    (0x40000028, 369),  # arm
-    (0xC00000F3, 261),  # riscv64
-    (0xC0000015, 325),  # ppc64le
+_CALLS = (
+    (0xC000003E, 302, 56, 272, 248),  # x86-64
+    (0xC000003E, 1 << 30 | 302, 1 << 30 | 56, 1 << 30 | 272, 1 << 30 | 248),  # x32
+    (0x40000003, 340, 120, 310, 286),  # x86
+    (0xC00000B7, 261, 220, 97, 217),  # arm64
+    (0x40000028, 369, 120, 337, 309),  # arm
+    (0xC00000F3, 261, 220, 97, 217),  # riscv64
+    (0xC0000015, 325, 120, 282, 269),  # ppc64le
 )
-"""Architecture, and number of the call prlimit64 there."""
+"""Architecture, and numbers of the calls prlimit64, clone, unshare and add_key there.
+
+Those of request_key and keyctl follow add_key's.
+"""
+_CLONE3 = (435, 1 << 30 | 435)
+
 
 
 def main(limits: dict[str, Any], lifetime_s: float, modules: list[str]) -> None:
@@ -196,19 +201,30 @@ def _be_sandbox(channel: int, limits: dict[str, Any], modules: list[str]) -> Non
 
 
 def _filter() -> bytes:
-    """BPF that refuses prlimit64 on other processes: a lower limit would end the first one. Raises OSError."""
+    """BPF that refuses calls which not every engine refuses. Raises OSError.
+
+    - prlimit64 on other processes: a lower limit would end the first one
+    - user namespaces, in which a program would have capabilities; clone3 is not there, as its flags cannot be read
+    - keys of the kernel, which containers of one user share
+    """
     if sys.byteorder != "little":
         raise OSError(errno.ENOTSUP, "sandboxes in containers need a little-endian machine")
 
     def one(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("<HBBI", code, if_true, if_false, value)
 
-    load, equal, end = 0x20, 0x15, 0x06
+    load, equal, above, from_, any_bit = 0x20, 0x15, 0x25, 0x35, 0x45
+    refuse, lack = one(0x06, 0x00050000 | errno.EPERM), one(0x06, 0x00050000 | errno.ENOSYS)
+    number, argument = one(load, 0), one(load, 16)
     program = b""
-    for machine, number in _PRLIMIT:
-        program += one(load, 4) + one(equal, machine, 0, 5) + one(load, 0) + one(equal, number, 0, 3)
-        program += one(load, 16) + one(equal, 0, 1, 0) + one(end, 0x00050000 | errno.EPERM)
-    return program + one(end, 0x7FFF0000)
+    for machine, prlimit, clone, unshare, add_key in _CALLS:
+        rules = number + one(equal, prlimit, 0, 3) + argument + one(equal, 0, 1, 0) + refuse
+        for call in (clone, unshare):
+            rules += number + one(equal, call, 0, 3) + argument + one(any_bit, linux.CLONE_NEWUSER, 0, 1) + refuse
+        rules += number + one(from_, add_key, 0, 2) + one(above, add_key + 2, 1, 0) + refuse
+        program += one(load, 4) + one(equal, machine, 0, len(rules) // 8) + rules
+    program += number + b"".join(one(equal, call, 0, 1) + lack for call in _CLONE3)
+    return program + one(0x06, 0x7FFF0000)
 
 
 def _write(data: bytes) -> None:

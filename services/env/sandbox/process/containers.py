@@ -131,25 +131,26 @@ class ContainerSpawner:
         self._ready: dict[_Key, deque[_Container]] = {}
         self._filling: set[_Key] = set()
         self._ending: set[str] = set()
-        self._closing = False
+        self._closing = self._is_podman = False
 
     async def open(self) -> None:
         """Remove containers of services that were killed, have the image, and try it. Raises Unavailable."""
         section = self._section
-        listed = await self._engine(
-            "ps", "--all", "--filter", "label=volley.sandbox", "--format", '{{.ID}} {{.Label "volley.owner"}}'
-        )
-        found = [line.partition(" ") for line in listed.splitlines()]
-        left = [name for name, _, by in found if by.strip() != self._owner.name and self._owner.may_remove(by.strip())]
+        listed = await self._engine("ps", "--all", "--filter", "label=volley.sandbox", "--format", "{{.Names}}")
+        left = [name for name in listed.split() if self._is_left(name)]
         if left:
             _log.warning("removing containers of a service that was killed", containers=left)
             await self._engine("rm", "--force", *left)
+        self._is_podman = "podman" in await self._engine("--version")
         try:
             await self._engine("image", "inspect", "--format", "{{.Id}}", section.image)
         except Unavailable:
             _log.info("pulling the image of the sandboxes", image=section.image)
             await self._engine("pull", "--quiet", section.image, timeout_s=PULL_S)
-        self._discard(await self._started(asdict(SandboxLimits())))
+        tried = await self._started(asdict(SandboxLimits()))
+        if said := _read(tried):
+            _log.warning("the engine started a container with a warning", warning=said)
+        self._discard(tried)
 
     async def spawn(self, number: int, limits: Mapping[str, int], tmp: str) -> SpawnedProcess:
         """Take a container that is ready, or start one. Raises Unavailable, RateLimited, OSError."""
@@ -178,6 +179,11 @@ class ContainerSpawner:
                 ready.popleft().spawned.close()
         if waiting := [container.spawned.end for container in self._containers.values()]:
             await asyncio.wait(waiting, timeout=STOP_S + ENGINE_S)
+
+    def _is_left(self, name: str) -> bool:
+        """True if the container of that name is one of another process that has ended."""
+        owner = name.rpartition("-")[0]
+        return owner != self._owner.name and self._owner.may_remove(owner)
 
     def _refill(self, key: _Key) -> None:
         if self._section.warm > len(self._ready[key]) and key not in self._filling:
@@ -246,11 +252,14 @@ class ContainerSpawner:
     def _command(self, name: str, limits: Mapping[str, int]) -> Sequence[str]:
         memory = f"{limits['memory_mb'] + limits['disk_mb']}m"  # its files are memory, too
         section = self._section
+        # Podman cannot limit the number of files, and copies the image's. It would make other folders writable, too.
+        files = "notmpcopyup" if self._is_podman else f"nr_inodes={64 * limits['disk_mb']}"
         return (
             *(section.engine, "run", "--interactive", "--rm", "--pull=never", f"--name={name}"),
             *("--label=volley.sandbox", f"--label=volley.owner={self._owner.name}", f"--label=volley.run={self._run}"),
             *(f"--network={section.network}", "--read-only", f"--user={_USER}", f"--workdir={TMP}"),
-            f"--tmpfs={TMP}:rw,nosuid,nodev,size={limits['disk_mb']}m,nr_inodes={64 * limits['disk_mb']},mode=1777",
+            f"--tmpfs={TMP}:rw,nosuid,nodev,size={limits['disk_mb']}m,mode=1777,{files}",
+            *(["--read-only-tmpfs=false"] if self._is_podman else []),
             *(
                 f"--memory={memory}",
                 f"--memory-swap={memory}",
