@@ -124,7 +124,7 @@ class ContainerSpawner:
 
     def __init__(self, settings: ContainerSettings, tasks: asyncio.TaskGroup) -> None:
         self._section, self._run, self._tasks = settings.section, settings.run, tasks
-        self._owner = owner_in(settings.folder)
+        self._folder, self._owner = settings.folder, owner_in(settings.folder)
         self._starting = asyncio.Semaphore(settings.section.max_starting)
         self._containers: dict[str, _Container] = {}
         self._running: dict[int, _Container] = {}
@@ -226,6 +226,7 @@ class ContainerSpawner:
                     stdin=channel,
                     stdout=channel,
                     stderr=ends.other_log.fileno(),
+                    cwd=self._folder if self._is_podman else None,  # its monitor leaves a file `oom` there
                     start_new_session=True,  # a signal to the service's group must not end it before its sandbox
                 )
             except OSError as error:
