@@ -53,7 +53,6 @@ Those of request_key and keyctl follow add_key's.
 _CLONE3 = (435, 1 << 30 | 435)
 
 
-
 def main(limits: dict[str, Any], lifetime_s: float, modules: list[str]) -> None:
     """Run the sandbox and end this process.
 
