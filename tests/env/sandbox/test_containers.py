@@ -313,3 +313,16 @@ async def test_a_process_that_another_user_hides_has_not_ended() -> None:
     if done.returncode and ("unshare" in done.stderr or "mount" in done.stderr):
         pytest.skip(f"no mounts here: {done.stderr[-200:]}")
     assert done.stdout.split() == ["''", "False", "True", "True"]
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "com.docker.compose.project.working_dir=/x,com.docker.compose.project=a-1__env,volley.episode=7",  # Docker
+        "map[com.docker.compose.project:a-1__env com.docker.compose.project.working_dir:/x volley.episode:7]",  # Podman
+    ],
+)
+def test_labels_are_read_as_each_engine_shows_them(shown: str) -> None:
+    assert engines.label_of(shown, "com.docker.compose.project") == "a-1__env"
+    assert engines.label_of(shown, "volley.episode") == "7"
+    assert engines.label_of(shown, "volley.owner") == engines.label_of("", "volley.owner") == ""

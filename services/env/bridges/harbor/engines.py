@@ -106,9 +106,10 @@ def left_over(command: str, owner: Owner) -> list[tuple[str, str]]:
 
     Images of such projects are listed by their own names, which begin with the project's.
     """
-    shown, found = '{{.Label "com.docker.compose.project"}}', set[str]()
+    found = set[str]()
     for kind, options in (("container", ["--all"]), ("network", [])):
-        found |= set(engine(command, kind, "ls", *options, "--format", shown).split())
+        lines = engine(command, kind, "ls", *options, "--format", "{{.Labels}}").splitlines()
+        found |= {label_of(line, "com.docker.compose.project") for line in lines}
     found |= set(engine(command, "image", "ls", "--format", "{{.Repository}}").split())
     projects = [(project, PROJECT.match(project)) for project in found]
     return [
@@ -132,12 +133,17 @@ def remove(command: str, project: str) -> None:
 
 def sizes(command: str, owner: Owner) -> list[tuple[str, float]]:
     """Episode and MiB of files, of each container of an owner."""
-    shown, mine = '{{.Label "volley.episode"}}\t{{.Size}}', f"label=volley.owner={owner.name}"
-    found = []
-    for line in engine(command, "ps", "--size", "--filter", mine, "--format", shown).splitlines():
-        number, _, size = line.partition("\t")
-        found.append((number, mebibytes(size.split(" ")[0])))
+    mine, found = f"label=volley.owner={owner.name}", []
+    for line in engine(command, "ps", "--size", "--filter", mine, "--format", "{{.Size}}\t{{.Labels}}").splitlines():
+        size, _, labels = line.partition("\t")
+        found.append((label_of(labels, "volley.episode"), mebibytes(size.split(" ")[0])))
     return found
+
+
+def label_of(shown: str, name: str) -> str:
+    """Value of a label, empty if it is absent, where Docker shows name=value, and Podman name:value or name=value."""
+    found = re.search(rf"(?:^|[\[ ,]){re.escape(name)}[=:]([^ ,\]]*)", shown)
+    return found[1] if found else ""
 
 
 def mebibytes(text: str) -> float:
