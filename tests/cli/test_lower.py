@@ -81,6 +81,7 @@ def test_the_engine_lowers_for_gpus(tmp_path: Path, dtype: str) -> None:
     assert done.returncode == 0, done.stderr
     programs = json.loads(done.stdout.splitlines()[-1])
     assert [program["kernels"] for program in programs] == [{"paged_attention": 3}] * 2
+    assert all(program["loops"] < 3 for program in programs)  # fewer than layers: the sampler has some
 
 
 def lower(file: Path, *arguments: str) -> str:

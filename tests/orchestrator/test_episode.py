@@ -268,6 +268,7 @@ def test_tokens_of_a_wrong_version_are_asked_for_again_where_one_is_asked_for(ot
     )
     assert budget.failures == trajectory.failures == {"WrongVersion": 1}
     assert {span.version for span in trajectory.versions} == {"e000001-s000000"}
+    assert [bool(server.out) for server in balancer.servers] == [True, False]  # until a probe tells what it has now
     wrong.script.append(Say([60], versions=(other,)))
     balancer.remove("http://engine1")
     balancer.observe(balancer.servers[0], WeightVersion(1, 0))

@@ -48,6 +48,7 @@ HARBOR = "harbor"
 """Protocol of a submission of task folders."""
 MAX_COMMAND = 100_000
 """Bytes of a command; the kernel takes 128 KiB for one argument."""
+_UNJUDGED_HINT = "the episode is played again; the output of the tests is in the log of the environment"
 
 
 class HarborConfig(BaseModel):
@@ -291,6 +292,3 @@ def verdict_of(found: Mapping[str, Any], why: str, *, unjudged: bool = False) ->
         return Verdict(0.0, why=f"the verifier gave a number beyond {MAX_REWARD:g}", unjudged=True)
     mean = sum(numbers.values()) / len(numbers) if numbers else 0.0
     return Verdict(numbers.get("reward", mean), numbers, well_formed(why))
-
-
-_UNJUDGED_HINT = "the episode is played again; the output of the tests is in the log of the environment"

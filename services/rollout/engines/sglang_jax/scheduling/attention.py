@@ -1,6 +1,7 @@
-"""The engine's attention outside TPUs, and its function for CPUs: cost follows the tokens, not the padded shape.
+"""The engine's attention on CPUs. Its cost follows the tokens that exist, not the padded shape.
 
-`BlockAttention` writes to the pool and attends. On GPUs it attends by the kernel in `scheduling.gpu_attention`.
+`BlockAttention` also serves GPUs: there it writes to the pool in the same way, and attends by the kernel in
+`scheduling.gpu_attention`.
 
 The engine's own native backend scores every query against every key of the whole batch and copies the whole key/value
 pool once a layer; at 32 requests that is most of the time of a step. Here three nested loops with dynamic bounds visit
