@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from services.env.sandbox import answers
-from services.env.sandbox.clock import limited
+from services.env.sandbox.clock import limited, processor_share
 from services.env.sandbox.limits import SandboxLimits, ScriptProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
@@ -40,15 +40,22 @@ class PythonSession:
     Args:
         seed: seeds `random` in the interpreter.
         workspace: files in the interpreter's working folder.
+        share_now: measures the share of a processor that a program gets, for the time limit of a call.
     """
 
     tools = (PYTHON,)
     lane = "files"
 
     def __init__(
-        self, settings: PythonSettings, sandboxes: Sandboxes, seed: int, workspace: Workspace | None = None
+        self,
+        settings: PythonSettings,
+        sandboxes: Sandboxes,
+        seed: int,
+        workspace: Workspace | None = None,
+        share_now: Callable[[], float] = processor_share,
     ) -> None:
         self._settings, self._sandboxes, self._seed, self._workspace = settings, sandboxes, seed, workspace
+        self._share_now = share_now
         self._sandbox: Sandbox | None = None
         self._closed = False
         self._received = True
@@ -70,7 +77,8 @@ class PythonSession:
             "max_bytes": self._workspace.max_bytes if self._workspace is not None else 0,
         }
         try:
-            answer, _ = await limited(sandbox.call("cell", asked, 2 * timeout_s), timeout_s, timeout_s)
+            call = sandbox.call("cell", asked, 2 * timeout_s)
+            answer, _ = await limited(call, timeout_s, timeout_s, self._share_now)
             found = answers.read_cell(answer)
         except SandboxLost:
             raise

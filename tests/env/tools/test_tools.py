@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from services.env.sandbox.sandboxes import Sandboxes
-from services.env.tools.base import ToolDescription
+from services.env.tools.base import ToolDescription, ToolFault
 from services.env.tools.calculator import CalculatorSession
 from services.env.tools.dispatch import EpisodeTools
 from services.env.tools.python import PythonSession
 from services.env.tools.settings import PythonSettings, ToolUse
+from services.env.tools.toolset import Toolbox
 from services.env.tools.workspace import Workspace
 from shared.dialects.calls import ToolCall
-from shared.errors import Busy, Conflict, RateLimited
+from shared.errors import Busy, Conflict, RateLimited, SandboxLost
 from shared.process import telemetry
 from tests.env.tools.conftest import OpenTools, ask
 
@@ -50,16 +51,29 @@ async def test_python_that_uses_up_its_time_keeps_its_variables_if_it_can_be_int
 @pytest.mark.parametrize(
     ("code", "told"),
     [
-        ("import time\ntime.sleep(60)", "took longer than 0.5 s; the interpreter was started anew"),
         ("import os\nos._exit(3)", "exit code 3"),
         ("import os\nos.write(3, b'x' * 100)", "the interpreter was started anew"),
     ],
 )
 async def test_python_that_ends_its_interpreter_gets_another(open_tools: OpenTools, code: str, told: str) -> None:
-    tools = await open_tools("python", {"workspace": {"files": {"a.txt": "kept"}}}, timeout_s=0.5)
+    tools = await open_tools("python", {"workspace": {"files": {"a.txt": "kept"}}})
     assert told in await ask(tools, "python", code=code)
     assert "NameError" in await ask(tools, "python", code="x")
     assert await ask(tools, "python", code="open('a.txt').read()") == "'kept'"
+
+
+@pytest.mark.parametrize("share", [1.0, 0.1])
+async def test_python_that_is_too_late_gets_another_interpreter(toolbox: Toolbox, share: float) -> None:
+    """It is told so, unless the machine gave it too little time: then the episode gives no reward."""
+    session = PythonSession(PythonSettings(), toolbox.sandboxes, 0, share_now=lambda: share)
+    sleeping = {"code": "x = 1\nimport time\ntime.sleep(60)"}
+    try:
+        with pytest.raises(ToolFault if share == 1 else SandboxLost):
+            await session.call("python", sleeping, 0.5)
+        with pytest.raises(ToolFault, match="NameError"):
+            await session.call("python", {"code": "x"}, 20)
+    finally:
+        await session.close()
 
 
 async def test_python_and_the_workspace_have_the_same_files(open_tools: OpenTools) -> None:
