@@ -2,11 +2,11 @@
 
 A service ends in one of four ways, each of which releases all resources:
 - SIGTERM or SIGINT: stop accepting, cancel workers, finish requests within the grace period, exit code 0;
-- a worker raises: the same, with exit code 2 for a ConfigError (a restart would not help), else 1; a service never
-  keeps answering without its workers;
+- a worker raises: the same, with the error's exit code (`exit_codes`); a service never keeps answering without its
+  workers;
 - a connection that never finishes is cut off after the grace period; a hanging cleanup or thread is killed `CLEANUP_S`
   later;
-- start-up fails (configuration, taken port, unreachable Redis): the event `CANNOT_START`, exit code 2 or 1.
+- start-up fails (configuration, taken port, unreachable Redis): the event `CANNOT_START` and the error's exit code.
 
 The socket is bound before resources are opened, so that a taken port fails early; heavy imports come after both.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import importlib
 import importlib.util
 import os
@@ -30,9 +31,10 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from shared import config
-from shared.errors import ConfigError, VolleyError
+from shared.errors import ConfigError, Unavailable, VolleyError
 from shared.process import telemetry, watchdog
 from shared.process.events import CANNOT_START, CRASHED, FORCED
+from shared.process.exit_codes import FAILED, exit_code
 from shared.process.imports import uncollected
 from shared.process.ports import host_problem
 from shared.process.traced import traced
@@ -94,7 +96,7 @@ def main(
             code = run(loaded.config, open_service or _load(name, requires, entry), listener)
     except VolleyError as error:
         _log.error(CANNOT_START, error=type(error).__name__, detail=str(error))
-        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+        raise SystemExit(exit_code(error)) from None
     raise SystemExit(code)
 
 
@@ -113,7 +115,10 @@ def _load(name: str, requires: str | None, entry: str) -> OpenService:
 
 
 def bind(endpoint: Endpoint) -> socket.socket:
-    """Bind the endpoint's socket. Raises ConfigError if the address is taken or not one of this machine."""
+    """Bind the endpoint's socket.
+
+    Raises ConfigError if the address cannot be used, Unavailable while another program uses the port.
+    """
     family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -126,7 +131,8 @@ def bind(endpoint: Endpoint) -> socket.socket:
                 f"cannot listen on {endpoint.host}:{endpoint.port}: {problem}",
                 "name an address of this machine with services.<name>.host=…",
             ) from error
-        raise ConfigError(
+        kind = Unavailable if error.errno == errno.EADDRINUSE else ConfigError
+        raise kind(
             f"cannot listen on {endpoint.host}:{endpoint.port}: {error.strerror or error}",
             "another program may use the port; choose one with services.<name>.port=…",
         ) from error
@@ -201,7 +207,7 @@ async def _run(server: HttpServer, service: RunningService, listener: socket.soc
             tasks.extend(group.create_task(guarded(worker)) for worker in service.workers)
             await server.serve(sockets=[listener])
             cancel()
-    return 0 if not crashed else 2 if isinstance(crashed[0], ConfigError) else 1
+    return exit_code(crashed[0]) if crashed else 0
 
 
 def _end_within(seconds: float) -> None:
@@ -214,7 +220,7 @@ def _end_within(seconds: float) -> None:
 def _end_by_force(after_s: float) -> None:
     threads = [thread.name for thread in threading.enumerate() if not thread.daemon]
     _log.error(FORCED, after_s=after_s, threads=threads)
-    os._exit(1)
+    os._exit(FAILED)
 
 
 def _report_crash(error: Exception) -> None:

@@ -54,8 +54,8 @@ def test_ends_that_are_neither_kills_nor_explained():
     killed, failed = ProcessEnd("env", -9), ProcessEnd("trainer", 1)
     hung, faulted = ProcessEnd("env", -9, hung_s=120.0), ProcessEnd("rollout-0", -11)
     assert deaths([killed, hung, failed, faulted]) == [
-        "env ended with signal 9 after 120 s without an answer",
-        "rollout-0 ended with signal 11",
+        "env ended with signal 9 (SIGKILL) after 120 s without an answer",
+        "rollout-0 ended with signal 11 (SIGSEGV)",
     ]
 
 

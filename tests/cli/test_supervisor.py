@@ -17,11 +17,13 @@ import pytest
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, VolleyError, first_error
 from shared.process.events import CANNOT_START
+from shared.process.exit_codes import AGAIN, describe
 from shared.process.ports import free_port
 from volley.local.processes import ProcessSpec, Reaper, last_error
 from volley.local.supervisor import RestartPolicy, ServiceFailed, SupervisedProcess, Supervision, keep_running
 from volley.session_files import SessionFiles
 
+QUICK = RestartPolicy(pause_s=0.01)
 LIVES = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
 """Shows with the file in argv[1] that it is up."""
 
@@ -42,7 +44,7 @@ def member(tmp_path: Path) -> Callable[..., SupervisedProcess]:
         async def up() -> bool:
             return flag.exists()
 
-        return SupervisedProcess(spec, up, start_s)
+        return SupervisedProcess(spec, up, start_s, prepare=lambda: flag.unlink(missing_ok=True))
 
     return make
 
@@ -158,7 +160,80 @@ async def test_a_crashed_process_is_started_again(member: Callable[..., Supervis
         first = pid_of(kept)
         os.kill(first, signal.SIGKILL)
         await until(lambda: pid_of(kept) != first and is_alive(pid_of(kept)))
-    assert said == ["child ended with signal 9; restarting it in 0.5 s"]
+    assert said == ["child ended with signal 9 (SIGKILL); restarting it in 0.5 s"]
+
+
+@pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGABRT, 128 + signal.SIGKILL, AGAIN])
+async def test_a_process_that_something_else_ends_before_it_is_up_is_started_again(
+    member: Callable[..., SupervisedProcess], reaper: Reaper, code: int
+) -> None:
+    """At the first start, and at one after it has answered."""
+    said: list[str] = []
+    async with keep_running([member(_ends_early_at(1, 3, code))], reaper, said.append, QUICK) as (kept,):
+        assert said == [f"child ended with {describe(code)} before it was ready; restarting it in 0.01 s"]
+        os.kill(pid_of(kept), signal.SIGKILL)
+        await until(lambda: len(said) == 3)
+    assert said[2] == f"child ended with {describe(code)} before it was ready; restarting it in 0.04 s"
+    assert [(end.code, end.answered) for end in kept.ends] == [(code, False), (-9, True), (code, False)]
+
+
+def _ends_early_at(*starts_and_code: int) -> str:
+    """A process that ends with a code, or by a signal, at some of its starts; at the others it answers and lives."""
+    *starts, code = starts_and_code
+    return (
+        "import os, pathlib, sys, time\n"
+        "up = pathlib.Path(sys.argv[1])\n"
+        "counted = up.with_suffix('.starts')\n"
+        "counted.open('ab').write(b'.')\n"
+        f"if counted.stat().st_size in {starts}:\n"
+        f"    os.kill(os.getpid(), {-code}) if {code} < 0 else os._exit({code})\n"
+        "up.touch()\n"
+        "time.sleep(60)\n"
+    )
+
+
+async def test_a_process_that_never_answers_for_a_signal_is_given_up(
+    member: Callable[..., SupervisedProcess], reaper: Reaper
+) -> None:
+    said: list[str] = []
+    error = await fails(member("import os; os.kill(os.getpid(), 9)"), reaper, said, QUICK)
+    assert isinstance(error, ServiceFailed)
+    assert "signal 9 (SIGKILL) before it was ready again after 2 restarts" in str(error)
+    assert "memory" in error.hint
+    assert len(said) == 2
+
+
+async def test_a_reason_that_the_process_names_is_shown_at_its_restart(
+    member: Callable[..., SupervisedProcess], reaper: Reaper
+) -> None:
+    said: list[str] = []
+    program = f"import os, sys; print('Error: no port', file=sys.stderr); sys.stderr.flush(); os._exit({AGAIN})"
+    error = await fails(member(program), reaper, said, QUICK)
+    assert "Error: no port" in str(error)
+    assert all("Error: no port; restarting" in line for line in said)
+    assert len(said) == 2
+
+
+async def test_a_process_that_no_longer_gets_ready_is_killed_and_started_again(
+    member: Callable[..., SupervisedProcess], reaper: Reaper
+) -> None:
+    """It has been ready before, so a start that takes too long is a hang."""
+    said, starts = list[str](), list[float]()
+    one = member("import pathlib, sys, time; sys.argv[2:] or pathlib.Path(sys.argv[1]).touch(); time.sleep(60)")
+    silent = dataclasses.replace(one.spec, command=(*one.spec.command, "silent"))
+
+    def prepare() -> None:
+        """Let the second start never answer."""
+        one.prepare()
+        starts.append(0.2 if len(starts) == 1 else one.start_s)
+        if len(starts) > 1:
+            spec = silent if len(starts) == 2 else one.spec
+            kept.member = dataclasses.replace(kept.member, spec=spec, start_s=starts[-1])
+
+    async with keep_running([dataclasses.replace(one, prepare=prepare)], reaper, said.append, QUICK) as (kept,):
+        os.kill(pid_of(kept), signal.SIGKILL)
+        await until(lambda: len(starts) == 3 and is_alive(pid_of(kept)))
+    assert said[1:] == ["child did not answer within 0.2 s; restarting it in 0.02 s"]
 
 
 async def test_what_is_killed_on_request_is_not_started_again(
@@ -292,7 +367,7 @@ async def test_a_process_that_no_longer_answers_is_killed_and_started_again(reap
             while not await answers():
                 await asyncio.sleep(0.05)
         assert not is_alive(first)
-    end = "web ended with signal 9 after 1.5 s without an answer"
+    end = "web ended with signal 9 (SIGKILL) after 1.5 s without an answer"
     assert said == ["web has not answered for 1.5 s; killing it", f"{end}; restarting it in 0.01 s"]
     assert [str(one) for one in kept.ends] == [end]
 

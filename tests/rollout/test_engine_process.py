@@ -24,8 +24,9 @@ from services.rollout.engines.base import EngineSpec, StagedWeights
 from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.engines.sglang_jax.link import frame
 from services.rollout.weights.updater import WeightUpdater
-from shared.errors import Unavailable
+from shared.errors import ConfigError, EngineDied, Unavailable, VolleyError
 from shared.models.config import ModelConfig
+from shared.process.exit_codes import AGAIN, FAILED, REFUSED, exit_code
 from shared.process.ports import free_port
 from tests.rollout.server import wait_until
 from tests.support import models
@@ -120,7 +121,7 @@ def test_the_service_ends_when_its_engine_is_killed(tmp_path: Path, op: str) -> 
         engine = server.engine
         server.reach(op)
         os.kill(engine, signal.SIGKILL)
-        assert server.process.wait(20) == 1
+        assert server.process.wait(20) == AGAIN
 
 
 def test_a_stopped_engine_is_not_routed_to_and_then_replaced(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_a_stopped_engine_is_not_routed_to_and_then_replaced(tmp_path: Path) -> 
         server.reach("generate")
         engine = server.engine
         os.kill(engine, signal.SIGSTOP)
-        assert server.process.wait(30) == 1
+        assert server.process.wait(30) == AGAIN
         assert not lives(engine)
 
 
@@ -186,6 +187,26 @@ async def test_weights_that_nobody_waits_for_are_forgotten(tmp_path: Path, monke
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.stage(StagedWeights(str(tmp_path), VERSION)), 0.2)
         await asyncio.to_thread(wait_until, (model / "reached-forget").exists)
+
+
+@pytest.mark.parametrize(
+    ("fails", "kind", "code", "words"),
+    [
+        ("signal", EngineDied, AGAIN, r"signal 9 \(SIGKILL\)"),
+        ("device", EngineDied, AGAIN, "CUDA_ERROR_ILLEGAL_INSTRUCTION"),
+        ("configuration", ConfigError, REFUSED, "the pool does not fit"),
+        ("defect", VolleyError, FAILED, "RuntimeError: a defect"),
+    ],
+)
+async def test_an_engine_that_cannot_boot_says_whether_another_start_may_succeed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, kind: type[VolleyError], code: int, words: str
+) -> None:
+    monkeypatch.setenv("FAILS", fails)
+    model = models.write_hf(tmp_path / "model", CONFIG)
+    with pytest.raises(VolleyError, match=words) as failed:
+        async with open_engine(EngineSpec(str(model), load_weights=False), "tests.rollout.failing_worker"):
+            pass
+    assert (type(failed.value), exit_code(failed.value)) == (kind, code)
 
 
 TALKING = """

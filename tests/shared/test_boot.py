@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.process.exit_codes import AGAIN
 from shared.process.ports import free_port
 from tests.support.net import wait_http
 
@@ -192,6 +193,6 @@ def test_a_taken_port_is_one_line(tmp_path):
             encoding="utf-8",
             timeout=60,
         )
-    assert done.returncode == 2
+    assert done.returncode == AGAIN
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

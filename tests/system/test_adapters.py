@@ -28,7 +28,7 @@ def test_a_run_of_adapters_survives_its_trainer_and_its_server(tmp_path: Path) -
         for step, victim in enumerate(("trainer", "rollout"), start=1):
             run.wait_for(rf"^step +{step}/{N_STEPS}", 300)
             run.kill(victim)
-            run.wait_for(rf"^{victim}(-0)? ended with signal 9; restarting", 60)
+            run.wait_for(rf"^{victim}(-0)? ended with signal 9 \(SIGKILL\); restarting", 60)
         assert run.wait(400) == 0, run.text()
     result = verify(run.folder)
     assert result["ok"], result["violations"]

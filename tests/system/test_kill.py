@@ -19,7 +19,7 @@ def test_a_run_survives_the_loss_of_each_service(tmp_path: Path) -> None:
         for step, victim in enumerate(("trainer", "orchestrator", "redis", "rollout"), start=1):
             run.wait_for(rf"^step +{step}/{N_STEPS}", 300)
             run.kill(victim)
-            run.wait_for(rf"^{victim}(-0)? ended with signal 9; restarting", 60)
+            run.wait_for(rf"^{victim}(-0)? ended with signal 9 \(SIGKILL\); restarting", 60)
         assert run.wait(400) == 0, run.text()
         assert run.leftovers() == []
     result = verify(run.folder)

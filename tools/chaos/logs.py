@@ -8,13 +8,14 @@ from pathlib import Path
 
 from shared.errors import VolleyError
 from shared.process.events import CRASHED, FORCED, parse
+from shared.process.exit_codes import AGAIN, FAILED
 from volley.local.supervisor import ProcessEnd
 
 _TRACEBACK = "Traceback (most recent call last):"
 _BORDER = " |+-"
 """Frame that Python draws around the tracebacks of an exception group."""
-_EXPECTED = (-signal.SIGKILL, 1)
-"""Exit codes of injected kills, and of ends that the logs explain: 1 is also that of a VolleyError."""
+_EXPECTED = (-signal.SIGKILL, FAILED, AGAIN)
+"""Exit codes of injected kills, and of ends that the logs explain."""
 
 
 def crashes(folder: Path) -> list[str]:

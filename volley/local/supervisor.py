@@ -1,7 +1,9 @@
 """Keep processes running: restart those that crash or hang, stop all at the end.
 
-- A process that ends before its first answer, or with exit code 2 (a wrong configuration), ends the run.
-- A process that ends later is restarted after a growing pause, within the bounds of `RestartPolicy`.
+- A process that ends with exit code 2 (a wrong configuration) ends the run.
+- So does one that has never answered and ends by an error of its own, or does not answer in time.
+- Any other process that ends is restarted after a growing pause, within the bounds of `RestartPolicy`: also one that a
+  signal ends, or that lacks something for now (`exit_codes.AGAIN`), before its first answer.
 - A process that no longer answers is killed; this counts as a crash.
 - At its end the context stops all processes concurrently, each within its grace.
 """
@@ -9,6 +11,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -17,10 +20,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shared.errors import ConfigError, VolleyError
+from shared.process.exit_codes import AGAIN, REFUSED, describe, signal_of
 from volley.local.processes import Child, ProcessSpec, Reaper, last_error
 
 _PROBE_EVERY_S = 0.2
-_CONFIG_EXIT = 2
+_KILLED = "the kernel kills processes in this way when memory runs out: look into its log, and at the memory of this run"
 
 type Probe = Callable[[], Awaitable[bool]]
 type Say = Callable[[str], None]
@@ -55,12 +59,14 @@ class RestartPolicy:
 
     A process is restarted at most `restarts` times in `window_s` seconds of service without progress of the run.
     Startup time does not count: a process that starts slowly and then crashes at once is also given up. A process that
-    fails rarely, or a run that makes steps between failures, is restarted without limit. The first restart comes after
-    `pause_s` seconds, each further one in the window after twice as long, at most `longest_pause_s`. A process is
-    probed every `probe_s` seconds, and killed after `hung_s` seconds without an answer.
+    fails rarely, or a run that makes steps between failures, is restarted without limit. One that has never answered is
+    restarted at most `first_restarts` times. The first restart comes after `pause_s` seconds, each further one in the
+    window after twice as long, at most `longest_pause_s`. A process is probed every `probe_s` seconds, and killed after
+    `hung_s` seconds without an answer.
     """
 
     restarts: int = 5
+    first_restarts: int = 2
     window_s: float = 600.0
     pause_s: float = 0.5
     longest_pause_s: float = 30.0
@@ -73,7 +79,8 @@ class SupervisedProcess:
     """One process to keep running.
 
     `probe` tells if it answers. `start_s`: seconds until its first answer. `prepare` is called before each start.
-    `mend` is called when the process ended before its first answer; if it returns True, the process is started again.
+    `mend` is called when the process ended by an error of its own before its first answer; if it returns True, the
+    process is started again.
     """
 
     spec: ProcessSpec
@@ -88,15 +95,24 @@ class ProcessEnd:
     """Unexpected end of a process.
 
     `code`: exit code, negative for a signal. `hung_s`: set if it was killed after so many seconds without an answer.
+    `answered`: False if it ended before its first answer.
     """
 
     name: str
     code: int
     hung_s: float | None = None
+    answered: bool = True
+
+    @property
+    def is_outage(self) -> bool:
+        """True if the cause lies outside of the process, or passes, so that another start may succeed."""
+        return self.hung_s is None and (self.code == AGAIN or signal_of(self.code) is not None)
 
     def __str__(self) -> str:
+        if not self.answered and self.hung_s is not None:
+            return f"{self.name} did not answer within {self.hung_s:g} s"
         silence = "" if self.hung_s is None else f" after {self.hung_s:g} s without an answer"
-        return f"{self.name} ended with {_describe(self.code)}{silence}"
+        return f"{self.name} ended with {describe(self.code)}{silence}{'' if self.answered else ' before it was ready'}"
 
 
 class Supervision:
@@ -133,8 +149,7 @@ class Supervision:
             self.member.prepare()
             self.child = child = await Child.start(self.member.spec, self._reaper)
             try:
-                answered = await self._until_up(child)
-                end = await self._until_end(child)
+                end = await self._until_up(child) or await self._until_end(child)
             except asyncio.CancelledError:
                 self._seen(self.name, "stopping")
                 raise
@@ -143,21 +158,23 @@ class Supervision:
                 self._seen(self.name, "down")
             if self._reaper.closed:
                 return
-            if answered or not self.member.mend():
+            if end.answered or end.is_outage or not self.member.mend():
                 await self._before_restart(child, end)
 
-    async def _until_up(self, child: Child) -> bool:
-        """Wait until the process answers; False if it ends first."""
-        deadline = time.monotonic() + self.member.start_s
+    async def _until_up(self, child: Child) -> ProcessEnd | None:
+        """Wait until the process answers; return its end if it ends first. Kill it if it does not answer in time."""
+        deadline, hung_s = time.monotonic() + self.member.start_s, None
         while child.exit_code is None and not await self.member.probe():
             if time.monotonic() > deadline:
-                raise ServiceFailed(f"{self.name} did not answer within {self.member.start_s:g} s{_log_end(child)}")
+                hung_s = self.member.start_s
+                child.kill()
+                await child.wait()
             await asyncio.sleep(_PROBE_EVERY_S)
         if child.exit_code is not None:
-            return False
+            return ProcessEnd(self.name, child.exit_code, hung_s, answered=False)
         self.up.set()
         self._seen(self.name, "up")
-        return True
+        return None
 
     async def _until_end(self, child: Child) -> ProcessEnd:
         """Wait until the process ends, kill it if it hangs, and add its service time."""
@@ -188,17 +205,23 @@ class Supervision:
             return False
 
     async def _before_restart(self, child: Child, end: ProcessEnd) -> None:
-        if end.code == _CONFIG_EXIT:
+        if end.code == REFUSED:
             raise ConfigError(last_error(child.spec.log, child.log_start) or f"{self.name} refuses its configuration")
-        if not self.up.is_set():
-            raise ServiceFailed(f"{end} before it was ready{_log_end(child)}")
+        if not (self.up.is_set() or end.is_outage):
+            raise ServiceFailed(f"{end}{_log_end(child)}")
         self.ends.append(end)
         pause_s = self._next_pause_s()
         if pause_s is None:
-            bound = f"{self._patience.restarts} restarts in {self._patience.window_s:g} s of service without progress"
-            raise ServiceFailed(f"{end} again after {bound}{_log_end(child)}")
-        self._say(f"{end}; restarting it in {pause_s:g} s")
+            raise ServiceFailed(f"{end} again after {self._bound()}{_log_end(child)}", _hint(end))
+        found = last_error(child.spec.log, child.log_start) if end.code > 0 else ""
+        self._say(f"{end}{found and f': {found}'}; restarting it in {pause_s:g} s")
         await asyncio.sleep(pause_s)
+
+    def _bound(self) -> str:
+        """Describe how often the process has been restarted."""
+        if not self.up.is_set():
+            return f"{self._patience.first_restarts} restarts"
+        return f"{self._patience.restarts} restarts in {self._patience.window_s:g} s of service without progress"
 
     def _next_pause_s(self) -> float | None:
         """Seconds before the next restart; None if the restarts are used up."""
@@ -206,7 +229,8 @@ class Supervision:
         while recent and self._served_s - recent[0][0] > patience.window_s:
             recent.popleft()
         progress = max([self._progress(), *(at for _, at in recent)])  # redone steps are no progress
-        if sum(at == progress for _, at in recent) >= patience.restarts:
+        most = patience.restarts if self.up.is_set() else patience.first_restarts
+        if sum(at == progress for _, at in recent) >= most:
             return None
         recent.append((self._served_s, progress))
         return min(patience.longest_pause_s, patience.pause_s * 2.0 ** min(len(recent) - 1, 32))
@@ -245,5 +269,5 @@ def _log_end(child: Child) -> str:
     return f": {found} (log: {child.spec.log})" if found else f" (log: {child.spec.log})"
 
 
-def _describe(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
+def _hint(end: ProcessEnd) -> str:
+    return _KILLED if end.hung_s is None and signal_of(end.code) == signal.SIGKILL else ""

@@ -31,6 +31,7 @@ from shared.errors import (
     problem,
 )
 from shared.process import telemetry
+from shared.process.exit_codes import exit_code
 from shared.process.ports import hold_free, host_problem
 
 _ASSEMBLE_S = 2.0
@@ -56,7 +57,7 @@ def end_process(error: VolleyError) -> NoReturn:
     that is not durable, as after a kill.
     """
     _log.error("this incarnation of the trainer ends", error=type(error).__name__, detail=str(error))
-    os._exit(1)
+    os._exit(exit_code(error))
 
 
 class Leader:

@@ -45,8 +45,9 @@ from services.rollout.engines.base import (
 )
 from services.rollout.engines.sglang_jax.link import BEAT_S, Message, frame, split
 from services.rollout.engines.sglang_jax.model_files import check_split, normalised
-from shared.errors import Conflict, EngineDied, NotReady, Unavailable, from_problem
+from shared.errors import Conflict, EngineDied, NotReady, Unavailable, VolleyError, from_problem
 from shared.models.config import ModelConfig
+from shared.process.exit_codes import describe
 from shared.routing import from_wire
 from shared.types import VersionSpan
 
@@ -85,7 +86,7 @@ class SglangEngine(asyncio.Protocol):
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closing = False
         self._missed = -_PYTHON_START_BEATS
-        self._cause = ""
+        self._cause: VolleyError | None = None
         self._has_weights = False
 
     @property
@@ -187,7 +188,10 @@ class SglangEngine(asyncio.Protocol):
     # --- the link ---------------------------------------------------------------------------------------------------
 
     async def start(self, spec: EngineSpec) -> None:
-        """Send the spec and wait until the engine is up. Raises EngineDied with its reason."""
+        """Send the spec and wait until the engine is up.
+
+        Raises the error that ended the engine, or EngineDied if it ended without one.
+        """
         self._has_weights = spec.load_weights
         self._send({"op": "start", "spec": dataclasses.asdict(spec)})
         try:
@@ -197,6 +201,10 @@ class SglangEngine(asyncio.Protocol):
             raise EngineDied(
                 f"the engine did not start within {BOOT_S:g} s", "its log says what it was doing"
             ) from None
+        except EngineDied:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its exit code comes after the end of the link
+                await asyncio.to_thread(self._process.wait, CLOSE_GRACE_S)
+            raise self._death() if self._cause is None or self._cause.outage else self._cause from None
 
     async def _attend(self, future: asyncio.Future[Any]) -> None:
         """Wait for `future`; kill the process once it has been silent for `SILENCE_S`.
@@ -207,7 +215,7 @@ class SglangEngine(asyncio.Protocol):
         while not (await asyncio.wait({future}, timeout=BEAT_S))[0]:
             self._missed += 1
             if self.silent_s >= SILENCE_S:
-                self._cause = f"it was silent for {self.silent_s:g} s and was killed"
+                self._cause = EngineDied(f"it was silent for {self.silent_s:g} s and was killed")
                 self._process.kill()
         future.result()
 
@@ -252,7 +260,7 @@ class SglangEngine(asyncio.Protocol):
                 info = {k: tuple(v) if isinstance(v, list) else v for k, v in message["info"].items()}
                 self._ready.set_result(EngineInfo(**info))
             case "fatal":
-                self._cause = message["detail"]
+                self._cause = from_problem(500, message["error"])
             case other:
                 raise AssertionError(f"unknown message {other!r}")
 
@@ -274,7 +282,8 @@ class SglangEngine(asyncio.Protocol):
 
     def _death(self) -> EngineDied:
         code = self._process.poll()
-        cause = self._cause or (f"exit code {code}" if code is not None else "it closed the link")
+        ended = "it closed the link" if code is None else describe(code)
+        cause = ended if self._cause is None else self._cause.detail
         return EngineDied(f"the engine's process {self._process.pid} is gone: {cause}", "restart the server")
 
     async def _call(self, op: str, **fields: Any) -> Any:
@@ -309,8 +318,8 @@ class SglangEngine(asyncio.Protocol):
 async def open_engine(spec: EngineSpec, module: str = WORKER) -> AsyncIterator[SglangEngine]:
     """Start an engine whose process runs `module`; leaving the block ends the process.
 
-    Raises ConfigError for a model that is not supported, or not over so many devices; EngineDied, with the engine's own
-    reason, if it cannot start.
+    Raises ConfigError for a model that is not supported, or not over so many devices; EngineDied if its process ends or
+    its device fails before it is up; VolleyError for another error of the engine.
     """
     check_split(ModelConfig.read(Path(spec.model_path)), spec.tp_size)
     with normalised(Path(spec.model_path), weights=spec.load_weights) as folder:

@@ -25,7 +25,7 @@ from services.rollout.engines.arrays.arrival import Arrival
 from services.rollout.engines.base import BASE_VERSION, EngineSpec, StagedBase, StagedWeights
 from services.rollout.engines.probe import check_probe
 from services.rollout.engines.sglang_jax.link import BEAT_S, EngineLink, Message, ServiceGone
-from shared.errors import Conflict, InputError, OutOfMemory, VolleyError, WeightsError, problem
+from shared.errors import Conflict, EngineDied, InputError, OutOfMemory, VolleyError, WeightsError, problem
 from shared.process.imports import uncollected
 from shared.process.telemetry import Log, configure
 from shared.run.checkpoint_files import ManifestFile, ManifestLeaf
@@ -330,8 +330,21 @@ def main(fd: int) -> int:
     except Exception as error:
         log.exception("engine died")
         with contextlib.suppress(ServiceGone):
-            link.send({"op": "fatal", "detail": f"{type(error).__name__}: {error}"})
+            link.send({"op": "fatal", "error": problem(_named(error))})
         return 1
+
+
+def _named(error: Exception) -> VolleyError:
+    """Name the error for the service: one of a device need not come again, another that is foreign is a defect."""
+    if isinstance(error, VolleyError):
+        return error
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, RuntimeError):
+        from jax.errors import JaxRuntimeError
+
+        if isinstance(error, JaxRuntimeError):
+            return EngineDied(text)
+    return VolleyError(text)
 
 
 def _boot(spec: EngineSpec, link: EngineLink) -> tuple[EngineWorker, Message]:
