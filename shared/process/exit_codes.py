@@ -13,6 +13,7 @@ REFUSED = 2
 """The configuration is wrong: another start cannot succeed."""
 AGAIN = 75
 """Something that the service needs is gone for now; sysexits.h calls this code EX_TEMPFAIL."""
+SIGKILL_HINT = "the kernel ends processes with this signal when memory runs out: see how much is left on this machine"
 
 
 def exit_code(error: BaseException) -> int:

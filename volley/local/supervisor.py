@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shared.errors import ConfigError, VolleyError
-from shared.process.exit_codes import AGAIN, REFUSED, describe, signal_of
+from shared.process.exit_codes import AGAIN, REFUSED, SIGKILL_HINT, describe, signal_of
 from volley.local.processes import Child, ProcessSpec, Reaper, last_error
 
 _PROBE_EVERY_S = 0.2
-_KILLED = "the kernel kills processes in this way when memory runs out: look into its log, and at the memory of this run"
 
 type Probe = Callable[[], Awaitable[bool]]
 type Say = Callable[[str], None]
@@ -212,7 +211,7 @@ class Supervision:
         self.ends.append(end)
         pause_s = self._next_pause_s()
         if pause_s is None:
-            raise ServiceFailed(f"{end} again after {self._bound()}{_log_end(child)}", _hint(end))
+            raise ServiceFailed(f"{end}, after {self._bound()}{_log_end(child)}", _hint(end))
         found = last_error(child.spec.log, child.log_start) if end.code > 0 else ""
         self._say(f"{end}{found and f': {found}'}; restarting it in {pause_s:g} s")
         await asyncio.sleep(pause_s)
@@ -270,4 +269,4 @@ def _log_end(child: Child) -> str:
 
 
 def _hint(end: ProcessEnd) -> str:
-    return _KILLED if end.hung_s is None and signal_of(end.code) == signal.SIGKILL else ""
+    return SIGKILL_HINT if end.hung_s is None and signal_of(end.code) == signal.SIGKILL else ""

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -47,7 +48,7 @@ from services.rollout.engines.sglang_jax.link import BEAT_S, Message, frame, spl
 from services.rollout.engines.sglang_jax.model_files import check_split, normalised
 from shared.errors import Conflict, EngineDied, NotReady, Unavailable, VolleyError, from_problem
 from shared.models.config import ModelConfig
-from shared.process.exit_codes import describe
+from shared.process.exit_codes import SIGKILL_HINT, describe
 from shared.routing import from_wire
 from shared.types import VersionSpan
 
@@ -284,7 +285,8 @@ class SglangEngine(asyncio.Protocol):
         code = self._process.poll()
         ended = "it closed the link" if code is None else describe(code)
         cause = ended if self._cause is None else self._cause.detail
-        return EngineDied(f"the engine's process {self._process.pid} is gone: {cause}", "restart the server")
+        hint = SIGKILL_HINT if self._cause is None and code == -signal.SIGKILL else "restart the server"
+        return EngineDied(f"the engine's process {self._process.pid} is gone: {cause}", hint)
 
     async def _call(self, op: str, **fields: Any) -> Any:
         return await self._numbered(next(self._numbers), op, **fields)
