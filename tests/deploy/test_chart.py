@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shared import config
+from shared import boot, config
 from shared.services import SERVICES
 from tests.deploy.test_values import CHART, ROOT, VALUES, values_of
 from tests.support import foreign, helm_render
@@ -50,6 +50,14 @@ REFUSED: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
     "a claim that is not used": ({"trainer": {"storage": {"claim": "runs"}}}, ["trainer.storage.claim=runs"]),
     "no replicas": ({"rollout": {"replicas": 0}}, ["/rollout/replicas", "minimum"]),
     "value set to null": ({"trainer": {"storage": None}}, ["/trainer", "storage"]),
+    "bucket that Volley refuses": ({"config": {"run": {"bucket": "gs://b/p q"}}}, ["config.run.bucket=gs://b/p q"]),
+    "bucket that is a number": ({"config": {"run": {"bucket": 5}}}, ["/config/run/bucket"]),
+    "service without keys": ({"config": {"services": {"env": "x"}}}, ["/config/services/env"]),
+    "label of a selector": ({"env": {"podLabels": {"app.kubernetes.io/component": "x"}}}, ["component"]),
+    "folder that the chart sets": (
+        {"config": {"services": {"env": {"folder": "/data"}}}},
+        ["config.services.env.folder"],
+    ),
     "unknown value": ({"rollout": {"autoscale": True}}, ["/rollout", "autoscale"]),
     "autoscaler without Prometheus": ({"rollout": {"autoscaling": {"enabled": True}}}, ["autoscaling.prometheus"]),
     "autoscaler upside down": (
@@ -66,10 +74,63 @@ REFUSED: dict[str, tuple[dict[str, Any], Sequence[str]]] = {
 }
 
 
-def render(cases: Mapping[str, Any], releases: Sequence[str] = (), apiserver: str | None = None) -> dict[str, Any]:
+ODD: dict[str, Any] = {
+    "imagePullSecrets": [{"name": "1e7"}],
+    "images": {"base": "registry:5000/base@sha256:" + "0" * 64, "redis": "8"},
+    "config": {
+        "run": {"name": "1e7", "bucket": "s3://bucket/007/"},
+        "services": {"limits": {"grace_s": 600}},
+        "trainer": {"max_steps": 10_000_000, "optimizer_config": {"learning_rate": 1e-6}},
+        "data": {"env_config": {"text": "{{ .Values }}: 'a' \"b\"\n# c\n", "flag": "yes"}},
+    },
+    "secrets": {"existingSecret": "0x10"},
+    "redis": {"storage": {"size": "100k", "class": "1_000"}},
+    "env": {
+        "storage": {"size": "1e10"},
+        "podAnnotations": {"note": "a: 'b' # \"c\"\n{{ .Release.Name }}", "empty": ""},
+        "securityContext": {"readOnlyRootFilesystem": False, "capabilities": {"add": ["SYS_RESOURCE"]}},
+        "resources": {"limits": {"cpu": 0.5, "memory": 4_000_000_000}},
+        "startSeconds": 10_000_000,
+    },
+    "trainer": {
+        "backoffLimit": 10_000_000,
+        "kueueQueue": "123",
+        "extraEnv": [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "mine", "key": "token"}}}],
+        "jobset": {"enabled": True, "exclusiveTopology": "a: b, c"},
+        "storage": {"kind": "shared", "claim": "0b1"},
+        "hosts": 2,
+        "slices": 1000,
+    },
+    "rollout": {
+        "kueueQueue": "true",
+        "cache": {"claim": "1e7"},
+        "autoscaling": {
+            "enabled": True,
+            "maxReplicas": 1_000_000,
+            "targetRequests": 1_000_000,
+            "prometheus": "https://p/#a",
+            "query": 'sum(a{b="c\\n"})',
+            "authentication": "007",
+        },
+    },
+    "protectFromEviction": True,
+    "networkPolicy": {"prometheusNamespace": "123"},
+    "monitoring": {"podMonitor": True, "rules": True, "grafana": True, "labels": {"release": "1"}},
+}
+"""Values that YAML would read as something else if a template wrote them without quotes."""
+
+
+def render(
+    cases: Mapping[str, Any],
+    releases: Sequence[str] = (),
+    apiserver: str | None = None,
+    name: str = "run",
+    namespace: str = "team",
+) -> dict[str, Any]:
     """Answer of `helm_render`; objects are checked against these releases of Kubernetes."""
     python = foreign.environment("helm", helm_render.REQUIREMENTS)
     asked = {"chart": str(CHART), "cases": cases, "releases": releases, "schemas": SCHEMAS, "apiserver": apiserver}
+    asked |= {"name": name, "namespace": namespace}
     done = subprocess.run(
         [python, helm_render.__file__],
         input=json.dumps(asked),
@@ -274,6 +335,88 @@ def test_each_process_of_a_trainer_gets_its_number(
                 ).stdout
                 assert followed.startswith("volley follow --config")
     assert numbers == list(range(8))
+
+
+@pytest.fixture(scope="module")
+def odd() -> list[dict[str, Any]]:
+    """Objects of odd values, of a release and a namespace that YAML reads as numbers."""
+    answer = render({"odd": ODD}, (RELEASES[0], RELEASES[-1]), name="1e7", namespace="0777")["odd"]
+    assert answer.get("faults") == [], answer
+    return answer["objects"]
+
+
+def test_odd_values_arrive_as_they_are(odd: list[dict[str, Any]], tmp_path: Path) -> None:
+    assert {made["metadata"]["namespace"] for made in odd} == {"0777"}
+    for pod in pods(odd):
+        assert pod["metadata"]["labels"]["app.kubernetes.io/instance"] == "1e7"
+        assert isinstance(pod["metadata"]["annotations"].get("checksum/config", ""), str)
+    found = by_name(odd)
+    assert found["env"]["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": False,
+        "capabilities": {"add": ["SYS_RESOURCE"], "drop": ["ALL"]},
+    }
+    assert found["rollout"]["securityContext"]["readOnlyRootFilesystem"]
+    (env,) = (one for one in of_kind(odd, "Deployment") if one["metadata"]["name"].endswith("-env"))
+    assert env["spec"]["progressDeadlineSeconds"] > 10_000_000
+    assert env["spec"]["template"]["metadata"]["annotations"]["note"] == ODD["env"]["podAnnotations"]["note"]
+    (jobset,) = of_kind(odd, "JobSet")
+    assert jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] == 10_000_000
+    assert jobset["metadata"]["annotations"] == {"alpha.jobset.sigs.k8s.io/exclusive-topology": "a: b, c"}
+    (scaled,) = of_kind(odd, "ScaledObject")
+    trigger = scaled["spec"]["triggers"][0]["metadata"]
+    assert trigger == {"serverAddress": "https://p/#a", "query": 'sum(a{b="c\\n"})', "threshold": "1000000"}
+    _layers((ODD, odd), tmp_path)
+    loaded = _load(found["check"]["command"], tmp_path).config
+    assert (loaded.run.name, loaded.run.bucket) == ("1e7", "s3://bucket/007")
+    assert (loaded.trainer.max_steps, loaded.trainer.optimizer_config.learning_rate) == (10_000_000, 1e-6)
+    assert ODD["config"]["data"]["env_config"].items() <= loaded.data.env_config.items()
+    assert loaded.services.trainer.num_processes == 2000
+
+
+def test_names_begin_with_a_letter_and_have_no_dots() -> None:
+    starts = {"1e7": "volley-1e7", "a.b": "a-b-volley", "0.volley": "volley-0-volley", "a" * 53: "a" * 26}
+    starts |= {"a" * 25 + "--b": "a" * 25}
+    for release, start in starts.items():
+        made = render({"": {}}, name=release)[""]["objects"]
+        assert {one["metadata"]["name"] for one in of_kind(made, "Service")} == {
+            f"{start}-{name}" for name in ("redis", "env", "orchestrator", "trainer")
+        }
+
+
+def test_all_containers_that_read_the_configuration_have_the_variables_it_may_name(odd: list[dict[str, Any]]) -> None:
+    found = by_name(odd)
+    for name in ("check", "trainer", "report"):
+        assert [one for one in found[name]["env"] if one["name"] == "TOKEN"] == ODD["trainer"]["extraEnv"]
+
+
+def test_grace_follows_the_configuration(odd: list[dict[str, Any]]) -> None:
+    for pod in pods(odd):
+        if pod["metadata"]["labels"]["app.kubernetes.io/component"] != "redis":
+            assert pod["spec"]["terminationGracePeriodSeconds"] >= 600 + boot.CLEANUP_S
+
+
+@pytest.mark.parametrize(
+    ("url", "rule"),
+    [
+        ("redis://10.0.0.5:6380/1", {"port": 6380, "cidr": "10.0.0.5/32"}),
+        ("rediss://10.0.0.5", {"port": 6379, "cidr": "10.0.0.5/32"}),
+        ("rediss://redis.example.com:6380", {"port": 6380}),
+        ("redis://[fd00::1]", {"port": 6379}),
+    ],
+)
+def test_services_may_call_a_redis_elsewhere(url: str, rule: dict[str, Any]) -> None:
+    values = {"redis": {"enabled": False, "url": url}, "networkPolicy": {"egress": []}}
+    objects = render({"": values})[""]["objects"]
+    asked: dict[str, Any] = {"ports": [{"port": rule["port"], "protocol": "TCP"}]}
+    if "cidr" in rule:
+        asked["to"] = [{"ipBlock": {"cidr": rule["cidr"]}}]
+    allowed = {
+        one["metadata"]["labels"]["app.kubernetes.io/component"]
+        for one in of_kind(objects, "NetworkPolicy")
+        if asked in one["spec"]["egress"]
+    }
+    assert allowed == {"rollout", "orchestrator", "trainer"}
 
 
 def test_autoscaler_asks_for_a_metric_that_rollout_servers_have(

@@ -1,8 +1,8 @@
 """Render a chart with Helm's own code and check its objects. Runs in an environment with `REQUIREMENTS`, not in ours.
 
 Standard input is JSON: `chart` (folder), `cases` (values by name), `releases` (of Kubernetes), `schemas` (of other
-objects: kind -> release -> JSON schema) and `apiserver` (URL, or null if there is no cluster to look into). Standard
-output gives for each case `error`, or `objects` and their `faults`.
+objects: kind -> release -> JSON schema), `apiserver` (URL, or null if there is no cluster to look into), and `name` and
+`namespace` of the chart's release. Standard output gives for each case `error`, or `objects` and their `faults`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     render = functools.partial(helm_python.Config(kube_apiserver=url).render, chart) if url else chart.render
     for name, values in asked["cases"].items():
         try:
-            files = render(values, name="run", namespace="team")
+            files = render(values, name=asked["name"], namespace=asked["namespace"])
         except helm_python.HelmError as error:
             answers[name] = {"error": str(error)}
             continue

@@ -1,5 +1,8 @@
+{{- /* Start of all names. Names of Services begin with a letter and have no dots; those of releases need not. */ -}}
 {{- define "volley.name" -}}
-{{- contains "volley" .Release.Name | ternary .Release.Name (printf "%s-volley" .Release.Name) | trunc 26 | trimSuffix "-" -}}
+{{- $name := replace "." "-" .Release.Name }}
+{{- if regexMatch "^[0-9]" $name }}{{ $name = printf "volley-%s" $name }}{{ end }}
+{{- contains "volley" $name | ternary $name (printf "%s-volley" $name) | trunc 26 | regexFind "^.*[^-]" -}}
 {{- end }}
 
 {{- define "volley.secret" -}}
@@ -10,12 +13,12 @@
 {{ include "volley.selector" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | quote }}
 {{- end }}
 
 {{- define "volley.selector" -}}
 app.kubernetes.io/name: volley
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
@@ -26,7 +29,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- /* Metadata of an object: `component`, and a `suffix` of its name. */ -}}
 {{- define "volley.metadata" -}}
 name: {{ include "volley.name" .root }}-{{ .suffix | default .component }}
-namespace: {{ .root.Release.Namespace }}
+namespace: {{ .root.Release.Namespace | quote }}
 labels: {{- include "volley.labels" . | nindent 2 }}
 {{- end }}
 
@@ -37,7 +40,7 @@ labels:
 annotations:
   kubectl.kubernetes.io/default-container: {{ .component }}
   {{- if ne .component "redis" }}
-  checksum/config: {{ include "volley.layers" .root | sha256sum | trunc 16 }}  # another configuration restarts the Pod
+  checksum/config: {{ include "volley.layers" .root | sha256sum | trunc 16 | quote }}  # another configuration restarts the Pod
   {{- end }}
   {{- with .values.podAnnotations }}{{ toYaml . | nindent 2 }}{{ end }}
 {{- end }}
@@ -66,14 +69,22 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
 
 {{- /* Fields of a container: `image`, `values` of its component, `mounts` as a list. */ -}}
 {{- define "volley.container" -}}
-image: {{ index .root.Values.images .image }}
+image: {{ index .root.Values.images .image | quote }}
 imagePullPolicy: {{ .root.Values.imagePullPolicy }}
-securityContext:
-  {{- $base := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) }}
-  {{- toYaml (merge (.values.securityContext | default dict | deepCopy) $base) | nindent 2 }}
+securityContext: {{- include "volley.securityContext" .values | nindent 2 }}
 resources: {{- toYaml .values.resources | nindent 2 }}
 volumeMounts:
   {{- toYaml (concat .mounts (.values.extraVolumeMounts | default list)) | nindent 2 }}
+{{- end }}
+
+{{- /* `merge` would take a given `false` for missing. */ -}}
+{{- define "volley.securityContext" -}}
+{{- $given := .securityContext | default dict | deepCopy }}
+{{- range $key, $value := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" dict }}
+{{- if not (hasKey $given $key) }}{{ $given = set $given $key $value }}{{ end }}
+{{- end }}
+{{- if not (hasKey $given.capabilities "drop") }}{{ $_ := set $given.capabilities "drop" (list "ALL") }}{{ end }}
+{{- toYaml $given }}
 {{- end }}
 
 {{- /* A service's environment, port and probes. A start-up probe outlasts downloads and compilation. */ -}}
@@ -101,7 +112,7 @@ readinessProbe: {httpGet: {path: /ready, port: http}, periodSeconds: 5, timeoutS
 - {name: config, configMap: {name: {{ include "volley.name" .root }}-config}}
 - name: secrets
   secret:
-    secretName: {{ include "volley.secret" .root }}
+    secretName: {{ include "volley.secret" .root | quote }}
     defaultMode: 0440
     {{- with .secrets }}
     items: [{{ range $i, $key := . }}{{ if $i }}, {{ end }}{key: {{ $key }}, path: {{ $key }}}{{ end }}]
@@ -122,9 +133,9 @@ readinessProbe: {httpGet: {path: /ready, port: http}, periodSeconds: 5, timeoutS
 {{- define "volley.claimSpec" -}}
 accessModes: [ReadWriteOnce]
 {{- with .class }}
-storageClassName: {{ . }}
+storageClassName: {{ toJson . }}
 {{- end }}
-resources: {requests: {storage: {{ .size }}}}
+resources: {requests: {storage: {{ .size | quote }}}}
 {{- end }}
 
 {{- define "volley.processes" -}}
@@ -136,12 +147,17 @@ resources: {requests: {storage: {{ .size }}}}
 {{- add (ceil ($limits.grace_s | default 10)) 15 -}}
 {{- end }}
 
+{{- /* Seconds until a Deployment without a new ready Pod counts as failed: ten minutes to find a node, and the start. */ -}}
+{{- define "volley.progress" -}}
+{{- add .startSeconds 600 -}}
+{{- end }}
+
 {{- define "volley.layers" -}}
 run.yaml: |
   {{- toYaml .Values.config | nindent 2 }}
 cluster.yaml: |
   services:
-    redis_url: {{ .Values.redis.enabled | ternary (printf "redis://%s-redis:6379/0" (include "volley.name" .)) .Values.redis.url }}
+    redis_url: {{ .Values.redis.enabled | ternary (printf "redis://%s-redis:6379/0" (include "volley.name" .)) .Values.redis.url | toJson }}
     env: {url: "http://{{ include "volley.name" . }}-env:8101"}
     orchestrator: {url: "http://{{ include "volley.name" . }}-orchestrator:8103"}
     trainer:

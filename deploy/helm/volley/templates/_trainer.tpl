@@ -11,11 +11,11 @@ the dashboard run beside it and are restarted in place. */ -}}
 {{- $env = prepend $env (dict "name" "JOB_INDEX" "valueFrom" (dict "fieldRef" $index)) }}
 {{- end }}
 {{- $trainer := merge (dict "extraEnv" $env) (omit .values "extraEnv" "extraVolumeMounts" | deepCopy) }}
-backoffLimit: {{ .values.backoffLimit }}
+backoffLimit: {{ int .values.backoffLimit }}
 {{- if .many }}
 completionMode: Indexed
-completions: {{ .values.hosts }}
-parallelism: {{ .values.hosts }}
+completions: {{ int .values.hosts }}
+parallelism: {{ int .values.hosts }}
 successPolicy: {rules: [{succeededIndexes: "0"}]}
 {{- end }}
 podReplacementPolicy: Failed
@@ -30,6 +30,7 @@ template:
     initContainers:
       - name: check  # ends with an error that names the key if the configuration is wrong
         command: {{ include "volley.command" (dict "root" $root "start" (list "volley" "config" "show" "--set")) }}
+        env: {{ toJson $env }}
         {{- include "volley.container" (dict "root" $root "values" $root.Values.report "image" "base" "mounts" $mounts) | nindent 8 }}
       {{- if $root.Values.dashboard.enabled }}
       - name: dashboard
@@ -46,7 +47,7 @@ template:
           - sh
           - -c
           - |
-            process=$((JOB_INDEX * {{ .values.hosts }} + JOB_COMPLETION_INDEX))
+            process=$((JOB_INDEX * {{ int .values.hosts }} + JOB_COMPLETION_INDEX))
             if [ $process = 0 ]; then at=$POD_IP; else at={{ include "volley.name" $root }}-trainer; fi
             exec python -m services.trainer {{ include "volley.options" $root }} \
               services.trainer.process_id=$process services.trainer.coordinator_address=$at:8105
@@ -73,8 +74,8 @@ template:
     volumes:
       {{- include "volley.commonVolumes" . | nindent 6 }}
       {{- if eq $storage.kind "bucket" }}
-      - {name: runs, emptyDir: {sizeLimit: {{ $storage.size }}}}
+      - {name: runs, emptyDir: {sizeLimit: {{ $storage.size | quote }}}}
       {{- else }}
-      - {name: runs, persistentVolumeClaim: {claimName: {{ $storage.claim | default (printf "%s-trainer" (include "volley.name" $root)) }}}}
+      - {name: runs, persistentVolumeClaim: {claimName: {{ $storage.claim | default (printf "%s-trainer" (include "volley.name" $root)) | quote }}}}
       {{- end }}
 {{- end }}
