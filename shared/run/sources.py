@@ -14,7 +14,7 @@ import hashlib
 import io
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ _FILE = re.compile(r"(?P<path>.+\.(?:py|zip|whl))(?::(?P<entry>[A-Za-z_][\w.:]*)
 _IMPORT = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _SINCE = (1980, 1, 1, 0, 0, 0)
 _LEFT_OUT = ("__pycache__", ".git", ".venv")
+TASK_PARTS = ("environment", "tests", "solution", "steps")
+"""Folders of a Harbor task, whose files are all its own."""
+TASK_FILE = "task.toml"
+_TASKS_HINT = "make several environments of the tasks, and put large files into images (environment.docker_image)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,19 +152,31 @@ def _packed(path: Path) -> bytes:
     return _zipped(files, path, _declared(path))
 
 
-def _zipped(files: Mapping[str, Path], path: Path, more: Iterable[tuple[str, bytes]] = ()) -> bytes:
-    """Zip files reproducibly: equal files give equal bytes. Raises ConfigError, OSError."""
-    if len(files) > MAX_FILES or sum(file.stat().st_size for file in files.values()) > MAX_BYTES:
+def _zipped(
+    files: Mapping[str, Path], path: Path, more: Iterable[tuple[str, bytes]] = (), *, modes: bool = False
+) -> bytes:
+    """Zip files reproducibly: equal files give equal bytes. Raises ConfigError, OSError.
+
+    Args: modes: note which files are executable.
+    """
+    size = sum(file.stat().st_size for file in files.values())
+    if len(files) > MAX_FILES or size > MAX_BYTES:
         raise ConfigError(
-            f"{path} has more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB",
-            "move what the environment needs into a smaller package, or declare the large one as a dependency",
+            f"{path} has {len(files)} files and {size / 2**20:.1f} MiB; at most {MAX_FILES} files and "
+            f"{MAX_BYTES >> 20} MiB are packed",
+            _TASKS_HINT
+            if any(Path(name).name == TASK_FILE for name in files)
+            else "move what the environment needs into a smaller package, or declare the large one as a dependency",
         )
     import zipfile
 
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         for name, content in sorted([*((n, file.read_bytes()) for n, file in files.items()), *more]):
-            archive.writestr(zipfile.ZipInfo(name, _SINCE), content)
+            info = zipfile.ZipInfo(name, _SINCE)
+            if modes and files[name].stat().st_mode & 0o100:
+                info.external_attr = 0o100755 << 16
+            archive.writestr(info, content)
     return out.getvalue()
 
 
@@ -170,13 +186,36 @@ def packed_folder(folder: Path) -> bytes:
     Raises ConfigError naming what is missing, OSError.
     """
     files = dict(_files(folder))
-    if not any(_is_importable(name) or Path(name).name == "task.toml" for name in files):
+    if not any(_is_importable(name) or Path(name).name == TASK_FILE for name in files):
         raise ConfigError(
             f"{folder} holds no environment: no Python module or package at its top or in src/, and no task.toml",
             "name the folder of a project, of a package, or of Harbor tasks",
         )
-    is_nested = {"__init__.py", "task.toml"} & files.keys()
-    return _zipped({f"{folder.name}/{name}" if is_nested else name: file for name, file in files.items()}, folder)
+    files |= _task_files(folder, [Path(name).parent for name in files if Path(name).name == TASK_FILE])
+    is_nested = {"__init__.py", TASK_FILE} & files.keys()
+    named = {f"{folder.name}/{name}" if is_nested else name: file for name, file in files.items()}
+    return _zipped(named, folder, modes=True)
+
+
+def _task_files(folder: Path, tasks: Sequence[Path]) -> Mapping[str, Path]:
+    """Files of Harbor tasks that a package would leave out: repositories, and links to other files of the folder.
+
+    Raises ConfigError for any other link.
+    """
+    found = dict[str, Path]()
+    for file in folder.rglob("*") if tasks else ():
+        name = file.relative_to(folder)
+        is_part = any(name.is_relative_to(task) and name.relative_to(task).parts[0] in TASK_PARTS for task in tasks)
+        if not is_part and {*name.parts} & {*_LEFT_OUT}:
+            continue
+        if file.is_symlink() and not (file.is_file() and file.resolve().is_relative_to(folder)):
+            raise ConfigError(
+                f"{file} is a link that leads out of {folder}, to a folder, or to nothing",
+                "put a copy of what it leads to in its place",
+            )
+        if file.is_file() and "__pycache__" not in name.parts:
+            found[name.as_posix()] = file
+    return found
 
 
 def _is_importable(name: str) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import re
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ import pytest_asyncio
 from services.env import repeated_call
 from services.env.backends.harbor import read_config, verdict_of
 from services.env.harbor.containers import Containers, HarborSettings
-from services.env.harbor.tasks import is_task_archive, read_tasks
 from services.env.settings import ConfiguredSource
 from shared.errors import ConfigError, Forbidden, InputError, SandboxFailed, Unavailable
 from shared.run.sources import FoundSource
@@ -270,6 +269,11 @@ REJECTED = {
     "solves nothing": ({"solution/solve.sh": "#!/bin/bash\ntrue\n"}, "the tests give 0 after the solution"),
     "is solved before": ({"tests/check.sh": "true\n"}, "give 1 after an idle episode"),
     "judges nothing": ({"tests/test.sh": "#!/bin/bash\ntrue\n"}, "RewardFileNotFoundError"),
+    "writes a long file": (
+        {"tests/test.sh": "#!/bin/bash\ntruncate -s 2M /logs/verifier/reward.txt\n"},
+        "/logs/verifier/reward.txt has 2097152 bytes",
+    ),
+    "gives no object": ({"tests/test.sh": "echo 1 > /logs/verifier/reward.json"}, "holds no object"),
     "gives no number": ({"tests/test.sh": "echo good > /logs/verifier/reward.txt"}, "VerifierOutputParseError"),
     "has no image": ({"environment/Dockerfile": "FROM absent\n"}, "pull access denied for absent"),
 }
@@ -285,56 +289,14 @@ async def test_a_task_that_cannot_be_proved_is_rejected(client: httpx.AsyncClien
         assert (row["state"], why in row["why"]) == ("rejected", True), row["why"]
 
 
-UNREADABLE = {
-    "no tests": ({"tests/test.sh": None}, "test"),
-    "no solution": ({"solution/solve.sh": None}, "solution"),
-    "no instruction": ({"instruction.md": None}, "instruction.md"),
-    "an empty instruction": ({"instruction.md": "\n"}, "has 0 characters"),
-    "no environment": ({"environment/Dockerfile": None}, "environment/Dockerfile"),
-    "no TOML": ({"task.toml": "= 1"}, "TOML"),
-    "no number": ({"task.toml": TASK_TOML.replace("256", '"much"')}, "memory_mb"),
-    "Windows": ({"task.toml": TASK_TOML.replace("memory_mb", 'os = "windows"\nmemory_mb')}, "windows"),
-}
-
-
-def test_what_cannot_be_played_is_refused_by_name(tmp_path: Path) -> None:
-    read = Containers(harbor_settings(tmp_path)).read
-    for number, (case, (changes, why)) in enumerate(UNREADABLE.items()):
-        top = _written(tmp_path / str(number), {**sum_task(), **changes})
-        with pytest.raises(InputError) as refused:
-            read_tasks(top, read)
-        assert re.search(why, refused.value.detail, re.IGNORECASE), (case, refused.value.detail)
-
-
-def _written(top: Path, task: dict[str, str | None]) -> Path:
-    for name, text in task.items():
-        if text is not None:
-            (top / "one" / name).parent.mkdir(parents=True, exist_ok=True)
-            (top / "one" / name).write_text(text, encoding="utf-8")
-    return top
-
-
-def test_where_tasks_may_lie(tmp_path: Path) -> None:
-    def read(folders: object) -> list[dict[str, object]]:
-        return [{"instruction": "x", "commands_s": [None]} for _ in folders]  # type: ignore[attr-defined]
-
-    for place in ("a/task.toml", "a/environment/task.toml", "eval/b/task.toml"):
-        (tmp_path / place).parent.mkdir(parents=True)
-        (tmp_path / place).touch()
-    assert {split: len(tasks) for split, tasks in read_tasks(tmp_path, read).items()} == {"train": 1, "eval": 1}
-    (tmp_path / "a" / "other").mkdir()
-    (tmp_path / "a" / "other" / "task.toml").touch()
-    with pytest.raises(InputError, match="inside the task"):
-        read_tasks(tmp_path, read)
-    (tmp_path / "a" / "__init__.py").touch()
-    assert is_task_archive(tmp_path)
-
-
 def test_environments_of_containers_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(Forbidden, match="starts none"):
         Containers(HarborSettings()).read([])
     with pytest.raises(Unavailable, match=r"none of .*docker"):
         Containers(harbor_settings(tmp_path, environment="dokcer")).read([])
+    for python, why in (("/absent/python", "/absent/python"), (sys.executable, ": ModuleNotFoundError: .*harbor")):
+        with pytest.raises(Unavailable, match=why):
+            Containers(harbor_settings(tmp_path, python=Path(python))).read([])
 
 
 async def test_task_folders_of_the_configuration_are_there_when_the_service_is(
@@ -368,8 +330,14 @@ def test_settings_and_rewards() -> None:
     assert verdict_of({"reward": 0.25, "style": 3}, "").reward == 0.25
     assert verdict_of({"a": 1, "b": 0}, "").reward == 0.5
     assert verdict_of({"a": 1}, "late").why == "late"
+    assert verdict_of({"reward": 1, "bytes": 3e9, "digits": 10**400}, "").rewards == {"reward": 1.0, "bytes": 3e9}
     late = verdict_of({}, "late")
     assert (late.reward, late.unjudged) == (0.0, False)
-    for nothing in (verdict_of({}, ""), verdict_of({}, "killed", unjudged=True), verdict_of({"reward": 1e300}, "")):
+    for nothing in (
+        verdict_of({}, ""),
+        verdict_of({}, "killed", unjudged=True),
+        verdict_of({"reward": 1e300}, ""),
+        verdict_of({"a": 10**400}, ""),
+    ):
         assert nothing.unjudged
         assert nothing.why

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from tests.env.conftest import open_service
 from tests.env.harbor_service import harbor_settings, playing, served, taken, task_of, worker_in
-from tests.env.harbor_tasks import TASK_TOML, begin, call, sum_task
+from tests.env.harbor_tasks import TASK_TOML, TEST_SH, begin, call, sum_task
 from tests.support.docker import docker, why_no_docker
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
@@ -127,6 +127,55 @@ async def test_a_container_that_fills_its_disk_gets_0_and_is_removed(client: htt
     last = await one.say(call(f"{SOLVE}; head -c 60M /dev/zero > big; sleep 40"))
     assert (last["reward"], last["truncated"]) == (0.0, True), last
     assert "exceeded 20 MiB" in last["info"]["verifier"]
+
+
+COMPOSE = """
+services:
+  main: {networks: [back], depends_on: {words: {condition: service_healthy}}}
+  words:
+    image: python:3.13-slim
+    networks: [back]
+    command: [sh, -c, 'mkdir /w; echo 30 > /w/total; exec python3 -m http.server --directory /w 8000']
+    healthcheck: {test: [CMD, bash, -c, 'echo > /dev/tcp/127.0.0.1/8000'], interval: 1s}
+networks:
+  back:
+"""
+FETCH = (
+    "python3 -c \"import urllib.request as u; print(u.urlopen('http://words:8000/total').read().decode())\" > total.txt"
+)
+
+
+async def test_services_of_a_compose_file_reach_each_other_alone_and_files_in_logs_count(
+    client: httpx.AsyncClient,
+) -> None:
+    task = sum_task(
+        **{
+            "task.toml": TASK_TOML.replace("memory_mb", "storage_mb = 20\nmemory_mb"),
+            "environment/docker-compose.yaml": COMPOSE,
+            "solution/solve.sh": f"#!/bin/bash\ncd /app; {FETCH}\n",
+        }
+    )
+    row = await taken(client, ("", task))
+    assert row["state"] == "active", (row["why"], row["report"])
+    one = await begin(client, str(row["name"]))
+    assert await one.run(f"{FETCH}; cat total.txt") == "30"
+    named = await asyncio.to_thread(docker, "network", "ls", "--format", "{{.Name}}", "--filter", "name=volley-")
+    inspected = docker("network", "inspect", "--format", "{{.Internal}}", *named.stdout.split()).stdout.split()
+    assert {*inspected} == {"true"}
+    last = await one.say(call("head -c 60M /dev/zero > /logs/agent/big; sleep 40"))
+    assert (last["reward"], "exceeded 20 MiB" in last["info"]["verifier"]) == (0.0, True), last
+
+
+async def test_what_a_container_puts_in_place_of_its_reward_is_not_followed(client: httpx.AsyncClient) -> None:
+    planted = "for name in reward.txt test-stdout.txt; do ln -sf /etc/hostname /logs/verifier/$name; done"
+    tests = f"{TEST_SH}[ ! -e link ] || {planted}\n"
+    row = await taken(client, ("", sum_task(**{"tests/test.sh": tests})))
+    assert row["state"] == "active", (row["why"], row["report"])
+    one = await begin(client, str(row["name"]))
+    await one.run("touch link")
+    while (answer := await one.ask("finish", request_id="x")).status_code == 429:
+        await asyncio.sleep(0.1)
+    assert (answer.status_code, "/logs/verifier/reward.txt is not a plain file" in answer.text) == (500, True)
 
 
 async def test_a_container_that_waits_for_a_processor_keeps_its_time(client: httpx.AsyncClient) -> None:

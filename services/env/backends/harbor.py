@@ -1,6 +1,6 @@
 """Harbor task folders as an environment: the model works in a container's shell, then the task's verifier judges.
 
-Every episode is a trial of Harbor's (see services.env.bridges.harbor_worker), started with the episode: its container
+Every episode is a trial of Harbor's (see services.env.bridges.harbor.worker), started with the episode: its container
 starts while the model reads the first message, which is the task's instruction. A message with a call of the tool
 `bash` runs a command; a message without a call ends the task or its step, and so does the last allowed message.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,9 +133,10 @@ class HarborBackend(KnownSplits):
     async def task(self, split: str, index: int) -> str:
         return f"{split}/{index} {(await self._task(split, index)).name}"[:200]
 
-    async def instruction(self, split: str, index: int) -> str:
-        """First message of a task."""
-        return (await self._task(split, index)).instruction
+    async def beginning(self, split: str, index: int) -> str:
+        """First message of a task with a digest of its containers: many tasks have one instruction."""
+        task = await self._task(split, index)
+        return f"{task.instruction}\n{await asyncio.to_thread(task.environment_digest)}"
 
     async def reset(self, split: str, index: int, seed: int) -> HarborEpisode:
         """Start an episode. `seed` has no effect, because nothing in a task is random."""
@@ -284,11 +286,16 @@ def _continued(messages: tuple[Message, ...], fault: Fault | None) -> StepResult
 
 
 def verdict_of(found: Mapping[str, Any], why: str, *, unjudged: bool = False) -> Verdict:
-    """Verdict from numbers by name: the number `reward` counts, or else the mean of all."""
+    """Verdict from numbers by name: the number `reward` counts, or else the mean of all.
+
+    Only numbers that count are bounded by MAX_REWARD; others are kept if they are a float.
+    """
     if unjudged or (not found and not why):
         return Verdict(0.0, why=well_formed(why) or "the verifier gave no reward", unjudged=True)
-    numbers = {well_formed(key[:80]): float(value) for key, value in found.items() if abs(value) <= MAX_REWARD}
-    if len(numbers) < len(found):
-        return Verdict(0.0, why=f"the verifier gave a number beyond {MAX_REWARD:g}", unjudged=True)
-    mean = sum(numbers.values()) / len(numbers) if numbers else 0.0
-    return Verdict(numbers.get("reward", mean), numbers, well_formed(why))
+    for key, value in found.items():
+        if not abs(value) <= MAX_REWARD and (key == "reward" or "reward" not in found):
+            over = f"the verifier's number {key[:80]!r} is not between {-MAX_REWARD:g} and {MAX_REWARD:g}"
+            return Verdict(0.0, why=over, unjudged=True)
+    kept = {well_formed(key[:80]): float(value) for key, value in found.items() if abs(value) <= sys.float_info.max}
+    mean = sum(kept.values()) / len(kept) if kept else 0.0
+    return Verdict(kept.get("reward", mean), kept, well_formed(why))

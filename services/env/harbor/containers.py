@@ -92,12 +92,15 @@ class Containers:
             )
         except subprocess.TimeoutExpired:
             raise Unavailable(f"Harbor did not read {len(folders)} task folders in {READ_S:g} s", "try again") from None
+        except OSError as error:
+            raise Unavailable(f"Harbor cannot be started: {error}", _PACKAGE_HINT) from None
+        printed = [" ".join(line.split()) for line in done.stderr.splitlines() if line.strip()] or [
+            "it printed nothing"
+        ]
         if done.returncode == REFUSED:
-            raise Unavailable(
-                f"services.env.harbor.environment: {done.stderr.strip()}", "see docs/other-environments.md"
-            )
-        if done.returncode:
-            raise Unavailable(f"Harbor cannot be started: {done.stderr.strip()[-500:]}", _PACKAGE_HINT)
+            raise Unavailable(f"services.env.harbor.environment: {' '.join(printed)}", "see docs/other-environments.md")
+        if done.returncode:  # the last line of a traceback is the error
+            raise Unavailable(f"Harbor cannot be started: {printed[-1][-500:]}", _PACKAGE_HINT)
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     async def keep(self) -> None:

@@ -7,6 +7,7 @@ Invariant: each task.toml of an archive is a task, a file of a task, or an error
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,10 @@ from typing import Any
 
 from services.env.episode_types import EVAL, TRAIN
 from shared.errors import InputError
+from shared.run.sources import TASK_FILE, TASK_PARTS
 
 MAX_INSTRUCTION = 2**18
 """Characters of an instruction."""
-_PARTS = ("environment", "tests", "solution", "steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,15 @@ class HarborTask:
     folder: Path
     instruction: str
     commands_s: tuple[float | None, ...]
+
+    def environment_digest(self) -> str:
+        """SHA-256 of task.toml and environment/, which make the containers. Blocks on disk."""
+        digest = hashlib.sha256()
+        for path in [self.folder / TASK_FILE, *sorted((self.folder / "environment").rglob("*"))]:
+            if path.is_file():
+                digest.update(f"{path.relative_to(self.folder)}\0{path.stat().st_size}\0".encode())
+                digest.update(path.read_bytes())
+        return digest.hexdigest()
 
 
 def is_task_archive(top: Path) -> bool:
@@ -57,7 +67,9 @@ def read_tasks(
         if fault := row.get("fault"):
             raise InputError(f"the task {name}: {fault}", "docs/other-environments.md describes task folders")
         text = str(row["instruction"])
-        if not text.strip() or len(text) > MAX_INSTRUCTION:
+        if not text.strip():
+            raise InputError(f"the task {name}: the instruction is empty", "write the task into instruction.md")
+        if len(text) > MAX_INSTRUCTION:
             raise InputError(
                 f"the task {name}: the instruction has {len(text)} characters", f"write 1 to {MAX_INSTRUCTION}"
             )
@@ -73,7 +85,7 @@ def _is_part(folder: Path, top: Path, folders: Sequence[Path]) -> bool:
     holder = next((above for above in _up(folder, top)[1:] if above in folders), None)
     if holder is None:
         return False
-    if folder.relative_to(holder).parts[0] in _PARTS:
+    if folder.relative_to(holder).parts[0] in TASK_PARTS:
         return True
     raise InputError(
         f"the task {_name(folder, top)} is inside the task {_name(holder, top)}", "move it next to that task"
@@ -82,7 +94,7 @@ def _is_part(folder: Path, top: Path, folders: Sequence[Path]) -> bool:
 
 def _folders(top: Path) -> Sequence[Path]:
     """Folders with a task.toml, in the order of their names."""
-    return sorted(path.parent for path in top.rglob("task.toml") if path.is_file())
+    return sorted(path.parent for path in top.rglob(TASK_FILE) if path.is_file())
 
 
 def _up(folder: Path, top: Path) -> Sequence[Path]:

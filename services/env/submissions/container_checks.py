@@ -46,17 +46,20 @@ async def _check_solution(backend: HarborBackend, split: str, index: int) -> Non
         solved = await _repeated(lambda: backend.prove(split, index, solve=True))
     except VolleyError as error:
         raise_if_ours(error, backend)
-        raise Failed("solutions", f"{name}: {error.detail}", error.hint) from error
-    if idle.why or idle.reward >= 1.0:
-        fault = idle.why or f"the tests give {idle.reward:g} after an idle episode"
+        raise Failed("solutions", f"{name}: {error.detail}", _LOST_HINT) from error
+    if why := idle.why or solved.why:
+        when = "after an idle episode" if idle.why else "after the solution"
+        raise Failed("solutions", f"{name}: {when}: {why}", "see the output of solution and tests in the log")
+    if idle.reward >= 1.0:
+        fault = f"the tests give {idle.reward:g} after an idle episode"
         raise Failed("solutions", f"{name}: {fault}", "the tests must give less than 1 before the task is solved")
-    if solved.why or solved.reward != 1.0:
-        fault = solved.why or f"the tests give {solved.reward:g} after the solution"
-        raise Failed("solutions", f"{name}: {fault}", _SOLUTION_HINT)
+    if solved.reward != 1.0:
+        raise Failed("solutions", f"{name}: the tests give {solved.reward:g} after the solution", _SOLUTION_HINT)
 
 
+_LOST_HINT = "see task.toml and environment/ of the task; if they are not the cause, test it again"
 _SOLUTION_HINT = (
-    "see the output of the tests in the log; a task has a network only if its task.toml asks for one "
+    "see the output of solution and tests in the log; a task has a network only if its task.toml asks for one "
     '(environment.network_mode = "public"), or with services.env.harbor.network=public'
 )
 
@@ -75,7 +78,7 @@ async def _play(backend: HarborBackend, findings: Findings) -> None:
             await episode.close()
     except VolleyError as error:
         raise_if_ours(error, backend)
-        raise Failed("episodes", f"{TRAIN}/0: {error.detail}", error.hint) from error
+        raise Failed("episodes", f"{TRAIN}/0: {error.detail}", _LOST_HINT) from error
     findings.n_episodes += 1
     findings.rewards.append(last.reward)
     findings.passed("episodes", f"one episode with a command, judged after {time.perf_counter() - began:.1f} s")

@@ -205,7 +205,7 @@ async def _check_disjoint_splits(backend: SubmittedBackend, findings: Findings) 
     if isinstance(backend, AgentBackend):
         openings = await openings_of(backend, wanted)
     elif isinstance(backend, HarborBackend):
-        openings = [(user(await backend.instruction(*task)),) for task in wanted]
+        openings = [(user(await backend.beginning(*task)),) for task in wanted]
     else:
         openings = await gathered([lambda task=task: opening(*task) for task in wanted])
     digests = ["".join(map(fingerprint, messages)) for messages in openings]
@@ -220,10 +220,14 @@ async def _check_disjoint_splits(backend: SubmittedBackend, findings: Findings) 
     for (split, index), digest in held_out:
         if digest in seen:
             summary = f"{split}/{index} begins exactly like {seen[digest][0]}/{seen[digest][1]}"
+            hint = "make tasks from (split, index) such that no evaluation task is a training task"
+            if isinstance(backend, HarborBackend):
+                one, two = await backend.task(split, index), await backend.task(*seen[digest])
+                summary = f"{one} has the instruction, the environment and the task.toml of {two}"
+                hint = "take it out of eval/, or take the other one away"
             if backend.is_remote:
                 findings.warnings.append(f"{summary}: evaluation may include training tasks")
                 return
-            hint = "make tasks from (split, index) such that no evaluation task is a training task"
             raise Failed("disjoint splits", summary, hint)
     findings.passed(
         "disjoint splits", f"{len(held_out)} evaluation tasks of {len(wanted)} opened tasks overlap no training task"

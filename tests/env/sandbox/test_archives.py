@@ -76,7 +76,7 @@ def test_others_may_read_it_whatever_the_service_s_mask_is(tmp_path: Path):
         found = unpack(packed({"a/b/c.py": ""}, {"a/b/c.py": 0o7777}), tmp_path)
     finally:
         os.umask(mask)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in [found.folder, *found.folder.rglob("*")]} == {0o755, 0o644}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in [found.folder, *found.folder.rglob("*")]} == {0o755}
 
 
 HOSTILE = {

@@ -14,6 +14,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,13 +132,25 @@ def remove(command: str, project: str) -> None:
             engine(command, "image", "rm", "--force", *images)
 
 
-def sizes(command: str, owner: Owner) -> list[tuple[str, float]]:
-    """Episode and MiB of files, of each container of an owner."""
-    mine, found = f"label=volley.owner={owner.name}", []
-    for line in engine(command, "ps", "--size", "--filter", mine, "--format", "{{.Size}}\t{{.Labels}}").splitlines():
+def sizes(command: str, owner: Owner) -> Counter[str]:
+    """MiB of files in the containers of each episode of an owner, those of all its services together."""
+    found = Counter[str]()
+    for line in engine(command, "ps", "--size", "--format", "{{.Size}}\t{{.Labels}}").splitlines():
         size, _, labels = line.partition("\t")
-        found.append((label_of(labels, "volley.episode"), mebibytes(size.split(" ")[0])))
+        parts = PROJECT.match(label_of(labels, "com.docker.compose.project"))
+        if parts is not None and parts[1] == owner.name:
+            found[parts[0].removesuffix("__")] += mebibytes(size.split(" ")[0])
     return found
+
+
+def size_of(folder: Path) -> float:
+    """MiB of the files in a folder, without following links."""
+    blocks = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                blocks += os.lstat(os.path.join(place, name)).st_blocks
+    return blocks * 512 / 2**20
 
 
 def label_of(shown: str, name: str) -> str:

@@ -5,6 +5,8 @@ reward after its time-out. Here the task's time limits the tests' own run (see `
 count as 0; any other end without a reward is noted in the episode, which then has none.
 """
 
+import stat
+from pathlib import Path
 from typing import Any
 
 from folders import brief
@@ -17,6 +19,7 @@ from trials import EPISODE
 
 UNWRITTEN = (RewardFileEmptyError, RewardFileNotFoundError, VerifierOutputParseError)
 """Errors of tests that have run to their end."""
+MAX_REWARD_BYTES = 2**20
 
 
 class LateTests(Exception):
@@ -45,11 +48,31 @@ class Judge(Verifier):
             episode.why = str(error)
             return VerifierResult(rewards={})
         except UNWRITTEN as error:
-            episode.unjudged = brief(error)
+            episode.unjudged = brief(str(error).replace(str(self.trial_paths.trial_dir), "/logs"), type(error).__name__)
             raise
         except Exception as error:
             episode.lost = f"the verifier failed: {brief(error)}"
             raise
+
+    def _parse_reward_text(self) -> dict[str, float | int]:
+        check_file(self.trial_paths.reward_text_path)
+        return super()._parse_reward_text()
+
+    def _parse_reward_json(self) -> dict[str, float | int]:
+        check_file(self.trial_paths.reward_json_path)
+        found = super()._parse_reward_json()
+        if not isinstance(found, dict):
+            raise VerifierOutputParseError(f"{self.trial_paths.reward_json_path} holds no object of numbers")
+        return found
+
+
+def check_file(path: Path) -> None:
+    """Raise VerifierOutputParseError unless a reward is written as a file that can be read on this machine."""
+    about = path.lstat()
+    if not stat.S_ISREG(about.st_mode):
+        raise VerifierOutputParseError(f"{path} is not a plain file")
+    if about.st_size > MAX_REWARD_BYTES:
+        raise VerifierOutputParseError(f"{path} has {about.st_size} bytes; at most {MAX_REWARD_BYTES} are read")
 
 
 class Timed:

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from engines import ENGINES, owner_in
-from folders import notes
+from folders import COMPOSE, notes, read_compose
 from harbor.agents.base import BaseAgent
 from harbor.agents.capabilities import AgentCapabilities
 from harbor.environments.base import BaseEnvironment
@@ -217,13 +217,25 @@ def write_overlay(episode: "Episode", environment: Path) -> Path:
     extra: dict[str, Any] = {"services": {"main": main}}
     if is_isolated(episode.task, episode.settings.network):
         if (environment / "docker-compose.yaml").exists():
-            extra["networks"] = {"default": {"internal": True}}
+            extra["networks"] = {name: {"internal": True} for name in isolated_networks(environment)}
         else:
             main["network_mode"] = "none"
     path = episode.place / f"volley-{uuid.uuid4().hex[:8]}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(extra), encoding="utf-8")
     return path
+
+
+def isolated_networks(environment: Path) -> list[str]:
+    """Networks of a task's Compose file. Raises ValueError if a service leaves them for the machine's."""
+    compose = read_compose(environment)
+    for name, service in compose["services"].items():
+        if (mode := service.get("network_mode")) not in (None, "none") and not str(mode).startswith("service:"):
+            raise ValueError(
+                f"{COMPOSE}: the service {name} has network_mode = {mode!r}, but task.toml asks for no network "
+                '(environment.network_mode = "public")'
+            )
+    return ["default", *compose["networks"]]
 
 
 def working_folder(task: Task) -> str:

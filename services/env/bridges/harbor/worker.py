@@ -17,14 +17,17 @@ Invariants
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import socket
+import stat
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import trials
-from engines import ENGINES, left_over, owner_in, remove, sizes
+from engines import ENGINES, left_over, owner_in, remove, size_of, sizes
 from folders import MAX_WHY, brief, read
 from harbor.environments.factory import EnvironmentFactory
 from harbor.models.task.task import Task
@@ -181,7 +184,7 @@ class Worker:
     async def _watch(self) -> None:
         """Remove containers that hold more than their storage, and those that no trial has any more.
 
-        Only the engines of this machine show them.
+        Files below /logs lie in the trial's folder. Only the engines of this machine show them.
         """
         if (command := ENGINES.get(self._settings.environment)) is None:
             return
@@ -189,9 +192,10 @@ class Worker:
             for project, number in await asyncio.to_thread(left_over, command, self._owner):
                 if number not in self._episodes:
                     await asyncio.to_thread(remove, command, project)
-            for number, megabytes in await asyncio.to_thread(sizes, command, self._owner) if self._episodes else ():
-                episode = self._episodes.get(number)
-                if episode is not None and megabytes > episode.storage_mb and not episode.over_disk:
+            found = await asyncio.to_thread(sizes, command, self._owner) if self._episodes else Counter[str]()
+            for number, episode in list(self._episodes.items()):
+                megabytes = found[number] + await asyncio.to_thread(size_of, episode.place)
+                if megabytes > episode.storage_mb and not episode.over_disk:
                     episode.over_disk = True
                     await asyncio.to_thread(remove, command, f"{number}__env")
             await asyncio.sleep(LOOK_S)
@@ -222,7 +226,7 @@ def outcome(episode: Episode, result: Any) -> dict[str, Any]:
         return {"lost": why or episode.lost}
     is_late = any(one.exception_type == LATE_SOLUTION for one in failures)
     shown = {"output": printed(episode.place), "over_disk": False}
-    if unjudged := episode.unjudged or (why if is_late else ""):
+    if unjudged := episode.unjudged or (f"{why} (agent.timeout_sec)" if is_late else ""):
         return {"rewards": {}, "why": unjudged, "unjudged": True, **shown}
     if result.verifier_result is not None or episode.why:
         rewards = result.verifier_result.rewards if result.verifier_result is not None else {}
@@ -231,9 +235,21 @@ def outcome(episode: Episode, result: Any) -> dict[str, Any]:
 
 
 def printed(place: Path) -> str:
-    """End of the verifier's output."""
-    texts = [path.read_text("utf-8", "replace") for path in sorted(place.rglob("test-stdout.txt")) if path.is_file()]
-    return "\n".join(texts)[-2000:]
+    """Ends of the outputs of solution and tests. A container may have put other things than files there."""
+    paths = [path for name in ("oracle.txt", "test-stdout.txt") for path in sorted(place.rglob(name))]
+    return "\n".join(text for path in paths if (text := tail(path)))[-2000:]
+
+
+def tail(path: Path) -> str:
+    """End of a file; empty for anything else, a link too."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return ""
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 1000))
+            return file.read(1000).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 async def serve(descriptor: int, settings: Settings) -> None:

@@ -188,7 +188,7 @@ def _write(archive: zipfile.ZipFile, info: zipfile.ZipInfo, target: Path, most: 
             if n > most:
                 raise TooLarge("the archive is too large when it is unpacked", "leave out what is not needed")
             file.write(block)
-    target.chmod(0o644)
+    target.chmod(0o755 if info.external_attr >> 16 & 0o100 else 0o644)
     return n
 
 

@@ -1,0 +1,174 @@
+"""Task folders before a container starts: what is read, packed, refused by name, and isolated."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.env.bridges.harbor.engines import size_of
+from services.env.harbor.containers import PROGRAM, Containers
+from services.env.harbor.tasks import is_task_archive, read_tasks
+from services.env.sandbox.packages.archives import unpack
+from shared.errors import ConfigError, InputError
+from shared.run.sources import packed_folder
+from tests.env.harbor_service import harbor_settings
+from tests.env.harbor_tasks import TASK_TOML, sum_task
+
+COMPOSE = "environment/docker-compose.yaml"
+UNREADABLE = {
+    "no tests": ({"tests/test.sh": None}, "test"),
+    "no solution": ({"solution/solve.sh": None}, "solution"),
+    "no instruction": ({"instruction.md": None}, "Task directory is missing instruction.md"),
+    "no environment": ({"environment/Dockerfile": None}, "environment/Dockerfile"),
+    "no TOML": ({"task.toml": "= 1"}, "TOML"),
+    "no number": ({"task.toml": TASK_TOML.replace("256", '"much"')}, "memory_mb"),
+    "Windows": ({"task.toml": TASK_TOML.replace("memory_mb", 'os = "windows"\nmemory_mb')}, "windows"),
+    "Latin-1": ({"instruction.md": "für".encode("latin-1")}, "instruction.md is not UTF-8"),
+    "UTF-16": ({"task.toml": TASK_TOML.encode("utf-16")}, "task.toml is not UTF-8"),
+    "a byte-order mark": ({"task.toml": f"\ufeff{TASK_TOML}"}, "task.toml begins with a byte-order mark"),
+    "Windows lines": ({"tests/test.sh": "#!/bin/bash\r\ntrue\r\n"}, r"tests/test.sh has .*CRLF"),
+    "no time": ({"task.toml": TASK_TOML.replace("= 10.0", "= 0")}, "verifier.timeout_sec = 0"),
+    "negative time": ({"task.toml": TASK_TOML.replace("= 60.0", "= -1")}, "agent.timeout_sec = -1"),
+    "no number of seconds": ({"task.toml": TASK_TOML.replace("= 600.0", "= nan")}, "build_timeout_sec = nan"),
+    "a name for containers": ({COMPOSE: "services: {main: {container_name: x}}"}, "main has a container_name"),
+    "a port": ({COMPOSE: "services: {main: !override {}, db: {ports: ['1:2']}}"}, "db publishes the port 1:2"),
+}
+
+
+def test_what_cannot_be_played_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    folders = [_written(tmp_path / str(n), changes) for n, (changes, _) in enumerate(UNREADABLE.values())]
+    sound = {"instruction.md": "\ufeffAdd.", COMPOSE: "services: {main: {ports: ['80', '127.0.0.1::81']}}"}
+    *rows, last = Containers(harbor_settings(tmp_path)).read([*folders, _written(tmp_path / "sound", sound)])
+    for (case, (_, why)), row in zip(UNREADABLE.items(), rows, strict=True):
+        assert re.search(why, row.get("fault", ""), re.IGNORECASE), (case, row)
+    assert last["commands_s"] == [60.0], last
+
+
+def _written(folder: Path, changes: Mapping[str, str | bytes | None]) -> Path:
+    """Write the task of `sum_task` with changes; return its folder."""
+    for name, content in {**sum_task(), **changes}.items():
+        if content is not None:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def test_faults_are_named_with_their_task(tmp_path: Path) -> None:
+    _written(tmp_path / "one", {})
+    for row, why in (
+        ({"instruction": "\n", "commands_s": [None]}, "the instruction is empty"),
+        ({"fault": "why"}, "why"),
+    ):
+        with pytest.raises(InputError, match=f"the task one: .*{why}"):
+            read_tasks(tmp_path, lambda folders, row=row: [row for _ in folders])
+
+
+def test_where_tasks_may_lie(tmp_path: Path) -> None:
+    def read(folders: object) -> list[dict[str, object]]:
+        return [{"instruction": "x", "commands_s": [None]} for _ in folders]  # type: ignore[attr-defined]
+
+    for place in ("a/task.toml", "a/environment/task.toml", "eval/b/task.toml"):
+        (tmp_path / place).parent.mkdir(parents=True)
+        (tmp_path / place).touch()
+    assert {split: len(tasks) for split, tasks in read_tasks(tmp_path, read).items()} == {"train": 1, "eval": 1}
+    (tmp_path / "a" / "other").mkdir()
+    (tmp_path / "a" / "other" / "task.toml").touch()
+    with pytest.raises(InputError, match="inside the task"):
+        read_tasks(tmp_path, read)
+    (tmp_path / "a" / "__init__.py").touch()
+    assert is_task_archive(tmp_path)
+
+
+def test_a_packed_task_keeps_its_repository_links_and_executables(tmp_path: Path) -> None:
+    task = _written(tmp_path / "task", {"environment/repo/.git/HEAD": "ref", "environment/tool": "#!/bin/sh\n"})
+    (task / "environment/tool").chmod(0o755)
+    (task / "environment/link").symlink_to("numbers.txt")
+    (task / ".git").mkdir()
+    (task / ".git" / "HEAD").write_text("the author's own", encoding="utf-8")
+    found = unpack(packed_folder(task), tmp_path / "store").top / "task"
+    assert (found / "environment/link").read_text("utf-8") == sum_task()["environment/numbers.txt"]
+    assert [os.access(found / "environment" / name, os.X_OK) for name in ("tool", "numbers.txt")] == [True, False]
+    assert [(found / name).exists() for name in ("environment/repo/.git/HEAD", ".git")] == [True, False]
+
+
+@pytest.mark.parametrize("target", ["/etc/hostname", "../..", "absent"])
+def test_a_link_out_of_a_task_is_refused(tmp_path: Path, target: str) -> None:
+    task = _written(tmp_path / "task", {})
+    (task / "environment/link").symlink_to(target)
+    with pytest.raises(ConfigError, match="environment/link is a link"):
+        packed_folder(task)
+
+
+def test_too_many_files_are_counted(tmp_path: Path) -> None:
+    task = _written(tmp_path / "task", {f"tests/{number}": "" for number in range(1000)})
+    with pytest.raises(ConfigError, match=r"has 1007 files and 0\.0 MiB; at most 1000 files") as refused:
+        packed_folder(task)
+    assert "environment.docker_image" in (refused.value.hint or "")
+
+
+INSIDE = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from folders import brief
+from trials import isolated_networks
+from worker import tail
+place = Path(sys.argv[2])
+def networks(name):
+    try:
+        return isolated_networks(place / name)
+    except ValueError as error:
+        return str(error)
+print(json.dumps({
+    "tails": [tail(path) for path in sorted(place.glob("*.txt"))],
+    "networks": [networks(name) for name in ("own", "host")],
+    "brief": brief(RuntimeError((place / "engine.log").read_text("utf-8"))),
+}))
+"""
+ENGINE_LOG = """Docker compose command failed. Command: x. Stdout: #0 building with "default" instance
+#5 [main 2/2] RUN make
+#5 0.3 no rule
+#5 ERROR: exit code: 2
+------
+ > [main 2/2] RUN make:
+0.3 no rule
+------
+ Container volley-1__env-main-1  Creating
+failed to solve: exit code: 2
+. Stderr: None."""
+
+
+def test_what_containers_and_engines_leave(tmp_path: Path) -> None:
+    files = {
+        "1.txt": "x" * 2000 + "end",
+        "own/docker-compose.yaml": "services: {main: {networks: [back]}}\nnetworks: {back: }",
+        "host/docker-compose.yaml": "services: {main: {network_mode: host}}",
+        "engine.log": ENGINE_LOG,
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "2.txt").symlink_to("/etc/hostname")
+    os.mkfifo(tmp_path / "3.txt")
+    python = harbor_settings(tmp_path).section.python
+    command = [str(python), "-c", INSIDE, str(PROGRAM.parent), str(tmp_path)]
+    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert [len(text) for text in found["tails"]] == [1000, 0, 0]
+    assert found["networks"][0] == ["default", "back"]
+    assert "network_mode = 'host'" in found["networks"][1]
+    assert found["brief"] == "RuntimeError: > [main 2/2] RUN make: 0.3 no rule failed to solve: exit code: 2"
+
+
+def test_the_size_of_a_folder_counts_its_own_files(tmp_path: Path) -> None:
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "file").write_bytes(b"x" * 2**20)
+    (tmp_path / "link").symlink_to("/usr")
+    assert 1 <= size_of(tmp_path) < 2
