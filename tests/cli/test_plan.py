@@ -260,7 +260,7 @@ def test_amounts_are_read() -> None:
             parse_rate(wrong)
 
 
-@pytest.mark.parametrize("text", ["v5e: cheap", "v5e: -1", "v5e: .nan", "- 3", "v5e: true"])
+@pytest.mark.parametrize("text", ["v5e: cheap", "v5e: -1", "v5e: .nan", "v5e: 1\nV5E: 2", "- 3", "v5e: true"])
 def test_prices_that_are_no_numbers_are_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "prices.yaml"
     file.write_text(text, encoding="utf-8")

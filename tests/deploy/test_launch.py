@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -24,11 +25,13 @@ from shared.errors import ConfigError
 from tests.support import gcloud
 from tests.support.slurm import Cluster, cluster
 from volley.__main__ import parse_arguments
+from volley.launching.scripts import slug
 from volley.local.hosts import FIRST_PORT, Hosts
 from volley.printing import json_output
 
 QUICKSTART, TPU = "configs/quickstart.yaml", "configs/gsm8k_qwen3_4b_tpu.yaml"
 NODES = ("127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5")
+DATA = ("data.train=/data/train.jsonl", "data.eval=/data/eval.jsonl")
 TWO = ("services.trainer.num_processes=2", "trainer.mesh.shape=[4,2]")
 ODD = "a b'c$(touch x);%j"
 """Name of a folder that a shell or sbatch would read otherwise if it were not quoted."""
@@ -76,6 +79,11 @@ REFUSED: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "no shared disk": (["sky", "--config", TPU, *TWO, "run.dir=runs"], ["run.dir=runs", "checkpoint"]),
     "not a resource": (["sky", "--config", QUICKSTART, "--resource=H100"], ["--resource", "H100"]),
     "tpu-vm on CPUs": (["tpu-vm", "--config", QUICKSTART, "--zone=z", "--trainer-type=v4-8"], ["device=cpu"]),
+    "not an option of gcloud": (
+        ["tpu-vm", "--config", TPU, "--zone=z", "--trainer-type=v4-8", "run.dir=runs", *DATA, "--create=spot"],
+        ["--create", "spot"],
+    ),
+    "no zone": (["tpu-vm", "--config", TPU, "--zone=", "--trainer-type=v4-8"], ["--zone"]),
     "no slices": (
         ["tpu-vm", "--config", TPU, "--zone=z", "--trainer-type=v4-8", "--rollout-type=v4-8"],
         ["--rollout-type", "--rollout-slices"],
@@ -130,19 +138,30 @@ def test_hosts_agree_on_addresses_and_ports(tmp_path: Path) -> None:
 
 
 def test_a_task_of_skypilot_copies_files_and_secrets(tmp_path: Path) -> None:
-    data = tmp_path / "train set.jsonl"
+    data = tmp_path / "train 's$et.jsonl"
     data.touch()
-    options = ["--nodes=3", "--resource=accelerators=H100:8", "--resource=use_spot=true", "rollout.engine.device=gpu"]
+    options = ["--nodes=3", "--resource=accelerators=H100:8", "--resource=use_spot=True", "rollout.engine.device=gpu"]
     more = [f"data.train={data}", "run.bucket=s3://b/p", "run.name=A.b_c", f"--out={tmp_path / ODD}"]
     launched("sky", "--config", "configs/gsm8k.yaml", *options, *more)
     task = yaml.safe_load((tmp_path / ODD / "task.yaml").read_text(encoding="utf-8"))
-    assert (task["name"], task["num_nodes"]) == ("volley-a-b-c", 3)
+    assert (task["name"], task["num_nodes"]) == (slug("A.b_c"), 3)
     assert task["resources"] == {"accelerators": "H100:8", "use_spot": True}
     mounts = task["file_mounts"]
     assert mounts["~/volley-launch/secrets"] == str(tmp_path / ODD / "secrets")
     given = config.load([tmp_path / ODD / "run.yaml"]).config
     assert mounts[f"~/{str(given.data.train).removeprefix('../')}"] == str(data)
+    assert all(re.fullmatch(r"~/[A-Za-z0-9._/-]+", path) for path in mounts), (
+        "scp and shells read other names otherwise"
+    )
     assert "VOLLEY_ACCELERATOR=gpu" in task["setup"]
+
+
+def test_no_two_runs_have_slices_of_the_same_name() -> None:
+    names = ["a-b", "a.b", "a_b", "A.b", "a-b-", "a..b", "x" * 60, "x" * 61, "x" * 43, "7"]
+    made = [slug(name) for name in names]
+    assert (made[0], made[-1]) == ("volley-a-b", "volley-7")
+    assert len(set(made)) == len(names)
+    assert all(re.fullmatch(r"[a-z][a-z0-9-]{0,48}[a-z0-9]", one) for one in made)
 
 
 VOLLEY = """#!/bin/bash

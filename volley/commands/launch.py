@@ -104,6 +104,9 @@ def _tpu_vm(
     n_rollout = arguments.rollout_slices
     if loaded.config.rollout.engine.device != "tpu":
         raise ConfigError(f"rollout.engine.device={loaded.config.rollout.engine.device}", "set it to tpu")
+    for name in ("zone", "trainer_type"):
+        if not getattr(arguments, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is empty", "name one, such as us-central2-b or v4-8")
     if n_rollout < 0:
         raise ConfigError(f"--rollout-slices {n_rollout}", "give 0 or more")
     if n_rollout and not arguments.rollout_type:
@@ -137,7 +140,7 @@ def _resources(given: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"--resource {one!r} is not of the form KEY=VALUE", "write --resource accelerators=H100:8"
             )
-        found[key] = yaml.safe_load(value) if value in ("true", "false") or value.isdecimal() else value
+        found[key] = yaml.safe_load(value) if value.lower() in ("true", "false") or value.isdecimal() else value
     return found
 
 

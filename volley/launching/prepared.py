@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,7 +60,7 @@ def for_other_disks(loaded: LoadedConfig, n_hosts: int) -> tuple[LoadedConfig, d
     files: dict[str, Path] = {}
 
     def copied(path: Path) -> str:
-        name = f"{REMOTE}/files/{len(files)}-{path.name}"
+        name = f"{REMOTE}/files/{len(files)}-{re.sub(r'[^A-Za-z0-9._-]+', '_', path.name)}"  # for shells and scp
         files[name] = path.absolute()
         return f"../{name}"
 

@@ -5,6 +5,7 @@ Each is a head of settings, made here, and one of the plain files in `deploy/`. 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,7 @@ def slurm(loaded: LoadedConfig, launch: LaunchFolder, volley: Path, n_nodes: int
         f"--signal=B:USR1@{_stop_s(loaded)}",
         *options,
     ]
+    _check_options("--sbatch", lines, "--partition=gpu")
     head = {
         "folder": launch.path,
         "run": loaded.config.run.folder,
@@ -65,10 +67,15 @@ def _stop_s(loaded: LoadedConfig) -> int:
     return max(_STOP_S, round(3 * (loaded.config.services.limits.grace_s + boot.CLEANUP_S)))
 
 
+def _check_options(name: str, options: Sequence[str], example: str) -> None:
+    """Raises ConfigError for words that are no options of another program. `name` is the argument that passes them."""
+    for option in options:
+        if not re.match(r"-\S", option) or "\n" in option:
+            raise ConfigError(f"{name} {option!r} is not an option", f"write {name}={example}")
+
+
 def _directive(option: str) -> str:
-    """Quote an option as sbatch reads it. Raises ConfigError."""
-    if not re.match(r"-\S", option) or "\n" in option:
-        raise ConfigError(f"--sbatch {option!r} is not an option of sbatch", "write --sbatch=--partition=gpu")
+    """Quote an option as sbatch reads it."""
     if re.fullmatch(r"[\w@%+=:,./-]+", option):
         return option
     name, equals, value = option.partition("=")
@@ -116,7 +123,7 @@ def tpu_vm(
     gcloud: Mapping[str, str],
     create: Sequence[str],
 ) -> str:
-    """Return a script of gcloud commands.
+    """Return a script of gcloud commands. Raises ConfigError.
 
     Args:
         files: local files by their path in the hosts' home folder.
@@ -124,6 +131,7 @@ def tpu_vm(
         gcloud: settings `zone` and `project`.
         create: more options of the command that creates a slice.
     """
+    _check_options("--create", create, "--spot")
     head: dict[str, Any] = {
         "folder": launch.path,
         "project_folder": PROJECT,
@@ -142,8 +150,14 @@ def tpu_vm(
 
 
 def slug(name: str) -> str:
-    """Return the name as cloud resources may be called: lower-case letters, digits and hyphens, from a letter on."""
-    return re.sub(r"[^a-z0-9]+", "-", f"volley-{name}".lower()).strip("-")[:50].rstrip("-")
+    """Return the name as cloud resources may be called: lower-case letters, digits and hyphens, from a letter on.
+
+    A name that is changed for this gets a hash, so that two runs never have the same.
+    """
+    made = re.sub(r"[^a-z0-9]+", "-", f"volley-{name}".lower()).strip("-")[:50].rstrip("-")
+    if made == f"volley-{name}":
+        return made
+    return f"{made[:43].rstrip('-')}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 
 
 def _settings(values: Mapping[str, Any], arrays: Mapping[str, Sequence[Any]] | None = None) -> list[str]:

@@ -51,7 +51,11 @@ def read_prices(path: Path) -> Mapping[str, float]:
             f"{path}: the price of {wrong[0]} is {tree[wrong[0]]!r}",
             "write a line NAME: NUMBER for each type of device, its price per device and hour",
         )
-    return {str(name).lower(): float(price) for name, price in tree.items()}
+    prices: dict[str, float] = {}
+    for name, price in tree.items():
+        if prices.setdefault(str(name).lower(), float(price)) != price:
+            raise ConfigError(f"{path}: {name} has two prices", "name each type of device once")
+    return prices
 
 
 def _is_price(value: object) -> bool:
