@@ -47,7 +47,7 @@ def storage(root: Path) -> Iterator[None]:
         if error.errno not in _FULL:
             raise
         raise StorageFull(
-            f"waiting for disk space under {root}: {_free_mb(root)} MB free", error.strerror or ""
+            f"no space to write under {root}: {_free_mb(root)} MB free", error.strerror or ""
         ) from error
 
 

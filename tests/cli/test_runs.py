@@ -22,10 +22,11 @@ from services.rollout import settings as rollout
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.models.arrays import CheckpointContents
 from shared.config import LoadedConfig, changed, load, rooted, validate
-from shared.errors import ConfigError, StorageDenied
+from shared.errors import ConfigError, StorageDenied, StorageFull
 from shared.run.folder import RunFolder
 from shared.run.pinned import relevant
 from shared.run.state import initial_state
+from tests.support.disk import file_size_limit
 from tools.simulated.trainer import NumpyArrays
 from volley.commands import train
 from volley.commands.train import fresh_name
@@ -73,6 +74,12 @@ def begun(folder: Path, step: int = 4, **sections: Any) -> LoadedConfig:
         None,
     )
     return wanted
+
+
+def test_a_disk_without_room_for_the_lock_is_named(tmp_path: Path) -> None:
+    with file_size_limit(0), pytest.raises(StorageFull, match="no space to write under .*r: "):
+        claim(loaded(tmp_path))
+    claim(loaded(tmp_path))
 
 
 def test_another_configuration_is_refused_by_its_keys(tmp_path: Path) -> None:

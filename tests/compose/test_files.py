@@ -54,7 +54,7 @@ def compose() -> dict[str, Any]:
 def test_the_run_needs_no_profile_and_obs_adds_the_metrics() -> None:
     services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
     profiles = {name: service.get("profiles", []) for name, service in services.items()}
-    assert {name for name, of in profiles.items() if not of} == LONG_RUNNING | {"prepare", "report"}
+    assert {name for name, of in profiles.items() if not of} == LONG_RUNNING | {"prepare", "check", "report"}
     assert {name for name, of in profiles.items() if of == ["obs"]} == OBS
 
 
@@ -88,7 +88,7 @@ def test_gpus_are_reserved_for_trainer_and_rollout_servers_alone(compose: dict[s
         assert services[name]["image"] == f"volley-{name}-gpu"
         assert services[name]["build"]["args"] == {"EXTRA": f"{name}-gpu"}
     told = {name for name, service in services.items() if "rollout.engine.device=gpu" in (service["command"] or ())}
-    assert told == {*SERVICES, "report"}
+    assert told == {*SERVICES, "check", "report"}
 
 
 def test_unknown_device_is_named() -> None:
@@ -101,6 +101,21 @@ def test_every_service_of_the_run_is_there_with_a_health_check(compose: dict[str
     services = compose["services"]
     assert services.keys() >= LONG_RUNNING
     assert all("healthcheck" in services[name] for name in LONG_RUNNING)
+
+
+def test_a_wrong_configuration_stops_the_stack_before_its_services(compose: dict[str, Any]) -> None:
+    """Once they have started, they are restarted without a bound."""
+    services = compose["services"]
+
+    def waits_for(name: str) -> set[str]:
+        direct = services[name].get("depends_on", {})
+        return {*direct, *(other for one in direct for other in waits_for(one))}
+
+    for name in SERVICES:
+        assert "check" in waits_for(name), name
+        assert services[name]["restart"] == "on-failure", name
+    assert services["env"]["depends_on"]["check"]["condition"] == "service_completed_successfully"
+    assert "restart" not in services["check"]
 
 
 def test_files_that_containers_mount_exist(compose: dict[str, Any]) -> None:

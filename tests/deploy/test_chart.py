@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from shared import boot, config
+from shared.process import exit_codes
 from shared.services import SERVICES
 from tests.deploy.test_values import CHART, ROOT, VALUES, values_of
 from tests.support import foreign, helm_render
@@ -204,6 +205,18 @@ def test_pods_keep_the_restricted_policy(case: tuple[dict[str, Any], list[dict[s
             assert container["resources"]["limits"].keys() >= {"cpu", "memory"}
             assert container["resources"]["requests"].keys() >= {"cpu", "memory"}
             assert not [one for one in container.get("env", ()) if "secret" in json.dumps(one).lower()]
+
+
+def test_a_wrong_configuration_ends_the_run_at_once_and_a_preemption_does_not(
+    case: tuple[dict[str, Any], list[dict[str, Any]]],
+) -> None:
+    (made,) = of_kind(case[1], "Job", "JobSet")
+    job = made["spec"] if made["kind"] == "Job" else made["spec"]["replicatedJobs"][0]["template"]["spec"]
+    preempted, refused = job["podFailurePolicy"]["rules"]
+    assert (preempted["action"], preempted["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    assert (refused["action"], refused["onExitCodes"]["values"]) == ("FailJob", [exit_codes.REFUSED])
+    assert refused["onExitCodes"]["containerName"] in by_name(case[1])
+    assert "failurePolicy" not in made["spec"], "a JobSet fails with the first of its Jobs"
 
 
 def test_one_container_of_a_pod_asks_for_accelerators(case: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:

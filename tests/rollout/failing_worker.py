@@ -15,13 +15,11 @@ def fail(_spec: EngineSpec, _link: EngineLink) -> NoReturn:
     match os.environ["FAILS"]:
         case "signal":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            os._exit(1)
         case "configuration":
             raise ConfigError("the pool does not fit", "lower it")
-        case "device":
-            from jax.errors import JaxRuntimeError
-
-            raise JaxRuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_INSTRUCTION")
-    raise RuntimeError("a defect")
+    raise AssertionError(os.environ["FAILS"])
 
 
 if __name__ == "__main__":

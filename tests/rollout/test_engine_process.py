@@ -18,11 +18,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from jax.errors import JaxRuntimeError
 
 from services.rollout import metrics
 from services.rollout.engines.base import EngineSpec, StagedWeights
 from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.engines.sglang_jax.link import frame
+from services.rollout.engines.sglang_jax.worker import named
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import ConfigError, EngineDied, Unavailable, VolleyError
 from shared.models.config import ModelConfig
@@ -193,9 +195,8 @@ async def test_weights_that_nobody_waits_for_are_forgotten(tmp_path: Path, monke
     ("fails", "kind", "code", "words"),
     [
         ("signal", EngineDied, AGAIN, r"signal 9 \(SIGKILL\)"),
-        ("device", EngineDied, AGAIN, "CUDA_ERROR_ILLEGAL_INSTRUCTION"),
+        ("exit", VolleyError, FAILED, "exit code 1"),
         ("configuration", ConfigError, REFUSED, "the pool does not fit"),
-        ("defect", VolleyError, FAILED, "RuntimeError: a defect"),
     ],
 )
 async def test_an_engine_that_cannot_boot_says_whether_another_start_may_succeed(
@@ -207,6 +208,13 @@ async def test_an_engine_that_cannot_boot_says_whether_another_start_may_succeed
         async with open_engine(EngineSpec(str(model), load_weights=False), "tests.rollout.failing_worker"):
             pass
     assert (type(failed.value), exit_code(failed.value)) == (kind, code)
+
+
+def test_a_fault_of_a_device_may_pass_and_a_defect_does_not() -> None:
+    fault = named(JaxRuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_INSTRUCTION"))
+    assert (exit_code(fault), "CUDA_ERROR_ILLEGAL_INSTRUCTION" in str(fault)) == (AGAIN, True)
+    assert exit_code(named(RuntimeError("a defect"))) == FAILED
+    assert exit_code(named(ConfigError("a mesh of 3"))) == REFUSED
 
 
 TALKING = """

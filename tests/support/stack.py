@@ -85,6 +85,18 @@ class Training:
         """SIGKILL, to that one process."""
         os.kill(self.service(name), signal.SIGKILL)
 
+    def kill_next(self, name: str, before: set[int], timeout_s: float = 240.0) -> int:
+        """SIGKILL to the first process of this name that is not one of `before`, once it is there; its id."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with contextlib.suppress(AssertionError):
+                if (pid := self.service(name)) not in before:
+                    os.kill(pid, signal.SIGKILL)
+                    return pid
+            assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.text()}"
+            assert time.monotonic() < deadline, f"no new process {name} within {timeout_s} s:\n{self.text()}"
+            time.sleep(0.01)
+
     def leftovers(self, timeout_s: float = 20.0) -> list[str]:
         """Command lines of processes that are still there after the time it takes to end them."""
         deadline = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""kill -9 of trainer, orchestrator, rollout server and Redis in one run: no ticket is lost, none is trained twice."""
+"""kill -9 of every service in one run, also before it is ready: no ticket is lost, none is trained twice."""
 
 from __future__ import annotations
 
@@ -12,6 +12,25 @@ from volley.verify.command import verify
 N_STEPS, N_GROUPS = 8, 2
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+
+def test_a_run_survives_the_loss_of_each_service_before_it_is_ready(tmp_path: Path) -> None:
+    """At the first start, and at the start after the first."""
+    killed = dict[str, set[int]]()
+    with training(tmp_path, f"trainer.max_steps={N_STEPS}") as run:
+        for victim in ("redis", "env", "rollout", "orchestrator", "trainer"):
+            killed[victim] = {run.kill_next(victim, set())}
+        run.wait_for(rf"^step +1/{N_STEPS}", 300)
+        for victim, before in killed.items():
+            serving = run.kill_next(victim, before)
+            run.kill_next(victim, {*before, serving})
+            run.wait_for(rf"(?s)({victim}(-0)? ended with signal 9 .*?restarting.*?){{3}}", 60)
+        assert run.wait(400) == 0, run.text()
+        assert run.leftovers() == []
+    result = verify(run.folder)
+    assert result["ok"], result["violations"]
+    assert (result["lost"], result["doubly_trained"]) == (0, 0)
+    assert result["by_disposition"]["trained"] == N_STEPS * N_GROUPS
 
 
 def test_a_run_survives_the_loss_of_each_service(tmp_path: Path) -> None:

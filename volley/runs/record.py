@@ -28,7 +28,7 @@ from shared.config import LoadedConfig
 from shared.errors import ConfigError, DecodeError
 from shared.files.locks import try_lock
 from shared.files.reading import open_file, read_file
-from shared.files.storage import replace
+from shared.files.storage import replace, storage
 from shared.models import content
 from shared.models.hub import keep
 from shared.models.origin import LATEST
@@ -355,12 +355,15 @@ def _versions() -> dict[str, str]:
 
 @contextmanager
 def _locked(folder: RunFolder, say: Callable[[str], None]) -> Iterator[int]:
-    """Lock the run, and yield the lock's file descriptor. Raises ConfigError if another process holds it."""
+    """Lock the run, and yield the lock's file descriptor.
+
+    Raises ConfigError if another process holds it, StorageFull if the disk is full.
+    """
     with _lock_file(folder.path / ".lock") as file:
         _lock(file, folder, say)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        with storage(folder.path):
+            file.truncate(0)
+            os.write(file.fileno(), str(os.getpid()).encode())
         yield file.fileno()
 
 

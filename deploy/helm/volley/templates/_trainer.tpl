@@ -20,7 +20,9 @@ successPolicy: {rules: [{succeededIndexes: "0"}]}
 {{- end }}
 podReplacementPolicy: Failed
 podFailurePolicy:
-  rules: [{action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}]  # preempted, drained
+  rules:
+    - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}  # preempted, drained
+    - {action: FailJob, onExitCodes: {containerName: check, operator: In, values: [2]}}  # another Pod would fail as well
 template:
   metadata: {{- include "volley.podMetadata" . | nindent 4 }}
   spec:

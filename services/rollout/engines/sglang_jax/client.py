@@ -48,7 +48,7 @@ from services.rollout.engines.sglang_jax.link import BEAT_S, Message, frame, spl
 from services.rollout.engines.sglang_jax.model_files import check_split, normalised
 from shared.errors import Conflict, EngineDied, NotReady, Unavailable, VolleyError, from_problem
 from shared.models.config import ModelConfig
-from shared.process.exit_codes import SIGKILL_HINT, describe
+from shared.process.exit_codes import SIGKILL_HINT, describe, signal_of
 from shared.routing import from_wire
 from shared.types import VersionSpan
 
@@ -205,7 +205,7 @@ class SglangEngine(asyncio.Protocol):
         except EngineDied:
             with contextlib.suppress(subprocess.TimeoutExpired):  # its exit code comes after the end of the link
                 await asyncio.to_thread(self._process.wait, CLOSE_GRACE_S)
-            raise self._death() if self._cause is None or self._cause.outage else self._cause from None
+            raise self._boot_failure() from None
 
     async def _attend(self, future: asyncio.Future[Any]) -> None:
         """Wait for `future`; kill the process once it has been silent for `SILENCE_S`.
@@ -287,6 +287,14 @@ class SglangEngine(asyncio.Protocol):
         cause = ended if self._cause is None else self._cause.detail
         hint = SIGKILL_HINT if self._cause is None and code == -signal.SIGKILL else "restart the server"
         return EngineDied(f"the engine's process {self._process.pid} is gone: {cause}", hint)
+
+    def _boot_failure(self) -> VolleyError:
+        """Return the reason why the engine is not up: its own error, or EngineDied if another start may succeed."""
+        died, code = self._death(), self._process.poll()
+        if self._cause is not None:
+            return died if self._cause.outage else self._cause
+        ended_itself = code is not None and signal_of(code) is None
+        return VolleyError(died.detail, "the lines before this one in its log may say why") if ended_itself else died
 
     async def _call(self, op: str, **fields: Any) -> Any:
         return await self._numbered(next(self._numbers), op, **fields)

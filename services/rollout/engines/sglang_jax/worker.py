@@ -330,12 +330,12 @@ def main(fd: int) -> int:
     except Exception as error:
         log.exception("engine died")
         with contextlib.suppress(ServiceGone):
-            link.send({"op": "fatal", "error": problem(_named(error))})
+            link.send({"op": "fatal", "error": problem(named(error))})
         return 1
 
 
-def _named(error: Exception) -> VolleyError:
-    """Name the error for the service: one of a device need not come again, another that is foreign is a defect."""
+def named(error: Exception) -> VolleyError:
+    """Translate an error for the service: a fault of a device may pass, another foreign error is a defect."""
     if isinstance(error, VolleyError):
         return error
     text = f"{type(error).__name__}: {error}"
