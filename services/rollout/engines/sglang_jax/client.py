@@ -15,11 +15,8 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import os
-import signal
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -46,9 +43,9 @@ from services.rollout.engines.base import (
 )
 from services.rollout.engines.sglang_jax.link import BEAT_S, Message, frame, split
 from services.rollout.engines.sglang_jax.model_files import check_split, normalised
+from services.rollout.engines.sglang_jax.process import boot_failure, death, spawn
 from shared.errors import Conflict, EngineDied, NotReady, Unavailable, VolleyError, from_problem
 from shared.models.config import ModelConfig
-from shared.process.exit_codes import SIGKILL_HINT, describe, signal_of
 from shared.routing import from_wire
 from shared.types import VersionSpan
 
@@ -59,17 +56,6 @@ SILENCE_S = 30.0
 ANSWER_S = 120.0
 _PYTHON_START_BEATS = 60
 _NO_CALL = -1  # a message whose answer nobody waits for
-# On a CPU each step allocates and frees large blocks. Kept by the process instead of returned to the kernel they cost
-# no page faults: a step of 64 requests takes a third of the time.
-_CPU = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
-    "MALLOC_TOP_PAD_": str(1 << 26),
-    "MALLOC_ARENA_MAX": "1",
-}
-_ONE_THREAD_HIDDEN_SIZE = 256
-_DEVICES = "--xla_force_host_platform_device_count"
-"""How many devices a CPU is taken for: as many as the model is split over. The last of equal flags counts."""
 
 
 class SglangEngine(asyncio.Protocol):
@@ -205,7 +191,7 @@ class SglangEngine(asyncio.Protocol):
         except EngineDied:
             with contextlib.suppress(subprocess.TimeoutExpired):  # its exit code comes after the end of the link
                 await asyncio.to_thread(self._process.wait, CLOSE_GRACE_S)
-            raise self._boot_failure() from None
+            raise boot_failure(self._process, self._cause) from None
 
     async def _attend(self, future: asyncio.Future[Any]) -> None:
         """Wait for `future`; kill the process once it has been silent for `SILENCE_S`.
@@ -230,7 +216,7 @@ class SglangEngine(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail every waiting call."""
-        error = self._death()
+        error = death(self._process, self._cause)
         for future in (*self._calls.values(), *self._running.values(), self._ready):
             if not future.done():
                 future.set_exception(error)
@@ -281,21 +267,6 @@ class SglangEngine(asyncio.Protocol):
     def _without_weights(self) -> NotReady:
         return NotReady("no weights are committed yet", "retry when /ready answers 200")
 
-    def _death(self) -> EngineDied:
-        code = self._process.poll()
-        ended = "it closed the link" if code is None else describe(code)
-        cause = ended if self._cause is None else self._cause.detail
-        hint = SIGKILL_HINT if self._cause is None and code == -signal.SIGKILL else "restart the server"
-        return EngineDied(f"the engine's process {self._process.pid} is gone: {cause}", hint)
-
-    def _boot_failure(self) -> VolleyError:
-        """Return the reason why the engine is not up: its own error, or EngineDied if another start may succeed."""
-        died, code = self._death(), self._process.poll()
-        if self._cause is not None:
-            return died if self._cause.outage else self._cause
-        ended_itself = code is not None and signal_of(code) is None
-        return VolleyError(died.detail, "the lines before this one in its log may say why") if ended_itself else died
-
     async def _call(self, op: str, **fields: Any) -> Any:
         return await self._numbered(next(self._numbers), op, **fields)
 
@@ -316,7 +287,7 @@ class SglangEngine(asyncio.Protocol):
 
     def _future(self) -> asyncio.Future[Any]:
         if self._ended.done():
-            raise self._death()
+            raise death(self._process, self._cause)
         return asyncio.get_running_loop().create_future()
 
     def _send(self, message: Message) -> None:
@@ -336,7 +307,7 @@ async def open_engine(spec: EngineSpec, module: str = WORKER) -> AsyncIterator[S
         spec = dataclasses.replace(spec, model_path=str(folder), tokenizer=spec.tokenizer or _tokenizer(spec))
         ours, theirs = socket.socketpair()
         with theirs:
-            process = _spawn(spec, theirs, module)
+            process = spawn(spec, theirs, module)
         _, engine = await asyncio.get_running_loop().create_connection(lambda: SglangEngine(process), sock=ours)
         try:
             await engine.start(spec)
@@ -345,23 +316,8 @@ async def open_engine(spec: EngineSpec, module: str = WORKER) -> AsyncIterator[S
             await asyncio.shield(engine.close())
 
 
-def _spawn(spec: EngineSpec, sock: socket.socket, module: str) -> subprocess.Popen[bytes]:
-    env = {**os.environ, "JAX_PLATFORMS": spec.platform}
-    if spec.device == "cpu":
-        env = {**_CPU, **env, "XLA_FLAGS": f"{env.get('XLA_FLAGS', '')} {_DEVICES}={spec.tp_size}".strip()}
-        if spec.tp_size == 1 and _is_small(spec.model_path):
-            env.setdefault("NPROC", "1")
-    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module, str(sock.fileno())]
-    return subprocess.Popen(command, env=env, pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL)
-
-
 def _tokenizer(spec: EngineSpec) -> str:
     return str(Path(spec.model_path, "tokenizer.json").absolute())
-
-
-def _is_small(model_path: str) -> bool:
-    """Return whether a step's operations are so short that sharing them among threads costs more than it saves."""
-    return ModelConfig.read(Path(model_path)).hidden_size <= _ONE_THREAD_HIDDEN_SIZE
 
 
 def generate_message(name: str, request: GenerateRequest, *, streamed: bool) -> Message:
