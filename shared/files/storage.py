@@ -46,7 +46,7 @@ def storage(root: Path) -> Iterator[None]:
             ) from error
         if error.errno not in _FULL:
             raise
-        raise StorageFull(f"no space to write under {root}: {_free_mb(root)} MB free", error.strerror or "") from error
+        raise StorageFull(f"no disk space under {root}: {_free_mb(root)} MB free", error.strerror or "") from error
 
 
 def check_room(folder: Path, n_bytes: int) -> None:

@@ -77,7 +77,7 @@ def begun(folder: Path, step: int = 4, **sections: Any) -> LoadedConfig:
 
 
 def test_a_disk_without_room_for_the_lock_is_named(tmp_path: Path) -> None:
-    with file_size_limit(0), pytest.raises(StorageFull, match=r"no space to write under .*r: "):
+    with file_size_limit(0), pytest.raises(StorageFull, match=r"no disk space under .*r: "):
         claim(loaded(tmp_path))
     claim(loaded(tmp_path))
 

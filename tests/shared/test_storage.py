@@ -35,7 +35,7 @@ def nearly_full(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_lines_are_added_all_or_not_at_all(nearly_full: Path, durable: bool):
-    with file_size_limit(LIMIT), pytest.raises(StorageFull, match=r"no space to write under .*: \d+ MB free"):
+    with file_size_limit(LIMIT), pytest.raises(StorageFull, match=r"no disk space under .*: \d+ MB free"):
         storage.append(nearly_full, b"12345\n67890\n", durable=durable)
     assert nearly_full.stat().st_size == LIMIT - 10
     storage.append(nearly_full, b"12345\n67890\n", durable=durable)
@@ -86,7 +86,7 @@ def test_a_service_whose_log_is_on_a_full_disk_lives_on():
 
 
 def test_it_travels_as_a_problem():
-    back = from_problem(507, problem(StorageFull("no space to write under /r: 3 MB free")))
+    back = from_problem(507, problem(StorageFull("no disk space under /r: 3 MB free")))
     assert isinstance(back, StorageFull)
 
 

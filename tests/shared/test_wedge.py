@@ -154,11 +154,11 @@ WEDGES = {
     ),
     "a disk is full": (
         [
-            trainer(phase="saving", waits=waits("disk", "no space to write under /runs: 0 MB free")),
+            trainer(phase="saving", waits=waits("disk", "no disk space under /runs: 0 MB free")),
             orchestrator(quiet_s=BUSY_S),
             ROLLOUT,
         ],
-        ["trainer waits for disk: no space to write under /runs: 0 MB free"],
+        ["trainer waits for disk: no disk space under /runs: 0 MB free"],
     ),
     "an engine that hangs": (
         [

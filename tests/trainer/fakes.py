@@ -69,7 +69,7 @@ class FakeBackend:
     def fence(self, epoch: int) -> None:
         if self.full_at_fence:
             self.full_at_fence -= 1
-            raise StorageFull("no space to write under /r: 0 MB free")
+            raise StorageFull("no disk space under /r: 0 MB free")
 
     def repair(self) -> None: ...
 
@@ -141,7 +141,7 @@ class FakeBackend:
             assert self.may_write.wait(60)
         if self.full:
             self.full -= 1
-            raise StorageFull("no space to write under /r: 0 MB free")
+            raise StorageFull("no disk space under /r: 0 MB free")
         self.events.append(f"save {state.version}")
         self.checkpoint = self.states[state.version] = state
         self.kept[state.version] = weights
@@ -227,7 +227,7 @@ class FullLedger(LedgerFile):
     def append(self, lines: Any) -> None:
         if self.full:
             self.full -= 1
-            raise StorageFull("no space to write under /r: 0 MB free")
+            raise StorageFull("no disk space under /r: 0 MB free")
         super().append(lines)
 
 
@@ -237,7 +237,7 @@ class FullArchive(Archive):
     def write(self, version: WeightVersion, payloads: Any) -> list[str]:
         if self.full:
             self.full -= 1
-            raise StorageFull("no space to write under /r: 0 MB free")
+            raise StorageFull("no disk space under /r: 0 MB free")
         return super().write(version, payloads)
 
 

@@ -194,7 +194,7 @@ def test_a_checkpoint_under_another_name_is_damaged(checkpoints: CheckpointFolde
 def test_without_room_there_is_no_checkpoint_and_nothing_of_it(checkpoints: CheckpointFolders):
     checkpoints.save(state(1), CONTENTS, None)
     large = replace(CONTENTS, params={"w": np.random.default_rng(0).standard_normal(2**20)})
-    with file_size_limit(2**20), pytest.raises(StorageFull, match=r"no space to write under .*checkpoints: "):
+    with file_size_limit(2**20), pytest.raises(StorageFull, match=r"no disk space under .*checkpoints: "):
         checkpoints.save(state(2), large, None)
     assert names(checkpoints) == ["e000001-s000001"]
     checkpoints.save(state(2), large, None)
@@ -204,7 +204,7 @@ def test_without_room_there_is_no_checkpoint_and_nothing_of_it(checkpoints: Chec
 def test_room_is_looked_for_before_anything_is_written(checkpoints: CheckpointFolders):
     large = np.broadcast_to(np.zeros(1, np.float32), (2**50,))
     for contents in (replace(CONTENTS, params={"w": large}), replace(CONTENTS, optimizer={"w": large})):
-        with pytest.raises(StorageFull, match=r"no space to write under .*checkpoints: \d+ MB free"):
+        with pytest.raises(StorageFull, match=r"no disk space under .*checkpoints: \d+ MB free"):
             checkpoints.save(state(1), contents, None)
     with pytest.raises(StorageFull):
         checkpoints.save_base(WeightVersion(1, 1), {"w": large})

@@ -85,7 +85,7 @@ def test_sigterm_while_the_disk_is_full(tmp_path: Path, redis: str, uninterrupte
         with process.full_disk(), producing(redis, STEPS * BATCH):
             status = process.wait(lambda s: s["waiting_for"] and "disk" in s["waiting_for"])
             assert process.terminate() == 0
-        assert re.fullmatch(r"no space to write under .*: \d+ MB free \(.*\)", status["waiting_for"])
+        assert re.fullmatch(r"no disk space under .*: \d+ MB free \(.*\)", status["waiting_for"])
         process.start()
         with producing(redis, STEPS * BATCH):
             process.wait(lambda s: s["phase"] == "done")

@@ -122,7 +122,7 @@ async def test_a_full_disk_puts_checkpoints_off_and_holds_no_step_up(bench: Benc
     bench.backend.full = 2
     running = asyncio.ensure_future(bench.worker().run())
     await bench.until(lambda: bench.status.phase == "waiting")
-    assert "no space to write under /r: 0 MB free" in str([vars(record) for record in caplog.records])
+    assert "no disk space under /r: 0 MB free" in str([vars(record) for record in caplog.records])
     bench.backend.full = 2
     bench.feed(1, 2, 3, 4)
     await bench.until(lambda: bench.status.phase == "done" and bench.status.waiting_for is None)
