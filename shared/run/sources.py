@@ -61,6 +61,8 @@ def find(env: str, base: Path | None) -> FoundSource:
             )
         return FoundSource(path, match["entry"])
     if not _IMPORT.fullmatch(env):
+        if (folder := ((base or Path()) / Path(env).expanduser()).absolute()).is_dir():
+            raise ConfigError(f"{folder} is a folder", f"pack it: python -m zipfile -c {folder.name}.zip {folder}/")
         raise ConfigError(
             f"{env[:200]!r} is neither an environment's name nor an environment's file",
             "name a file that ends in .py, .zip or .whl, or package.module:Class",

@@ -120,6 +120,30 @@ async def test_a_container_that_is_removed_gives_no_reward(client: httpx.AsyncCl
     assert answer.status_code == 500, answer.text
 
 
+SOCKET = "/var/run/docker.sock"
+
+
+@pytest.mark.skipif(not Path(SOCKET).exists(), reason=f"the engine has no socket at {SOCKET}")
+async def test_episodes_wait_for_an_engine_that_is_away(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (link := tmp_path / "engine").symlink_to(SOCKET)
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{link}")
+    async with served(partial(open_service, tmp_path / "environments"), tmp_path, environment="docker") as client:
+        name = await task_of(client)
+        link.unlink()
+        lost = await begin(client, name)
+        while (answer := await lost.ask("finish", request_id="x")).status_code == 429:
+            await asyncio.sleep(0.1)
+        assert (answer.status_code, answer.json()["title"]) == (500, "Sandbox lost"), answer.text
+        answer = await client.post("/episodes", json={"request_id": "x", "env": name, "split": "train", "index": 0})
+        assert (answer.status_code, "container engine does not answer" in answer.text) == (429, True), answer.text
+        link.symlink_to(SOCKET)
+        one = await begin(client, name)
+        await one.run(SOLVE)
+        assert (await one.say("Done."))["reward"] == 1.0
+
+
 async def test_a_container_that_fills_its_disk_gets_0_and_is_removed(client: httpx.AsyncClient) -> None:
     task = sum_task(**{"task.toml": TASK_TOML.replace("memory_mb", "storage_mb = 20\nmemory_mb")})
     row = await taken(client, ("", task))

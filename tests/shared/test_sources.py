@@ -137,6 +137,7 @@ def test_an_installed_package_brings_what_it_declares_to_need(tmp_path: Path) ->
         ("os:system", "there is no package 'os'"),
         ("sys:exit", "there is no package 'sys'"),
         ("folder/of/mine", "neither an environment's name nor"),
+        ("./mine_of_tests", "/mine_of_tests is a folder"),
     ],
 )
 def test_what_is_not_there_is_told(here: Path, env: str, told: str) -> None:

@@ -34,6 +34,8 @@ from shared.services_schema import HarborSection
 type Agent = Literal["player", "oracle", "nop"]
 PROGRAM = Path(__file__).resolve().parents[1] / "bridges" / "harbor" / "worker.py"
 READ_S, START_S, RESTART_S, STOP_S = 300.0, 60.0, 1.0, 20.0
+AWAY_S = 5.0
+"""Seconds after which a start is tried again while the engine does not answer."""
 REFUSED = 3
 """Exit code of the program if its environment cannot be used."""
 _KEPT = ("PATH", "HOME", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
@@ -68,7 +70,7 @@ class Containers:
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
         self._wanted, self._ready = asyncio.Event(), asyncio.Event()
-        self._trouble = self._owner = ""
+        self._trouble = self._owner = self._away = ""
 
     def check(self) -> None:
         """Raises Forbidden if this service starts no containers."""
@@ -137,7 +139,7 @@ class Containers:
         Args:
             fresh: judge in a fresh container that gets the working folder only.
 
-        Raises Forbidden, Busy while the process is being started.
+        Raises Forbidden, Busy while the process is being started or the engine is away.
         """
         self.check()
         self._wanted.set()
@@ -147,6 +149,8 @@ class Containers:
         except TimeoutError:
             why = f": {self._trouble}" if self._trouble else ""
             raise Busy(f"the process of containers is being started{why}", "try again later", 1.0) from None
+        if self._away:
+            raise Busy(f"the container engine does not answer: {self._away}", "start the engine", AWAY_S)
         number = f"{self._owner}-{secrets.token_hex(4)}"
         return number, self.send("start", number, folder=str(folder), agent=agent, fresh=fresh)
 
@@ -187,7 +191,7 @@ class Containers:
                 if (ready := await wire.read(reader)) is None:
                     raise OSError(f"it ended at once; see {own.folder / 'worker.log'}")
             self._owner = str(ready["ready"])
-            self._writer, self._trouble = writer, ""
+            self._writer, self._trouble, self._away = writer, "", ""
             self._ready.set()
             _log.info("process of containers started", pid=process.pid, environment=own.section.environment)
             await self._listen(reader)
@@ -207,6 +211,13 @@ class Containers:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         with suppress(ConnectionError):
             while (answer := await wire.read(reader)) is not None:
+                if "away" in answer:
+                    self._away = str(answer["away"])
+                    if self._away:
+                        _log.warning("container engine does not answer", reason=self._away)
+                    else:
+                        _log.info("container engine answers again")
+                    continue
                 future = self._waiting.pop(answer["id"], None)
                 if future is None or future.done():
                     continue

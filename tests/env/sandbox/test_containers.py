@@ -237,7 +237,12 @@ async def test_starts_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("image", "told"), [("absent", "pull access denied for absent"), ("broken", '"python3": executable file not found')]
+    ("image", "told"),
+    [
+        ("absent", "the image absent of the sandboxes: "),
+        ("absent", "pull access denied for absent"),
+        ("broken", '"python3": executable file not found'),
+    ],
 )
 async def test_an_image_that_cannot_be_used_is_named(folder: Path, image: str, told: str) -> None:
     with pytest.raises(Unavailable) as refused:

@@ -167,6 +167,14 @@ def mebibytes(text: str) -> float:
     return 0.0
 
 
+def answers(command: str) -> bool:
+    """True if the engine itself answers, rather than its command alone."""
+    try:
+        return subprocess.run([command, "ps", "--quiet"], capture_output=True, timeout=60, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
 def engine(command: str, *arguments: str) -> str:
     """Output of the engine's command; empty if it fails."""
     try:

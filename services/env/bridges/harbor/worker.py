@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import trials
-from engines import ENGINES, left_over, owner_in, remove, size_of, sizes
+from engines import ENGINES, answers, left_over, owner_in, remove, size_of, sizes
 from folders import MAX_WHY, brief, read
 from harbor.environments.factory import EnvironmentFactory
 from harbor.models.task.task import Task
@@ -58,6 +58,7 @@ class Worker:
         self._closed: set[str] = set()
         self._folder = Path(settings.folder)
         self._owner = owner_in(self._folder)
+        self._away = False
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Answer requests until the socket ends; then end every trial."""
@@ -142,6 +143,8 @@ class Worker:
                 async with asyncio.timeout(self._settings.max_lifetime_s):
                     result = await trial.run()
             answer = outcome(episode, result)
+            if "lost" in answer:
+                await self._look_at_engine(answer["lost"])
         except TimeoutError:
             answer = {"lost": f"the container lived longer than {self._settings.max_lifetime_s:g} s"}
         except asyncio.CancelledError:
@@ -181,6 +184,14 @@ class Worker:
             self._closed.add(number)
             task.cancel()
 
+    async def _look_at_engine(self, lost: str) -> None:
+        """Tell the service if the engine is away, so that it starts no trials, or is there again."""
+        command = ENGINES.get(self._settings.environment)
+        away = command is not None and not await asyncio.to_thread(answers, command)
+        if away != self._away:
+            self._away = away
+            self._send({"away": lost if away else ""})
+
     async def _watch(self) -> None:
         """Remove containers that hold more than their storage, and those that no trial has any more.
 
@@ -189,6 +200,8 @@ class Worker:
         if (command := ENGINES.get(self._settings.environment)) is None:
             return
         while True:
+            if self._away:
+                await self._look_at_engine("")
             for project, number in await asyncio.to_thread(left_over, command, self._owner):
                 if number not in self._episodes:
                     await asyncio.to_thread(remove, command, project)

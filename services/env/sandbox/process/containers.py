@@ -146,7 +146,10 @@ class ContainerSpawner:
             await self._engine("image", "inspect", "--format", "{{.Id}}", section.image)
         except Unavailable:
             _log.info("pulling the image of the sandboxes", image=section.image)
-            await self._engine("pull", "--quiet", section.image, timeout_s=PULL_S)
+            try:
+                await self._engine("pull", "--quiet", section.image, timeout_s=PULL_S)
+            except Unavailable as error:
+                raise Unavailable(f"the image {section.image} of the sandboxes: {error.detail}", _HINT) from error
         tried = await self._started(asdict(SandboxLimits()))
         if said := _read(tried):
             _log.warning("the engine started a container with a warning", warning=said)
