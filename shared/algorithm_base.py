@@ -13,9 +13,8 @@ from pydantic import (
     model_validator,
 )
 
-from shared.section import Section
+from shared.section import Fraction, Section
 
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Aggregation = Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale", "seq-mean-token-sum"]
 

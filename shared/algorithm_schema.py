@@ -17,10 +17,10 @@ from shared.algorithm_base import (
     CorrectedSection,
     CriticSection,
     EstimatedSection,
-    Fraction,
     GroupSection,
     PolicyGradientSection,
 )
+from shared.section import Fraction
 
 
 def _of_rewards(section: PolicyGradientSection) -> list[str]:

@@ -10,7 +10,6 @@ import argparse
 import copy
 import hashlib
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -23,8 +22,8 @@ import yaml
 from pydantic import ValidationError
 
 from shared import moved_keys
+from shared.config_files import is_plain, read_tree, translated
 from shared.errors import ConfigError
-from shared.files.reading import read_file
 from shared.grl import translation as grl
 from shared.run import pinned
 from shared.run.folder import RunFolder
@@ -34,10 +33,6 @@ from shared.schema import RunConfig
 from shared.services_schema import Tls, TokenFiles
 
 _MAX_NAMED = 10  # mistakes in one message
-_MAX_BYTES = 2**18
-_MAX_VALUES = 20_000
-_MAX_LEVELS = 64
-"""Limits of a configuration in a run's folder: bytes, values and nesting."""
 _MODEL = "model.path"
 _PATHS = (
     _MODEL,
@@ -103,7 +98,7 @@ def load(
         paths, trees = [*paths, "of the command line"], [*trees, dict(given)]
     whole: Any = {}
     for path, tree in zip(paths, trees, strict=True):
-        with _translated(f"config file {path}"):
+        with translated(f"config file {path}"):
             whole = _merged(whole, tree)
     whole = _overridden(whole, overrides)
     with _in_file(paths, overrides):
@@ -115,8 +110,7 @@ def read_run(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 
     Raises ConfigError.
     """
-    with _translated(f"config file {path}"):
-        tree = _read(path)
+    tree = read_tree(path, "config file")
     if not grl.is_grl(tree):
         return tree, ()
     made = grl.translate(tree, partial(_beside, path))
@@ -125,9 +119,7 @@ def read_run(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 def _beside(path: Path, name: str) -> dict[str, Any]:
     """Read a file of the same folder by its name without .yaml. Raises ConfigError."""
-    beside = path.parent / f"{Path(name).name}.yaml"
-    with _translated(f"config file {beside}"):
-        return _read(beside)
+    return read_tree(path.parent / f"{Path(name).name}.yaml", "config file")
 
 
 def _found_beside(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -183,17 +175,6 @@ def _conflict(base: Any, over: Any, at: str = "") -> str | None:
     return next(filter(None, found), None)
 
 
-def _is_plain(tree: Any, levels: int = _MAX_LEVELS) -> bool:
-    """True if a tree holds only JSON values, at most `levels` deep, and nothing that OmegaConf would interpolate."""
-    if levels == 0:
-        return False
-    if isinstance(tree, dict):
-        return all(type(key) is str and _is_plain(value, levels - 1) for key, value in tree.items())
-    if isinstance(tree, list):
-        return all(_is_plain(value, levels - 1) for value in tree)
-    return type(tree) in (int, float, bool, type(None)) or (type(tree) is str and "${" not in tree and tree != "???")
-
-
 def _overridden(tree: Any, overrides: Sequence[str]) -> Any:
     """Apply overrides. Raises ConfigError naming the one that cannot be used."""
     from omegaconf import OmegaConf
@@ -203,7 +184,7 @@ def _overridden(tree: Any, overrides: Sequence[str]) -> Any:
         if not sign or not key:
             raise ConfigError(f"override {override!r} is not of the form key.path=value")
         check_text("override", override)
-        with _translated(f"override {override[:200]!r}"):
+        with translated(f"override {override[:200]!r}"):
             tree = _merged(tree, OmegaConf.from_dotlist([override]))
     return tree
 
@@ -213,9 +194,8 @@ def recorded(path: Path) -> LoadedConfig:
 
     It opens no path that the configuration names, and inserts no environment variable.
     """
-    with _translated(f"config file {path}"):
-        tree = _read(path)
-    if not _is_plain(tree):
+    tree = read_tree(path, "config file")
+    if not is_plain(tree):
         raise ConfigError(f"config file {path} holds more than plain values", "a run's own configuration has no ${…}")
     with _in_file([path], ()):
         return validate(tree)
@@ -232,8 +212,9 @@ def stored(folder: Path, overrides: Sequence[str] = (), files: Sequence[Path] = 
         return was
     tree: Any = was.tree
     for path in files:
-        with _translated(f"config file {path}"):
-            tree = _merged(tree, _read(path))
+        added = read_tree(path, "config file")
+        with translated(f"config file {path}"):
+            tree = _merged(tree, added)
     return rooted(_sourced(validate(_overridden(tree, overrides)), Path.cwd()), Path.cwd())
 
 
@@ -305,7 +286,7 @@ def apply_settings(config: RunConfig, settings: Flat) -> RunConfig:
 
 def validate(tree: Any) -> LoadedConfig:
     """Validate a plain or OmegaConf tree. Raises ConfigError."""
-    with _translated("the configuration"):
+    with translated("the configuration"):
         plain: Any = moved_keys.in_tree(tree if isinstance(tree, dict) else _resolved(tree))
     try:
         return LoadedConfig(RunConfig.model_validate(plain), plain)
@@ -317,81 +298,6 @@ def _resolved(tree: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(tree, resolve=True) if OmegaConf.is_config(tree) else tree
-
-
-@contextmanager
-def _translated(what: str) -> Iterator[None]:
-    """Translate errors of OmegaConf and YAML to ConfigError."""
-    try:
-        yield
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{what} is nested too deeply, or contains itself") from error
-    except (ValueError, TypeError, *_errors_of_omegaconf()) as error:
-        raise ConfigError(f"{what} cannot be used: {_first_line(error)}") from error
-
-
-def _errors_of_omegaconf() -> tuple[type[Exception], ...]:
-    """Return OmegaConf's error classes; empty if it is not imported, since then it cannot have raised."""
-    errors = sys.modules.get("omegaconf.errors")
-    return () if errors is None else (errors.OmegaConfBaseException,)
-
-
-def read_tree(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON file that holds a mapping. Raises ConfigError."""
-    with _translated(str(path)):
-        return _read(path)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML loader that reads dates as text."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [one for one in resolvers if one[0] != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = read_file(path, _MAX_BYTES).decode()
-    except OSError as error:
-        raise ConfigError(
-            f"config file {path}: {error.strerror}", "give an existing YAML file with --config"
-        ) from error
-    if _values(yaml.compose(text, yaml.SafeLoader), {}) > _MAX_VALUES:
-        raise ConfigError(f"config file {path} holds more than {_MAX_VALUES} values (aliases count each time)")
-    tree = _Loader(text).get_single_data()
-    if not isinstance(tree, dict):
-        raise ConfigError(f"config file {path} does not hold a mapping of sections")
-    return tree
-
-
-def _values(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """Count the values below a node as if aliases were expanded, without expanding them.
-
-    Raises RecursionError for a node that contains itself, and YAMLError for a duplicate key.
-    """
-    if node is None or isinstance(node, yaml.ScalarNode):
-        return 1
-    if id(node) not in known:
-        if isinstance(node, yaml.MappingNode):
-            _check_keys(node)
-        children = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
-        known[id(node)] = 1 + sum(_values(child, known) for child in children)
-    return known[id(node)]
-
-
-def _check_keys(node: yaml.MappingNode) -> None:
-    seen = set[str]()
-    for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-        if key.value in seen:
-            raise yaml.MarkedYAMLError(
-                problem=f"the key {key.value[:100]!r} is given twice", problem_mark=key.start_mark
-            )
-        seen.add(key.value)
 
 
 def _explain(error: Any) -> str:
@@ -431,7 +337,3 @@ def _is_tagged(section: Any, tag: Any) -> bool:
     """True if `tag` selects this section of a union."""
     fields = getattr(section, "model_fields", {})
     return any(name in fields and tag in get_args(fields[name].annotation) for name in ("name", "kind"))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

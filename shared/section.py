@@ -1,6 +1,10 @@
 """Base of all configuration sections."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):

@@ -63,7 +63,7 @@ MAX_TREE_TOKENS = 2**22
 _MAX_DETAIL = 300
 
 type Lineage = tuple[tuple[int, int], ...]
-"""(epoch, first step) of each incarnation of the trainer, oldest first; see `shared.run.state.in_lineage`."""
+"""(epoch, first step) of each incarnation of the trainer, oldest first; see `shared.run.lineage.in_lineage`."""
 
 
 @dataclass(frozen=True, slots=True)

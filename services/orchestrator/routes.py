@@ -9,8 +9,8 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.orchestrator.orchestrator import Orchestrator
+from shared.data_schema import MOST_ENVIRONMENTS, Weight
 from shared.errors import Conflict, NotFound, Unavailable
-from shared.schema import MOST_ENVIRONMENTS, Weight
 from shared.web.access import Role
 from shared.web.http import read_model, respond
 from shared.web.openapi import declares

@@ -10,10 +10,11 @@ from typing import Any
 
 from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.schedule.ticket_loop import Admission
+from shared.data_schema import CurriculumConfig
 from shared.errors import ConfigError
 from shared.generation_schema import GenerationSection, has_fresh_rounds, round_size, started_ahead
 from shared.run.shares import Member, configured
-from shared.schema import CurriculumConfig, RunConfig
+from shared.schema import RunConfig
 from shared.services_schema import Limits, OrchestratorEndpoint, TokenFiles
 
 

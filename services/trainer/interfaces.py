@@ -15,8 +15,9 @@ from services.trainer.publishing.publications import PublishedVersion
 from shared.outcomes import FilterRule
 from shared.queue.records import Finished, QueueState, StreamEntry
 from shared.run.checksums import Checksums
+from shared.run.lineage import ForkPoint
 from shared.run.pinned import Flat
-from shared.run.state import ForkPoint, TrainerState
+from shared.run.state import TrainerState
 from shared.types import Lineage, WeightVersion
 
 OnNonFinite = Literal["stop", "skip"]

@@ -20,7 +20,8 @@ from shared.errors import DecodeError, StorageUnavailable
 from shared.files import storage
 from shared.process import telemetry
 from shared.run.archive import Archive
-from shared.run.state import TrainerState, in_lineage
+from shared.run.lineage import in_lineage
+from shared.run.state import TrainerState
 from shared.types import WeightVersion
 
 _log = telemetry.Log("ledger")

@@ -14,7 +14,7 @@ import orjson
 
 from shared.errors import ConfigError, DecodeError, Unavailable, WeightsError
 from shared.run import checkpoint_files, saved
-from shared.run import state as states
+from shared.run.lineage import surviving
 from shared.types import WeightVersion
 
 LATEST = "latest"
@@ -76,7 +76,7 @@ def read(kept: Path) -> Origin | None:
 
 def _found(folder: Path, version: str, path: str) -> Origin:
     root = folder / CHECKPOINTS
-    there = states.surviving(checkpoint_files.versions(root))
+    there = surviving(checkpoint_files.versions(root))
     if not there:
         why = "has no checkpoint" if folder.is_dir() else "does not exist"
         raise ConfigError(

@@ -18,7 +18,7 @@ from shared import codec
 from shared.bounds import MAX_LINE_VALUES
 from shared.errors import DecodeError
 from shared.files.reading import whole_lines
-from shared.run.state import in_lineage
+from shared.run.lineage import in_lineage
 from shared.types import WeightVersion
 
 MOST_FAILED = 0.05

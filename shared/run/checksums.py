@@ -23,7 +23,8 @@ from shared.run import commits
 from shared.run.checkpoint_files import PARAMS, Adapter, Manifest, ManifestLeaf, Probe, unreadable
 from shared.run.commits import CommitRecord
 from shared.run.folder import RunFolder
-from shared.run.state import OPTIMIZER, STATE, TrainerState, epoch_of
+from shared.run.lineage import epoch_of
+from shared.run.state import OPTIMIZER, STATE, TrainerState
 from shared.types import WeightVersion
 
 CHECKSUMS = "checksums"

@@ -33,6 +33,7 @@ from shared.files.storage import fsync, storage
 from shared.run import archive, checkpoint_files
 from shared.run import state as states
 from shared.run.folder import RunFolder
+from shared.run.lineage import surviving
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
 
@@ -159,7 +160,7 @@ def read(root: Path, version: WeightVersion) -> CommitRecord:
 
 def committed(folder: RunFolder) -> list[WeightVersion]:
     """Return the versions that a record or checkpoint makes durable and that no later trainer undid; oldest first."""
-    return states.surviving(_all(folder))
+    return surviving(_all(folder))
 
 
 def _all(folder: RunFolder) -> list[WeightVersion]:

@@ -12,7 +12,8 @@ from typing import Any
 from shared.errors import DecodeError
 from shared.run import ledger
 from shared.run.ledger import TRAINED, Line
-from shared.run.state import TrainerState, epoch_of, in_lineage
+from shared.run.lineage import epoch_of, in_lineage
+from shared.run.state import TrainerState
 from shared.types import WeightVersion
 
 _VERSIONS = ("version", "version_min", "version_max")

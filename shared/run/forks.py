@@ -19,7 +19,8 @@ from shared.errors import ConfigError, DecodeError
 from shared.files import storage
 from shared.files.reading import read_file
 from shared.run.folder import RunFolder
-from shared.run.state import ForkPoint, TrainerState, epoch_of, in_lineage, initial_state, parse_forks
+from shared.run.lineage import ForkPoint, epoch_of, in_lineage
+from shared.run.state import TrainerState, initial_state, parse_forks
 from shared.types import WeightVersion
 
 FREE = ("data.rewards", "data.env_config")

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import orjson
 
 from shared import codec
+from shared.data_schema import MAX_WEIGHT, MOST_ENVIRONMENTS
 from shared.errors import DecodeError
-from shared.schema import MAX_WEIGHT, MOST_ENVIRONMENTS
 
 _PARTS = 10_000
 """Weights are rounded to multiples of 1/_PARTS if exact ones need larger numbers; this bounds a mixture's period."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from shared.data_schema import MAX_WEIGHT, DataSection
 from shared.run.mixture import whole_weights
-from shared.schema import MAX_WEIGHT, DataSection
 
 _CANARY = Fraction(1, 20)
 """Share of the groups that an environment on trial plays."""

@@ -6,11 +6,9 @@ checkpoints.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -32,6 +30,7 @@ from shared.run.checkpoint_files import (
     versions,
 )
 from shared.run.held import HeldFiles, Losses
+from shared.run.lineage import ForkPoint
 from shared.run.pinned import Flat, Settings
 from shared.run.progress import TicketProgress
 from shared.types import Lineage, WeightVersion
@@ -47,16 +46,6 @@ _MOST_EPOCHS = 50_000
 """Largest number of epochs in a lineage: a run that is restarted every minute for a month."""
 STATE, OPTIMIZER = "state.json", "optimizer"
 Phase = Literal["rl", "done"]
-_EPOCH, _STEP = itemgetter(0), itemgetter(1)
-
-
-@dataclass(frozen=True, slots=True)
-class ForkPoint:
-    """Log of another run that this run trains from after `step`; `lineage` is the other run's when it was forked."""
-
-    run: str
-    step: int
-    lineage: Lineage
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,43 +365,3 @@ def newest_state(root: Path) -> TrainerState | None:
         except (WeightsError, Unavailable):
             continue  # damaged, or removed by the trainer meanwhile
     return None
-
-
-def surviving(found: Collection[WeightVersion]) -> list[WeightVersion]:
-    """Return the versions that no later trainer undid by continuing from an earlier step, in order.
-
-    An ancestor has no version of a later epoch at a lower step.
-    """
-    first: dict[int, int] = {}
-    for one in found:
-        first[one.epoch] = min(one.step, first.get(one.epoch, one.step))
-    last, least = dict[int, int](), _MOST
-    for epoch in sorted(first, reverse=True):
-        last[epoch] = least
-        least = min(least, first[epoch])
-    return [one for one in found if one.step <= last[one.epoch]]
-
-
-def epoch_of(step: int, lineage: Sequence[tuple[int, int]]) -> int | None:
-    """Return the epoch that trained `step` (1 is the first) along the lineage; None if the lineage starts later."""
-    n = bisect_left(lineage, step, key=_STEP)
-    return lineage[n - 1][0] if n else None
-
-
-def in_lineage(version: WeightVersion, lineage: Sequence[tuple[int, int]]) -> bool:
-    """True if `version` is an ancestor: its epoch is in the lineage, and no later epoch started before its step."""
-    i = bisect_left(lineage, version.epoch, key=_EPOCH)
-    if i == len(lineage) or lineage[i][0] != version.epoch:
-        return False
-    undone_after = lineage[i + 1][1] if i + 1 < len(lineage) else None
-    return version.step >= lineage[i][1] and (undone_after is None or version.step <= undone_after)
-
-
-def in_log(version: WeightVersion, forks: Sequence[ForkPoint]) -> bool:
-    """True if `version` may have sampled groups of a log that a fork trains from."""
-    return any(in_lineage(version, fork.lineage) for fork in forks)
-
-
-def until(epoch: int, lineage: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """Return the lineage as it was in `epoch`."""
-    return lineage[: bisect_left(lineage, epoch + 1, key=_EPOCH)]

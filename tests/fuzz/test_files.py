@@ -21,6 +21,7 @@ from shared.queue.records import StreamEntry
 from shared.routing import RoutingShape
 from shared.run import archive, checkpoint_files, ledger, state
 from shared.run.folder import RunFolder
+from shared.run.lineage import in_lineage
 from shared.run.progress import TicketProgress
 from shared.types import WeightVersion
 from tests.fuzz.test_msgpack import GROUP
@@ -81,7 +82,7 @@ def test_states(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     (folder / state.STATE).write_bytes(data)
     with suppress(WeightsError):
         found, files = state.read(folder)
-        state.in_lineage(found.version, found.lineage)
+        in_lineage(found.version, found.lineage)
         found.progress()
         found.to_json()
         with suppress(VolleyError):

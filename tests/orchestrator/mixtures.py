@@ -11,10 +11,10 @@ from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.mixture.mixture import ConfiguredMixture, RunMixture
 from services.orchestrator.mixture.suspension import Suspensions
 from services.orchestrator.status import RunStatus
+from shared.data_schema import CurriculumConfig
 from shared.errors import NotFound, ServiceUnreachable
 from shared.run.mixture import MixtureChange, SplitSizes, parse
 from shared.run.shares import Member, weights_of
-from shared.schema import CurriculumConfig
 from tests.orchestrator.fakes import MemoryQueue
 
 LAKE = {"name": "frozen_lake", "base": "frozen_lake", "config": {}}

@@ -12,8 +12,8 @@ import pytest
 from services.orchestrator.mixture.curriculum import Curriculum, factors_after
 from services.orchestrator.tallies import EnvironmentTallies
 from shared import config
+from shared.data_schema import CurriculumConfig
 from shared.errors import ConfigError, QueueUnavailable
-from shared.schema import CurriculumConfig
 from shared.types import Group, WeightVersion
 from tests.orchestrator.mixtures import MixtureUnderTest, row
 from tests.support.small_run import group

@@ -25,7 +25,8 @@ PROGRAM = """
     from shared import boot
     from shared.process import telemetry
     from shared.web.http import create_app
-    from shared.schema import DataSection, ModelSection, RunConfig
+    from shared.data_schema import DataSection
+    from shared.schema import ModelSection, RunConfig
     from shared.services_schema import EnvEndpoint, Limits, ServicesSection
     from shared.errors import ServiceUnreachable
 

@@ -15,7 +15,8 @@ from shared.run import commits
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog
 from shared.run.folder import RunFolder
-from shared.run.state import TrainerState, initial_state, surviving
+from shared.run.lineage import surviving
+from shared.run.state import TrainerState, initial_state
 from shared.types import WeightVersion
 
 E1 = initial_state(0).starting_epoch(1, keep_reference=False)

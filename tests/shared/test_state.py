@@ -8,8 +8,9 @@ from shared.errors import WeightsError
 from shared.run import ledger
 from shared.run import state as states
 from shared.run.chain import Chain
+from shared.run.lineage import epoch_of, in_lineage, until
 from shared.run.progress import TicketProgress
-from shared.run.state import TrainerState, epoch_of, in_lineage, initial_state, until
+from shared.run.state import TrainerState, initial_state
 from shared.types import WeightVersion
 
 type Lineage = tuple[tuple[int, int], ...]

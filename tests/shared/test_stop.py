@@ -26,7 +26,8 @@ PROGRAM = """
     from fastapi.responses import Response
     from shared import boot
     from shared.web.http import create_app
-    from shared.schema import DataSection, ModelSection, RunConfig
+    from shared.data_schema import DataSection
+    from shared.schema import ModelSection, RunConfig
     from shared.services_schema import EnvEndpoint, Limits, ServicesSection, Tls
 
     port, tls = int(sys.argv[1]), Tls.model_validate_json(sys.argv[2])

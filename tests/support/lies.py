@@ -29,8 +29,9 @@ from shared.run.archive import Archive
 from shared.run.chain import Chain
 from shared.run.commits import CommitRecord
 from shared.run.folder import RunFolder
+from shared.run.lineage import in_lineage
 from shared.run.mixture import MixtureChange
-from shared.run.state import TrainerState, in_lineage
+from shared.run.state import TrainerState
 from shared.types import Group, WeightVersion
 from tests.support.small_run import RUN, Incarnation, write_config
 from volley.runs.record import claimed, mark_finished

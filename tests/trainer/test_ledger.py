@@ -11,8 +11,9 @@ from services.trainer.step_log import FencedLog, StepLog
 from shared.errors import Fenced, WeightsError
 from shared.run.archive import Archive
 from shared.run.chain import Chain
+from shared.run.lineage import in_lineage
 from shared.run.progress import TicketProgress
-from shared.run.state import in_lineage, initial_state
+from shared.run.state import initial_state
 from shared.types import WeightVersion
 
 

@@ -10,6 +10,7 @@ from shared.run import archive, checkpoint_files, commits, ledger
 from shared.run import state as states
 from shared.run.folder import RunFolder
 from shared.run.ledger import TRAINED
+from shared.run.lineage import in_lineage
 from shared.run.state import TrainerState
 from shared.types import Group
 from tools.simulated.content import content_of
@@ -75,7 +76,7 @@ def _steps(folder: RunFolder) -> Iterator[tuple[int, list[Group]]]:
     """Yield the surviving steps in order. Raises WeightsError and DecodeError."""
     last = head(folder)
     for version in archive.versions(folder.archive):
-        if states.in_lineage(version, last.lineage) and version.step <= last.step:
+        if in_lineage(version, last.lineage) and version.step <= last.step:
             yield version.step, [Group.decode(part) for part in archive.read(folder.archive, folder.name, version)]
 
 
@@ -90,6 +91,4 @@ def retried_episodes(folder: RunFolder) -> int:
 def retained_steps(folder: RunFolder) -> list[int]:
     """Steps of the checkpoints along the lineage of the newest. Raises WeightsError."""
     lineage = head(folder).lineage
-    return [
-        version.step for version in checkpoint_files.versions(folder.checkpoints) if states.in_lineage(version, lineage)
-    ]
+    return [version.step for version in checkpoint_files.versions(folder.checkpoints) if in_lineage(version, lineage)]

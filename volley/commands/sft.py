@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from shared import config
 from shared.config import LoadedConfig
+from shared.config_files import read_tree
 from shared.errors import ConfigError
 from volley.commands import train
 from volley.local import stack
@@ -103,6 +104,6 @@ def _configured(mode: Literal["sft", "dpo"], given: SftArguments) -> LoadedConfi
 
 def _name(mode: str, configs: Sequence[str]) -> str:
     """Name of the run: `NAME-sft`, because a configuration's own name belongs to its RL run."""
-    named = [config.read_tree(Path(path)).get("run") or {} for path in configs]
+    named = [read_tree(Path(path)).get("run") or {} for path in configs]
     names = [str(one["name"]) for one in named if isinstance(one, dict) and one.get("name")]
     return f"{names[-1]}-{mode}" if names else mode

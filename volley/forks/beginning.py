@@ -29,7 +29,8 @@ from shared.run.archive import Archive
 from shared.run.commits import CommitRecord
 from shared.run.folder import RunFolder
 from shared.run.ledger import NONFINITE
-from shared.run.state import OPTIMIZER, TrainerState, epoch_of, in_lineage
+from shared.run.lineage import epoch_of, in_lineage
+from shared.run.state import OPTIMIZER, TrainerState
 from shared.types import WeightVersion
 from volley.verify import records, tickets
 

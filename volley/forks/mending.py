@@ -20,7 +20,7 @@ from shared.models.hub import model_folder
 from shared.run import archive
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
-from shared.run.state import epoch_of
+from shared.run.lineage import epoch_of
 from shared.types import ASSISTANT, Group, Trajectory, Turn, WeightVersion
 from volley.forks.plan import ForkPlan
 from volley.reverify.episodes import Rejudged, rejudge

@@ -13,7 +13,8 @@ from shared.errors import ConfigError
 from shared.run import archive, commits, forks, pinned, trust
 from shared.run.folder import RunFolder
 from shared.run.forks import Fork
-from shared.run.state import ForkPoint, TrainerState, epoch_of
+from shared.run.lineage import ForkPoint, epoch_of
+from shared.run.state import TrainerState
 from shared.types import WeightVersion
 from volley.forks import beginning
 from volley.forks.beginning import Beginning

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shared import config
+from shared.config_files import read_tree
 from shared.errors import ConfigError
 
 _PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -44,7 +44,7 @@ def read_prices(path: Path) -> Mapping[str, float]:
     """Read a table of prices per device and hour, by the device's name. Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file", "give --prices a YAML file with lines NAME: PRICE")
-    tree: Mapping[Any, Any] = config.read_tree(path)
+    tree: Mapping[Any, Any] = read_tree(path)
     wrong = [name for name, price in tree.items() if not _is_price(price)]
     if wrong:
         raise ConfigError(

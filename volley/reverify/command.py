@@ -24,7 +24,7 @@ from shared.models.content import with_content
 from shared.models.hub import model_folder
 from shared.run import archive, commits, trust
 from shared.run.folder import RunFolder
-from shared.run.state import in_lineage
+from shared.run.lineage import in_lineage
 from shared.types import Group, WeightVersion
 from volley.printing import join_lines, print_result
 from volley.reporting.working import Tell, working

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from shared.config import read_tree
+from shared.config_files import read_tree
 from shared.errors import ConfigError
 from shared.run.sources import MAX_BYTES, packed_folder
 

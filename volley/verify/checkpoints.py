@@ -14,6 +14,7 @@ from shared.run import checkpoint_files, commits, saved
 from shared.run import state as states
 from shared.run.checkpoint_files import BAD, MANIFEST, PARAMS, Manifest
 from shared.run.folder import RunFolder
+from shared.run.lineage import in_lineage
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
 from volley.verify.violation import Violation, ViolationKind
@@ -103,12 +104,12 @@ def check(found: Sequence[RetainedCheckpoint], head: TrainerState, root: Path) -
     if head.reference is not None and not (root / head.reference / MANIFEST).exists():
         details.append(f"the reference {head.reference} is missing")
     violations = [_of(root, head, detail) for detail in details]
-    mine = [one for one in found if states.in_lineage(one.version, head.lineage)]
+    mine = [one for one in found if in_lineage(one.version, head.lineage)]
     for one in mine:
         if (detail := _differs(one.manifest, mine[-1].manifest)) is not None:
             violations.append(_of(root, one.state, f"{detail} those of {mine[-1].version}"))
         base = _parsed(one.manifest.base_version)
-        if base is not None and not states.in_lineage(base, head.lineage):
+        if base is not None and not in_lineage(base, head.lineage):
             violations.append(_of(root, one.state, f"its base {base} is not in the lineage"))
     return violations
 

@@ -21,7 +21,8 @@ from shared.run import archive, checkpoint_files, futures, trust
 from shared.run import commits as commit_records
 from shared.run.archive import Spend
 from shared.run.folder import RunFolder
-from shared.run.state import TrainerState, in_lineage
+from shared.run.lineage import in_lineage
+from shared.run.state import TrainerState
 from shared.schema import RunConfig
 from shared.types import WeightVersion
 from volley.printing import join_lines, print_result

@@ -11,10 +11,10 @@ from typing import Any
 
 from shared.errors import VolleyError
 from shared.run import archive, checkpoint_files, commits
-from shared.run import state as states
 from shared.run.commits import CommitRecord
 from shared.run.folder import RunFolder
-from shared.run.state import TrainerState, epoch_of, in_lineage
+from shared.run.lineage import epoch_of, in_lineage, surviving
+from shared.run.state import TrainerState
 from shared.types import WeightVersion
 from volley.verify.checkpoints import RetainedCheckpoint
 from volley.verify.violation import Violation, ViolationKind
@@ -29,7 +29,7 @@ def retained(folder: RunFolder, run: str) -> tuple[list[CommitRecord], list[Viol
     """
     found, violations = list[CommitRecord](), list[Violation]()
     there = commits.versions(folder.archive)
-    alive = set(states.surviving(sorted({*there, *checkpoint_files.versions(folder.checkpoints)})))
+    alive = set(surviving(sorted({*there, *checkpoint_files.versions(folder.checkpoints)})))
     for version in there:
         if version not in alive:
             continue

@@ -8,7 +8,8 @@ from shared.errors import ConfigError, DecodeError
 from shared.run import archive, pinned
 from shared.run.folder import RunFolder
 from shared.run.forks import Fork
-from shared.run.state import TrainerState, in_lineage
+from shared.run.lineage import in_lineage
+from shared.run.state import TrainerState
 from shared.schema import RunConfig
 from shared.types import WeightVersion
 from volley.runs.record import RunRecord, read_record

@@ -12,12 +12,12 @@ from typing import Any
 
 from shared import codec
 from shared.bounds import MAX_LINE_VALUES
+from shared.data_schema import DataSection
 from shared.errors import DecodeError
 from shared.files.reading import read_file, whole_lines
 from shared.run import checkpoint_files, trust
 from shared.run.data import Digests, combined, differing
 from shared.run.folder import RunFolder
-from shared.schema import DataSection
 from volley.verify.violation import Violation, ViolationKind
 
 _MOST_BYTES = 2**22

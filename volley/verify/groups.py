@@ -16,8 +16,9 @@ from shared.errors import DecodeError
 from shared.run import archive
 from shared.run.archive import Spend
 from shared.run.ledger import Line
+from shared.run.lineage import epoch_of, in_lineage, in_log, until
 from shared.run.mixture import TicketAssignment
-from shared.run.state import TrainerState, epoch_of, in_lineage, in_log, until
+from shared.run.state import TrainerState
 from shared.types import Group, WeightVersion
 from volley.verify.records import Metrics
 from volley.verify.violation import Violation, ViolationKind

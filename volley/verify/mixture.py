@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
+from shared.data_schema import DataSection
 from shared.files.reading import whole_lines
 from shared.run.mixture import MOST_CHANGES, TicketAssignment, replayed
 from shared.run.shares import configured, weights_of
-from shared.schema import DataSection
 from volley.verify.violation import Violation, ViolationKind
 
 

@@ -11,7 +11,8 @@ from itertools import islice
 from typing import Any
 
 from shared.run.folder import RunFolder
-from shared.run.state import TrainerState, in_lineage
+from shared.run.lineage import in_lineage
+from shared.run.state import TrainerState
 from shared.schema import RunConfig
 from volley.verify import configuration, held, records, unfounded
 from volley.verify.checkpoints import RetainedCheckpoint

@@ -21,7 +21,7 @@ from shared.errors import DecodeError
 from shared.files import storage
 from shared.process import telemetry
 from shared.run.data import Digests
-from shared.run.state import in_lineage
+from shared.run.lineage import in_lineage
 from shared.types import ASSISTANT, Lineage, Trajectory, WeightVersion
 
 _log = telemetry.Log("records")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from services.orchestrator.tallies import EnvironmentTallies
-from shared.schema import CurriculumConfig
+from shared.data_schema import CurriculumConfig
 
 _LEAST_GROUPS = 8
 """Environments with fewer known groups keep their factor."""

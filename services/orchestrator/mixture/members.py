@@ -8,11 +8,11 @@ from fractions import Fraction
 from typing import Any
 
 from shared.clients.base import MALFORMED
+from shared.data_schema import MOST_ENVIRONMENTS
 from shared.errors import DecodeError
 from shared.run.data import Digests
 from shared.run.mixture import base_name
 from shared.run.shares import Member, exact
-from shared.schema import MOST_ENVIRONMENTS
 
 _MAX_DETAIL = 300
 

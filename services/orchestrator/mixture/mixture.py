@@ -18,12 +18,12 @@ from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.mixture.members import Offer, members_of, offers_in
 from services.orchestrator.mixture.suspension import Suspensions, Verdicts
 from services.orchestrator.status import RunStatus
+from shared.data_schema import CurriculumConfig
 from shared.errors import InputError, NotFound, Unavailable, VolleyError
 from shared.process import telemetry
 from shared.run.mixture import MixtureChange, SplitSizes, base_name
 from shared.run.seeding import TaskOrder, TicketTask
 from shared.run.shares import Member, weights_of
-from shared.schema import CurriculumConfig
 
 _LOOK_S = 1.5
 _log = telemetry.Log("mixture")

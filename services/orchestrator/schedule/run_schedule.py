@@ -23,8 +23,8 @@ from shared.clients.env import EnvClient
 from shared.errors import Unavailable
 from shared.process import telemetry
 from shared.queue.records import QueueState
+from shared.run.lineage import in_lineage
 from shared.run.mixture import SplitSizes
-from shared.run.state import in_lineage
 from shared.run.wedge import Wait
 from shared.types import Lineage, WeightVersion
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from shared.clients.rollout import EngineLoad, Generation, ServerWeights
 from shared.errors import Party
-from shared.run.state import in_lineage
+from shared.run.lineage import in_lineage
 from shared.types import Lineage, WeightVersion
 
 _OVERLOAD_FACTOR, _OVERLOAD_SLACK = 1.5, 4

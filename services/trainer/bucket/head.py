@@ -30,7 +30,8 @@ from shared.errors import ConfigError, Conflict, DecodeError, NotFound, WeightsE
 from shared.files.buckets import Bucket, Tag
 from shared.run.checkpoint_files import text_of
 from shared.run.folder import RunFolder
-from shared.run.state import in_lineage, parse_lineage
+from shared.run.lineage import in_lineage
+from shared.run.state import parse_lineage
 from shared.types import Lineage, WeightVersion
 
 HEAD = "head.json"

@@ -43,7 +43,8 @@ from shared.run import archive, checkpoint_files, commits
 from shared.run import state as states
 from shared.run.checkpoint_files import BASE, MANIFEST, Manifest, ManifestFile
 from shared.run.folder import BEGINNING, RunFolder
-from shared.run.state import STATE, TrainerState, epoch_of, in_lineage
+from shared.run.lineage import epoch_of, in_lineage
+from shared.run.state import STATE, TrainerState
 from shared.types import WeightVersion
 
 _DRAFT, _DONE = ".from-bucket", ".restored"

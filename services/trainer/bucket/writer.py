@@ -32,7 +32,8 @@ from shared.run import archive, checkpoint_files, commits
 from shared.run import state as states
 from shared.run.checkpoint_files import BASE, MANIFEST, BaseWeights
 from shared.run.folder import RunFolder
-from shared.run.state import STATE, TrainerState, epoch_of, in_lineage
+from shared.run.lineage import epoch_of, in_lineage
+from shared.run.state import STATE, TrainerState
 from shared.types import WeightVersion
 
 _TRIES, _KEPT = 8, ".to-bucket"

@@ -47,6 +47,7 @@ from shared.run import state as states
 from shared.run.best import best_version
 from shared.run.checkpoint_files import BAD, Adapter, BaseWeights, Manifest, ManifestFile, ManifestLeaf
 from shared.run.folder import RunFolder
+from shared.run.lineage import surviving
 from shared.run.state import OPTIMIZER, TrainerState
 from shared.types import WeightVersion
 
@@ -229,7 +230,7 @@ class CheckpointFolders:
         """Versions that may be restored, oldest first."""
         found = set(checkpoint_files.versions(self.root))
         logged = commits.versions(RunFolder(self.root.parent).archive)
-        return [v for v in states.surviving(sorted({*found, *logged})) if v in found and str(v) not in self.bad]
+        return [v for v in surviving(sorted({*found, *logged})) if v in found and str(v) not in self.bad]
 
     def _restore(self, version: WeightVersion) -> RestoredCheckpoint:
         folder = self.root / str(version)
@@ -372,7 +373,7 @@ def _retained(found: Sequence[WeightVersion], n: int) -> set[WeightVersion]:
 
     So restarts without progress do not displace older steps.
     """
-    alive = states.surviving(found)
+    alive = surviving(found)
     of_step = {version.step: version for version in alive}
     return {*alive[-n:], *(of_step[step] for step in sorted(of_step)[-n:])}
 

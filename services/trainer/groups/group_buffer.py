@@ -20,8 +20,8 @@ from shared.process.offload import by_size
 from shared.queue.records import Finished, StreamEntry
 from shared.routing import RoutingShape
 from shared.run.archive import MAX_GROUP_BYTES
+from shared.run.lineage import ForkPoint, in_lineage, in_log
 from shared.run.progress import TicketProgress
-from shared.run.state import ForkPoint, in_lineage, in_log
 from shared.types import Group, WeightVersion
 
 Order = Literal["arrival", "ticket"]

@@ -26,7 +26,8 @@ from shared.run.archive import Archive
 from shared.run.commits import CommitLog, CommitRecord
 from shared.run.folder import RunFolder
 from shared.run.ledger import TRAINED
-from shared.run.state import TrainerState, epoch_of, in_lineage
+from shared.run.lineage import epoch_of, in_lineage
+from shared.run.state import TrainerState
 from shared.types import Group, WeightVersion
 
 _log = telemetry.Log("recovery")

@@ -23,7 +23,8 @@ from shared.run import archive, counted, ledger
 from shared.run.folder import RunFolder
 from shared.run.forks import Fork
 from shared.run.ledger import TRAINED, Line
-from shared.run.state import TrainerState, epoch_of
+from shared.run.lineage import epoch_of
+from shared.run.state import TrainerState
 from shared.types import Group, Lineage, WeightVersion
 
 

@@ -17,6 +17,7 @@ from shared.run import archive, checkpoint_files, commits, pinned
 from shared.run import state as states
 from shared.run.commits import CommitRecord
 from shared.run.folder import RunFolder
+from shared.run.lineage import epoch_of, in_lineage, surviving
 from shared.run.state import TrainerState
 from shared.schema import RunConfig
 from shared.types import Group, WeightVersion
@@ -46,7 +47,7 @@ class RecordedStep:
         root = RunFolder(folder).checkpoints
         records = {record.version: record for record in _records(RunFolder(folder).archive)}
         head = max((_head(root), *(record.state for record in records.values())), key=lambda state: state.version)
-        mine = [v for v in checkpoint_files.versions(root) if states.in_lineage(v, head.lineage)]
+        mine = [v for v in checkpoint_files.versions(root) if in_lineage(v, head.lineage)]
         return cls(
             folder,
             run,
@@ -57,7 +58,7 @@ class RecordedStep:
         )
 
     def version(self, step: int) -> WeightVersion:
-        epoch = states.epoch_of(step, self.head.lineage)
+        epoch = epoch_of(step, self.head.lineage)
         return WeightVersion(self.head.lineage[0][0] if epoch is None else epoch, step)
 
     def config_at(self, step: int, stored: LoadedConfig) -> RunConfig:
@@ -95,7 +96,7 @@ def _records(root: Path) -> Iterator[CommitRecord]:
 
 
 def _head(root: Path) -> TrainerState:
-    for version in reversed(states.surviving(checkpoint_files.versions(root))):
+    for version in reversed(surviving(checkpoint_files.versions(root))):
         try:
             return states.verify(root / str(version))[1]
         except (WeightsError, Forbidden):

@@ -24,7 +24,8 @@ from shared.files.buckets import Bucket
 from shared.process.ports import free_port
 from shared.queue.server import embedded_server
 from shared.run import archive, commits
-from shared.run.state import TrainerState, epoch_of
+from shared.run.lineage import epoch_of
+from shared.run.state import TrainerState
 from shared.types import Group, WeightVersion
 from tests.support.bucket import s3_server
 from tests.trainer.process import BATCH, SIMULATED, TrainerProcess, deterministic, producing, trainer
