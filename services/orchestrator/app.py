@@ -13,12 +13,7 @@ from services.orchestrator import metrics
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.partials import TABLE, PartialRollouts
 from services.orchestrator.episodes.runner import EpisodeRunner
-from services.orchestrator.episodes.teacher import (
-    EpisodeTeaching,
-    Teaching,
-    TeachingBudget,
-    TeachingByEnvironment,
-)
+from services.orchestrator.episodes.teacher import EpisodeTeaching, Teaching, TeachingBudget, TeachingByEnvironment
 from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.routes import ROLES, router
 from services.orchestrator.schedule.gate import ReservationGate

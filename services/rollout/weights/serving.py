@@ -11,7 +11,7 @@ import numpy as np
 
 from services.rollout.engines.base import Live, LoadedWeights, StagedWeights
 from services.rollout.engines.probe import check_probe
-from shared.errors import WeightsError
+from shared.errors import NotReady, Unavailable, WeightsError, WeightsUnpublished
 from shared.types import WeightVersion
 
 
@@ -113,3 +113,16 @@ def is_newer(candidate: str, state: ServingState) -> bool:
     """Return whether a version of the run is newer than those that are not loaded any more (`Serving.passed`)."""
     passed = WeightVersion.of_name(state.passed) if isinstance(state, Serving) and state.passed is not None else None
     return passed is None or WeightVersion.parse(candidate) > passed
+
+
+def why_not_ready(state: ServingState, failed: FailedVersion | None) -> Unavailable | None:
+    """Return the reason why no weights serve; None if they do."""
+    match state:
+        case Serving():
+            return None
+        case Distrusted(reason):
+            return NotReady(reason)
+        case NothingServes() if failed is not None:
+            return NotReady(f"weights {failed.version} cannot be loaded: {failed.reason}")
+        case NothingServes():
+            return WeightsUnpublished("no weights are published yet")

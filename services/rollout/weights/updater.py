@@ -14,19 +14,20 @@ after other weights serve; the next commit empties the prefix cache.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from services.rollout import metrics
 from services.rollout.engines.base import CommitMode, CommitResult, Engine, Live, StagedWeights
 from services.rollout.weights.bucket import CheckpointBucket
-from services.rollout.weights.checkpoint import examine, examine_published
+from services.rollout.weights.checkpoint import examine
 from services.rollout.weights.fence import VersionFence
 from services.rollout.weights.holds import VersionHolds
-from services.rollout.weights.pulling import ChunkPuller, WantedVersion
+from services.rollout.weights.pulling import ChunkPuller
 from services.rollout.weights.serving import (
     Distrusted,
     FailedVersion,
@@ -35,27 +36,24 @@ from services.rollout.weights.serving import (
     ServingState,
     StagedUpdate,
     is_newer,
+    why_not_ready,
+)
+from services.rollout.weights.sources import (
+    OpenedWeights,
+    WeightsInBucket,
+    WeightsInChunks,
+    WeightsInFolder,
+    pulled_manifest,
 )
 from services.rollout.weights.turns import UpdateTurns
 from shared.engines import DeclaredEngine
-from shared.errors import (
-    Conflict,
-    Forbidden,
-    NotFound,
-    NotReady,
-    OutOfMemory,
-    Unavailable,
-    VolleyError,
-    WeightsError,
-    WeightsUnpublished,
-)
+from shared.errors import Conflict, Forbidden, NotFound, OutOfMemory, Unavailable, VolleyError, WeightsError
 from shared.files.buckets import is_address
 from shared.files.reading import confined
 from shared.models.config import ModelConfig
 from shared.process import telemetry
 from shared.published.holding import Holding
-from shared.published.manifest import PublishedManifest, WeightOffer
-from shared.published.order import drawn
+from shared.published.manifest import WeightOffer
 from shared.run import checkpoint_files
 from shared.types import WeightVersion
 
@@ -117,15 +115,7 @@ class WeightUpdater:
 
     def why_not_ready(self) -> Unavailable | None:
         """Return the reason why no weights serve; None if they do."""
-        match self.state:
-            case Serving():
-                return None
-            case Distrusted(reason):
-                return NotReady(reason)
-            case NothingServes() if self._failed is not None:
-                return NotReady(f"weights {self._failed.version} cannot be loaded: {self._failed.reason}")
-            case NothingServes():
-                return WeightsUnpublished("no weights are published yet")
+        return why_not_ready(self.state, self._failed)
 
     async def stage(self, wanted: str | WeightOffer) -> StagedUpdate:
         """Load weights beside the serving ones.
@@ -276,11 +266,11 @@ class WeightUpdater:
 
     async def _forget_older_beginning(self, offer: WeightOffer) -> None:
         """Forget weights of another beginning of the run than the trainer's, which is the valid one."""
-        served = self._fence.served
-        if served is None or served.beginning is None or served.manifest == offer.manifest.blake3:
+        served, puller = self._fence.served, self.puller
+        if puller is None or served is None or served.beginning is None or served.manifest == offer.manifest.blake3:
             return
         async with self._turns.turn():
-            if (await self._manifest(offer)).beginning != served.beginning:
+            if (await pulled_manifest(puller, offer)).beginning != served.beginning:
                 self._forget(offer.version)
 
     async def _newest_folder(self, root: Path) -> Path | None:
@@ -297,99 +287,40 @@ class WeightUpdater:
 
     async def _stage(self, wanted: str | WeightOffer, name: str | None = None) -> StagedUpdate:
         start = time.perf_counter()
-        staged = await (self._stage_path(wanted, name) if isinstance(wanted, str) else self._stage_offer(wanted))
-        if staged is not self._serving and staged is not self.staged:
-            self.staged = staged
-            metrics.STAGE_SECONDS.observe(time.perf_counter() - start)
-            _log.info("weights staged", version=staged.version, **staged.timings)
-        return staged
-
-    async def _stage_path(self, path: str, name: str | None) -> StagedUpdate:
-        if self.root is None:
-            raise Forbidden("this server takes no weights", "start it with rollout.weights_root=FOLDER")
-        if is_address(path):
-            return await self._stage_copy(path)
-        where = confined(self.root, path)
-        found = await asyncio.to_thread(examine, where, self.model, self.run, name)
-        newest = await asyncio.to_thread(checkpoint_files.newest, self.root)
-        self._fence.check(found, WeightVersion.parse(newest.name) if newest else None, self._serving)
-        if (same := self._loaded_already(found)) is not None:
-            return same
-        self.staged = None
-        loaded = await self.engine.stage(found)
-        again = await asyncio.to_thread(examine, where, self.model, self.run, name)
-        if (again.version, again.digest) != (found.version, found.digest):
-            raise WeightsError(f"{found.version} changed while it was loaded")
-        return StagedUpdate.of(found, where, loaded)
-
-    async def _stage_copy(self, address: str) -> StagedUpdate:
-        if self.bucket is None:
-            raise Forbidden(f"{address[:200]}: this run has no bucket", "set run.bucket")
-        start = time.perf_counter()
-        async with self.bucket.opened(address) as copy:
-            found = await asyncio.to_thread(copy.examine, self.model, self.run)
-            self._fence.check(found, self._announced, self._serving)
-            if (same := self._loaded_already(found)) is not None:
+        async with self._opened(wanted, name) as (opened, newest):
+            self._fence.check(opened.found, newest, self._serving, opened.beginning)
+            if (same := self._loaded_already(opened.found)) is not None:
                 return same
             self.staged = None
-            n_bytes = await asyncio.to_thread(copy.fetch, found)
-            metrics.PULLED.inc(n_bytes)
-            pulled = {"pull_s": time.perf_counter() - start, "pulled_bytes": n_bytes}
-            staged = StagedUpdate.of(found, None, await self.engine.stage(found))
-            await asyncio.to_thread(copy.check_unchanged)
-            return replace(staged, timings={**pulled, **staged.timings})
+            staged = await opened.load(self.engine)
+        self.staged = staged
+        metrics.STAGE_SECONDS.observe(time.perf_counter() - start)
+        _log.info("weights staged", version=staged.version, **staged.timings)
+        return staged
 
-    async def _stage_offer(self, offer: WeightOffer) -> StagedUpdate:
-        """Pull and stage a published version. Chunks stay for the next try, and for other servers, if it fails."""
-        if self.puller is None:
-            raise Forbidden("this server takes no weights", "start it with a run's configuration")
-        manifest = await self._manifest(offer)
-        seed, examined = (
-            random.getrandbits(32),
-            examine_published(manifest, self.puller.chunks.folder, self.model, self.run),
-        )
-        found = replace(examined, seed=seed)
-        self._fence.check(found, self._announced, self._serving, manifest.beginning)
-        if (same := self._loaded_already(found)) is not None:
-            return same
-        self.staged = None
-        chunks = {chunk.blake3: chunk for tree in manifest.trees for chunk in drawn(tree.chunks, seed)}
-        have = self.puller.chunks.__contains__
-        deltas = await asyncio.to_thread(
-            lambda: [one for c in chunks.values() for one in manifest.delta_chain(c, have)]
-        )
-        passed_on = [offer.manifest.blake3, *chunks, *(delta.chunk.blake3 for delta in deltas)]
-        await self._retain(*passed_on, *(delta.base for delta in deltas))  # bases of a pull that was overtaken too
-        of, way = (
-            WantedVersion(offer.manifest.blake3, list(manifest.chunks())),
-            lambda chunk: manifest.delta_chain(chunk, have),
-        )
-        async with self.puller.beside(chunks.values(), offer.sources, way, of) as pulling:
-            staged = StagedUpdate.of(found, None, await self.engine.stage(found, pulling))
-            pulled = await pulling
-        return replace(
-            staged,
-            timings={**pulled, **staged.timings},
-            manifest=offer.manifest.blake3,
-            beginning=manifest.beginning,
-            chunks=frozenset(passed_on),
-        )
-
-    async def _manifest(self, offer: WeightOffer) -> PublishedManifest:
-        """Pull the version's manifest. Raises WeightsError, Unavailable."""
-        assert self.puller is not None
-        await self.puller.pull([offer.manifest], offer.sources)
-        data = await asyncio.to_thread(self.puller.chunks.read, offer.manifest.blake3)
-        manifest = await asyncio.to_thread(PublishedManifest.from_json, data)
-        if manifest.version != offer.version:
-            raise WeightsError(f"the manifest of {manifest.version} was offered as that of {offer.version}")
-        return manifest
-
-    async def _retain(self, *chunks: str) -> None:
-        """Keep these chunks and those of the serving weights, which others may be pulling; remove all others."""
-        if self.puller is not None:
-            of_serving = self._serving.chunks if self._serving else frozenset[str]()
-            await self.puller.retain(of_serving.union(chunks))
+    @asynccontextmanager
+    async def _opened(
+        self, wanted: str | WeightOffer, name: str | None
+    ) -> AsyncIterator[tuple[OpenedWeights, WeightVersion | None]]:
+        """Open wanted weights; also yields the run's newest known version. Raises as `stage`."""
+        if isinstance(wanted, WeightOffer):
+            if self.puller is None:
+                raise Forbidden("this server takes no weights", "start it with a run's configuration")
+            retained = self._serving.chunks if self._serving else frozenset[str]()
+            yield await WeightsInChunks.opened(self.puller, wanted, self.model, self.run, retained), self._announced
+        elif self.root is None:
+            raise Forbidden("this server takes no weights", "start it with rollout.weights_root=FOLDER")
+        elif not is_address(wanted):
+            path = confined(self.root, wanted)
+            opened = await WeightsInFolder.opened(path, partial(examine, path, self.model, self.run, name))
+            yield opened, await asyncio.to_thread(self._newest_version)
+        elif self.bucket is None:
+            raise Forbidden(f"{wanted[:200]}: this run has no bucket", "set run.bucket")
+        else:
+            start = time.perf_counter()
+            async with self.bucket.opened(wanted) as copy:
+                found = await asyncio.to_thread(copy.examine, self.model, self.run)
+                yield WeightsInBucket(copy, found, start), self._announced
 
     def _loaded_already(self, found: StagedWeights) -> StagedUpdate | None:
         """Return the serving or staged weights if they are the ones that were found; else None."""
@@ -437,7 +368,8 @@ class WeightUpdater:
             )
         self.state, self.staged = Serving(version, staged, passed, self.state.beginnings), None
         self._fence.advance(staged)
-        await self._retain()
+        if self.puller is not None:
+            await self.puller.retain(staged.chunks)
         metrics.PAUSE_SECONDS.observe(result.pause_s)
         _log.info(
             "weights committed",
@@ -450,11 +382,13 @@ class WeightUpdater:
 
     def _newest_name(self) -> str | None:
         """Return the run's newest known version; weights with a name of their own serve until a newer one comes."""
-        newest = None if self.root is None else checkpoint_files.newest(self.root)
-        known = [
-            version for version in (self._announced, WeightVersion.parse(newest.name) if newest else None) if version
-        ]
+        known = [version for version in (self._announced, self._newest_version()) if version]
         return str(max(known)) if known else None
+
+    def _newest_version(self) -> WeightVersion | None:
+        """Return the newest version in the run's folder."""
+        newest = None if self.root is None else checkpoint_files.newest(self.root)
+        return WeightVersion.parse(newest.name) if newest else None
 
     def _distrust(self, version: str, reason: str) -> None:
         self.state = Distrusted(f"{version} does not serve as it was loaded: {reason}", self.state.beginnings + 1)

@@ -1,0 +1,135 @@
+"""Places that the engine's weights come from: a folder, the run's bucket, or published chunks.
+
+A source is opened for one update: its manifest is read, and `found` says what to stage. `load` brings the weights into
+the engine, and fails if they have changed since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, Self
+
+from services.rollout import metrics
+from services.rollout.engines.base import Engine, StagedWeights
+from services.rollout.weights.bucket import CheckpointCopy
+from services.rollout.weights.checkpoint import examine_published
+from services.rollout.weights.pulling import ChunkPuller, WantedVersion
+from services.rollout.weights.serving import StagedUpdate
+from shared.errors import WeightsError
+from shared.models.config import ModelConfig
+from shared.published.manifest import Chunk, Delta, PublishedManifest, WeightOffer
+from shared.published.order import drawn
+
+
+class OpenedWeights(Protocol):
+    """Weights to stage; `beginning` identifies the beginning of the run that published them, if it is known."""
+
+    @property
+    def found(self) -> StagedWeights: ...
+
+    @property
+    def beginning(self) -> str | None: ...
+
+    async def load(self, engine: Engine) -> StagedUpdate:
+        """Raises WeightsError, Unavailable, OutOfMemory and StorageFull."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsInFolder:
+    """Checkpoint or Hugging Face folder at `path`; `read` reads its manifest."""
+
+    path: Path
+    read: Callable[[], StagedWeights]
+    found: StagedWeights
+    beginning: None = None
+
+    @classmethod
+    async def opened(cls, path: Path, read: Callable[[], StagedWeights]) -> Self:
+        """Raises WeightsError, Forbidden."""
+        return cls(path, read, await asyncio.to_thread(read))
+
+    async def load(self, engine: Engine) -> StagedUpdate:
+        loaded = await engine.stage(self.found)
+        again = await asyncio.to_thread(self.read)
+        if (again.version, again.digest) != (self.found.version, self.found.digest):
+            raise WeightsError(f"{self.found.version} changed while it was loaded")
+        return StagedUpdate.of(self.found, self.path, loaded)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsInBucket:
+    """Version in the run's bucket; `started` is the time of `perf_counter` before it was opened."""
+
+    copy: CheckpointCopy
+    found: StagedWeights
+    started: float
+    beginning: None = None
+
+    async def load(self, engine: Engine) -> StagedUpdate:
+        n_bytes = await asyncio.to_thread(self.copy.fetch, self.found)
+        metrics.PULLED.inc(n_bytes)
+        pulled = {"pull_s": time.perf_counter() - self.started, "pulled_bytes": n_bytes}
+        staged = StagedUpdate.of(self.found, None, await engine.stage(self.found))
+        await asyncio.to_thread(self.copy.check_unchanged)
+        return replace(staged, timings={**pulled, **staged.timings})
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsInChunks:
+    """Published version. Chunks stay for the next try, and for other servers, if loading fails.
+
+    `retained` are the chunks of the serving weights, which others may be pulling.
+    """
+
+    puller: ChunkPuller
+    offer: WeightOffer
+    manifest: PublishedManifest
+    found: StagedWeights
+    seed: int
+    retained: frozenset[str]
+
+    @classmethod
+    async def opened(
+        cls, puller: ChunkPuller, offer: WeightOffer, model: ModelConfig, run: str, retained: frozenset[str]
+    ) -> Self:
+        """Raises WeightsError, Unavailable."""
+        manifest, seed = await pulled_manifest(puller, offer), random.getrandbits(32)
+        found = examine_published(manifest, puller.chunks.folder, model, run)
+        return cls(puller, offer, manifest, replace(found, seed=seed), seed, retained)
+
+    @property
+    def beginning(self) -> str | None:
+        return self.manifest.beginning
+
+    async def load(self, engine: Engine) -> StagedUpdate:
+        chunks = {chunk.blake3: chunk for tree in self.manifest.trees for chunk in drawn(tree.chunks, self.seed)}
+        deltas = await asyncio.to_thread(lambda: [one for c in chunks.values() for one in self._deltas(c)])
+        name = self.offer.manifest.blake3
+        passed_on = frozenset([name, *chunks, *(delta.chunk.blake3 for delta in deltas)])
+        bases = [delta.base for delta in deltas]  # also those of a pull that was overtaken
+        await self.puller.retain(self.retained.union(passed_on, bases))
+        version = WantedVersion(name, list(self.manifest.chunks()))
+        async with self.puller.beside(chunks.values(), self.offer.sources, self._deltas, version) as pulling:
+            staged = StagedUpdate.of(self.found, None, await engine.stage(self.found, pulling))
+            pulled = await pulling
+        timings = {**pulled, **staged.timings}
+        return replace(staged, timings=timings, manifest=name, beginning=self.beginning, chunks=passed_on)
+
+    def _deltas(self, chunk: Chunk) -> list[Delta]:
+        return self.manifest.delta_chain(chunk, self.puller.chunks.__contains__)
+
+
+async def pulled_manifest(puller: ChunkPuller, offer: WeightOffer) -> PublishedManifest:
+    """Pull a version's manifest. Raises WeightsError, Unavailable."""
+    await puller.pull([offer.manifest], offer.sources)
+    data = await asyncio.to_thread(puller.chunks.read, offer.manifest.blake3)
+    manifest = await asyncio.to_thread(PublishedManifest.from_json, data)
+    if manifest.version != offer.version:
+        raise WeightsError(f"the manifest of {manifest.version} was offered as that of {offer.version}")
+    return manifest
