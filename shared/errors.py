@@ -51,17 +51,14 @@ so that the reader knows their names; errors that never leave their process may 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 from shared.outcomes import FilterRule
 from shared.services import ServiceName
 
-MAX_DETAIL = 2000
-"""Largest detail in an answer, in characters."""
-MAX_RETRY_AFTER_S = 60.0
-"""Longest `retry_after_s`, in seconds, that a client accepts from a service."""
-
+MAX_DETAIL = 2000  # characters in an answer
+MAX_RETRY_AFTER_S = 60.0  # the longest that a client accepts from a service
 
 type Cause = Literal["infrastructure", "request", "defect"]
 type Action = Literal["again", "fail", "stop"]
@@ -128,8 +125,7 @@ class InputError(VolleyError):
 
 
 class DecodeError(InputError):
-    status, title = 400, "Malformed body"
-    cause = "defect"
+    status, title, cause = 400, "Malformed body", "defect"
 
 
 class MalformedAnswer(DecodeError):
@@ -193,8 +189,7 @@ class UnknownFrame(InputError):
 class Unavailable(VolleyError):
     """The request may succeed later; `retry_after_s` is the delay to wait, in seconds."""
 
-    status, title = 503, "Unavailable"
-    cause = "infrastructure"
+    status, title, cause = 503, "Unavailable", "infrastructure"
 
     def __init__(self, detail: str, hint: str = "", retry_after_s: float = 1.0) -> None:
         super().__init__(detail, hint)
@@ -288,8 +283,7 @@ class Fenced(VolleyError):
 
 
 class WeightsError(VolleyError):
-    status, title = 422, "Weights rejected"
-    cause = "infrastructure"
+    status, title, cause = 422, "Weights rejected", "infrastructure"
 
 
 class SandboxFailed(VolleyError):
@@ -340,8 +334,7 @@ class GradingEnded(VolleyError):
 class NonFinite(VolleyError):
     """`what` names the non-finite values: metrics, parameters by leaf name, parts of the optimizer's state."""
 
-    status, title = 500, "Not finite"
-    action = "stop"
+    title, action = "Not finite", "stop"
 
     def __init__(self, detail: str, hint: str = "", what: Sequence[str] = ()) -> None:
         super().__init__(detail, hint)
@@ -349,22 +342,15 @@ class NonFinite(VolleyError):
 
 
 class EngineDied(VolleyError):
-    status, title = 500, "Engine died"
-    cause, outage = "infrastructure", True
+    title, cause, outage = "Engine died", "infrastructure", True
 
 
 def first_error[E: BaseException](group: BaseExceptionGroup[E]) -> E:
     """Return the error of a group to report: the first VolleyError, else the first error."""
-    leaves = list(_leaves(group))
-    return next((error for error in leaves if isinstance(error, VolleyError)), leaves[0])
-
-
-def _leaves[E: BaseException](group: BaseExceptionGroup[E]) -> Iterator[E]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
+    error: Any = group.subgroup(VolleyError) or group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def problem(error: VolleyError) -> dict[str, Any]:
@@ -406,19 +392,8 @@ def _of_openai(status: int, body: dict[str, Any]) -> str | None:
 
 
 def _by_status(status: int) -> type[VolleyError]:
-    exact = {
-        400: DecodeError,
-        401: Unauthorized,
-        403: Forbidden,
-        404: NotFound,
-        405: WrongMethod,
-        409: Conflict,
-        413: TooLarge,
-        429: RateLimited,
-        507: OutOfMemory,
-    }
-    if status in exact:
-        return exact[status]
+    kinds = (DecodeError, Unauthorized, Forbidden, NotFound, WrongMethod, Conflict, TooLarge, RateLimited, OutOfMemory)
+    exact: dict[int, type[VolleyError]] = {kind.status: kind for kind in kinds}
     if status in (408, 503):
         return Unavailable
-    return InputError if 400 <= status < 500 else VolleyError
+    return exact.get(status) or (InputError if 400 <= status < 500 else VolleyError)

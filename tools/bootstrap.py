@@ -19,11 +19,11 @@ import shutil
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import IO, Iterator, Mapping  # noqa: UP035 - runs on Python 3.8
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,14 +37,8 @@ ACCELERATED = ("rollout", "trainer")
 ACCELERATORS = {"cpu": "", "gpu": "-gpu", "tpu": "-tpu"}  # suffix of the extras for each
 OLDEST_PYTHON, FIRST_UNSUPPORTED = (3, 12), (3, 14)
 OLDEST_UV = (0, 9)
-NETWORK_SIGNS = (
-    "error sending request",
-    "failed to fetch",
-    "failed to lookup address",
-    "dns error",
-    "connection refused",
-    "timed out",
-)
+NETWORK_SIGNS = ("error sending request", "failed to fetch", "failed to lookup address", "dns error", "timed out")
+NETWORK_SIGNS += ("connection refused", "urlopen error", "no matching distribution")
 TICK_S = 0.5
 UNTRUSTED = "invalid peer certificate"
 
@@ -91,21 +85,16 @@ def outdated(root: Path, wanted: list[str]) -> list[str]:
 def is_current(root: Path, name: str) -> bool:
     venv = root / ".venvs" / name
     try:
-        return (venv / ".stamp").read_text(encoding="utf-8") == stamp(root, name) and os.access(
-            str(venv / "bin" / "python"), os.X_OK
-        )
+        stamped = (venv / ".stamp").read_text(encoding="utf-8")
+        return stamped == stamp(root, name) and os.access(str(venv / "bin" / "python"), os.X_OK)
     except OSError:
         return False
 
 
 def stamp(root: Path, name: str) -> str:
     """Digest of an environment's inputs: lock, project file, extras, and the interpreter in its pyvenv.cfg."""
-    parts = [(root / file).read_bytes() for file in ("uv.lock", "pyproject.toml")]
-    parts += [
-        (root / ".venvs" / name / "pyvenv.cfg").read_bytes(),
-        " ".join(extras(name)).encode(),
-        str(root).encode(),
-    ]
+    files = (root / "uv.lock", root / "pyproject.toml", root / ".venvs" / name / "pyvenv.cfg")
+    parts = [*(file.read_bytes() for file in files), " ".join(extras(name)).encode(), str(root).encode()]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
@@ -118,10 +107,7 @@ def extras(name: str) -> list[str]:
 
 
 def accelerator(environ: Mapping[str, str], devices: Path) -> str:
-    """Accelerator to install JAX for: VOLLEY_ACCELERATOR, else gpu if there is an NVIDIA one, else cpu.
-
-    Raises InstallError.
-    """
+    """Accelerator for JAX: VOLLEY_ACCELERATOR, else gpu if there is an NVIDIA one, else cpu. Raises InstallError."""
     given = environ.get("VOLLEY_ACCELERATOR") or ("gpu" if (devices / "nvidia0").exists() else "cpu")
     if given not in ACCELERATORS:
         raise InstallError(f"VOLLEY_ACCELERATOR is {given}, none of {', '.join(ACCELERATORS)}")
@@ -144,15 +130,11 @@ def python_candidates(root: Path, uv: Path | None) -> Iterator[Path]:
     """Candidates, cheapest first: the environments' own, this one, PATH, the usual folders, pyenv, uv's search."""
     for name in ENVIRONMENTS:
         with contextlib.suppress(OSError):
-            found = re.search(
-                r"^home = (.+)$", (root / ".venvs" / name / "pyvenv.cfg").read_text(encoding="utf-8"), re.M
-            )
-            if found:
-                yield Path(found.group(1)) / "python3"
+            settings = (root / ".venvs" / name / "pyvenv.cfg").read_text(encoding="utf-8")
+            yield from (Path(home) / "python3" for home in re.findall(r"^home = (.+)$", settings, re.M))
     yield Path(sys.executable)
-    names = ["python3.12", "python3.13", "python3", "python"]
-    folders = os.environ.get("PATH", "").split(os.pathsep) + ["/usr/bin", "/usr/local/bin", "/opt/homebrew/bin"]
-    for name in names:
+    folders = os.environ.get("PATH", "").split(os.pathsep) + ["/usr/bin", "/usr/local/bin"]
+    for name in ("python3.12", "python3.13", "python3", "python"):
         for folder in folders:
             path = Path(folder) / name
             if folder and os.access(str(path), os.X_OK):
@@ -161,39 +143,33 @@ def python_candidates(root: Path, uv: Path | None) -> Iterator[Path]:
     yield from sorted(pyenv.glob("versions/3.1[23].*/bin/python3"))
     if uv is not None:
         wanted = ">={}.{},<{}.{}".format(*(OLDEST_PYTHON + FIRST_UNSUPPORTED))
-        answer = run_quietly(
-            [str(uv), "python", "find", "--no-python-downloads", "--no-project", wanted], uv_environment(root)
-        )
+        command = [str(uv), "python", "find", "--no-python-downloads", "--no-project", wanted]
+        answer = run_quietly(command, uv_environment(root))
         if answer:
             yield Path(answer)
 
 
 def python_version(path: Path) -> tuple[int, int] | None:
     """(major, minor), or None if it does not run, such as a dead pyenv shim."""
-    answer = run_quietly(
-        [str(path), "-c", "import sys; print(sys.version_info[0], sys.version_info[1])"], dict(os.environ)
-    )
+    answer = run_quietly([str(path), "-c", "import sys; print(sys.version_info[0], sys.version_info[1])"])
     numbers = (answer or "").split()
     return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 and all(n.isdigit() for n in numbers) else None
 
 
 def download_python(root: Path, uv: Path) -> Path:
     say("no Python 3.12 or 3.13 on this machine: downloading one with uv into .tools/python")
-    environment = {
-        **uv_environment(root),
-        "UV_PYTHON_INSTALL_DIR": str(root / ".tools" / "python"),
-        "UV_PYTHON_DOWNLOADS": "manual",
-    }
-    code, output = run_loudly([str(uv), "python", "install", "--no-bin", "3.12"], environment)
-    found = sorted((root / ".tools" / "python").glob("cpython-3.12*/bin/python3"))
+    folder = root / ".tools" / "python"
+    variables = {"UV_PYTHON_INSTALL_DIR": str(folder), "UV_PYTHON_DOWNLOADS": "manual"}
+    command = [str(uv), "python", "install", "--no-bin", "3.12"]
+    code, output = run_loudly(command, {**uv_environment(root), **variables})
+    found = sorted(folder.glob("cpython-3.12*/bin/python3"))
     if code == 0 and found:
         return found[0]
+    cause = " (no network)" if lacks_network(output) else ""
     raise InstallError(
-        "Python 3.12 or 3.13 is missing: none on PATH, among pyenv's versions or in /usr/bin, and uv could not"
-        " download one"
-        + (" (no network)" if lacks_network(output) else "")
-        + "; install it (e.g. `pyenv install 3.12`, `apt install python3.12`, `brew install python@3.12`) and run this"
-        " again"
+        "Python 3.12 or 3.13 is missing: none on PATH, among pyenv's versions or in /usr/bin, and uv could not download"
+        f" one{cause}; install it (e.g. `pyenv install 3.12`, `apt install python3.12`, `brew install python@3.12`) and"
+        " run this again"
     )
 
 
@@ -204,7 +180,7 @@ def find_uv(root: Path) -> Path | None:
     """uv from PATH or an earlier installation, if new enough for the lock file."""
     on_path = shutil.which("uv")
     for path in ([Path(on_path)] if on_path else []) + [own_uv(root), Path.home() / ".local" / "bin" / "uv"]:
-        found = re.match(r"uv (\d+)\.(\d+)", run_quietly([str(path), "--version"], dict(os.environ)) or "")
+        found = re.match(r"uv (\d+)\.(\d+)", run_quietly([str(path), "--version"]) or "")
         if found and (int(found.group(1)), int(found.group(2))) >= OLDEST_UV:
             return path
     return None
@@ -218,22 +194,15 @@ def install_uv(root: Path) -> Path:
     """Install uv into `.tools/uv` with pip, with a virtual environment's pip, or else directly from the index."""
     say("installing uv into .tools")
     target = own_uv(root).parents[1]
-    output = ""
+    venv, output = root / ".tools" / "uv-venv", ""
+    pip = ["-m", "pip", "install", "--retries", "1", "--target", str(target), "uv"]
     for python in [sys.executable, *map(str, filter(None, [find_python(root, None)]))]:
-        for arguments in (
-            [["-m", "pip", "install", "--retries", "1", "--target", str(target), "uv"]],
-            with_venv(root, target),
-        ):
+        through_venv = [[python, "-m", "venv", "--clear", str(venv)], [str(venv / "bin" / "python"), *pip]]
+        for commands in ([[python, *pip]], through_venv):  # a Python may have ensurepip and no pip
             shutil.rmtree(str(target), ignore_errors=True)
-            for step in arguments:
-                command = [python, *step] if step[0].startswith("-") else step
+            for command in commands:
                 done = subprocess.run(
-                    command,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    encoding="utf-8",
-                    errors="replace",
-                    check=False,
+                    command, stdout=PIPE, stderr=STDOUT, encoding="utf-8", errors="replace", check=False
                 )
                 output += done.stdout
                 if done.returncode != 0:
@@ -242,26 +211,15 @@ def install_uv(root: Path) -> Path:
                 return own_uv(root)
     try:
         unpack_uv(target)
-    except (OSError, urllib.error.URLError, KeyError, ValueError, StopIteration) as error:
-        cause = (
-            "the package index cannot be reached"
-            if lacks_network(output + str(error))
-            else last_line(output) or str(error)
-        )
+    except (OSError, KeyError, ValueError, StopIteration) as error:
+        cause = last_line(output) or str(error)
+        if lacks_network(output + str(error)):
+            cause = "the package index cannot be reached"
         raise InstallError(
             f"uv is missing and could not be installed: {cause}; check the network (or PIP_INDEX_URL), or put uv on"
             " PATH (https://docs.astral.sh/uv), and run this again"
         ) from error
     return own_uv(root)
-
-
-def with_venv(root: Path, target: Path) -> list[list[str]]:
-    """Steps that install uv through a virtual environment, for a Python with ensurepip but without pip."""
-    venv = root / ".tools" / "uv-venv"
-    return [
-        ["-m", "venv", "--clear", str(venv)],
-        [str(venv / "bin" / "python"), "-m", "pip", "install", "--retries", "1", "--target", str(target), "uv"],
-    ]
 
 
 def locked_index() -> str:
@@ -277,7 +235,8 @@ def unpack_uv(target: Path) -> None:
     page = (os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_INDEX_URL") or locked_index()).rstrip("/") + "/uv/"
     with urllib.request.urlopen(page, timeout=60) as answer:  # noqa: S310 - the package index
         links = re.findall(r'href="([^"#]+)#sha256=([0-9a-f]{64})"[^>]*>\s*([^<\s]+)', answer.read().decode())
-    fitting = [(url, digest, name) for url, digest, name in links if re.search(wheel_tag(), name)]
+    wheel_tag = rf"manylinux_?[0-9_]*.*{re.escape(os.uname().machine)}.*\.whl$"
+    fitting = [(url, digest, name) for url, digest, name in links if re.search(wheel_tag, name)]
     url, digest, name = max(fitting, key=lambda link: [int(n) for n in re.findall(r"\d+", link[2].split("-")[1])])
     with urllib.request.urlopen(urllib.parse.urljoin(page, html.unescape(url)), timeout=300) as answer:  # noqa: S310
         wheel = answer.read()
@@ -291,28 +250,14 @@ def unpack_uv(target: Path) -> None:
     program.chmod(0o755)
 
 
-def wheel_tag() -> str:
-    """Pattern of the names of uv wheels for this platform."""
-    machine = os.uname().machine
-    if sys.platform == "darwin":
-        return r"macosx_.*_{}\.whl$".format("arm64" if machine == "arm64" else "x86_64")
-    return rf"manylinux_?[0-9_]*.*{re.escape(machine)}.*\.whl$"
-
-
 def uv_environment(root: Path) -> dict[str, str]:
     """The caller's environment variables, with uv's cache in the project if the user's cannot be written."""
-    environment = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTHONPATH", "PYTHONHOME")
-    }
-    if "UV_CACHE_DIR" not in environment and not writable(user_cache() / "uv"):
+    others = ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTHONPATH", "PYTHONHOME")
+    environment = {k: v for k, v in os.environ.items() if k not in others}
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
+    if "UV_CACHE_DIR" not in environment and not writable(user_cache / "uv"):
         environment["UV_CACHE_DIR"] = str(root / ".cache" / "uv")
     return environment
-
-
-def user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
 
 
 def writable(folder: Path) -> bool:
@@ -328,17 +273,8 @@ def sync(root: Path, uv: Path, python: Path, name: str, which: str) -> None:
     say(f"installing environment {name} (Python {'.'.join(map(str, python_version(python) or ()))}) {which}".rstrip())
     venv = root / ".venvs" / name
     environment = {**uv_environment(root), "UV_PROJECT_ENVIRONMENT": str(venv)}
-    command = [
-        str(uv),
-        "sync",
-        "--locked",
-        "--no-python-downloads",
-        "--python",
-        str(python),
-        "--project",
-        str(root),
-        *extras(name),
-    ]
+    command = [str(uv), "sync", "--locked", "--no-python-downloads", "--python", str(python), "--project", str(root)]
+    command += extras(name)
     code, output = run_loudly(command, environment)
     if code != 0 and UNTRUSTED in output:
         say("uv does not trust the certificate of the package index: trying the system's certificates")
@@ -354,18 +290,11 @@ def sync(root: Path, uv: Path, python: Path, name: str, which: str) -> None:
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
-def run_quietly(command: list[str], environment: dict[str, str]) -> str | None:
+def run_quietly(command: list[str], environment: dict[str, str] | None = None) -> str | None:
     """Stripped standard output of a command; None if it fails or does not run."""
     try:
         done = subprocess.run(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="utf-8",
-            errors="replace",
-            timeout=60,
-            check=False,
+            command, env=environment, capture_output=True, encoding="utf-8", errors="replace", timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -379,7 +308,7 @@ def run_loudly(command: list[str], environment: dict[str, str]) -> tuple[int, st
     """
     live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
     began, output = time.monotonic(), []
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=STDOUT) as process:
         assert process.stdout is not None
         try:
             for line in lines_of(process.stdout):
@@ -444,7 +373,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def lacks_network(output: str) -> bool:
-    return any(sign in output.lower() for sign in (*NETWORK_SIGNS, "urlopen error", "no matching distribution"))
+    return any(sign in output.lower() for sign in NETWORK_SIGNS)
 
 
 def reason(output: str) -> str:
@@ -457,8 +386,7 @@ def reason(output: str) -> str:
 
 
 def last_line(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")
 
 
 def say(text: str) -> None:

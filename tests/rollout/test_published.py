@@ -38,7 +38,8 @@ from shared.published.manifest import Chunk, Delta, PublishedAdapter, PublishedM
 from shared.published.serving import Uplink
 from shared.run.checkpoint_files import ManifestLeaf, Probe
 from shared.services_schema import Limits
-from shared.web.http import create_app, problem_response
+from shared.web.http import create_app
+from shared.web.problems import problem_response
 from tests.support import families, models
 from tests.support.asgi import served
 from tests.support.engine import SETTINGS, FakeEngine

@@ -32,7 +32,8 @@ from shared.published.manifest import Chunk, Delta
 from shared.published.order import drawn
 from shared.published.serving import Uplink
 from shared.services_schema import Limits
-from shared.web.http import create_app, problem_response
+from shared.web.http import create_app
+from shared.web.problems import problem_response
 from tests.support.asgi import served
 from tests.support.disk import file_size_limit
 

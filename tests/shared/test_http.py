@@ -18,9 +18,11 @@ from shared.clients.base import HttpClient
 from shared.process import telemetry
 from shared.process.ports import free_port
 from shared.services_schema import Limits
-from shared.web import http, serving
+from shared.web import edge, serving
 from shared.web.access import AccessTokens, Role
+from shared.web.edge import DirectRoute
 from shared.web.http import create_app, read_body, respond
+from shared.web.problems import problem_response
 
 TOKEN = "s3cret-s3cret-s3"
 TOKENS = AccessTokens({Role.VIEWER: TOKEN})
@@ -138,7 +140,7 @@ async def test_when_to_ask_again_crosses_the_wire():
         with pytest.raises(errors.RateLimited) as caught:
             await c.get("/full", attempts=1)
     assert caught.value.retry_after_s == 9.5
-    assert http.problem_response(caught.value).headers["retry-after"] == "10"
+    assert problem_response(caught.value).headers["retry-after"] == "10"
 
 
 @pytest.mark.parametrize(
@@ -210,8 +212,8 @@ async def test_a_chunked_body_over_the_limit_is_cut_off():
 
 
 async def test_large_bodies_together_are_bounded_and_small_ones_pass(monkeypatch):
-    monkeypatch.setattr(http, "_SMALL_BODY", 10)
-    monkeypatch.setattr(http, "_LARGE_BODIES", 1)
+    monkeypatch.setattr(edge, "_SMALL_BODY", 10)
+    monkeypatch.setattr(edge, "_LARGE_BODIES", 1)
     first_read, held = asyncio.Event(), asyncio.Event()
 
     async def slowly():
@@ -357,7 +359,7 @@ async def test_a_direct_route_answers_like_any_other() -> None:
     tokens = AccessTokens({Role.VIEWER: TOKEN, Role.SERVICE: "t" * 16})
     direct, plain = (
         create_app("demo", limits=LIMITS, tokens=tokens, ready=lambda: None, roles=roles, direct=routes)
-        for routes in ([http.DirectRoute("POST", path, fail)], ())
+        for routes in ([DirectRoute("POST", path, fail)], ())
     )
     for app in (direct, plain):
         app.post(path)(fail)

@@ -33,7 +33,8 @@ from services.env.api.state import state_of
 from services.env.backend import Backend, ModelAddress
 from services.env.episode_slots import EpisodeRequest
 from shared.web.access import Role
-from shared.web.http import DirectRoute, respond
+from shared.web.edge import DirectRoute
+from shared.web.http import respond
 from shared.web.openapi import declares
 
 router = APIRouter()

@@ -26,8 +26,7 @@ from shared.dialects.records import Asked, Head
 from shared.errors import InputError, NotFound, RateLimited, Unauthorized, Unavailable, VolleyError, problem
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
-from shared.web.http import problem_response
-from shared.web.problems import MEDIA_TYPE
+from shared.web.problems import MEDIA_TYPE, problem_response
 
 _QUIET_S = 10.0
 """Time without a byte on a stream that waits, in seconds."""

@@ -12,7 +12,8 @@ from services.rollout.api.generation import ClientGone
 from services.rollout.api.routes import Rollout
 from shared import codec
 from shared.web.access import Role
-from shared.web.http import DirectRoute, read_body, respond
+from shared.web.edge import DirectRoute
+from shared.web.http import read_body, respond
 from shared.web.openapi import declares
 
 router = APIRouter()
