@@ -8,8 +8,9 @@ import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.rollout.engines.base import CommitMode, EngineServer, EngineSpec
+from services.rollout.engines.base import EngineServer, EngineSpec
 from services.rollout.engines.kinds import declared
+from services.rollout.engines.staged import CommitMode
 from shared.errors import ConfigError
 from shared.models import origin
 from shared.models.config import ModelConfig

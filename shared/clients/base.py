@@ -12,6 +12,7 @@ import errno
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _CONNECT_TIMEOUT_S = 5.0
 _NO_ADDRESS = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, UnicodeError)
 MAX_ANSWER_BYTES = 64 * 2**20
-_JSON = "application/json"
+_JSON, _NONE = "application/json", dict[str, str]()
 _MOST_DIGITS = 12
 _FILE = (200, 206)  # a whole file, the rest of one
 _KEEPALIVE_S = 4.0  # well below the servers' (shared.web.serving): no request uses a connection that is being closed
@@ -56,19 +57,22 @@ type Take = Callable[[bytes], None]
 """Called with each block of a content; an exception ends the transfer."""
 
 
-class _Wire(Protocol):
-    async def send(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        params: Mapping[str, Any] | None,
-        timeout_s: float,
-        media_type: str | None = None,
-    ) -> HttpReply: ...
+class _Request(NamedTuple):
+    """`timeout_s` is for the whole call."""
 
-    async def receive(self, path: str, headers: Mapping[str, str], take: Take, body: bytes | None = None) -> HttpReply:
-        """Answer a GET, or a POST of `body`; `take` gets a success's content as it arrives, and the reply has none."""
+    method: str
+    path: str
+    body: bytes | None
+    headers: Mapping[str, str]
+    params: Mapping[str, Any] | None
+    timeout_s: float
+
+
+class _Wire(Protocol):
+    async def send(self, request: _Request) -> HttpReply: ...
+
+    async def receive(self, request: _Request, take: Take) -> HttpReply:
+        """Send without a time limit; `take` gets a success's content as it arrives, and the reply has none."""
         ...
 
     async def close(self) -> None: ...
@@ -102,22 +106,19 @@ class HttpClient:
         self._timeout_s, self._ca_file, self._transport = timeout_s, ca_file, transport
         self._socket_factory, self._keep_cookies = socket_factory, keep_cookies
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._pack, self._media_type = (orjson.dumps, _JSON) if as_json else (codec.pack, codec.MEDIA_TYPE)
+        self._pack, media_type = (orjson.dumps, _JSON) if as_json else (codec.pack, codec.MEDIA_TYPE)
+        self._content_type = {"Content-Type": media_type}
         self._wire: _Wire | None = None
         self._closed = False
 
     async def __aenter__(self) -> Self:
         if self._transport is None:
+            cookies = self._keep_cookies
             self._wire = _Network(
-                self.base_url,
-                self._headers,
-                self._media_type,
-                self._ca_file,
-                self._socket_factory,
-                keep_cookies=self._keep_cookies,
+                self.base_url, self._headers, self._ca_file, self._socket_factory, keep_cookies=cookies
             )
         else:
-            self._wire = _Direct(self.base_url, self._headers, self._media_type, self._transport)
+            self._wire = _Direct(self.base_url, self._headers, self._transport)
         self._closed = False
         return self
 
@@ -149,8 +150,8 @@ class HttpClient:
 
     async def upload(self, method: str, path: str, content: bytes, media_type: str, params: Mapping[str, str]) -> Any:
         """Send bytes unchanged."""
-        sent = self._open().send(method, path, content, params, self._timeout_s, media_type)
-        return _read(await self._translated(f"{method} {self.base_url}{path}", sent), path, MAX_OBJECTS)
+        request = self._request(method, path, content, params, headers={"Content-Type": media_type})
+        return _read(await self._translated(request, self._open().send(request)), path, MAX_OBJECTS)
 
     async def delete(self, path: str, *, attempts: int = 1) -> Any:
         return await retry(lambda: self._send("DELETE", path, None, None, None), attempts=attempts)
@@ -164,17 +165,16 @@ class HttpClient:
 
     async def exchange_stream(self, path: str, body: Any, take: Take) -> HttpReply:
         """POST as `exchange`, without a time limit; `take` gets a success's content as it arrives, and may raise."""
-        received = self._open().receive(path, {}, take, self._pack(body))
-        return await self._translated(f"POST {self.base_url}{path}", received)
+        request = self._request("POST", path, self._pack(body))
+        return await self._translated(request, self._open().receive(request, take))
 
     async def download(self, path: str, take: Take, *, start: int = 0) -> None:
         """Receive the bytes of a file from `start` on, as they arrive; the caller limits their number and the time.
 
         Raises as `get`, and MalformedAnswer if the answer does not start there.
         """
-        wire = self._open()
-        headers = {"Range": f"bytes={start}-"} if start else {}
-        reply = await self._translated(f"GET {self.base_url}{path}", wire.receive(path, headers, take))
+        request = self._request("GET", path, headers={"Range": f"bytes={start}-"} if start else _NONE)
+        reply = await self._translated(request, self._open().receive(request, take))
         if reply.status not in _FILE:
             _read(reply, path, MAX_OBJECTS)
         if reply.status != _FILE[bool(start)]:
@@ -195,8 +195,20 @@ class HttpClient:
     async def _exchanged(
         self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float | None
     ) -> HttpReply:
-        sent = self._open().send(method, path, body, params, timeout_s or self._timeout_s)
-        return await self._translated(f"{method} {self.base_url}{path}", sent)
+        request = self._request(method, path, body, params, timeout_s)
+        return await self._translated(request, self._open().send(request))
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        params: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        headers: Mapping[str, str] = _NONE,
+    ) -> _Request:
+        whole = {**(_NONE if body is None else self._content_type), **tracing.headers(), **headers}
+        return _Request(method, path, body, whole, params, timeout_s or self._timeout_s)
 
     def _open(self) -> _Wire:
         """Return the connections. Raises ServiceUnreachable once they are closed, e.g. because the service has left."""
@@ -205,8 +217,9 @@ class HttpClient:
         assert self._wire is not None, "enter the client first"
         return self._wire
 
-    async def _translated[T](self, what: str, exchange: Awaitable[T]) -> T:
-        """Translate network errors of the request `what`."""
+    async def _translated[T](self, request: _Request, exchange: Awaitable[T]) -> T:
+        """Translate network errors of a request."""
+        what = f"{request.method} {self.base_url}{request.path}"
         try:
             return await exchange
         except TimeoutError as error:
@@ -233,13 +246,11 @@ class _Network:
         self,
         base_url: str,
         headers: Mapping[str, str],
-        media_type: str,
         ca_file: Path | None,
         socket_factory: SocketFactory | None,
         *,
         keep_cookies: bool,
     ) -> None:
-        self._content_type = {"Content-Type": media_type}
         trusted = client_context(ca_file) if base_url.startswith("https:") else True
         connector = aiohttp.TCPConnector(
             limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=trusted, socket_factory=socket_factory
@@ -254,49 +265,42 @@ class _Network:
             cookie_jar=aiohttp.CookieJar(unsafe=True) if keep_cookies else aiohttp.DummyCookieJar(),
         )
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        params: Mapping[str, Any] | None,
-        timeout_s: float,
-        media_type: str | None = None,
-    ) -> HttpReply:
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-        url, headers = self._base_url + path, _headers(media_type, self._content_type, body)
-        async with self._session.request(
-            method, url, data=body, params=params, headers=headers, timeout=timeout, allow_redirects=False
-        ) as answer:
-            received = answer.headers
-            content = await _bounded(answer, path)
-            return HttpReply(answer.status, received.get("Content-Type", ""), content, received.get("Retry-After", ""))
+    async def send(self, request: _Request) -> HttpReply:
+        timeout = aiohttp.ClientTimeout(total=request.timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        async with self._requested(request, timeout) as answer:
+            return _reply(answer.status, answer.headers, await _bounded(answer, request.path))
 
-    async def receive(self, path: str, headers: Mapping[str, str], take: Take, body: bytes | None = None) -> HttpReply:
+    async def receive(self, request: _Request, take: Take) -> HttpReply:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
-        method, sent = "GET" if body is None else "POST", {**headers, **_headers(None, self._content_type, body)}
-        async with self._session.request(
-            method, self._base_url + path, data=body, headers=sent, timeout=timeout, allow_redirects=False
-        ) as answer:
-            received, content = answer.headers, b""
-            if answer.status in _FILE and answer.status == _FILE["Range" in headers]:
+        async with self._requested(request, timeout) as answer:
+            content = b""
+            if answer.status in _FILE and answer.status == _FILE["Range" in request.headers]:
                 async for block in answer.content.iter_any():
                     take(block)
             else:
-                content = await _bounded(answer, path)
-            return HttpReply(answer.status, received.get("Content-Type", ""), content, received.get("Retry-After", ""))
+                content = await _bounded(answer, request.path)
+            return _reply(answer.status, answer.headers, content)
+
+    def _requested(
+        self, request: _Request, timeout: aiohttp.ClientTimeout
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        method, path, body, headers, params, _ = request
+        return self._session.request(
+            method,
+            self._base_url + path,
+            data=body,
+            params=params,
+            headers=headers,
+            timeout=timeout,
+            allow_redirects=False,
+        )
 
     async def close(self) -> None:
         await self._session.close()
 
 
-def _headers(media_type: str | None, usual: Mapping[str, str], body: bytes | None) -> Mapping[str, str]:
-    """Return the headers of a request: the type of its body, and the present span."""
-    trace = tracing.headers()
-    if body is None:
-        return trace
-    content_type = {"Content-Type": media_type} if media_type else usual
-    return {**content_type, **trace} if trace else content_type
+def _reply(status: int, headers: Mapping[str, str], content: bytes) -> HttpReply:
+    return HttpReply(status, headers.get("Content-Type", ""), content, headers.get("Retry-After", ""))
 
 
 async def _bounded(answer: aiohttp.ClientResponse, path: str) -> bytes:
@@ -313,37 +317,22 @@ async def _bounded(answer: aiohttp.ClientResponse, path: str) -> bytes:
 class _Direct:
     """The same over an httpx transport."""
 
-    def __init__(
-        self, base_url: str, headers: Mapping[str, str], media_type: str, transport: AsyncBaseTransport
-    ) -> None:
+    def __init__(self, base_url: str, headers: Mapping[str, str], transport: AsyncBaseTransport) -> None:
         from shared.clients.direct import Direct
 
-        self._content_type = {"Content-Type": media_type}
         self._direct = Direct(base_url, headers, transport)
 
-    async def send(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None,
-        params: Mapping[str, Any] | None,
-        timeout_s: float,
-        media_type: str | None = None,
-    ) -> HttpReply:
-        headers = _headers(media_type, self._content_type, body)
+    async def send(self, request: _Request) -> HttpReply:
+        method, path, body, headers, params, timeout_s = request
         answer = await self._direct.send(method, path, body, params, headers, timeout_s)
-        received = answer.headers
-        content_type, retry_after = received.get("Content-Type", ""), received.get("Retry-After", "")
-        return HttpReply(answer.status_code, content_type, answer.content, retry_after)
+        return _reply(answer.status_code, answer.headers, answer.content)
 
-    async def receive(self, path: str, headers: Mapping[str, str], take: Take, body: bytes | None = None) -> HttpReply:
-        method, sent = "GET" if body is None else "POST", {**headers, **_headers(None, self._content_type, body)}
-        answer = await self._direct.send(method, path, body, None, sent, _CONNECT_TIMEOUT_S)
-        received, content = answer.headers, answer.content
-        if answer.status_code == _FILE["Range" in headers]:
-            take(content)
-            content = b""
-        return HttpReply(answer.status_code, received.get("Content-Type", ""), content, received.get("Retry-After", ""))
+    async def receive(self, request: _Request, take: Take) -> HttpReply:
+        reply = await self.send(request._replace(timeout_s=_CONNECT_TIMEOUT_S))
+        if reply.status == _FILE["Range" in request.headers]:
+            take(reply.content)
+            reply = reply._replace(content=b"")
+        return reply
 
     async def close(self) -> None:
         await self._direct.close()

@@ -21,33 +21,25 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from shared.bounds import check_json
+from shared.dialects.embedded_json import MAX_ARGUMENTS, after_space, json_at
 from shared.errors import DecodeError
-from shared.text import without_halves
 
 type Message = Mapping[str, Any]
 """Chat message with the keys `content` and, in OpenAI's shape, `tool_calls`."""
 type CallFormat = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"]
 
-MAX_ARGUMENTS = 2**18
-"""Characters of one call."""
-MAX_VALUES = 10_000
-"""Values in the arguments of one call."""
 MAX_CALLS = 1000
 """Calls of one message; the rest is not read."""
 
 _OBJECT = "a tool call must be one JSON object with name and arguments"
 _OPEN, _CLOSE, _MISTRAL, _PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
 _THINK, _END_THINK = "<think>", "</think>"
-_CUT = 12
-"""Distance in characters from the end of a truncated text within which truncation may cause a parse error."""
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,200})>(.*?)</function>\s*\Z", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,200})(?:\[CALL_ID\][A-Za-z0-9_-]{1,100})?\[ARGS\]\s*")
@@ -55,7 +47,6 @@ _LONG_TEXT = 20_000
 """Characters; longer texts are read in a thread, because they would block the event loop."""
 _MAX_PYTHON_CALL = 20_000
 _PYTHON_CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,199})\.call\(")
-_SPACE = re.compile(r"\s*")
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "</s>")
 
 
@@ -188,7 +179,7 @@ def _hermes(text: str) -> Iterator[ToolCall]:
         at += len(_OPEN)
         call, end = _json_call(text, at)
         if not call.problem:
-            end = _after_space(text, end)
+            end = after_space(text, end)
             if end < len(text) and not text.startswith(_CLOSE, end):
                 call = ToolCall(problem=f"{_OBJECT}, and {_CLOSE} after it")
         yield call
@@ -247,7 +238,7 @@ def _typed(text: str, kind: Any) -> Any:
     if kind is None or "string" in kinds:
         return text
     try:
-        return _loads(text.strip(), 0)[0]
+        return json_at(text.strip(), 0)[0]
     except ValueError:
         said = text.strip().lower()
         if "boolean" in kinds and said in ("true", "false"):  # templates write Python's True and False
@@ -270,13 +261,13 @@ def _llama3_json(text: str) -> Iterator[ToolCall]:
     while at < len(rest):
         call, at = _json_call(rest, at, ("parameters", "arguments"))
         yield call
-        at = _after_space(rest, at)
+        at = after_space(rest, at)
         if call.problem or at >= len(rest):
             return
         if rest[at] not in ";{":
             yield ToolCall(problem="calls must be separated by ; and nothing may follow them")
             return
-        at = _after_space(rest, at + (rest[at] == ";"))
+        at = after_space(rest, at + (rest[at] == ";"))
 
 
 def _python_call(name: str, text: str) -> ToolCall:
@@ -288,7 +279,7 @@ def _python_call(name: str, text: str) -> ToolCall:
         if not isinstance(found, ast.Call) or found.args or any(word.arg is None for word in found.keywords):
             raise ValueError("its arguments need names")
         arguments = {str(word.arg): ast.literal_eval(word.value) for word in found.keywords}
-        return _checked({"name": name, "arguments": _loads(json.dumps(arguments, allow_nan=False), 0)[0]})
+        return _checked({"name": name, "arguments": json_at(json.dumps(arguments, allow_nan=False), 0)[0]})
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         reason = str(error).partition("(<unknown>")[0].strip()
         return ToolCall(problem=f"a tool call must be NAME.call(KEY=VALUE, …), with literals as values: {reason}")
@@ -299,7 +290,7 @@ def _looks_like_a_call(text: str) -> bool:
     if re.match(r'\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:', text) is None:
         return False
     try:
-        found, _ = _loads(text, 0)
+        found, _ = json_at(text, 0)
     except ValueError:
         return True
     return isinstance(found, dict) and ("parameters" in found or "arguments" in found)
@@ -311,14 +302,14 @@ def _mistral(text: str) -> Iterator[ToolCall]:
             chunk = chunk.rstrip().removesuffix(end)
         if (named := _NAMED.match(chunk)) is not None:
             try:
-                arguments, _ = _loads(chunk, named.end())
+                arguments, _ = json_at(chunk, named.end())
             except ValueError as error:
                 yield ToolCall(problem=f"the arguments are not valid JSON: {error}")
             else:
                 yield _checked({"name": named[1], "arguments": arguments})
             continue
         try:
-            found, _ = _loads(chunk, _SPACE.match(chunk).end())  # type: ignore[union-attr]
+            found, _ = json_at(chunk, after_space(chunk, 0))
         except ValueError as error:
             yield ToolCall(problem=f"{_MISTRAL} must be followed by a JSON list of calls: {error}")
             continue
@@ -328,43 +319,12 @@ def _mistral(text: str) -> Iterator[ToolCall]:
 
 def _json_call(text: str, at: int, keys: Sequence[str] = ("arguments",)) -> tuple[ToolCall, int]:
     """Read the JSON object at `at` as a call; return it and its end."""
-    at = _after_space(text, at)
+    at = after_space(text, at)
     try:
-        found, end = _loads(text, at)
+        found, end = json_at(text, at)
     except ValueError as error:
         return ToolCall(problem=f"{_OBJECT}: {error}"), at
     return _checked(found, keys), end
-
-
-def _loads(text: str, at: int) -> tuple[Any, int]:
-    """Read the JSON value at `at`; return it and its end. Raises ValueError with a reason."""
-    part = text[at : at + MAX_ARGUMENTS + 1]  # bounded, because an error counts the lines of the whole text
-    try:
-        value, end = _DECODER.raw_decode(part)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    except json.JSONDecodeError as error:
-        if len(part) > MAX_ARGUMENTS and (error.pos > len(part) - _CUT or error.msg.startswith("Unterminated")):
-            raise ValueError(f"it has more than {MAX_ARGUMENTS} characters") from None
-        raise ValueError(f"{error.msg} at its character {error.pos + 1}") from None
-    if end > MAX_ARGUMENTS:
-        raise ValueError(f"it has more than {MAX_ARGUMENTS} characters")
-    read = part[:end].encode("utf-8", "replace")
-    try:
-        check_json(read, "it", MAX_VALUES)
-    except DecodeError as error:
-        raise ValueError(error.detail) from None
-    mended = without_halves(read)
-    return (value if mended == read else _DECODER.decode(mended.decode())), at + end
-
-
-def _finite(text: str) -> float:
-    if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text[:40]} is not a finite number")
-    return value
-
-
-_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
 
 def _from_openai(call: object) -> ToolCall:
@@ -379,7 +339,7 @@ def _from_openai(call: object) -> ToolCall:
         arguments = {}  # some servers write calls without arguments like this
     if isinstance(arguments, str):
         try:
-            arguments, end = _loads(arguments.strip(), 0)
+            arguments, end = json_at(arguments.strip(), 0)
             if end < len(arguments):
                 raise ValueError("more than one value")
         except ValueError as error:
@@ -407,11 +367,6 @@ def _kind(value: Any) -> str:
     """Name of a value's type in JSON."""
     names = {bool: "true or false", str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
     return names.get(type(value), "null")
-
-
-def _after_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return found.end() if found else at
 
 
 def _plain(value: Any) -> str:

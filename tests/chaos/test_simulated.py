@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.engines.base import EngineInfo, EngineSpec, GenerateRequest, SamplingParams, StagedWeights
+from services.rollout.engines.base import EngineInfo, EngineSpec, GenerateRequest, SamplingParams
+from services.rollout.engines.staged import StagedWeights
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.groups.group_buffer import ready_group
 from shared.errors import Unavailable, WeightsError

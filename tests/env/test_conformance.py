@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from services.env.api import schemas
+from services.env.api import answers
 from services.env.catalogue import KINDS
 from services.env.environments.games.tetris import Tetris
 from services.env.episode_types import Environment, Message, StepResult, assistant
@@ -70,7 +70,7 @@ def played(env: Environment, split: str, index: int, seed: int, said: list[Messa
     for message in said:
         result = episode.step(message)
         check(result)
-        seen.append(orjson.loads(orjson.dumps(schemas.stepped(result))))
+        seen.append(orjson.loads(orjson.dumps(answers.stepped(result))))
         if result.over:
             break
     return seen

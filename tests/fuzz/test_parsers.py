@@ -15,7 +15,7 @@ from fastapi import Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.env.api import schemas
+from services.env.api import answers, schemas
 from services.env.catalogue import KINDS, Catalogue
 from services.env.environments.gsm8k.data import Problem
 from services.env.environments.gsm8k.environment import Gsm8kConfig, Gsm8kEpisode
@@ -116,7 +116,7 @@ def test_environment_bodies(case: tuple[type[schemas.Body], dict[Any, Any]]) -> 
         body = asyncio.run(_read(model, codec.pack(tree), codec.MEDIA_TYPE))
         if isinstance(body, schemas.StepBody):
             episode = Gsm8kEpisode(PROBLEM, Gsm8kConfig(tool="calculator"))
-            orjson.dumps(schemas.stepped(episode.step(body.message.as_message())))
+            orjson.dumps(answers.stepped(episode.step(body.message.as_message())))
 
 
 @EXAMPLES
@@ -132,9 +132,9 @@ def test_steps_of_a_tool_environment_are_total(text: str, calls: Any) -> None:
     """Whatever a model says is data."""
     episode = Gsm8kEpisode(PROBLEM, Gsm8kConfig(tool="calculator"))
     said = f"<tool_call>{text}</tool_call>" if len(text) % 2 else text
-    orjson.dumps(schemas.stepped(episode.step(assistant(said))))
+    orjson.dumps(answers.stepped(episode.step(assistant(said))))
     if isinstance(calls, list):
-        orjson.dumps(schemas.stepped(episode.step({"role": "assistant", "content": "", "tool_calls": calls})))
+        orjson.dumps(answers.stepped(episode.step({"role": "assistant", "content": "", "tool_calls": calls})))
 
 
 CONFIGS = {

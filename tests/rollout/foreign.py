@@ -12,15 +12,10 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from services.rollout.engines.base import (
-    EngineServer,
-    EngineSpec,
-    GenerateRequest,
-    SamplingParams,
-    StagedWeights,
-)
+from services.rollout.engines.base import EngineServer, EngineSpec, GenerateRequest, SamplingParams
 from services.rollout.engines.http_server.engine import HttpEngine
 from services.rollout.engines.kinds import ENGINES
+from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.checkpoint import examine
 from shared.models.config import ModelConfig
 from shared.process.ports import free_port

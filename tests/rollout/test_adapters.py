@@ -16,10 +16,10 @@ import pytest
 
 from services.rollout.engines.arrays.arrival import Arrival
 from services.rollout.engines.arrays.opening import BaseCache
-from services.rollout.engines.base import StagedWeights
 from services.rollout.engines.sglang_jax.loading.checksum import checksum
 from services.rollout.engines.sglang_jax.loading.layout import hugging_face, to_engine
 from services.rollout.engines.sglang_jax.loading.staging import load_leaves
+from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.checkpoint import examine
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Forbidden, WeightsError

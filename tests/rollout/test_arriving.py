@@ -17,9 +17,10 @@ import pytest_asyncio
 
 from services.rollout.engines.arrays.arrival import Arrival
 from services.rollout.engines.arrays.opening import BaseCache
-from services.rollout.engines.base import Engine, EngineSpec, StagedWeights
+from services.rollout.engines.base import Engine, EngineSpec
 from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.engines.sglang_jax.loading.staging import load_leaves
+from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.checkpoint import examine_published
 from shared.errors import Conflict, Unavailable, WeightsError
 from shared.models.config import ModelConfig

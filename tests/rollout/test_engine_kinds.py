@@ -10,17 +10,9 @@ import httpx
 import pytest
 
 from services.rollout.app import open_rollout
-from services.rollout.engines.base import (
-    Arriving,
-    CommitMode,
-    CommitResult,
-    Engine,
-    EngineSpec,
-    Live,
-    LoadedWeights,
-    StagedWeights,
-)
+from services.rollout.engines.base import Arriving, Engine, EngineSpec
 from services.rollout.engines.kinds import ENGINES, EngineKind
+from services.rollout.engines.staged import CommitMode, CommitResult, Live, LoadedWeights, StagedWeights
 from services.rollout.settings import RolloutSettings, from_config
 from services.rollout.weights.updater import WeightUpdater
 from shared.config import validate

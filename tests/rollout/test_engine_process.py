@@ -21,10 +21,11 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 from services.rollout import metrics
-from services.rollout.engines.base import EngineSpec, StagedWeights
+from services.rollout.engines.base import EngineSpec
 from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.engines.sglang_jax.link import frame
 from services.rollout.engines.sglang_jax.worker import named
+from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import ConfigError, EngineDied, Unavailable, VolleyError
 from shared.models.config import ModelConfig

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.engines.base import (
-    NewTokens,
-    StagedWeights,
-)
+from services.rollout.engines.base import NewTokens
+from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.checkpoint import examine
 from shared.errors import Unavailable, WeightsError
 from shared.models.config import ModelConfig

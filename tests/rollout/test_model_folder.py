@@ -12,8 +12,8 @@ from safetensors.numpy import load_file
 
 from services.rollout.engines.arrays.arrival import Arrival
 from services.rollout.engines.arrays.opening import BaseCache
-from services.rollout.engines.base import StagedWeights
 from services.rollout.engines.http_server import model_folder
+from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.checkpoint import examine
 from shared.errors import WeightsError
 from shared.models.config import ModelConfig

@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from services.rollout.engines.base import EngineSpec, StagedWeights
+from services.rollout.engines.base import EngineSpec
 from services.rollout.engines.probe import check_probe
 from services.rollout.engines.sglang_jax.client import open_engine
+from services.rollout.engines.staged import StagedWeights
 from shared.errors import WeightsError
 from tests.support import decoder_reference, models
 from tests.support.models import Weights

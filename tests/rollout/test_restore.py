@@ -23,8 +23,8 @@ import pytest
 from services.rollout.engines.arrays.arrival import Arrival
 from services.rollout.engines.arrays.opening import BaseCache
 from services.rollout.engines.arrays.restore import CheckpointLeaf, open_checkpoint, open_hugging_face
-from services.rollout.engines.base import StagedWeights
 from services.rollout.engines.sglang_jax.loading.staging import load_leaves
+from services.rollout.engines.staged import StagedWeights
 from shared import codec
 from shared.errors import Conflict, WeightsError, problem
 from shared.run.checkpoint_files import ManifestFile, ManifestLeaf, digest, digest_files, read_manifest

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from services.rollout.engines.base import StagedWeights
 from services.rollout.engines.sglang_jax.loading import checksum, staging
 from services.rollout.engines.sglang_jax.worker import EngineWorker
+from services.rollout.engines.staged import StagedWeights
 from tests.rollout.server import wait_until
 
 ARRAYS = ["array a", "array b"]

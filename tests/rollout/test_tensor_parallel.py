@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.engines.base import Engine, EngineSpec, GenerateRequest, GenerateResult, LoadedWeights
+from services.rollout.engines.base import Engine, EngineSpec, GenerateRequest, GenerateResult
 from services.rollout.engines.base import SamplingParams as Sampling
 from services.rollout.engines.probe import check_probe
 from services.rollout.engines.sglang_jax.client import open_engine
+from services.rollout.engines.staged import LoadedWeights
 from services.rollout.weights.checkpoint import examine
 from shared.errors import ConfigError, WeightsError
 from shared.models.config import ModelConfig

@@ -21,22 +21,18 @@ from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
 from services.rollout.engines.base import (
     Arriving,
-    CommitMode,
-    CommitResult,
     EngineInfo,
     EngineSpec,
     EngineStatus,
     FinishReason,
     GenerateRequest,
     GenerateResult,
-    Live,
-    LoadedWeights,
     NewTokens,
     OnTokens,
     ScoredTokens,
-    StagedWeights,
     TopTokens,
 )
+from services.rollout.engines.staged import CommitMode, CommitResult, Live, LoadedWeights, StagedWeights
 from services.rollout.settings import RolloutSettings
 from services.rollout.weights.serving import Serving
 from services.rollout.weights.updater import WeightUpdater

@@ -24,23 +24,19 @@ import numpy as np
 from services.rollout.app import open_rollout
 from services.rollout.engines.base import (
     Arriving,
-    CommitMode,
-    CommitResult,
     EngineInfo,
     EngineSpec,
     EngineStatus,
     FinishReason,
     GenerateRequest,
     GenerateResult,
-    Live,
-    LoadedWeights,
     NewTokens,
     OnTokens,
     SamplingParams,
     ScoredTokens,
-    StagedWeights,
     TopTokens,
 )
+from services.rollout.engines.staged import CommitMode, CommitResult, Live, LoadedWeights, StagedWeights
 from services.rollout.settings import from_config
 from shared.boot import RunningService, main
 from shared.errors import Conflict, NotReady, WeightsError

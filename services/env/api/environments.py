@@ -9,20 +9,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from services.env.api.answers import Described, Listed, LogShown, SubmittedShown, VersionsShown, submitted
 from services.env.api.schemas import (
     AdapterBody,
-    Described,
     InstalledBody,
-    Listed,
-    LogShown,
     RegisterBody,
     RemoteBody,
     ReplaceBody,
     SubmitBody,
     SubmitQuery,
-    SubmittedShown,
-    VersionsShown,
-    submitted,
 )
 from services.env.api.state import EnvState, state_of
 from services.env.backends.remote.protocols import RemoteEnvironment

@@ -18,8 +18,9 @@ from fastapi import APIRouter, Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from services.env.api.answers import stepped
 from services.env.api.routes import EnvName
-from services.env.api.schemas import Index, Name, stepped
+from services.env.api.schemas import Index, Name
 from services.env.api.state import EnvState, state_of
 from services.env.episode_slots import EpisodeRequest, EpisodeSlot
 from services.env.episode_types import TRAIN, Message, StepResult

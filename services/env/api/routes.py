@@ -11,24 +11,8 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 
-from services.env.api.schemas import (
-    Counted,
-    CreateBody,
-    Created,
-    FinishBody,
-    Named,
-    RunBody,
-    RunQuery,
-    RunShown,
-    Shown,
-    SplitBody,
-    StepBody,
-    Stepped,
-    TaskBody,
-    created,
-    read,
-    stepped,
-)
+from services.env.api.answers import Counted, Created, Named, RunShown, Shown, Stepped, created, stepped
+from services.env.api.schemas import CreateBody, FinishBody, RunBody, RunQuery, SplitBody, StepBody, TaskBody, read
 from services.env.api.state import state_of
 from services.env.backend import Backend, ModelAddress
 from services.env.episode_slots import EpisodeRequest

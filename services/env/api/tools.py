@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from services.env.api.schemas import CallBody, ToolAnswered, ToolsListed, ToolsQuery
+from services.env.api.answers import ToolAnswered, ToolsListed
+from services.env.api.schemas import CallBody, ToolsQuery
 from services.env.api.state import MAX_TRIALS, EnvState, state_of
 from services.env.tools.base import ToolContext
 from services.env.tools.dispatch import EpisodeTools

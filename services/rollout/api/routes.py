@@ -13,7 +13,8 @@ from fastapi.responses import Response
 from services.rollout.api import schemas
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.api.validation import boolean, check_names, number
-from services.rollout.engines.base import CommitMode, CommitResult, Engine, EngineInfo, EngineSpec
+from services.rollout.engines.base import Engine, EngineInfo, EngineSpec
+from services.rollout.engines.staged import CommitMode, CommitResult
 from services.rollout.weights.holds import MAX_S
 from services.rollout.weights.serving import StagedUpdate
 from services.rollout.weights.updater import WeightUpdater

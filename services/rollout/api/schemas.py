@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from services.rollout.api import generate_body, validation
-from services.rollout.engines.base import MAX_TOP_LOGPROBS, CommitMode, FinishType
+from services.rollout.engines.base import MAX_TOP_LOGPROBS, FinishType
+from services.rollout.engines.staged import CommitMode
 from shared.engines import CAPABILITIES
 
 type Schema = dict[str, Any]

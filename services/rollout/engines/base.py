@@ -9,16 +9,15 @@ log-probability and the weight version it was sampled with; a failed stage chang
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from shared.run.checkpoint_files import ManifestFile, ManifestLeaf
+from services.rollout.engines.staged import CommitMode, CommitResult, Live, LoadedWeights, StagedWeights
 from shared.types import VersionSpan
 
-CommitMode = Literal["retract", "abort", "in_place"]
 GrammarKind = Literal["json_schema", "regex", "lark"]
 FinishType = Literal["stop", "length", "abort"]
 BASE_VERSION = "base"
@@ -226,21 +225,6 @@ class GenerateResult:
     waited_s: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StagedBase:
-    """Base weights of adapters, in `folder` below `params/`.
-
-    An engine reads the base once and keeps it for later adapters of the same `digest`. It serves the base plus `scale`
-    times the product of each adapter's two matrices (shared.models.adapter).
-    """
-
-    folder: str
-    digest: str
-    files: tuple[ManifestFile, ...]
-    tree: tuple[ManifestLeaf, ...]
-    scale: float
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredTokens:
     """Log-probabilities of n given tokens under the weights `version`.
@@ -252,68 +236,6 @@ class ScoredTokens:
     version: str
     logprobs: np.ndarray
     top: TopTokens | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StagedWeights:
-    """Weights to stage. `folder` is a checkpoint with an Orbax folder at `below`, a folder of chunks
-    (shared.published.chunks), or a Hugging Face folder, as `kind` says.
-
-    For chunks, `files` are the chunks of the version's stream in order, each named by its digest, and `tree` lists the
-    stream's arrays in order; a `base` consists of chunks as well. Chunks that are still being pulled arrive in the
-    order that `seed` draws (shared.published.order).
-
-    For a checkpoint, `files` are those of its manifest. An engine reads each file once (see
-    `shared.run.checkpoint_files.copy_files`) and loads the same bytes that it has hashed. They must hold exactly the
-    leaves of `tree`. If there is a probe (int32[n] ids, float32[n-1] log-probabilities of all but the first, and the
-    noise of the trainer's dtype in nats, if known), the engine's log-probabilities must agree with it. If there is a
-    `base`, the weights are adapters of it.
-    """
-
-    folder: str
-    version: str
-    digest: str = ""
-    kind: Literal["orbax", "chunks", "hf"] = "orbax"
-    below: str = ""
-    files: tuple[ManifestFile, ...] = ()
-    tree: tuple[ManifestLeaf, ...] = ()
-    probe_ids: np.ndarray | None = None
-    probe_logprobs: np.ndarray | None = None
-    probe_noise: float | None = None
-    base: StagedBase | None = None
-    seed: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedWeights:
-    """Result of staging: `checksum` of the arrays' bits; `timings` are durations in seconds."""
-
-    checksum: str
-    timings: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Live:
-    """Weights that the next step will use: version, checksum of the arrays, and log-probabilities of the probe.
-
-    `logprobs`: float32[m] of the first m + 1 tokens of the probe that was staged with the version; None without one.
-    """
-
-    version: str | None
-    checksum: str
-    logprobs: np.ndarray | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CommitResult:
-    """Effect of a commit on running requests; decoding stood still for `pause_s`, and `live` serves since."""
-
-    version: str
-    previous: str | None
-    continued: int
-    aborted: int
-    pause_s: float
-    live: Live
 
 
 @dataclass(frozen=True, slots=True)

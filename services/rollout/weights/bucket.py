@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from services.rollout.engines.base import StagedWeights
+from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.checkpoint import check_bytes, examine
 from shared.errors import Forbidden, Unavailable, WeightsError
 from shared.files.buckets import Bucket, check_names, is_address, is_key

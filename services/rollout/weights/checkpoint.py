@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.rollout.engines.base import StagedBase, StagedWeights
+from services.rollout.engines.staged import StagedBase, StagedWeights
 from shared.errors import ConfigError, WeightsError
 from shared.files.reading import confined
 from shared.models.config import ModelConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.rollout.engines.base import StagedWeights
+from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.serving import StagedUpdate
 from shared.errors import Conflict, WeightsError
 from shared.run import checkpoint_files

@@ -9,8 +9,8 @@ from typing import Self
 
 import numpy as np
 
-from services.rollout.engines.base import Live, LoadedWeights, StagedWeights
 from services.rollout.engines.probe import check_probe
+from services.rollout.engines.staged import Live, LoadedWeights, StagedWeights
 from shared.errors import NotReady, Unavailable, WeightsError, WeightsUnpublished
 from shared.types import WeightVersion
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from services.rollout import metrics
-from services.rollout.engines.base import Engine, StagedWeights
+from services.rollout.engines.base import Engine
+from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.bucket import CheckpointCopy
 from services.rollout.weights.checkpoint import examine_published
 from services.rollout.weights.pulling import ChunkPuller, WantedVersion

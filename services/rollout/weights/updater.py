@@ -22,7 +22,8 @@ from functools import partial
 from pathlib import Path
 
 from services.rollout import metrics
-from services.rollout.engines.base import CommitMode, CommitResult, Engine, Live, StagedWeights
+from services.rollout.engines.base import Engine
+from services.rollout.engines.staged import CommitMode, CommitResult, Live, StagedWeights
 from services.rollout.weights.bucket import CheckpointBucket
 from services.rollout.weights.checkpoint import examine
 from services.rollout.weights.fence import VersionFence

@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import jax
@@ -65,22 +65,7 @@ class Batch:
 
 
 _OPTIONAL = ("reference", "old", "values", "returns", "observed")
-jax.tree_util.register_dataclass(
-    Batch,
-    data_fields=[
-        "ids",
-        "targets",
-        "mask",
-        "behaviour",
-        "advantages",
-        "current",
-        "weight",
-        "packing",
-        *_OPTIONAL,
-        "routed",
-    ],
-    meta_fields=[],
-)
+jax.tree_util.register_dataclass(Batch, data_fields=[field.name for field in fields(Batch)], meta_fields=[])
 
 
 @dataclass(frozen=True, slots=True)

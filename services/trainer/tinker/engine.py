@@ -27,10 +27,10 @@ from services.trainer.checkpoints.exported_files import write_json
 from services.trainer.models.lora import LoraOptions
 from services.trainer.tinker import batches, messages, specs
 from services.trainer.tinker.batches import BatchShapes
+from services.trainer.tinker.entries import JSON, UNNAMED, Checkpoint, Future, History, Settlement, created, failed
 from services.trainer.tinker.learner import Adam, Base, ClientModel, params_only, saved_params
 from services.trainer.tinker.messages import PassRequest
 from services.trainer.tinker.specs import ModelSpec
-from services.trainer.tinker.store import JSON, UNNAMED, Checkpoint, Future, History, Settlement, created, failed
 from shared.errors import InputError, NotFound, VolleyError, WeightsError
 from shared.files import storage
 from shared.models import adapter

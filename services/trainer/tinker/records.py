@@ -14,8 +14,8 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import FileResponse, Response
 
 from services.trainer.tinker import schemas, specs
+from services.trainer.tinker.entries import Checkpoint
 from services.trainer.tinker.service import TinkerService
-from services.trainer.tinker.store import Checkpoint
 from shared.errors import Expired, Forbidden, InputError
 from shared.web.access import Role
 from shared.web.http import read_body, respond

@@ -13,10 +13,10 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from services.trainer.tinker import messages, samples, schemas, specs
+from services.trainer.tinker.entries import JSON, Future
+from services.trainer.tinker.entries import Request as Recorded
 from services.trainer.tinker.messages import PROTOBUF
 from services.trainer.tinker.service import TinkerService, json_request
-from services.trainer.tinker.store import JSON, Future
-from services.trainer.tinker.store import Request as Recorded
 from shared.errors import Expired
 from shared.web import refused
 from shared.web.access import Role

@@ -19,8 +19,8 @@ from typing import Any
 import orjson
 
 from services.trainer.tinker import samples
+from services.trainer.tinker.entries import Checkpoint, Future, Settlement, failed
 from services.trainer.tinker.samples import SampleRequest
-from services.trainer.tinker.store import Checkpoint, Future, Settlement, failed
 from shared.clients.base import HttpClient
 from shared.errors import OutOfMemory, Unavailable, VolleyError, WeightsError, first_error
 from shared.process import telemetry

@@ -20,20 +20,11 @@ from typing import Any, Protocol
 import orjson
 
 from services.trainer.tinker import specs
+from services.trainer.tinker.entries import JSON, Checkpoint, Future, History, Request, Settlement, created, failed
 from services.trainer.tinker.samples import sample_request
 from services.trainer.tinker.sampling import SampleServer, SampleTask, version_of
 from services.trainer.tinker.specs import ModelSpec
-from services.trainer.tinker.store import (
-    JSON,
-    Checkpoint,
-    Future,
-    FutureStore,
-    History,
-    Request,
-    Settlement,
-    created,
-    failed,
-)
+from services.trainer.tinker.store import FutureStore
 from shared.errors import InputError, NotFound, RateLimited, VolleyError
 from shared.process import telemetry
 

@@ -13,11 +13,12 @@ import orjson
 import pytest
 
 from services.trainer.tinker.engine import lora_of
+from services.trainer.tinker.entries import JSON, Future, Request
 from services.trainer.tinker.learner import Base, ClientModel
 from services.trainer.tinker.messages import pass_output
 from services.trainer.tinker.service import TinkerService, json_request
 from services.trainer.tinker.specs import ModelSpec
-from services.trainer.tinker.store import JSON, Future, FutureStore, Request
+from services.trainer.tinker.store import FutureStore
 from shared.errors import ConfigError, InputError, NotFound, WeightsError
 from shared.run import futures
 from tests.trainer.tinker.support import SHAPES, base, service

@@ -13,8 +13,8 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from services.trainer.tinker import samples
+from services.trainer.tinker.entries import Checkpoint, Future, Settlement
 from services.trainer.tinker.sampling import SampleServer, SampleTask, version_of
-from services.trainer.tinker.store import Checkpoint, Future, Settlement
 from shared.clients.base import HttpClient
 from shared.errors import Unavailable, WeightsError
 from shared.services_schema import Limits

@@ -12,7 +12,7 @@ import numpy as np
 
 from services.rollout.engines.arrays.arrival import Arrival
 from services.rollout.engines.arrays.restore import CheckpointLeaf, open_checkpoint, open_hugging_face
-from services.rollout.engines.base import StagedBase, StagedWeights
+from services.rollout.engines.staged import StagedBase, StagedWeights
 from shared.errors import WeightsError
 from shared.models import adapter
 from shared.published.chunks import reads

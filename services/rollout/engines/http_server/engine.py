@@ -23,21 +23,17 @@ import numpy as np
 from services.rollout.engines.arrays.arrival import Arrival
 from services.rollout.engines.base import (
     Arriving,
-    CommitMode,
-    CommitResult,
     EngineInfo,
     EngineStatus,
     GenerateRequest,
     GenerateResult,
-    Live,
-    LoadedWeights,
     OnTokens,
     ScoredTokens,
-    StagedWeights,
 )
 from services.rollout.engines.http_server.receiver import Receiver
 from services.rollout.engines.http_server.wire import ForeignServer, Sampled
 from services.rollout.engines.probe import check_probe
+from services.rollout.engines.staged import CommitMode, CommitResult, Live, LoadedWeights, StagedWeights
 from shared.errors import (
     Conflict,
     EngineDied,

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from services.rollout.engines.arrays.arrival import Arrival
 from services.rollout.engines.arrays.opening import BaseCache, bound_files, bound_leaves, open_arrays
 from services.rollout.engines.arrays.restore import CheckpointLeaf
-from services.rollout.engines.base import StagedWeights
+from services.rollout.engines.staged import StagedWeights
 from shared.errors import WeightsError
 from shared.files.storage import check_room, storage
 from shared.models.config import ModelConfig

@@ -9,9 +9,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
-from services.rollout.engines.base import BASE_VERSION, EngineInfo, EngineSpec, StagedWeights
+from services.rollout.engines.base import BASE_VERSION, EngineInfo, EngineSpec
 from services.rollout.engines.http_server.engine import PERIOD_S, HttpEngine, remove
 from services.rollout.engines.http_server.wire import ANSWER_S, ForeignServer, ServerFacts, ServerHttp
+from services.rollout.engines.staged import StagedWeights
 from shared.clients.base import HttpClient
 from shared.clients.keys import read_key
 from shared.errors import ConfigError, EngineDied, InputError, Unavailable

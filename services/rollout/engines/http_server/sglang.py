@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engines.base import CommitMode, GenerateRequest, ScoredTokens, TopTokens
+from services.rollout.engines.base import GenerateRequest, ScoredTokens, TopTokens
 from services.rollout.engines.http_server import wire
 from services.rollout.engines.http_server.wire import GENERATE_S, OnSampled, Sampled, ServerFacts, ServerHttp
+from services.rollout.engines.staged import CommitMode
 from shared.errors import ConfigError, InputError, NotFound, ServiceUnreachable, Unavailable, WeightsError
 
 HEALTH_S = 30.0  # the server itself waits up to 20 s for its scheduler

@@ -12,9 +12,10 @@ from urllib.parse import urlencode
 
 import numpy as np
 
-from services.rollout.engines.base import CommitMode, GenerateRequest, ScoredTokens, TopTokens
+from services.rollout.engines.base import GenerateRequest, ScoredTokens, TopTokens
 from services.rollout.engines.http_server import wire
 from services.rollout.engines.http_server.wire import GENERATE_S, OnSampled, Sampled, ServerFacts, ServerHttp
+from services.rollout.engines.staged import CommitMode
 from shared.errors import ConfigError, Forbidden, InputError, NotFound, ServiceUnreachable, Unavailable, WeightsError
 
 LOAD_S = 1800.0

@@ -9,7 +9,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 import orjson
 
-from services.rollout.engines.base import CommitMode, FinishReason, GenerateRequest, ScoredTokens, TopTokens
+from services.rollout.engines.base import FinishReason, GenerateRequest, ScoredTokens, TopTokens
+from services.rollout.engines.staged import CommitMode
 from shared.clients.base import MALFORMED, HttpClient, HttpReply
 from shared.errors import Forbidden, InputError, NotFound, RateLimited, Unauthorized, Unavailable
 from shared.types import VersionSpan

@@ -25,25 +25,21 @@ import numpy as np
 
 from services.rollout.engines.base import (
     Arriving,
-    CommitMode,
-    CommitResult,
     EngineInfo,
     EngineSpec,
     EngineStatus,
     FinishReason,
     GenerateRequest,
     GenerateResult,
-    Live,
-    LoadedWeights,
     NewTokens,
     OnTokens,
     ScoredTokens,
-    StagedWeights,
     TopTokens,
 )
 from services.rollout.engines.sglang_jax.link import BEAT_S, Message, frame, split
 from services.rollout.engines.sglang_jax.model_files import check_split, normalised
 from services.rollout.engines.sglang_jax.process import boot_failure, death, spawn
+from services.rollout.engines.staged import CommitMode, CommitResult, Live, LoadedWeights, StagedWeights
 from shared.errors import Conflict, EngineDied, NotReady, Unavailable, VolleyError, from_problem
 from shared.models.config import ModelConfig
 from shared.routing import from_wire

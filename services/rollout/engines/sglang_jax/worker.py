@@ -22,9 +22,10 @@ from functools import partial
 from typing import Any, NoReturn
 
 from services.rollout.engines.arrays.arrival import Arrival
-from services.rollout.engines.base import BASE_VERSION, EngineSpec, StagedBase, StagedWeights
+from services.rollout.engines.base import BASE_VERSION, EngineSpec
 from services.rollout.engines.probe import check_probe
 from services.rollout.engines.sglang_jax.link import BEAT_S, EngineLink, Message, ServiceGone
+from services.rollout.engines.staged import StagedBase, StagedWeights
 from shared.errors import Conflict, EngineDied, InputError, OutOfMemory, VolleyError, WeightsError, problem
 from shared.process.imports import uncollected
 from shared.process.telemetry import Log, configure

@@ -13,9 +13,9 @@ import numpy as np
 
 from services.rollout.engines.arrays.arrival import Arrival
 from services.rollout.engines.arrays.opening import BaseCache, bound_files, bound_leaves, open_arrays
-from services.rollout.engines.base import StagedWeights
 from services.rollout.engines.sglang_jax.loading.checksum import Sums, combined, sums
 from services.rollout.engines.sglang_jax.loading.layout import to_engine
+from services.rollout.engines.staged import StagedWeights
 from shared.errors import WeightsError
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"

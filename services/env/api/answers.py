@@ -1,0 +1,209 @@
+"""Wire schemas of answers, from which the OpenAPI page is made."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from services.env.backend import FinishedEpisode
+from services.env.episode_slots import EpisodeSlot
+from services.env.episode_types import Fault, StepResult
+from services.env.sandbox.answers import AgentSpec
+from services.env.submissions.record import Report, SubmittedVersion
+
+
+class ToolShown(BaseModel):
+    """`parameters` is the JSON schema of the arguments."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class ToolsListed(BaseModel):
+    """`tool_use` holds the limits of calls."""
+
+    tools: list[ToolShown]
+    tool_use: dict[str, Any]
+
+
+class ToolAnswered(BaseModel):
+    """`text` is the answer that a model reads; `ok` says that the call was carried out."""
+
+    text: str
+    ok: bool
+
+
+class Described(BaseModel):
+    """An environment on offer.
+
+    If it was submitted, `name` is `NAME@VERSION` and `why` is the reason for its `state`; if it is remote, `url` is its
+    address. `trouble` says why its episodes fail at present, null if they do not; `rewards` are those besides its own.
+    `data` holds the digests of its content and, by part, the files or package that they cover; null if it has none or
+    was not played yet.
+    """
+
+    name: str
+    base: str
+    config: dict[str, Any]
+    state: str
+    version: int | None
+    weight: float
+    why: str = ""
+    url: str | None = None
+    trouble: str | None = None
+    rewards: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
+
+
+class SubmittedShown(Described):
+    """One version of a submitted environment, in full.
+
+    `failures` has a row for each turn at which its live episodes failed: how many reached the turn, and how many failed
+    there.
+    """
+
+    splits: dict[str, int]
+    protocol: str
+    entry: str | None
+    digest: str
+    size: int
+    submitted_at: float
+    history: list[dict[str, Any]]
+    report: Report | None
+    failures: list[dict[str, Any]] = []
+
+
+class VersionsShown(BaseModel):
+    name: str
+    versions: list[SubmittedShown]
+
+
+class LogShown(BaseModel):
+    name: str
+    log: str
+
+
+class InstalledShown(BaseModel):
+    """An environment of an installed package, submitted by its `import_path`."""
+
+    name: str
+    import_path: str
+    package: str
+
+
+class Listed(BaseModel):
+    environments: list[Described]
+    installed: list[InstalledShown]
+
+
+class Counted(BaseModel):
+    num_tasks: int
+
+
+class Named(BaseModel):
+    """`task` is readable: split, index, and a digest of the task's content."""
+
+    task: str
+
+
+class Said(BaseModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class Shown(BaseModel):
+    """`success` says whether the conversation solves the task; some demonstrations only show how to play."""
+
+    messages: list[Said]
+    success: bool
+    tools: list[dict[str, Any]]
+
+
+class Created(BaseModel):
+    """`ttl_s` is the idle life of the episode, in seconds."""
+
+    episode_id: str
+    task: str
+    messages: list[Said]
+    tools: list[dict[str, Any]]
+    info: dict[str, Any]
+    ttl_s: float
+
+
+class RunShown(BaseModel):
+    """State of a program.
+
+    `exit_code` is null while it runs, and if it was ended; `detail` says why it failed, or was ended; `output` is the
+    end of what it printed.
+    """
+
+    state: Literal["running", "exited", "failed"]
+    exit_code: int | None
+    detail: str
+    output: str
+
+
+class StepInfo(BaseModel):
+    """The environment adds its own fields to these."""
+
+    reward_components: dict[str, float]
+    success: bool
+    error: Fault | None
+
+
+class Stepped(BaseModel):
+    messages: list[Said]
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: StepInfo
+
+
+def created(slot: EpisodeSlot, ttl_s: float) -> dict[str, Any]:
+    request = slot.request
+    return {
+        "episode_id": slot.id,
+        "task": slot.task,
+        "messages": list(slot.opening),
+        "tools": list(slot.tools),
+        "info": {
+            "env": request.entry.name,
+            "split": request.split,
+            "index": request.index,
+            "seed": slot.seed,
+            **({"scored_at_end": True} if isinstance(slot.episode, FinishedEpisode) else {}),
+            **({} if slot.played_by is None else _of_agent(slot.played_by.agent)),
+        },
+        "ttl_s": ttl_s,
+    }
+
+
+def _of_agent(agent: AgentSpec) -> dict[str, Any]:
+    return {"agent": agent.kind, "timeout_s": agent.timeout_s, "judged": agent.judged}
+
+
+def stepped(result: StepResult) -> dict[str, Any]:
+    known = {
+        "reward_components": dict(result.info.reward_components),
+        "success": result.info.success,
+        "error": result.info.error,
+    }
+    return {
+        "messages": list(result.messages),
+        "reward": float(result.reward),
+        "terminated": result.terminated,
+        "truncated": result.truncated,
+        "info": {**result.info.extra, **known},
+    }
+
+
+def submitted(version: SubmittedVersion) -> dict[str, Any]:
+    """One version as `SubmittedShown`."""
+    fields = version.model_dump(
+        mode="json", include={"splits", "protocol", "entry", "digest", "size", "history", "report"}
+    )
+    return {**version.describe(), **fields, "submitted_at": version.history[0].at}
