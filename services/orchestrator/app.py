@@ -69,10 +69,9 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         redis = await stack.enter_async_context(
             connect(settings.redis_url, settings.redis_password_file, settings.ca_file, refused_s=REFUSED_S)
         )
-        env_client = EnvClient(settings.env_url, token=token, ca_file=settings.ca_file)
-        environments = await stack.enter_async_context(env_client)
-        trainer_client = TrainerClient(settings.trainer_url, token=token, ca_file=settings.ca_file)
-        trainer = await stack.enter_async_context(trainer_client)
+        ca_file = settings.ca_file
+        environments = await stack.enter_async_context(EnvClient(settings.env_url, token=token, ca_file=ca_file))
+        trainer = await stack.enter_async_context(TrainerClient(settings.trainer_url, token=token, ca_file=ca_file))
         balancer = Balancer(settings.terms.max_staleness)
         slots = Slots(settings.max_concurrent, settings.generation.eval_share)
         registry, status = Registry(redis, settings.run), RunStatus()
@@ -106,7 +105,6 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             partials=partials,
             settle=settlement.settle,
         )
-        door.state.environments = orchestrator.environments_played
         yield RunningService(
             _application(settings, tokens, orchestrator, door),
             [fleet.watch, orchestrator.work, handover.watch, door.sessions.work, settlement.watch],
@@ -145,6 +143,7 @@ def _application(
     """Return the service's application with all its routes."""
     roles = ROLES | agent_routes.ROLES
     app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=roles)
+    door.state.environments = orchestrator.environments_played
     app.state.orchestrator, app.state.sessions = orchestrator, door.state
     app.include_router(router)
     app.include_router(agent_routes.router)

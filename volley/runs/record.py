@@ -279,24 +279,20 @@ def _amended(
     """Record of a continued run, whose settings may change from its newest step on. Raises ConfigError."""
     head, now = commits.newest(folder), pinned.relevant(loaded.config)
     step = head.step if head else 0
-    was = _in_force(record, head)
+    was, where = _in_force(record, head), f"run {folder.name} in {folder.path}"
     try:
         content.check(beginning.content_of(was), beginning.content_of(now), loaded.config.model.path)
         found = pinned.permitted(was, now, step=step, free=free)
     except ConfigError as error:
-        raise ConfigError(f"run {folder.name} in {folder.path}: {error.detail}", error.hint) from None
+        raise ConfigError(f"{where}: {error.detail}", error.hint) from None
     if record.finished and loaded.config.is_supervised:
-        raise ConfigError(
-            f"run {folder.name} in {folder.path} is finished",
-            f"continue from its weights in another run: run.name=… model.path={folder.path}@{LATEST}",
-        )
+        other = f"run.name=… model.path={folder.path}@{LATEST}"
+        raise ConfigError(f"{where} is finished", f"continue from its weights in another run: {other}")
     if record.finished and (head is None or loaded.config.trainer.max_steps <= step):
-        more = (
-            f"extend it with `volley up {folder.path} {pinned.MAX_STEPS}=N`, N above {step}, "
-            f"or choose another run.name=…"
-        )
         raise ConfigError(
-            f"run {folder.name} in {folder.path} is finished", f"{more}; `volley report {folder.path}` shows it"
+            f"{where} is finished",
+            f"extend it with `volley up {folder.path} {pinned.MAX_STEPS}=N`, N above {step}, or choose another"
+            f" run.name=…; `volley report {folder.path}` shows it",
         )
     for change in found:
         say(f"{change} from step {step} on")

@@ -179,14 +179,8 @@ class Session:
         undelivered = [entry for entry in same if not entry.delivered]
         if undelivered:
             return undelivered[-1]
-        if (
-            not request.is_retry
-            or not same
-            or self._find_in_progress(request) is not None
-            or self._n_unrecorded[request.body]
-        ):
-            return None
-        return same[-1]
+        is_unsettled = self._find_in_progress(request) is not None or self._n_unrecorded[request.body]
+        return same[-1] if request.is_retry and same and not is_unsettled else None
 
     def _find_in_progress(self, request: CallRequest) -> CallInProgress | None:
         """Return the call in progress that this request repeats. Raises Conflict."""
@@ -231,14 +225,10 @@ class Session:
         return recorded
 
     def _statements(self, recorded: RecordedCall, entry: CallEntry) -> list[Statement]:
-        id_ = self.record.id
-        return [
-            *(("INSERT INTO nodes VALUES (?, ?, ?)", (id_, node.number, node.encode())) for node in recorded.nodes),
-            (
-                "INSERT INTO calls VALUES (?, ?, ?, ?, ?, 0)",
-                (id_, entry.number, entry.key, entry.body, recorded.encode()),
-            ),
-        ]
+        id_, sql = self.record.id, "INSERT INTO nodes VALUES (?, ?, ?)"
+        call = (id_, entry.number, entry.key, entry.body, recorded.encode())
+        nodes = [(sql, (id_, node.number, node.encode())) for node in recorded.nodes]
+        return [*nodes, ("INSERT INTO calls VALUES (?, ?, ?, ?, ?, 0)", call)]
 
     def _add(self, nodes: Sequence[Node], entry: CallEntry) -> None:
         for node in nodes:
@@ -324,13 +314,11 @@ class Session:
                 raise Conflict(f"session {self.record.id} is running and takes no reward yet", "end it first")
             if self.state != "ended":
                 raise Conflict(f"session {self.record.id} is {self.state} and takes no reward", self.reason)
-            if self.result is not None:
-                if self.result != result:
-                    raise Conflict(
-                        f"session {self.record.id} already has another result, with reward {self.result.reward:g}"
-                    )
-                return
-            await self._store("ended", self.reason, result)
+            if self.result is None:
+                await self._store("ended", self.reason, result)
+            elif self.result != result:
+                reward = f"{self.result.reward:g}"
+                raise Conflict(f"session {self.record.id} already has another result, with reward {reward}")
 
     async def void(self, reason: str) -> None:
         """Make the session void, unless it is void or trained already."""
@@ -394,14 +382,12 @@ class Session:
 
     async def running_sample(self) -> RunningSample:
         """Wait until the orchestrator runs the session's ticket. Raises Unavailable, SessionOver."""
-        deadline = time.monotonic() + _RESUME_S
-        while self._sample is None:
-            self._check_open()
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
+        try:
+            async with asyncio.timeout(_RESUME_S):
+                while self._sample is None:
+                    self._check_open()
                     await self.change()
-            except TimeoutError:
-                raise Unavailable(
-                    f"the orchestrator does not run ticket {self.record.ticket} at present", "send the call again", 5.0
-                ) from None
+        except TimeoutError:
+            problem = f"the orchestrator does not run ticket {self.record.ticket} at present"
+            raise Unavailable(problem, "send the call again", 5.0) from None
         return self._sample

@@ -41,7 +41,6 @@ _AVOID_S: Mapping[str, float] = {"wrong": 60.0, "long": 60.0, "short": 5.0, "slo
 """Seconds for which a source is avoided, by its failure."""
 _log = telemetry.Log("pull")
 
-
 type Way = Callable[[Chunk], Sequence[Delta]]
 """Returns the deltas that turn a chunk in the folder into this one, in order; none if it must be pulled whole."""
 
@@ -314,10 +313,8 @@ class _Pull:
             free = [s for s in self.sources if s.avoided <= now and download.lacking.get(s, (0, 0.0))[1] <= now]
             is_unasked = any(s not in download.lacking for s in free)
             if free and (now <= deadline or (is_unasked and now <= deadline + PATIENCE_S)):
-                index = download.index
-                return min(
-                    free, key=lambda s: (s.lacks(index), s.n_rests, s.n_transfers, s.is_trainer, random.random())
-                )
+                index, chance = download.index, random.random
+                return min(free, key=lambda s: (s.lacks(index), s.n_rests, s.n_transfers, s.is_trainer, chance()))
             if now > deadline or all(s.avoided > deadline for s in self.sources):
                 told = "; ".join(f"{s.url}: {s.reason or 'has not got it'}" for s in self.sources) or "there is none"
                 raise Unavailable(f"no source has chunk {download.chunk.blake3}: {told}")
@@ -332,9 +329,7 @@ class _Pull:
     async def _more(self, download: _Download, source: Source) -> None:
         """Receive as much of the chunk as the source sends."""
         chunk = download.chunk
-        if not download.is_mixed:
-            download.n_bytes = 0
-        start = download.n_bytes
+        start = download.n_bytes = download.n_bytes if download.is_mixed else 0
 
         def take(block: bytes) -> None:
             if (end := download.n_bytes + len(block)) > chunk.size:

@@ -115,12 +115,9 @@ class BucketWriter:
                 self._upload_all_again(bare, tag)
                 return
             head = replace(found, epoch=epoch, epochs=seen, beginning=bare.beginning)
-            try:
-                self._tag = put_head(self._bucket, head, tag)
-            except Conflict:
-                continue
-            self._head = head
-            return
+            with suppress(Conflict):
+                self._tag, self._head = put_head(self._bucket, head, tag), head
+                return
         raise _keeps_changing(self._bucket)
 
     def _has_lost(self, head: BucketHead) -> bool:
@@ -156,18 +153,17 @@ class BucketWriter:
         if found.version is not None and (step := found.version.step):
             made = WeightVersion(epoch_of(step, found.lineage) or 0, step)
             if not archive.path_of(self._folder.archive, made).exists():
-                raise ConfigError(
-                    f"{self._bucket.address} has {made}, which this folder lacks: the folder is an older copy, or has"
-                    " lost a part of its archive",
-                    "to resume from the bucket, move this folder away; or choose another run.bucket",
-                )
+                raise self._older_copy(str(made))
         named = {epoch for epoch in (found.epoch, *(epoch for epoch, _ in found.lineage)) if epoch}
         if unseen := named - {*archive.epochs(self._folder.archive)}:
-            raise ConfigError(
-                f"{self._bucket.address} has epoch {min(unseen)}, which this folder lacks:"
-                " the folder is an older copy, or has lost a part of its archive",
-                "to resume from the bucket, move this folder away; or choose another run.bucket",
-            )
+            raise self._older_copy(f"epoch {min(unseen)}")
+
+    def _older_copy(self, has: str) -> ConfigError:
+        return ConfigError(
+            f"{self._bucket.address} has {has}, which this folder lacks: the folder is an older copy, or has lost a"
+            " part of its archive",
+            "to resume from the bucket, move this folder away; or choose another run.bucket",
+        )
 
     def upload(self, state: TrainerState, saved: WeightVersion) -> None:
         """Upload the log up to `state`, which is durable, and the checkpoint `saved` that leads there.
@@ -180,11 +176,8 @@ class BucketWriter:
         """
         head = self._head
         assert head is not None
-        if (
-            head.lineage == state.lineage
-            and str(saved) not in dict(head.checkpoints)
-            and self._has_records(head, state)
-        ):
+        is_new = head.lineage == state.lineage and str(saved) not in dict(head.checkpoints)
+        if is_new and self._has_records(head, state):
             self._put_log(head, state, WeightVersion.parse(head.checkpoints[-1][0]))
             head = self._put_head(head, state, head.checkpoints)
         self._put_log(head, state, saved)
@@ -192,8 +185,7 @@ class BucketWriter:
 
     def _put_head(self, head: BucketHead, state: TrainerState, checkpoints: tuple[tuple[str, str], ...]) -> BucketHead:
         """Upload lines and groups of refused steps, then write a head that names them; return the head."""
-        lines = self._lines.put(state.version, head.epoch)
-        refused = self._put_refused(head)
+        lines, refused = self._lines.put(state.version, head.epoch), self._put_refused(head)
         made = replace(
             head,
             version=state.version,

@@ -64,10 +64,10 @@ class PolicyOptions:
     """Options of a policy.
 
     `n_iterations` is the number of optimizer updates on one step's data. `max_response_length` scales
-    `sequence-mean-token-scale`. `rows_per_step` is groups times episodes, which have
-    one row unless they branch. `published_dtype` is the dtype of
-    checkpointed parameters. With `offload_reference` the reference is in host memory except during its passes. With
-    `tunix`, `tunix.rl` computes losses and optimizer steps. `spot_checks` is the share of episodes for `spot_check`.
+    `sequence-mean-token-scale`. `rows_per_step` is groups times episodes, which have one row unless they branch.
+    `published_dtype` is the dtype of checkpointed parameters. With `offload_reference` the reference is in host memory
+    except during its passes. With `tunix`, `tunix.rl` computes losses and optimizer steps. `spot_checks` is the share
+    of episodes for `spot_check`.
     """
 
     algorithm: Algorithm
@@ -348,8 +348,8 @@ class Policy:
             tables["old"] = self._logprobs(self._learner.params, batches)
         if self._critic is not None:
             tables["values"] = [self._critic.values(b) for b in batches]
-        found = {name: by_row(made, rows, parts) for name, made in tables.items()}
-        scored = (_replaced(row, {name: made[i] for name, made in found.items()}) for i, row in enumerate(rows))
+        found: dict[str, Sequence[Any]] = {name: by_row(made, rows, parts) for name, made in tables.items()}
+        scored = (replace(row, **{name: made[i] for name, made in found.items()}) for i, row in enumerate(rows))
         return [[next(scored) for _ in its] for its in of_episodes]
 
     def _logprobs(self, params: Params, batches: Sequence[Batch]) -> list[np.ndarray]:
@@ -395,8 +395,5 @@ def _episode(trajectory: Trajectory, rows: Sequence[Row]) -> Episode:
 
 def _with(rows: Sequence[Row], name: str, values: np.ndarray) -> list[Row]:
     """Set an array of an episode's rows to `values` [N] of its stored tokens."""
-    return [_replaced(row, {name: part}) for row, part in zip(rows, by_sequence(values, rows), strict=True)]
-
-
-def _replaced(row: Row, arrays: Mapping[str, Any]) -> Row:
-    return replace(row, **arrays)
+    parts: Sequence[Any] = by_sequence(values, rows)
+    return [replace(row, **{name: part}) for row, part in zip(rows, parts, strict=True)]
