@@ -25,7 +25,7 @@ from services.trainer.multihost.options import GroupOptions, group_options
 from services.trainer.multihost.processes import Follower, Leader, follow, stream, together
 from services.trainer.multihost.publications import FollowingPublications, LeadingPublications
 from services.trainer.planning.plan import plan
-from services.trainer.publishing.publications import Publications
+from services.trainer.publishing.publications import ModelToPublish, Publications
 from shared import config
 from shared.errors import ConfigError, Forbidden, NonFinite, ProcessesMissing, ProcessLost, StorageFull, VolleyError
 from shared.planning.training import MemoryEstimate
@@ -279,20 +279,21 @@ def test_a_disk_that_is_full_ends_the_publishing_and_not_the_gathering(two, tmp_
     leaves = [ManifestLeaf(name, (4,), "float32") for name in "abc"]
     gathered: dict[str, list[str]] = {"ours": [], "theirs": []}
 
-    def arrays(side: str) -> dict[str, Callable[[], np.ndarray]]:
-        return {n: lambda n=n: gathered[side].append(n) or np.zeros(4, np.float32) for n in "cab"}
+    def model(side: str) -> ModelToPublish:
+        arrays = {n: lambda n=n: gathered[side].append(n) or np.zeros(4, np.float32) for n in "cab"}
+        return ModelToPublish(leaves, arrays, {}, None)
 
     class Full(Publications):
-        def publish(self, version, leaves, arrays, *rest):
-            arrays["a"]()
+        def publish(self, version, model):
+            model.arrays["a"]()
             raise StorageFull("no space")
 
     version = WeightVersion(1, 1)
-    pair = two({"publish": lambda given: others.publish(version, leaves, arrays("theirs"), {}, None)})
+    pair = two({"publish": lambda given: others.publish(version, model("theirs"))})
     others = FollowingPublications(pair.follower)
     for own in (Full(tmp_path / "full", "r"), Publications(tmp_path / "published", "r")):
         ours = LeadingPublications(own, pair.leader)
-        call = lambda ours=ours: ours.publish(version, leaves, arrays("ours"), {}, None)  # noqa: E731
+        call = lambda ours=ours: ours.publish(version, model("ours"))  # noqa: E731
         if isinstance(own, Full):
             with pytest.raises(StorageFull):
                 together(pair.leader, "publish", {}, call)

@@ -10,7 +10,7 @@ import pytest
 
 from services.trainer.publishing import publications
 from services.trainer.publishing.beginning import beginning
-from services.trainer.publishing.publications import Publications, PublishedVersion
+from services.trainer.publishing.publications import ModelToPublish, Publications, PublishedVersion
 from shared.errors import NotFound
 from shared.published.chunks import ChunkFolder, reads
 from shared.published.manifest import PublishedManifest
@@ -23,7 +23,8 @@ N = 5000
 
 def published(made: Publications, step: int, weights: np.ndarray, epoch: int = 1) -> PublishedVersion:
     leaves = [ManifestLeaf("w", weights.shape, str(weights.dtype))]
-    return made.publish(WeightVersion(epoch, step), leaves, {"w": partial(np.asarray, weights)}, {}, None)
+    model = ModelToPublish(leaves, {"w": partial(np.asarray, weights)}, {}, None)
+    return made.publish(WeightVersion(epoch, step), model)
 
 
 def manifest_of(made: Publications, version: PublishedVersion) -> PublishedManifest:

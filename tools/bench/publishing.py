@@ -39,7 +39,7 @@ import uvloop
 import yaml
 
 from services.trainer.publishing import routes
-from services.trainer.publishing.publications import Publications, PublishedVersion
+from services.trainer.publishing.publications import ModelToPublish, Publications, PublishedVersion
 from services.trainer.publishing.routes import PublishingState
 from shared.clients.rollout import RolloutClient
 from shared.errors import VolleyError
@@ -115,7 +115,8 @@ class Bench:
     def publish(self, config: Mapping[str, Any]) -> PublishedVersion:
         self._step += 1
         arrays = {name: partial(np.asarray, value) for name, value in self._weights.items()}
-        return self.publications.publish(WeightVersion(1, self._step), self._leaves, arrays, config, _PROBE)
+        model = ModelToPublish(self._leaves, arrays, config, _PROBE)
+        return self.publications.publish(WeightVersion(1, self._step), model)
 
     def move(self, *, all_of_them: bool) -> None:
         """Change the weights as a step does."""

@@ -24,7 +24,7 @@ from services.trainer.groups.group_buffer import ReadyGroup
 from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics, of_groups, of_statistics
 from services.trainer.models.arrays import Arrays, CheckpointContents, RestoredCheckpoint
-from services.trainer.publishing.publications import ModelPublications, PublishedVersion
+from services.trainer.publishing.publications import ModelPublications, ModelToPublish, PublishedVersion
 from services.trainer.settings import TokenLimits
 from shared.boot import RunningService, main
 from shared.errors import ConfigError, WeightsError
@@ -153,9 +153,8 @@ class SimulatedBackend:
 
     def publish(self, version: WeightVersion) -> PublishedVersion:
         assert self._publications is not None
-        leaves = self._leaves()
         arrays = {name: partial(np.asarray, value) for name, value in self.params.items()}
-        return self._publications.publish(version, leaves, arrays, self._model, None)
+        return self._publications.publish(version, ModelToPublish(self._leaves(), arrays, self._model, None))
 
     def _leaves(self) -> list[ManifestLeaf]:
         return [ManifestLeaf(name, value.shape, str(value.dtype)) for name, value in self.params.items()]

@@ -179,18 +179,6 @@ type OnTokens = Callable[[NewTokens], None]
 """Receiver of a request's new tokens, called in the service's event loop after each step. It must not block."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoreRequest:
-    """Request for the log-probabilities of the tokens after position `start` of `ids` (int32[n], n >= 1).
-
-    `with_texts` asks for the tokens' texts as well.
-    """
-
-    ids: np.ndarray
-    start: int
-    with_texts: bool
-
-
 @dataclass(frozen=True, slots=True)
 class FinishReason:
     """`matched` is the stop token of "stop", `length` the limit of "length", `message` the cause of "abort"."""

@@ -214,8 +214,8 @@ class TunixBackend:
     def checksums(self) -> Checksums:
         """Checksums of everything that a checkpoint of the present weights would hold. Raises NonFinite."""
         assert self._policy is not None
-        leaves, _, model, probe = self._policy.published()
-        described = checksums.description(model, leaves, self._adapter, probe)
+        model = self._policy.published()
+        described = checksums.description(model.config, model.leaves, self._adapter, model.probe)
         optimizer = self._policy.optimizer_checksum()
         return {PARAMS: self._policy.checksum(), OPTIMIZER: optimizer, checksums.DESCRIPTION: described}
 
@@ -270,7 +270,7 @@ class TunixBackend:
         if self._adapter is not None:
             base = self._publications.base(version.epoch, *on_host(self._policy.base()))
             adapter = PublishedAdapter(self._adapter.rank, self._adapter.alpha, base)
-        return self._publications.publish(version, *self._policy.published(), adapter)
+        return self._publications.publish(version, replace(self._policy.published(), adapter=adapter))
 
 
 def copied(contents: CheckpointContents) -> CheckpointContents:

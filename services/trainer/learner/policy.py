@@ -48,8 +48,8 @@ from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.models.arrays import CheckpointContents, HostArray
 from services.trainer.models.family import Model
-from services.trainer.publishing.publications import Arrays
-from shared.run.checkpoint_files import ManifestLeaf, Probe
+from services.trainer.publishing.publications import ModelToPublish
+from shared.run.checkpoint_files import Probe
 from shared.run.token_values import TokenValues
 from shared.types import Trajectory, WeightVersion
 
@@ -235,16 +235,13 @@ class Policy:
         probe = self._probed or self._require_finite("the present weights")
         return self._published.contents(self._learner, probe, self._critic.state() if self._critic else {})
 
-    def published(self) -> tuple[list[ManifestLeaf], Arrays, Mapping[str, Any], Probe]:
+    def published(self) -> ModelToPublish:
         """Describe the present weights for rollout servers; with adapters, only those.
-
-        Returns:
-            Names and shapes, functions that copy each array to the host, config.json, probe.
 
         Raises NonFinite if the weights are not finite.
         """
         probe = self._probed or self._require_finite("the present weights")
-        return *self._published.published(self._learner), self._published.config, probe
+        return ModelToPublish(*self._published.published(self._learner), self._published.config, probe)
 
     def checksum(self) -> str:
         """Checksum of the trained parameters and the critic."""

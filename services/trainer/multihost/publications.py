@@ -6,17 +6,17 @@ the publishing, not the gathering.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from services.trainer.multihost.processes import Follower, Leader
-from services.trainer.publishing.publications import Arrays, ModelPublications, PublishedVersion
+from services.trainer.publishing.publications import Arrays, ModelPublications, ModelToPublish, PublishedVersion
 from shared.published.chunks import in_order
-from shared.published.manifest import Chunk, PublishedAdapter, WeightTree
-from shared.run.checkpoint_files import ManifestLeaf, Probe
+from shared.published.manifest import Chunk, WeightTree
+from shared.run.checkpoint_files import ManifestLeaf
 from shared.types import WeightVersion
 
 
@@ -27,19 +27,11 @@ class LeadingPublications:
         self._own, self._leader = own, leader
         self._base: WeightTree | None = None
 
-    def publish(
-        self,
-        version: WeightVersion,
-        leaves: Sequence[ManifestLeaf],
-        arrays: Arrays,
-        model: Mapping[str, Any],
-        probe: Probe | None,
-        adapter: PublishedAdapter | None = None,
-    ) -> PublishedVersion:
+    def publish(self, version: WeightVersion, model: ModelToPublish) -> PublishedVersion:
         """See `Publications.publish`."""
-        gathered = _Gathered(leaves, arrays)
+        gathered = _Gathered(model.leaves, model.arrays)
         try:
-            published = self._own.publish(version, leaves, gathered.takes(), model, probe, adapter)
+            published = self._own.publish(version, replace(model, arrays=gathered.takes()))
         finally:
             gathered.rest()
         self._leader.send("value", value=None)
@@ -66,17 +58,9 @@ class FollowingPublications:
         self._follower = follower
         self._base: WeightTree | None = None
 
-    def publish(
-        self,
-        version: WeightVersion,
-        leaves: Sequence[ManifestLeaf],
-        arrays: Arrays,
-        model: Mapping[str, Any],
-        probe: Probe | None,
-        adapter: PublishedAdapter | None = None,
-    ) -> PublishedVersion:
+    def publish(self, version: WeightVersion, model: ModelToPublish) -> PublishedVersion:
         """Gather the arrays. Raises the error of process 0."""
-        _Gathered(leaves, arrays).rest()
+        _Gathered(model.leaves, model.arrays).rest()
         self._follower.receive_value()
         return PublishedVersion(version, Chunk("", 0), "", 0, 0, {})
 

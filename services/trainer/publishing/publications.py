@@ -50,6 +50,17 @@ type Arrays = Mapping[str, Callable[[], np.ndarray]]
 
 
 @dataclass(frozen=True, slots=True)
+class ModelToPublish:
+    """A model's arrays, their names and shapes, config.json and probe; with an `adapter`, the arrays of adapters."""
+
+    leaves: Sequence[ManifestLeaf]
+    arrays: Arrays
+    config: Mapping[str, Any]
+    probe: Probe | None
+    adapter: PublishedAdapter | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PublishedVersion:
     """A version whose chunks are written.
 
@@ -68,15 +79,7 @@ class PublishedVersion:
 class ModelPublications(Protocol):
     """Methods of `Publications` that publish versions of the model."""
 
-    def publish(
-        self,
-        version: WeightVersion,
-        leaves: Sequence[ManifestLeaf],
-        arrays: Arrays,
-        model: Mapping[str, Any],
-        probe: Probe | None,
-        adapter: PublishedAdapter | None = None,
-    ) -> PublishedVersion: ...
+    def publish(self, version: WeightVersion, model: ModelToPublish) -> PublishedVersion: ...
 
     def base(self, epoch: int, leaves: Sequence[ManifestLeaf], arrays: Arrays) -> WeightTree: ...
 
@@ -108,28 +111,17 @@ class Publications:
         self.has_lost = False
         """True if a requested chunk of the newest version is missing, so the version must be published again."""
 
-    def publish(
-        self,
-        version: WeightVersion,
-        leaves: Sequence[ManifestLeaf],
-        arrays: Arrays,
-        model: Mapping[str, Any],
-        probe: Probe | None,
-        adapter: PublishedAdapter | None = None,
-    ) -> PublishedVersion:
+    def publish(self, version: WeightVersion, model: ModelToPublish) -> PublishedVersion:
         """Write the arrays' chunks and manifest, which servers see only after `announce`.
-
-        With an `adapter` the arrays are those of adapters.
 
         Raises StorageFull, StorageDenied.
         """
         started = time.perf_counter()
         self.has_lost = False
         store = self._open(version.epoch)
-        weights, take_s = self._written(store, leaves, arrays, self._last)
-        plain = PublishedManifest(
-            self._run, self.beginning(), str(version), weights, model, probe, time.time(), adapter
-        )
+        weights, take_s = self._written(store, model.leaves, model.arrays, self._last)
+        identity = self._run, self.beginning(), str(version)
+        plain = PublishedManifest(*identity, weights, model.config, model.probe, time.time(), model.adapter)
         manifest, data = self._with_deltas(plain)
         deltas = manifest.deltas
         digest, self._last = store.put(data), weights

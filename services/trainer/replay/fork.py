@@ -30,7 +30,7 @@ from services.trainer.loop.ledger import LedgerFile
 from services.trainer.loop.refusals import Refusals
 from services.trainer.loop.worker import TrainerWorker
 from services.trainer.publishing.beginning import beginning
-from services.trainer.publishing.publications import Arrays, PublishedVersion
+from services.trainer.publishing.publications import Arrays, ModelToPublish, PublishedVersion
 from services.trainer.publishing.publisher import Delivery
 from services.trainer.replay.log_queue import bounds_of, log_of
 from services.trainer.settings import TrainerSettings
@@ -41,10 +41,10 @@ from shared.clients.env import EnvClient
 from shared.errors import ConfigError, VolleyError, first_error, problem
 from shared.models.chat import tokenizer_of_run
 from shared.process.sinks import Line, LineKind, MetricsFanout
-from shared.published.manifest import Chunk, PublishedAdapter, WeightTree
+from shared.published.manifest import Chunk, WeightTree
 from shared.run import forks
 from shared.run.archive import Archive
-from shared.run.checkpoint_files import ManifestLeaf, Probe
+from shared.run.checkpoint_files import ManifestLeaf
 from shared.run.commits import CommitLog
 from shared.run.folder import RunFolder
 from shared.run.forks import Fork
@@ -173,15 +173,7 @@ def _settings(run: RunConfig, folder: RunFolder, env_url: str) -> TrainerSetting
 class _Unpublished:
     """Publications of a trainer without rollout servers: no array is copied or written."""
 
-    def publish(
-        self,
-        version: WeightVersion,
-        leaves: Sequence[ManifestLeaf],
-        arrays: Arrays,
-        model: Mapping[str, Any],
-        probe: Probe | None,
-        adapter: PublishedAdapter | None = None,
-    ) -> PublishedVersion:
+    def publish(self, version: WeightVersion, model: ModelToPublish) -> PublishedVersion:
         return PublishedVersion(version, Chunk("", 0), "", 0, 0, {})
 
     def base(self, epoch: int, leaves: Sequence[ManifestLeaf], arrays: Arrays) -> WeightTree:
