@@ -16,6 +16,7 @@ import orjson
 
 from shared import codec
 from shared.errors import DecodeError, Unavailable, WeightsError
+from shared.fields import read_text
 from shared.files.reading import read_file
 from shared.run import held, ledger, pinned, saved
 from shared.run.chain import Chain
@@ -179,7 +180,7 @@ class TrainerState:
                 seed=_int(raw["seed"]),
                 phase=_phase(raw["phase"]),
                 lineage=parse_lineage(_list(raw, "lineage")),
-                reference=None if raw["reference"] is None else str(WeightVersion.parse(_text(raw["reference"]))),
+                reference=None if raw["reference"] is None else str(WeightVersion.parse(read_text(raw["reference"]))),
                 recent=tuple(map(ledger.checked, _list(raw, "recent"))),
                 settings=pinned.parse(raw.get("settings", ())),
                 metrics=tuple(map(_of_metrics, _list(raw, "metrics"))) if schema == SCHEMA else (),
@@ -239,7 +240,8 @@ def parse_lineage(pairs: list[Any]) -> Lineage:
 
 def parse_forks(raw: Any) -> tuple[ForkPoint, ...]:
     """Parse fork points. Raises KeyError, TypeError or ValueError."""
-    return tuple(ForkPoint(_text(one["run"]), _count(one, "step"), parse_lineage(_list(one, "lineage"))) for one in raw)
+    found = ((read_text(one["run"]), _count(one, "step"), parse_lineage(_list(one, "lineage"))) for one in raw)
+    return tuple(ForkPoint(*one) for one in found)
 
 
 def _phase(value: Any) -> Phase:
@@ -248,16 +250,10 @@ def _phase(value: Any) -> Phase:
     raise ValueError(f"unknown phase {str(value)[:50]!r}")
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got {type(value).__name__}")
-    return value
-
-
 def _of_metrics(line: Any) -> Mapping[str, Any]:
     if not isinstance(line, dict):
         raise TypeError("a line of metrics is not an object")
-    WeightVersion.parse(_text(line["version"]))
+    WeightVersion.parse(read_text(line["version"]))
     return line
 
 
@@ -274,9 +270,10 @@ def _data(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
     data = dict(value)
-    files = {"files": {_text(path): _text(digest) for path, digest in data["files"].items()}} if "files" in data else {}
-    counts = {key: _count(data, key) for key in ("examples", "epoch", "offset")}
-    return {"digest": _text(data["digest"]), **files, **counts}
+    made: dict[str, Any] = {"digest": read_text(data["digest"])}
+    if "files" in data:
+        made["files"] = {read_text(path): read_text(digest) for path, digest in data["files"].items()}
+    return made | {key: _count(data, key) for key in ("examples", "epoch", "offset")}
 
 
 def initial_state(seed: int) -> TrainerState:
@@ -322,7 +319,7 @@ def _read(folder: Path) -> tuple[TrainerState, tuple[ManifestFile, ...], str | N
     try:
         raw = codec.from_record(read_file(folder / STATE, MAX_STATE_BYTES), STATE, MOST_VALUES)
         state = TrainerState.from_mapping(raw)
-        sealed = None if raw.get("seal") is None else _text(raw["seal"])
+        sealed = None if raw.get("seal") is None else read_text(raw["seal"])
         return state, tuple(map(ManifestFile.from_mapping, _list(raw, "optimizer_files"))), sealed
     except OSError as error:
         raise unreadable(str(folder / STATE), error) from error
