@@ -17,7 +17,8 @@ import dataclasses
 import itertools
 import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -230,13 +231,9 @@ class SglangEngine(asyncio.Protocol):
                     self._deliver(new)
             case "done":
                 for result in message["results"]:
-                    future = self._running.get(result["rid"])
-                    if future is not None and not future.done():
-                        _finish(future, result)
+                    _settle(self._running.get(result["rid"]), result, _result)
             case "reply":
-                future = self._calls.pop(message["call"], None)
-                if future is not None and not future.done():
-                    _resolve(future, message)
+                _settle(self._calls.pop(message["call"], None), message, itemgetter("value"))
             case "beat":
                 self._missed = 0
             case "ready":
@@ -329,18 +326,14 @@ def generate_message(name: str, request: GenerateRequest, *, streamed: bool) -> 
     }
 
 
-def _resolve(future: asyncio.Future[Any], message: Message) -> None:
+def _settle(future: asyncio.Future[Any] | None, message: Message, read: Callable[[Message], Any]) -> None:
+    """End a call with the message's error, or with what `read` makes of it; nothing for one that has ended."""
+    if future is None or future.done():
+        return
     if "error" in message:
         future.set_exception(from_problem(message["error"]["status"], message["error"]))
     else:
-        future.set_result(message["value"])
-
-
-def _finish(future: asyncio.Future[GenerateResult], message: Message) -> None:
-    if "error" in message:
-        future.set_exception(from_problem(message["error"]["status"], message["error"]))
-    else:
-        future.set_result(_result(message))
+        future.set_result(read(message))
 
 
 def _result(message: Message) -> GenerateResult:
