@@ -138,6 +138,7 @@ async def test_episodes_wait_for_an_engine_that_is_away(
         assert (answer.status_code, answer.json()["title"]) == (500, "Sandbox lost"), answer.text
         answer = await client.post("/episodes", json={"request_id": "x", "env": name, "split": "train", "index": 0})
         assert (answer.status_code, "container engine does not answer" in answer.text) == (429, True), answer.text
+        assert "does not answer" in (await client.get(f"/environments/{name}")).json()["versions"][0]["trouble"]
         link.symlink_to(SOCKET)
         one = await begin(client, name)
         await one.run(SOLVE)

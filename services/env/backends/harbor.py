@@ -159,7 +159,7 @@ class HarborBackend(KnownSplits):
             self.containers.close(number)
 
     def why_stuck(self) -> str | None:
-        return None
+        return self.containers.why_stuck()
 
     def verdict(self, task: HarborTask, answer: Mapping[str, Any], agent: Agent = "player") -> Verdict:
         """Read the verdict of a trial, and log it."""

@@ -149,10 +149,14 @@ class Containers:
         except TimeoutError:
             why = f": {self._trouble}" if self._trouble else ""
             raise Busy(f"the process of containers is being started{why}", "try again later", 1.0) from None
-        if self._away:
-            raise Busy(f"the container engine does not answer: {self._away}", "start the engine", AWAY_S)
+        if why := self.why_stuck():
+            raise Busy(why, "start the engine", AWAY_S)
         number = f"{self._owner}-{secrets.token_hex(4)}"
         return number, self.send("start", number, folder=str(folder), agent=agent, fresh=fresh)
+
+    def why_stuck(self) -> str | None:
+        """Reason why no trial can be started now."""
+        return f"the container engine does not answer: {self._away}" if self._away else None
 
     def send(self, call: str, number: str, **params: Any) -> asyncio.Future[dict[str, Any]]:
         """Send a request about a trial. Raises SandboxLost if the process has ended."""

@@ -78,7 +78,7 @@ def check(task: Task) -> str:
     """Fault that Harbor finds only when a trial runs; empty if there is none."""
     for name, value in time_limits(task.config):
         if value is not None and not 0 < value < math.inf:
-            return f"{name} = {value:g}: write a number of seconds above 0"
+            return f"{name} = {value:g}: write a finite number of seconds above 0"
     environment = task.config.environment
     if environment.os.value != "linux":
         return f"environment.os = {environment.os.value!r}: only Linux containers are played"
