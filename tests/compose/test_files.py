@@ -118,6 +118,12 @@ def test_a_wrong_configuration_stops_the_stack_before_its_services(compose: dict
     assert "restart" not in services["check"]
 
 
+def test_a_service_that_dies_before_it_is_healthy_does_not_end_the_stack(compose: dict[str, Any]) -> None:
+    """Docker calls a container unhealthy between two starts, and `docker compose up` would end there."""
+    waits = [how["condition"] for one in compose["services"].values() for how in one.get("depends_on", {}).values()]
+    assert set(waits) == {"service_started", "service_completed_successfully"}
+
+
 def test_files_that_containers_mount_exist(compose: dict[str, Any]) -> None:
     mounted = [mount for service in compose["services"].values() for mount in service.get("volumes", ())]
     assert all(Path(mount["source"]).exists() and mount["read_only"] for mount in mounted if mount["type"] == "bind")
