@@ -228,9 +228,8 @@ def mark_finished(folder: RunFolder, record: RunRecord) -> RunRecord:
     record = dataclasses.replace(record, finished=True)
     if head is not None:
         in_force = _content(record) | dict(pinned.in_force(head.settings, head.epoch) or record.config)
-        record = dataclasses.replace(
-            record, final=str(head.version), config=in_force, amendments=_amendments(record, head, in_force)
-        )
+        amendments = _amendments(record, head, in_force)
+        record = dataclasses.replace(record, final=str(head.version), config=in_force, amendments=amendments)
         _agree(folder, in_force)
     write_record(folder, record)
     return record
@@ -241,9 +240,8 @@ def _agree(folder: RunFolder, in_force: Mapping[str, Any]) -> None:
     loaded = config.load([folder.config])
     changed = pinned.changes(pinned.relevant(loaded.config), in_force)
     if changed:
-        replace(
-            folder.config, config.changed(loaded, {change.key: change.now for change in changed}).to_yaml().encode()
-        )
+        values = {change.key: change.now for change in changed}
+        replace(folder.config, config.changed(loaded, values).to_yaml().encode())
         trust.mark(folder)
 
 
@@ -259,10 +257,8 @@ def _continued(
         return _amended(folder, _new(loaded), loaded, say, free) if head else None
     if not (record.finished or _has_begun(folder)):
         if differing := pinned.changes(record.config, pinned.relevant(loaded.config)):
-            say(
-                f"run {folder.name} has trained nothing yet: its configuration is replaced "
-                f"({'; '.join(map(str, differing[:5]))})"
-            )
+            changes = "; ".join(map(str, differing[:5]))
+            say(f"run {folder.name} has trained nothing yet: its configuration is replaced ({changes})")
         return dataclasses.replace(_new(loaded), created=record.created, elapsed_s=record.elapsed_s)
     return _amended(folder, record, loaded, say, free)
 
