@@ -85,7 +85,7 @@ ODD: dict[str, Any] = {
         "data": {"env_config": {"small": 1e-7, "text": "{{ .Values }}: 'a' \"b\"\n# c\n", "flag": "yes"}},
     },
     "secrets": {"existingSecret": "0x10"},
-    "redis": {"storage": {"size": "100k", "class": "1_000"}},
+    "redis": {"storage": {"size": "100k", "class": "1_000"}, "extraEnv": [{"name": "MALLOC_ARENA_MAX", "value": "1"}]},
     "env": {
         "storage": {"size": "1e10"},
         "podAnnotations": {"note": "a: 'b' # \"c\"\n{{ .Release.Name }}", "empty": ""},
@@ -401,6 +401,7 @@ def test_all_containers_that_read_the_configuration_have_the_variables_it_may_na
     found = by_name(odd)
     for name in ("check", "trainer", "report"):
         assert [one for one in found[name]["env"] if one["name"] == "TOKEN"] == ODD["trainer"]["extraEnv"]
+    assert found["redis"]["env"] == ODD["redis"]["extraEnv"]
 
 
 def test_grace_follows_the_configuration(odd: list[dict[str, Any]]) -> None:
