@@ -115,7 +115,7 @@ ComposeLoader.add_multi_constructor("!", lambda loader, suffix, node: None)
 def read_compose(environment: Path) -> dict[str, dict[str, Any]]:
     """Services and networks of a task's Compose file by name; none if Compose would refuse the file anyway."""
     try:
-        found = yaml.load((environment / "docker-compose.yaml").read_text(encoding="utf-8"), ComposeLoader)  # noqa: S506
+        found = ComposeLoader((environment / "docker-compose.yaml").read_text(encoding="utf-8")).get_single_data()
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         found = None
     sections = {name: found.get(name) if isinstance(found, dict) else None for name in ("services", "networks")}
