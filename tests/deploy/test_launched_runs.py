@@ -21,6 +21,7 @@ from tests.deploy.test_launch import launched
 from tests.support import foreign, namespaces, simulated_volley
 from tests.support.slurm import Cluster, cluster
 from tests.support.stack import SMALL
+from volley.launching.scripts import slug
 from volley.layout import PROJECT
 from volley.verify.command import verify
 
@@ -104,4 +105,5 @@ def test_skypilot_reads_the_task(tmp_path: Path) -> None:
     variables = os.environ | {"HOME": str(tmp_path)}
     done = subprocess.run(command, env=variables, capture_output=True, encoding="utf-8", timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("volley-a-b-c 3 ['~/volley-launch/files/0-quickstart', '~/volley-launch/run.yaml'")
+    mounts = "['~/volley-launch/files/0-quickstart', '~/volley-launch/run.yaml'"
+    assert done.stdout.startswith(f"{slug('A.b_c')} 3 {mounts}")
