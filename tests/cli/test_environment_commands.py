@@ -208,7 +208,7 @@ def test_a_file_is_tried_with_settings_of_the_service(tmp_path: Path) -> None:
         ("services.env.sandbox.knd=process", 2, "services.env.sandbox"),
         ("trainer.seed=1", 2, "no setting of the environment service"),
     ):
-        command = [sys.executable, "-m", "volley", "env", "test", str(file), setting]
+        command = [sys.executable, "-m", "volley", "env", "test", str(file), "--entry", "Sums", setting]
         ended = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", timeout=120)
         assert (ended.returncode, told in ended.stderr) == (code, True), ended.stderr
 

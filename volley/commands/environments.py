@@ -67,7 +67,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     test.add_argument("--entry", metavar="CLASS", help="the environment's class, if the file has several")
     test.add_argument("--config", type=Path, metavar="FILE.yaml", help="arguments of the class")
     test.add_argument(
-        "settings", nargs="*", metavar="services.env.KEY=VALUE", help="settings of the run's environment service"
+        "overrides", nargs="*", metavar="services.env.KEY=VALUE", help="settings of the run's environment service"
     )
     test.set_defaults(part=_run_test)
     _add_submit(parts)
@@ -158,7 +158,7 @@ def _run_init(arguments: argparse.Namespace) -> int:
 
 
 def _run_test(arguments: argparse.Namespace) -> int:
-    return test(arguments.file, arguments.entry, arguments.config, arguments.settings)
+    return test(arguments.file, arguments.entry, arguments.config, arguments.overrides)
 
 
 def _run_submit(arguments: argparse.Namespace) -> int:
