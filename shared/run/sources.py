@@ -202,15 +202,17 @@ def packed_folder(folder: Path) -> bytes:
 def _task_files(folder: Path, tasks: Sequence[Path]) -> Mapping[str, Path]:
     """Files of Harbor tasks that a package would leave out: repositories, and links to other files of the folder.
 
-    Raises ConfigError for any other link.
+    Raises ConfigError for any other link that a task needs, or that leads to tasks.
     """
-    found = dict[str, Path]()
+    found, every = dict[str, Path](), {*tasks}
     for file in folder.rglob("*") if tasks else ():
         name = file.relative_to(folder)
-        is_part = any(name.is_relative_to(task) and name.relative_to(task).parts[0] in TASK_PARTS for task in tasks)
+        is_part = any(above in every and name.relative_to(above).parts[0] in TASK_PARTS for above in name.parents)
         if not is_part and {*name.parts} & {*_LEFT_OUT}:
             continue
         if file.is_symlink() and not (file.is_file() and file.resolve().is_relative_to(folder)):
+            if not is_part and name.name != "instruction.md" and not _holds_tasks(file):
+                continue
             raise ConfigError(
                 f"{file} is a link that leads out of {folder}, to a folder, or to nothing",
                 "put a copy of what it leads to in its place",
@@ -218,6 +220,11 @@ def _task_files(folder: Path, tasks: Sequence[Path]) -> Mapping[str, Path]:
         if file.is_file() and "__pycache__" not in name.parts:
             found[name.as_posix()] = file
     return found
+
+
+def _holds_tasks(link: Path) -> bool:
+    """True if a link leads to a task.toml, to a task, or to a folder of tasks."""
+    return link.name == TASK_FILE or any(True for depth in ("", "*/") for _ in link.glob(depth + TASK_FILE))
 
 
 def _is_importable(name: str) -> bool:

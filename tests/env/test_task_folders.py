@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from services.env.bridges.harbor.engines import size_of
+from services.env.bridges.harbor.engines import logs_size
 from services.env.harbor.containers import PROGRAM, Containers
 from services.env.harbor.tasks import is_task_archive, read_tasks
 from services.env.sandbox.packages.archives import unpack
@@ -42,14 +42,33 @@ UNREADABLE = {
 }
 
 
+SOUND = """
+services:
+  main: {ports: ['80', '127.0.0.1::81', '0:82', {target: 83, published: '0'}]}
+  db: {container_name: '${COMPOSE_PROJECT_NAME}-x'}
+"""
+
+
 def test_what_cannot_be_played_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     folders = [_written(tmp_path / str(n), changes) for n, (changes, _) in enumerate(UNREADABLE.values())]
-    sound = {"instruction.md": "\ufeffAdd.", COMPOSE: "services: {main: {ports: ['80', '127.0.0.1::81']}}"}
-    *rows, last = Containers(harbor_settings(tmp_path)).read([*folders, _written(tmp_path / "sound", sound)])
+    monkeypatch.setenv("PATH", str(_engine(tmp_path)), prepend=os.pathsep)
+    sound = {"instruction.md": "\ufeffAdd.", COMPOSE: SOUND}
+    read = Containers(harbor_settings(tmp_path, environment="docker")).read
+    *rows, last = read([*folders, _written(tmp_path / "sound", sound)])
     for (case, (_, why)), row in zip(UNREADABLE.items(), rows, strict=True):
         assert re.search(why, row.get("fault", ""), re.IGNORECASE), (case, row)
     assert last["commands_s"] == [60.0], last
+    (elsewhere,) = Containers(harbor_settings(tmp_path)).read([folders[-1]])
+    assert elsewhere["commands_s"] == [60.0], "each of its episodes has a machine of its own"
+
+
+def _engine(folder: Path) -> Path:
+    """Make a command `docker` that has an answer to everything; return its folder."""
+    (folder / "bin").mkdir()
+    (folder / "bin" / "docker").write_text("#!/bin/sh\nexit 0\n", encoding="utf-8")
+    (folder / "bin" / "docker").chmod(0o755)
+    return folder / "bin"
 
 
 def _written(folder: Path, changes: Mapping[str, str | bytes | None]) -> Path:
@@ -97,6 +116,19 @@ def test_a_packed_task_keeps_its_repository_links_and_executables(tmp_path: Path
     assert (found / "environment/link").read_text("utf-8") == sum_task()["environment/numbers.txt"]
     assert [os.access(found / "environment" / name, os.X_OK) for name in ("tool", "numbers.txt")] == [True, False]
     assert [(found / name).exists() for name in ("environment/repo/.git/HEAD", ".git")] == [True, False]
+
+
+def test_a_folder_of_several_tasks_is_packed_without_links_that_no_task_needs(tmp_path: Path) -> None:
+    for name in ("one", "deep/two"):
+        _written(tmp_path / "set" / name, {"environment/repo/.git/HEAD": "ref"})
+        (tmp_path / "set" / name / "README.md").symlink_to("/absent")
+    (tmp_path / "set" / "data").symlink_to("/usr")
+    top = unpack(packed_folder(tmp_path / "set"), tmp_path / "store").top
+    assert [(top / name / "environment/repo/.git/HEAD").is_file() for name in ("one", "deep/two")] == [True, True]
+    assert not [path for path in top.rglob("*") if path.name in ("README.md", "data")]
+    (tmp_path / "set" / "more").symlink_to(tmp_path / "set" / "deep")
+    with pytest.raises(ConfigError, match="set/more is a link"):
+        packed_folder(tmp_path / "set")
 
 
 @pytest.mark.parametrize("target", ["/etc/hostname", "../..", "absent"])
@@ -167,8 +199,10 @@ def test_what_containers_and_engines_leave(tmp_path: Path) -> None:
     assert found["brief"] == "RuntimeError: > [main 2/2] RUN make: 0.3 no rule failed to solve: exit code: 2"
 
 
-def test_the_size_of_a_folder_counts_its_own_files(tmp_path: Path) -> None:
-    (tmp_path / "inside").mkdir()
-    (tmp_path / "inside" / "file").write_bytes(b"x" * 2**20)
-    (tmp_path / "link").symlink_to("/usr")
-    assert 1 <= size_of(tmp_path) < 2
+def test_files_in_logs_are_counted_once_and_copies_of_artifacts_are_not(tmp_path: Path) -> None:
+    for name in ("agent/file", "artifacts/logs/artifacts/file", "artifacts/app/file"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(b"x" * 2**20)
+    (tmp_path / "agent/again").hardlink_to(tmp_path / "agent/file")
+    (tmp_path / "agent/link").symlink_to("/usr")
+    assert 2 <= logs_size(tmp_path) < 3

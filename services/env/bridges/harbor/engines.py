@@ -135,7 +135,8 @@ def remove(command: str, project: str) -> None:
 def sizes(command: str, owner: Owner) -> Counter[str]:
     """MiB of files in the containers of each episode of an owner, those of all its services together."""
     found = Counter[str]()
-    for line in engine(command, "ps", "--size", "--format", "{{.Size}}\t{{.Labels}}").splitlines():
+    mine = f"name={owner.name}"  # sizes of other containers of the machine would take their time
+    for line in engine(command, "ps", "--size", "--filter", mine, "--format", "{{.Size}}\t{{.Labels}}").splitlines():
         size, _, labels = line.partition("\t")
         parts = PROJECT.match(label_of(labels, "com.docker.compose.project"))
         if parts is not None and parts[1] == owner.name:
@@ -143,14 +144,19 @@ def sizes(command: str, owner: Owner) -> Counter[str]:
     return found
 
 
-def size_of(folder: Path) -> float:
-    """MiB of the files in a folder, without following links."""
-    blocks = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                blocks += os.lstat(os.path.join(place, name)).st_blocks
-    return blocks * 512 / 2**20
+def logs_size(trial: Path) -> float:
+    """MiB of the files below /logs in a trial's containers, without following links.
+
+    Harbor's copies of artifacts lie beside them, and do not count.
+    """
+    blocks = dict[tuple[int, int], int]()
+    for mounted in ("agent", "verifier", "artifacts/logs/artifacts"):
+        for place, _, names in os.walk(trial / mounted):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    about = os.lstat(os.path.join(place, name))
+                    blocks[about.st_dev, about.st_ino] = about.st_blocks
+    return sum(blocks.values()) * 512 / 2**20
 
 
 def label_of(shown: str, name: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from engines import ENGINES
 from harbor.environments.definition import has_agent_environment_definition
 from harbor.models.task.task import Task
 
@@ -34,13 +35,13 @@ def brief(error: object, name: str = "") -> str:
     return f"{kind}: {text if len(text) <= MAX_WHY else '… ' + text[-MAX_WHY:]}"
 
 
-def read(folder: str) -> dict[str, Any]:
-    """Describe a task for the service, or its `fault`."""
+def read(folder: str, environment: str) -> dict[str, Any]:
+    """Describe a task for the service, or its `fault` in an environment of that type."""
     try:
         if problem := check_encoding(Path(folder)):
             return {"fault": problem}
         task = Task(folder)
-        problem = check(task)
+        problem = check(task, environment)
     except Exception as error:  # noqa: BLE001 - told to the service
         return {"fault": brief(str(error).replace(f"{folder}/", "").replace(folder, ""), type(error).__name__)}
     if problem:
@@ -74,7 +75,7 @@ def time_limits(config: Any) -> Iterator[tuple[str, float | None]]:
         yield f"{prefix}verifier.timeout_sec", one.verifier.timeout_sec
 
 
-def check(task: Task) -> str:
+def check(task: Task, type_of_environment: str) -> str:
     """Fault that Harbor finds only when a trial runs; empty if there is none."""
     for name, value in time_limits(task.config):
         if value is not None and not 0 < value < math.inf:
@@ -84,7 +85,7 @@ def check(task: Task) -> str:
         return f"environment.os = {environment.os.value!r}: only Linux containers are played"
     if not has_agent_environment_definition(task.paths.environment_dir, docker_image=environment.docker_image):
         return "there is neither environment/Dockerfile, environment/docker-compose.yaml nor environment.docker_image"
-    if problem := check_compose(task.paths.environment_dir):
+    if type_of_environment in ENGINES and (problem := check_compose(task.paths.environment_dir)):
         return problem
     paths, steps, system = task.paths, task.config.steps or [], environment.os
     for step in steps:
@@ -116,7 +117,7 @@ def read_compose(environment: Path) -> dict[str, dict[str, Any]]:
     """Services and networks of a task's Compose file by name; none if Compose would refuse the file anyway."""
     try:
         found = ComposeLoader((environment / "docker-compose.yaml").read_text(encoding="utf-8")).get_single_data()
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         found = None
     sections = {name: found.get(name) if isinstance(found, dict) else None for name in ("services", "networks")}
     return {
@@ -128,13 +129,14 @@ def read_compose(environment: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_compose(environment: Path) -> str:
-    """Name a part of a Compose file that only one episode at a time can have; empty if there is none."""
+    """Name a part of a Compose file that only one episode of an engine can have; empty if there is none."""
     for name, service in read_compose(environment)["services"].items():
-        if service.get("container_name"):
+        if (given := service.get("container_name")) and "$" not in str(given):  # ${COMPOSE_PROJECT_NAME}-db is its own
             return f"{COMPOSE}: the service {name} has a container_name, which only one episode at a time can have"
         for port in service.get("ports") or []:
             long = isinstance(port, dict)
-            if port.get("published") if long else str(port).rpartition(":")[0].rpartition(":")[2]:
+            fixed = port.get("published") if long else str(port).rpartition(":")[0].rpartition(":")[2]
+            if fixed and str(fixed) != "0":
                 return f"{COMPOSE}: the service {name} publishes the port {port}, which only one episode can have"
     return ""
 

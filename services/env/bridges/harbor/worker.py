@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import trials
-from engines import ENGINES, answers, left_over, owner_in, remove, size_of, sizes
+from engines import ENGINES, answers, left_over, logs_size, owner_in, remove, sizes
 from folders import MAX_WHY, brief, read
 from harbor.environments.factory import EnvironmentFactory
 from harbor.models.task.task import Task
@@ -142,7 +142,7 @@ class Worker:
                 trial.add_hook(TrialEvent.AGENT_START, started)
                 async with asyncio.timeout(self._settings.max_lifetime_s):
                     result = await trial.run()
-            answer = outcome(episode, result)
+            answer = await asyncio.to_thread(outcome, episode, result)
             if "lost" in answer:
                 await self._look_at_engine(answer["lost"])
         except TimeoutError:
@@ -207,7 +207,7 @@ class Worker:
                     await asyncio.to_thread(remove, command, project)
             found = await asyncio.to_thread(sizes, command, self._owner) if self._episodes else Counter[str]()
             for number, episode in list(self._episodes.items()):
-                megabytes = found[number] + await asyncio.to_thread(size_of, episode.place)
+                megabytes = found[number] + await asyncio.to_thread(logs_size, episode.place)
                 if megabytes > episode.storage_mb and not episode.over_disk:
                     episode.over_disk = True
                     await asyncio.to_thread(remove, command, f"{number}__env")
@@ -285,9 +285,10 @@ def preflight(settings: Settings) -> None:
 
 def main() -> None:
     if sys.argv[1] == "read":
-        preflight(Settings(**json.loads(sys.argv[2])))
+        settings = Settings(**json.loads(sys.argv[2]))
+        preflight(settings)
         for one in sys.argv[3:]:
-            print(json.dumps(read(one)))
+            print(json.dumps(read(one, settings.environment)))
     else:
         asyncio.run(serve(int(sys.argv[2]), Settings(**json.loads(sys.argv[3]))))
 
