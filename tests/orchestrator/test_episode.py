@@ -347,6 +347,21 @@ def test_being_told_to_wait_costs_no_attempt():
     assert not balancer.servers[0].out
 
 
+async def test_an_episode_that_may_not_begin_yet_has_all_its_time_while_the_service_is_not_ready():
+    deadlines: list[float | None] = []
+
+    class Full(ScriptedEnv):
+        async def ready(self):
+            assert budget.timer is not None
+            deadlines.append(budget.timer.when())
+            await super().ready()
+
+    waits = [RateLimited("no engine", retry_after_s=0.001) for _ in range(2)]
+    env, budget = Full(create_failures=waits[:1], step_failures=waits[1:], not_ready=1), TokenBudget(3)
+    await runner_of(env, balancer_of(ScriptedEngine())).run(spec(), budget)
+    assert (deadlines, budget.used) == ([None, None], 0)
+
+
 @pytest.mark.parametrize("silent", [set(), {2}, {3}])
 def test_the_experts_of_a_position_are_those_of_the_first_request_that_told_them(silent):
     """Three turns, and one of them cut in two parts: every position but the last has experts, from one request each."""

@@ -58,7 +58,7 @@ class EnvironmentCalls:
             is_kept: an earlier process has left it: a cancelled call deletes nothing.
         """
         try:
-            opening = await self._repeat(lambda: self._create(spec, request_id), spec, budget)
+            opening = await self._repeat(lambda: self._create(spec, request_id), spec, budget, begun=False)
             self._status.turn_answered(spec.env, 0, 0.0)
             return opening
         except asyncio.CancelledError:
@@ -94,11 +94,14 @@ class EnvironmentCalls:
                 budget.prepaid = True
             raise EpisodeLost(f"the environment lost episode {episode_id}: {error.detail}") from error
 
-    async def _repeat[T](self, call: Callable[[], Awaitable[T]], spec: SamplingSpec, budget: TokenBudget) -> T:
+    async def _repeat[T](
+        self, call: Callable[[], Awaitable[T]], spec: SamplingSpec, budget: TokenBudget, *, begun: bool = True
+    ) -> T:
         """Repeat a call until the episode's deadline, which outages extend.
 
         A failure that is no outage costs an attempt, and the service has to be ready again before the next call; a
-        RateLimited answer costs none.
+        RateLimited answer costs none. Before the episode has begun it costs no time either while the service is not
+        ready.
         """
         while True:
             began = time.monotonic()
@@ -110,6 +113,9 @@ class EnvironmentCalls:
                     return await call()
             except RateLimited as error:
                 await asyncio.sleep(error.retry_after_s)
+                if not begun:
+                    with budget.outage():
+                        await self.ready()
             except Unavailable as error:
                 budget.spend(error, time.monotonic() - began)
                 await asyncio.sleep(min(_MOST_S, _AGAIN_S * 2**budget.outages))
