@@ -236,6 +236,24 @@ async def test_a_process_that_no_longer_gets_ready_is_killed_and_started_again(
     assert said[1:] == ["child did not answer within 0.2 s; restarting it in 0.02 s"]
 
 
+@pytest.mark.parametrize(
+    "program", ["raise SystemExit(1)", f"raise SystemExit({AGAIN})", "import time; time.sleep(60)"]
+)
+async def test_only_an_error_of_its_own_is_mended_and_once(
+    member: Callable[..., SupervisedProcess], reaper: Reaper, program: str
+) -> None:
+    """Data that are only slow to load are not set aside."""
+    mended: list[bool] = []
+
+    def mend() -> bool:
+        mended.append(True)
+        return True
+
+    one = dataclasses.replace(member(program, start_s=1.0 if "sleep" in program else 20.0), mend=mend)
+    assert isinstance(await fails(one, reaper, [], QUICK), ServiceFailed)
+    assert mended == ([True] if "(1)" in program else [])
+
+
 async def test_what_is_killed_on_request_is_not_started_again(
     member: Callable[..., SupervisedProcess], reaper: Reaper
 ) -> None:

@@ -78,8 +78,8 @@ class SupervisedProcess:
     """One process to keep running.
 
     `probe` tells if it answers. `start_s`: seconds until its first answer. `prepare` is called before each start.
-    `mend` is called when the process ended by an error of its own before its first answer; if it returns True, the
-    process is started again.
+    `mend` is called when the process ended by an error of its own before its first answer, but not twice in a row. If
+    it returns True, the process is started again.
     """
 
     spec: ProcessSpec
@@ -143,6 +143,7 @@ class Supervision:
 
         Raises ServiceFailed, or ConfigError if the process refuses its configuration.
         """
+        is_mended = False
         while True:
             self._seen(self.name, "starting")
             self.member.prepare()
@@ -157,7 +158,9 @@ class Supervision:
                 self._seen(self.name, "down")
             if self._reaper.closed:
                 return
-            if end.answered or end.is_outage or not self.member.mend():
+            failed = not (end.answered or end.is_outage or end.hung_s)
+            is_mended = failed and not is_mended and self.member.mend()
+            if not is_mended:
                 await self._before_restart(child, end)
 
     async def _until_up(self, child: Child) -> ProcessEnd | None:
