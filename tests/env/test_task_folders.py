@@ -63,10 +63,10 @@ def test_what_cannot_be_played_is_refused_by_name(tmp_path: Path, monkeypatch: p
     assert elsewhere["commands_s"] == [60.0], "each of its episodes has a machine of its own"
 
 
-def _engine(folder: Path) -> Path:
-    """Make a command `docker` that has an answer to everything; return its folder."""
+def _engine(folder: Path, does: str = "exit 0") -> Path:
+    """Make a command `docker` from a line of shell; return its folder."""
     (folder / "bin").mkdir()
-    (folder / "bin" / "docker").write_text("#!/bin/sh\nexit 0\n", encoding="utf-8")
+    (folder / "bin" / "docker").write_text(f"#!/bin/sh\n{does}\n", encoding="utf-8")
     (folder / "bin" / "docker").chmod(0o755)
     return folder / "bin"
 
@@ -147,19 +147,26 @@ def test_too_many_files_are_counted(tmp_path: Path) -> None:
 
 
 INSIDE = """
-import json, sys
+import asyncio, json, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from folders import brief
-from trials import isolated_networks
-from worker import tail
+from trials import Settings, isolated_networks
+from worker import Worker, tail
 place = Path(sys.argv[2])
 def networks(name):
     try:
         return isolated_networks(place / name)
     except ValueError as error:
         return str(error)
+class Told(list):
+    write = list.append
+async def look():
+    worker = Worker(Settings("docker", {}, str(place / "trials"), "tested", 1, 1, 1.0, "declared"), told := Told())
+    await asyncio.gather(*(worker._look_at_engine(f"lost {n}") for n in range(20)))
+    return [json.loads(line) for line in told]
 print(json.dumps({
+    "away": asyncio.run(look()),
     "tails": [tail(path) for path in sorted(place.glob("*.txt"))],
     "networks": [networks(name) for name in ("own", "host")],
     "brief": brief(RuntimeError((place / "engine.log").read_text("utf-8"))),
@@ -192,7 +199,11 @@ def test_what_containers_and_engines_leave(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "3.txt")
     python = harbor_settings(tmp_path).section.python
     command = [str(python), "-c", INSIDE, str(PROGRAM.parent), str(tmp_path)]
-    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    engine = _engine(tmp_path, f"echo >>'{tmp_path}/asked'; exit 1")
+    variables = {**os.environ, "PATH": f"{engine}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(command, capture_output=True, check=True, env=variables)
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert (found["away"], (tmp_path / "asked").read_text("utf-8")) == ([{"away": "lost 0"}], "\n")
     assert [len(text) for text in found["tails"]] == [1000, 0, 0]
     assert found["networks"][0] == ["default", "back"]
     assert "network_mode = 'host'" in found["networks"][1]

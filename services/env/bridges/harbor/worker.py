@@ -58,7 +58,7 @@ class Worker:
         self._closed: set[str] = set()
         self._folder = Path(settings.folder)
         self._owner = owner_in(self._folder)
-        self._away = False
+        self._away = self._looking = False
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Answer requests until the socket ends; then end every trial."""
@@ -185,9 +185,16 @@ class Worker:
             task.cancel()
 
     async def _look_at_engine(self, lost: str) -> None:
-        """Tell the service if the engine is away, so that it starts no trials, or is there again."""
+        """Tell the service if the engine is away, so that it starts no trials, or is there again.
+
+        Many trials may be lost at once, and an engine may take a minute not to answer: one look is for all.
+        """
         command = ENGINES.get(self._settings.environment)
-        away = command is not None and not await asyncio.to_thread(answers, command)
+        if command is None or (lost and (self._away or self._looking)):
+            return
+        self._looking = True
+        away = not await asyncio.to_thread(answers, command)
+        self._looking = False
         if away != self._away:
             self._away = away
             self._send({"away": lost if away else ""})
