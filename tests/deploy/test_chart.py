@@ -82,7 +82,7 @@ ODD: dict[str, Any] = {
         "run": {"name": "1e7", "bucket": "s3://bucket/007/"},
         "services": {"limits": {"grace_s": 600}},
         "trainer": {"max_steps": 10_000_000, "optimizer_config": {"learning_rate": 1e-6}},
-        "data": {"env_config": {"small": 1e-7, "text": "{{ .Values }}: 'a' \"b\"\n# c\n", "flag": "yes"}},
+        "data": {"env_config": {"small": 1e-7, "text": "{{ .Values }}: 'a' \"b\"\n# c\n- 1e-7\n", "flag": "yes"}},
     },
     "secrets": {"existingSecret": "0x10"},
     "redis": {"storage": {"size": "100k", "class": "1_000"}, "extraEnv": [{"name": "MALLOC_ARENA_MAX", "value": "1"}]},

@@ -152,10 +152,10 @@ resources: {requests: {storage: {{ .size | quote }}}}
 {{- add .startSeconds 600 -}}
 {{- end }}
 
-{{- /* Numbers get a point before their exponent: without one, YAML 1.1 reads text. */ -}}
+{{- /* Numbers get a point before their exponent: without one, YAML 1.1 reads text. A line of JSON that ends in digits is one. */ -}}
 {{- define "volley.layers" -}}
 run.yaml: |
-  {{- regexReplaceAll "(?m)(: |- )(-?[0-9]+)(e[-+][0-9]+)$" (toYaml .Values.config) "${1}${2}.0${3}" | nindent 2 }}
+  {{- regexReplaceAll "(?m)( -?[0-9]+)(e[-+][0-9]+,?)$" (toPrettyJson .Values.config) "${1}.0${2}" | nindent 2 }}
 cluster.yaml: |
   services:
     redis_url: {{ .Values.redis.enabled | ternary (printf "redis://%s-redis:6379/0" (include "volley.name" .)) .Values.redis.url | toJson }}
