@@ -100,11 +100,14 @@ def prepare(
     return spec
 
 
-def set_aside(spec: ServerSpec, log: Path) -> Path | None:
-    """Move away data that the server could not load, by the end of its log; return their new folder, or None."""
+def set_aside(spec: ServerSpec, log: Path, start: int = 0) -> Path | None:
+    """Move away data that the server could not load, by the end of its log; return their new folder, or None.
+
+    Args: start: offset in the log, in bytes, at which the server started.
+    """
     data = spec.folder / "appendonlydir"
     bad = data.with_suffix(".bad")
-    if not _UNREADABLE.search(_last_lines(log, 10)) or not os.path.lexists(data):
+    if not _UNREADABLE.search(_last_lines(log, 10, start)) or not os.path.lexists(data):
         return None
     with suppress(OSError):
         shutil.rmtree(bad, ignore_errors=True)
@@ -260,9 +263,9 @@ def _answers(spec: ServerSpec) -> bool:
     return False
 
 
-def _last_lines(log: Path, n: int = 3) -> str:
+def _last_lines(log: Path, n: int = 3, start: int = 0) -> str:
     with suppress(OSError):
-        return " | ".join(log.read_text(errors="replace", encoding="utf-8").splitlines()[-n:])
+        return " | ".join(log.read_bytes()[start:].decode(errors="replace").splitlines()[-n:])
     return ""
 
 

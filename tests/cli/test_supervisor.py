@@ -103,7 +103,7 @@ async def test_what_a_process_needs_is_made_before_each_start_and_a_mended_cause
     )
     mended: list[bool] = []
 
-    def mend() -> bool:
+    def mend(_log_start: int) -> bool:
         mended.append(blocked.exists())
         blocked.unlink(missing_ok=True)
         return mended[-1]
@@ -245,7 +245,7 @@ async def test_only_an_error_of_its_own_is_mended_and_once(
     """Data that are only slow to load are not set aside."""
     mended: list[bool] = []
 
-    def mend() -> bool:
+    def mend(_log_start: int) -> bool:
         mended.append(True)
         return True
 

@@ -115,12 +115,15 @@ def test_nothing_is_set_aside_for_another_reason(tmp_path: Path, redis_server: S
     spec = prepare(tmp_path)
     with running(spec):
         pass
+    with spec.log.open("a", encoding="utf-8") as log:
+        log.write("Background AOF rewrite finished successfully\n")  # and then it was killed
+    began = spec.log.stat().st_size
     spec.config.write_text(
         spec.config.read_text(encoding="utf-8").replace(str(spec.port), str(redis_server.port)), encoding="utf-8"
     )
     with pytest.raises(QueueUnavailable), running(spec):
         pass
-    assert server.set_aside(spec, spec.log) is None
+    assert server.set_aside(spec, spec.log, began) is None
 
 
 def program(folder: Path, name: str, version: str) -> Path:

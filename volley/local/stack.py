@@ -208,12 +208,12 @@ class _Builder:
             answers,
             _REDIS_START_S,
             prepare=self._files.restore,
-            mend=lambda: self._set_aside(spec, log),
+            mend=lambda start: self._set_aside(spec, log, start),
         )
 
-    def _set_aside(self, spec: redis_server.ServerSpec, log: Path) -> bool:
+    def _set_aside(self, spec: redis_server.ServerSpec, log: Path, start: int) -> bool:
         """Let Redis start empty if it cannot load its data; the trainer restores the queue from its log."""
-        found = redis_server.set_aside(spec, log)
+        found = redis_server.set_aside(spec, log, start)
         if found is not None:
             self._say(f"redis could not load its data; moved to {found}, the queue is restored from the log")
         return found is not None

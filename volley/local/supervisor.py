@@ -78,15 +78,15 @@ class SupervisedProcess:
     """One process to keep running.
 
     `probe` tells if it answers. `start_s`: seconds until its first answer. `prepare` is called before each start.
-    `mend` is called when the process ended by an error of its own before its first answer, but not twice in a row. If
-    it returns True, the process is started again.
+    `mend` is called when the process ended by an error of its own before its first answer, but not twice in a row, with
+    the offset of its output in the log. If it returns True, the process is started again.
     """
 
     spec: ProcessSpec
     probe: Probe
     start_s: float
     prepare: Callable[[], object] = lambda: None
-    mend: Callable[[], bool] = lambda: False
+    mend: Callable[[int], bool] = lambda log_start: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Supervision:
             if self._reaper.closed:
                 return
             failed = not (end.answered or end.is_outage or end.hung_s)
-            is_mended = failed and not is_mended and self.member.mend()
+            is_mended = failed and not is_mended and self.member.mend(child.log_start)
             if not is_mended:
                 await self._before_restart(child, end)
 
