@@ -241,7 +241,10 @@ def _tokens(options: ServeOptions, folder: RunFolder) -> tuple[dict[str, str], s
 
 
 def listening(endpoint: Endpoint) -> socket.socket:
-    """Listen for a service that has not started yet, so that no other program takes its port. Raises ConfigError."""
+    """Listen for a service that has not started yet, so that no other program takes its port.
+
+    Raises ConfigError, Unavailable.
+    """
     listener = boot.bind(endpoint)
     try:
         listener.listen(_BACKLOG)
