@@ -215,7 +215,7 @@ def _task_files(folder: Path, tasks: Sequence[Path]) -> Mapping[str, Path]:
                 continue
             raise ConfigError(
                 f"{file} is a link that leads out of {folder}, to a folder, or to nothing",
-                "put a copy of what it leads to in its place",
+                "put a copy of what it leads to in its place, or let the Dockerfile make the link",
             )
         if file.is_file() and "__pycache__" not in name.parts:
             found[name.as_posix()] = file
