@@ -34,7 +34,7 @@ def trainer_program(root: Path, port: int, *sources_of_all: str) -> None:
     from functools import partial
 
     from services.trainer.publishing import routes
-    from services.trainer.publishing.publications import Publications
+    from services.trainer.publishing.publications import ModelToPublish, Publications
     from services.trainer.publishing.routes import PublishingState
     from shared.published.serving import Uplink
     from shared.run.checkpoint_files import ManifestLeaf
@@ -52,7 +52,7 @@ def trainer_program(root: Path, port: int, *sources_of_all: str) -> None:
         arrays = models.random_weights(CONFIG, 1000 * epoch + step)
         leaves = [ManifestLeaf(name, value.shape, "float32") for name, value in arrays.items()]
         reads = {name: partial(np.asarray, value) for name, value in arrays.items()}
-        version = made.publish(WeightVersion(epoch, step), leaves, reads, CONFIG, None)
+        version = made.publish(WeightVersion(epoch, step), ModelToPublish(leaves, reads, CONFIG, None))
         with (root / "digests").open("a", encoding="utf-8") as file:
             file.write(json.dumps([str(version.version), version.digest]) + "\n")
         made.announce(version)
