@@ -30,6 +30,7 @@ def test_a_run_replays_the_routing_of_its_engine(tmp_path: Path) -> None:
         f"model.path={mixture(tmp_path / 'model')}",
         "model.dtype=bfloat16",
         f"trainer.max_steps={N_STEPS}",
+        "trainer.checkpointing_options.max_to_keep=9",
         "trainer.optimizer_config.learning_rate=1e-3",
         "data.n_eval_tasks=2",
     ]
