@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Mapping
@@ -179,8 +180,9 @@ def test_no_process_is_left_when_the_service_is_gone() -> None:
 def _workers() -> list[int]:
     """Process ids of our own worker processes."""
     found = []
-    for thread in Path("/proc/self/task").iterdir():
-        for child in map(int, (thread / "children").read_text(encoding="utf-8").split()):
-            if b"services.env.worker_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(child)
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it may end meanwhile
+            parent = int((process / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"services.env.worker_main" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
     return found
