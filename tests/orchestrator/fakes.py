@@ -48,6 +48,7 @@ class ScriptedEngine:
     version: WeightVersion | None = V0
     failures: list[VolleyError] = field(default_factory=list)
     delay_s: float = 0.0
+    is_held: bool = False
     well: bool = True
     prompts: list[np.ndarray] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
@@ -72,6 +73,8 @@ class ScriptedEngine:
         self.params.append(sampling)
         self.running.add(rid)
         await asyncio.sleep(self.delay_s)
+        while self.is_held:
+            await asyncio.sleep(0.01)
         if self.failures:
             raise self.failures.pop(0)
         self.running.discard(rid)
