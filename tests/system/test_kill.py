@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stack import training
+from tests.support.stack import Training, training
 from volley.verify.command import verify
 
 N_STEPS, N_GROUPS = 8, 2
@@ -27,10 +27,7 @@ def test_a_run_survives_the_loss_of_each_service_before_it_is_ready(tmp_path: Pa
             run.wait_for(rf"(?s)({victim}(-0)? ended with signal 9 .*?restarting.*?){{3}}", 60)
         assert run.wait(400) == 0, run.text()
         assert run.leftovers() == []
-    result = verify(run.folder)
-    assert result["ok"], result["violations"]
-    assert (result["lost"], result["doubly_trained"]) == (0, 0)
-    assert result["by_disposition"]["trained"] == N_STEPS * N_GROUPS
+    assert_all_trained_once(run)
 
 
 def test_a_run_survives_the_loss_of_each_service(tmp_path: Path) -> None:
@@ -41,6 +38,10 @@ def test_a_run_survives_the_loss_of_each_service(tmp_path: Path) -> None:
             run.wait_for(rf"^{victim}(-0)? ended with signal 9 \(SIGKILL\); restarting", 60)
         assert run.wait(400) == 0, run.text()
         assert run.leftovers() == []
+    assert_all_trained_once(run)
+
+
+def assert_all_trained_once(run: Training) -> None:
     result = verify(run.folder)
     assert result["ok"], result["violations"]
     assert (result["lost"], result["doubly_trained"]) == (0, 0)

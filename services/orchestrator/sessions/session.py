@@ -179,8 +179,9 @@ class Session:
         undelivered = [entry for entry in same if not entry.delivered]
         if undelivered:
             return undelivered[-1]
-        is_unsettled = self._find_in_progress(request) is not None or self._n_unrecorded[request.body]
-        return same[-1] if request.is_retry and same and not is_unsettled else None
+        if not request.is_retry or not same or self._n_unrecorded[request.body]:
+            return None
+        return None if self._find_in_progress(request) is not None else same[-1]
 
     def _find_in_progress(self, request: CallRequest) -> CallInProgress | None:
         """Return the call in progress that this request repeats. Raises Conflict."""
@@ -225,9 +226,9 @@ class Session:
         return recorded
 
     def _statements(self, recorded: RecordedCall, entry: CallEntry) -> list[Statement]:
-        id_, sql = self.record.id, "INSERT INTO nodes VALUES (?, ?, ?)"
+        id_ = self.record.id
+        nodes = [("INSERT INTO nodes VALUES (?, ?, ?)", (id_, node.number, node.encode())) for node in recorded.nodes]
         call = (id_, entry.number, entry.key, entry.body, recorded.encode())
-        nodes = [(sql, (id_, node.number, node.encode())) for node in recorded.nodes]
         return [*nodes, ("INSERT INTO calls VALUES (?, ?, ?, ?, ?, 0)", call)]
 
     def _add(self, nodes: Sequence[Node], entry: CallEntry) -> None:

@@ -12,11 +12,11 @@ pulled again.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from random import random, uniform
 
 import numpy as np
 
@@ -313,8 +313,8 @@ class _Pull:
             free = [s for s in self.sources if s.avoided <= now and download.lacking.get(s, (0, 0.0))[1] <= now]
             is_unasked = any(s not in download.lacking for s in free)
             if free and (now <= deadline or (is_unasked and now <= deadline + PATIENCE_S)):
-                index, chance = download.index, random.random
-                return min(free, key=lambda s: (s.lacks(index), s.n_rests, s.n_transfers, s.is_trainer, chance()))
+                index = download.index
+                return min(free, key=lambda s: (s.lacks(index), s.n_rests, s.n_transfers, s.is_trainer, random()))
             if now > deadline or all(s.avoided > deadline for s in self.sources):
                 told = "; ".join(f"{s.url}: {s.reason or 'has not got it'}" for s in self.sources) or "there is none"
                 raise Unavailable(f"no source has chunk {download.chunk.blake3}: {told}")
@@ -329,7 +329,9 @@ class _Pull:
     async def _more(self, download: _Download, source: Source) -> None:
         """Receive as much of the chunk as the source sends."""
         chunk = download.chunk
-        start = download.n_bytes = download.n_bytes if download.is_mixed else 0
+        if not download.is_mixed:
+            download.n_bytes = 0
+        start = download.n_bytes
 
         def take(block: bytes) -> None:
             if (end := download.n_bytes + len(block)) > chunk.size:
@@ -395,4 +397,4 @@ class _Pull:
 
 def _wait_s(n: int) -> float:
     """Return a jittered wait after `n` tries. While other sources send, `n` has no bound."""
-    return min(_LACKS_MOST_S, _LACKS_S * 2 ** min(n, 10)) * random.uniform(0.5, 1.0)
+    return min(_LACKS_MOST_S, _LACKS_S * 2 ** min(n, 10)) * uniform(0.5, 1.0)
