@@ -41,14 +41,15 @@ class Say:
 @dataclass
 class ScriptedEngine:
     """Answers from a script, else from the sampling seed; raises what `failures` holds first. Experts that are asked
-    for are told with the number of the request, from 1 on, but not where that is in `tells_no_experts`.
+    for are told with the number of the request, from 1 on, but not where that is in `tells_no_experts`. Greedy requests
+    (those of evaluations) wait while `holds_greedy`.
     """
 
     script: list[Say] = field(default_factory=list)
     version: WeightVersion | None = V0
     failures: list[VolleyError] = field(default_factory=list)
     delay_s: float = 0.0
-    is_held: bool = False
+    holds_greedy: bool = False
     well: bool = True
     prompts: list[np.ndarray] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
@@ -73,7 +74,7 @@ class ScriptedEngine:
         self.params.append(sampling)
         self.running.add(rid)
         await asyncio.sleep(self.delay_s)
-        while self.is_held:
+        while self.holds_greedy and sampling["temperature"] == 0:
             await asyncio.sleep(0.01)
         if self.failures:
             raise self.failures.pop(0)

@@ -168,7 +168,7 @@ async def test_training_goes_on_during_an_evaluation(tmp_path):
     async with following(run):
         await until(lambda: {11, 12} <= {*run.loop.held})  # groups for a step after the one to be measured
         assert max(run.queue.published) == 5 * TERMS.batch
-        pinned.engine.is_held = True
+        pinned.engine.holds_greedy = True
         run.queue.version = 5
         run.serve(1, 5)
         await until(lambda: run.queue.published.keys() >= {11, 12})  # groups of step 6
@@ -179,7 +179,7 @@ async def test_training_goes_on_during_an_evaluation(tmp_path):
         run.balancer.observe(run.balancer.servers[1], other.version)
         await until(lambda: run.queue.published.keys() >= {13, 14})
         assert run.records == []
-        pinned.engine.is_held = False
+        pinned.engine.holds_greedy = False
         await until(lambda: run.records)
         await until(lambda: not pinned.engine.holders)
     (record,) = run.records
