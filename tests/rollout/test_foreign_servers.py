@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,9 @@ import numpy as np
 import pytest
 
 from services.rollout.app import open_rollout
-from services.rollout.engines.base import (
-    NewTokens,
-)
+from services.rollout.engines.base import GenerateResult, NewTokens
 from services.rollout.engines.http_server import engine as http_engine
+from services.rollout.engines.http_server.engine import HttpEngine
 from services.rollout.settings import from_config
 from services.rollout.weights import updater
 from shared.config import validate
@@ -95,14 +95,12 @@ async def test_running_requests_go_on_with_new_weights_and_each_token_names_its_
     async with running(kind, tmp_path) as foreign, in_front(foreign) as engine:
         await committed(engine, tmp_path, V1, 1)
         await engine.stage(weights(tmp_path, V2, 2))
-        foreign.engine.step_s = 0.01
-        asked = asyncio.ensure_future(engine.generate(asking(40, ignore_eos=True)))
-        await asyncio.sleep(0.1)
+        asked = await held(foreign, engine, 7)
         assert (await engine.commit(V2, "retract")).continued == 1
+        foreign.engine.hold_at = None
         answer = await asked
         first, second = answer.versions
-        assert (first.version, first.start, second.version, second.end) == (V1, 0, V2, 40)
-        assert first.end == second.start > 0
+        assert (first, second) == (VersionSpan(V1, 0, 7), VersionSpan(V2, 7, 40))
         expected = score(models.random_weights(CONFIG, 2), CONFIG, PROMPT.tolist(), answer.output_ids.tolist())
         assert answer.logprobs[second.start :] == pytest.approx(expected[second.start :], abs=1e-5)
 
@@ -111,20 +109,15 @@ async def test_running_requests_go_on_with_new_weights_and_each_token_names_its_
 async def test_an_abort_keeps_the_tokens_that_were_sampled(tmp_path: Path, kind: Kind):
     async with running(kind, tmp_path) as foreign, in_front(foreign) as engine:
         await committed(engine, tmp_path, V1, 1)
-        foreign.engine.step_s = 0.01
-        asked = asyncio.ensure_future(engine.generate(asking(40, ignore_eos=True)))
-        await asyncio.sleep(0.1)
+        asked = await held(foreign, engine, 7)
         assert (await engine.abort("other"), await engine.abort("a")) == (0, 1)
         answer = await asked
-        assert answer.finish.type == "abort"
-        assert 0 < len(answer.output_ids) < 40
-        cancelled = asyncio.ensure_future(engine.generate(asking(40, ignore_eos=True)))
-        await asyncio.sleep(0.1)
+        assert (answer.finish.type, len(answer.output_ids)) == ("abort", 7)
+        cancelled = await held(foreign, engine, 7)
         cancelled.cancel()
         with suppress(asyncio.CancelledError):
             await cancelled
-        await asyncio.sleep(0.1)
-        assert not foreign.engine.running
+        await until(lambda: not foreign.engine.running)
 
 
 @same_for_each
@@ -188,9 +181,7 @@ async def test_weights_that_were_not_loaded_again_are_found(tmp_path: Path, kind
 async def test_answers_of_a_restarted_server_are_refused(tmp_path: Path, kind: Kind):
     async with running(kind, tmp_path) as foreign, in_front(foreign) as engine:
         await committed(engine, tmp_path, V1, 1)
-        foreign.engine.step_s = 0.05
-        asked = asyncio.ensure_future(engine.generate(asking(40, ignore_eos=True)))
-        await asyncio.sleep(0.1)
+        asked = await held(foreign, engine, 7)
         await foreign.stop()
         with pytest.raises((EngineDied, Unavailable)):
             await asked
@@ -223,11 +214,10 @@ async def test_an_answer_without_spans_is_refused_if_weights_changed_meanwhile(t
         await engine.stage(replace(weights(tmp_path, V1, 1), probe_ids=None))
         await engine.commit(V1, "retract")
         assert (await engine.generate(asking())).versions[0].version == V1
-        foreign.engine.step_s = 0.01
-        asked = asyncio.ensure_future(engine.generate(asking(40, ignore_eos=True)))
-        await asyncio.sleep(0.1)
+        asked = await held(foreign, engine, 7)
         await engine.stage(replace(weights(tmp_path, V2, 2), probe_ids=None))
         await engine.commit(V2, "retract")
+        foreign.engine.hold_at = None
         with pytest.raises(Unavailable):
             await asked
 
@@ -253,17 +243,14 @@ async def test_a_sick_server_is_silent_and_a_busy_one_is_not(
     monkeypatch.setattr(http_engine, "PERIOD_S", 0.05)
     async with running(kind, tmp_path) as foreign, in_front(foreign) as engine, asyncio.TaskGroup() as group:
         group.create_task(engine.wait_closed())
-        foreign.faults.health_s = 0.5
-        await asyncio.sleep(0.4)
+        foreign.faults.busy, n_before = True, foreign.faults.n_health
+        await until(lambda: foreign.faults.n_health > n_before)
+        await asyncio.sleep(0.2)
         assert engine.silent_s == 0
-        foreign.faults.health_s, foreign.faults.sick = 0.0, True
-        async with asyncio.timeout(10):
-            while engine.silent_s < 0.3:
-                await asyncio.sleep(0.02)
+        foreign.faults.busy, foreign.faults.sick = False, True
+        await until(lambda: engine.silent_s >= 0.3)
         foreign.faults.sick = False
-        async with asyncio.timeout(10):
-            while engine.silent_s:
-                await asyncio.sleep(0.02)
+        await until(lambda: not engine.silent_s)
         await engine.close()
 
 
@@ -292,11 +279,11 @@ async def test_the_service_tells_a_restarted_server_its_weights_again(
             workers = [group.create_task(worker()) for worker in service.workers]
             transport = httpx.ASGITransport(service.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
-                await until(http, 200)
+                await until_ready(http, 200)
                 await foreign.stop()
-                await until(http, 503)
+                await until_ready(http, 503)
                 await foreign.start()
-                await until(http, 200)
+                await until_ready(http, 200)
                 body = {"input_ids": PROMPT.tolist(), "sampling_params": {"max_new_tokens": 4}}
                 answer = (await http.post("/generate", json=body)).json()
                 assert answer["meta_info"]["weight_version"] == V1
@@ -305,7 +292,21 @@ async def test_the_service_tells_a_restarted_server_its_weights_again(
                 worker.cancel()
 
 
-async def until(http: httpx.AsyncClient, status: int) -> None:
-    async with asyncio.timeout(20):
+async def held(foreign: Foreign, engine: HttpEngine, n: int) -> asyncio.Future[GenerateResult]:
+    """A request of 40 tokens that waits in the server after n of them."""
+    foreign.engine.hold_at = n
+    asked = asyncio.ensure_future(engine.generate(asking(40, ignore_eos=True)))
+    await until(lambda: foreign.engine.held)
+    return asked
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def until_ready(http: httpx.AsyncClient, status: int) -> None:
+    async with asyncio.timeout(60):
         while (await http.get("/ready")).status_code != status:
             await asyncio.sleep(0.02)

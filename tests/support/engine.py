@@ -54,6 +54,7 @@ class FakeEngine:
     draw: the answer to a request.
     delay_s: how long an answer takes.
     hold: while set, requests wait.
+    tokens: what each token of a stream waits for.
     broken: versions that fail to load.
     stubborn: acknowledges commits, labels tokens as told, and keeps computing with the arrays it has.
     on_stage: called before files are read, which waits for `stages`.
@@ -67,6 +68,7 @@ class FakeEngine:
     draw: Callable[[GenerateRequest], np.ndarray] = lambda request: counted(request)
     delay_s: float = 0.0
     hold: bool = False
+    tokens: asyncio.Semaphore | None = None
     broken: set[str] = field(default_factory=set[str])
     stubborn: bool = False
     on_stage: Callable[[], None] = lambda: None
@@ -119,6 +121,8 @@ class FakeEngine:
             return len(ids)
         for i in range(len(ids)):
             await asyncio.sleep(self.delay_s / len(ids))
+            if self.tokens is not None:
+                await self.tokens.acquire()
             if ended.is_set():
                 return i
             new, logprob = ids[i : i + 1], np.full(1, -0.5, np.float32)

@@ -81,14 +81,22 @@ class GenerateRequest(Closed):
 
 
 class Faults(BaseModel):
-    """`short_logprobs` leaves one log-probability out; `no_spans` names no version of each token; `health_s` is how
-    long an answer on the server's health takes.
+    """`short_logprobs` leaves one log-probability out; `no_spans` names no version of each token; a `busy` server does
+    not answer on its health, on which it was asked `n_health` times.
     """
 
     short_logprobs: bool = False
     no_spans: bool = False
     sick: bool = False
-    health_s: float = 0.0
+    busy: bool = False
+    n_health: int = 0
+
+
+async def _health(faults: Faults) -> Response:
+    faults.n_health += 1
+    while faults.busy:
+        await asyncio.sleep(0.01)
+    return Response(status_code=503 if faults.sick else 200)
 
 
 def sglang_app(engine: NumpyEngine, faults: Faults, context_length: int = 256) -> FastAPI:
@@ -99,8 +107,7 @@ def sglang_app(engine: NumpyEngine, faults: Faults, context_length: int = 256) -
 
     @app.get("/health")
     async def health() -> Response:
-        await asyncio.sleep(faults.health_s)
-        return Response(status_code=503 if faults.sick else 200)
+        return await _health(faults)
 
     @app.get("/model_info")
     async def model_info() -> dict[str, Any]:
@@ -215,8 +222,7 @@ def vllm_app(engine: NumpyEngine, faults: Faults, context_length: int = 256) -> 
 
     @app.get("/health")
     async def health() -> Response:
-        await asyncio.sleep(faults.health_s)
-        return Response(status_code=503 if faults.sick else 200)
+        return await _health(faults)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

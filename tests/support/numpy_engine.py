@@ -30,14 +30,14 @@ class Drawn(NamedTuple):
 class NumpyEngine:
     """Args:
     folder: the model that the server was started with.
-    step_s: how long a step takes.
+    hold_at: number of tokens after which a request waits until this is None, or the request is aborted.
     refuse_loads: loads to refuse; each leaves half of the new tensors behind, as a real one that fails in between.
     load_s: how long a load takes.
     stay: acknowledges loads, and keeps its arrays.
     """
 
     folder: Path
-    step_s: float = 0.0
+    hold_at: int | None = None
     refuse_loads: int = 0
     load_s: float = 0.0
     stay: bool = False
@@ -46,6 +46,7 @@ class NumpyEngine:
     n_flushes: int = 0
     aborted: set[str] = field(default_factory=set[str])
     running: set[str] = field(default_factory=set[str])
+    held: set[str] = field(default_factory=set[str])
     pauses: list[str] = field(default_factory=list[str])
     _open: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -65,8 +66,11 @@ class NumpyEngine:
         self.running.add(name)
         held, draws = list(ids), np.random.default_rng(seed)
         try:
-            for _ in range(n):
-                await asyncio.sleep(self.step_s)
+            for i in range(n):
+                await asyncio.sleep(0)
+                while self.hold_at == i and name not in self.aborted:
+                    self.held.add(name)
+                    await asyncio.sleep(0.002)
                 await self._open.wait()
                 if name in self.aborted:
                     return
@@ -78,8 +82,8 @@ class NumpyEngine:
                 if token in stops:
                     return
         finally:
-            self.running.discard(name)
-            self.aborted.discard(name)
+            for names in (self.running, self.held, self.aborted):
+                names.discard(name)
 
     async def pause(self, mode: str) -> None:
         self.pauses.append(mode)
