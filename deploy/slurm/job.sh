@@ -61,6 +61,10 @@ retry() { # node $1, for reason $2, in $3 seconds
   fi
 }
 
+if [[ -n ${SLURM_ARRAY_JOB_ID-} ]]; then
+  say "each task of a job array would start this run: submit it without --array (it queues itself again at its time limit)"
+  exit 2
+fi
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 if ((${#nodes[@]} < needed)); then
   say "the job has ${#nodes[@]} nodes (${nodes[*]}), and the run needs $needed: use sbatch --nodes=$needed or more"

@@ -298,6 +298,14 @@ def test_a_job_with_fewer_nodes_than_the_run_needs_says_so(tmp_path: Path) -> No
         assert not (folder / "calls").exists()
 
 
+def test_a_task_of_a_job_array_starts_nothing(tmp_path: Path) -> None:
+    with job(tmp_path, SLOW) as (slurm, script, folder):
+        running = slurm.submit(script, SLURM_ARRAY_JOB_ID="7")
+        assert running.wait(30) == 2
+        assert "without --array" in running.text()
+        assert not (folder / "calls").exists()
+
+
 REMOTE_VOLLEY = """#!/bin/bash
 echo "$*" >>~/calls; ls -ld --time-style=+ ~/volley-launch/secrets/* | cut -c1-10 | sort -u >~/modes
 case "$*" in *"--index 0"*|train*) sleep 0.2; exit ${CODE-0};; *) trap 'exit 143' TERM; exit ${OTHER-0};; esac
