@@ -38,6 +38,7 @@ from tests.orchestrator.fakes import (
 )
 from tests.support.templates import tiny_folder, write_json
 from tests.support.tokenizer import tiny_tokenizer
+from tests.support.virtual_time import virtual_time
 
 TOKENIZER = tiny_tokenizer()
 EOS, PAD = TOKENIZER.eos_id, TOKENIZER.pad_id
@@ -226,6 +227,7 @@ def test_an_environment_that_forgot_the_episode_is_an_infrastructure_failure(err
     assert not env.open
 
 
+@virtual_time
 async def test_a_deadline_aborts_the_request_and_deletes_the_episode():
     env, engine = ScriptedEnv(), ScriptedEngine(delay_s=30)
     with pytest.raises(EpisodeTimeout):
@@ -234,6 +236,7 @@ async def test_a_deadline_aborts_the_request_and_deletes_the_episode():
     assert not env.open
 
 
+@virtual_time
 async def test_an_episode_whose_making_is_cancelled_is_deleted():
     env = ScriptedEnv(delay_s=0.05)
     task = asyncio.ensure_future(runner_of(env, balancer_of(ScriptedEngine())).run(spec(), TokenBudget(3)))
@@ -245,6 +248,7 @@ async def test_an_episode_whose_making_is_cancelled_is_deleted():
     assert not env.open
 
 
+@virtual_time
 async def test_cancellation_passes_and_leaves_nothing_open():
     env, engine = ScriptedEnv(), ScriptedEngine(delay_s=30)
     task = asyncio.ensure_future(runner_of(env, balancer_of(engine)).run(spec(), TokenBudget(3)))
@@ -321,6 +325,7 @@ def test_an_environment_that_restarts_is_one_outage():
     assert budget.failures == {"ServiceUnreachable": 1}
 
 
+@virtual_time
 async def test_an_outage_within_an_episode_counts_once_however_long_it_is():
     impatient = TokenBounds(256, 16, 4, 0.3, 3)
     env, engine, budget = (

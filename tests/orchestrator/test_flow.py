@@ -39,12 +39,14 @@ from tests.orchestrator.fakes import (
 from tests.support.asgi import served
 from tests.support.engine import RolloutDouble
 from tests.support.tokenizer import tiny_tokenizer
+from tests.support.virtual_time import virtual_time
 
 TERMS = Admission(batch=2, max_staleness=1, total=10_000, lease_s=60, patience_s=60)
 N_GROUPS, N_SIBLINGS, N_EPISODES = 3, 4, 5
 
 
 @pytest.mark.parametrize("slow", ["env", "rollout"])
+@virtual_time
 async def test_what_is_slow_holds_everything_before_it_back(slow):
     """A thousand tickets are free to take; what is under way stays within the bounds all the time."""
     env, engine, queue = ScriptedEnv(n_turns=2), ScriptedEngine(), MemoryQueue(limit=1000)
@@ -78,6 +80,7 @@ async def test_what_is_slow_holds_everything_before_it_back(slow):
     assert queue.issued == N_GROUPS
 
 
+@virtual_time
 async def test_episodes_that_wait_for_newer_weights_leave_the_slots_to_an_evaluation():
     balancer = balancer_of(engine := ScriptedEngine(version=WeightVersion(1, 5)), max_staleness=0)
     dispatcher = dispatcher_of(ScriptedEnv(n_turns=1), balancer, max_concurrent=1)
@@ -92,6 +95,7 @@ async def test_episodes_that_wait_for_newer_weights_leave_the_slots_to_an_evalua
     assert newer.result().oldest() == WeightVersion(1, 6)
 
 
+@virtual_time
 async def test_groups_that_cannot_be_published_keep_their_place():
     queue = MemoryQueue(limit=1000)
     dispatcher, gate = dispatcher_of(ScriptedEnv(n_turns=1), balancer_of(ScriptedEngine())), ReservationGate()

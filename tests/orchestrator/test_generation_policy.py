@@ -29,6 +29,7 @@ from shared.generation_schema import (
 from shared.types import Group, Trajectory, Turn, VersionSpan
 from tests.orchestrator.fakes import MemoryQueue, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan
 from tests.orchestrator.test_ticket_loop import run_until
+from tests.support.virtual_time import virtual_time
 
 GRL_SCORES = json.loads((Path(__file__).parents[1] / "fixtures/grl/scores.json").read_text(encoding="utf-8"))
 TERMS = Admission(batch=4, max_staleness=3, total=100, lease_s=60, patience_s=5.0)
@@ -136,8 +137,14 @@ async def test_a_selection_compares_whole_windows_and_the_last_ones_as_they_are(
     assert queue.given_back == []
 
 
+def stragglers_of(after_share, factor):
+    clock = asyncio.get_running_loop().time
+    return Stragglers(StragglerConfig(after_share=after_share, factor=factor), 4, clock)
+
+
+@virtual_time
 async def test_a_slow_group_is_void_once_most_others_that_ended_since_were_faster():
-    stragglers, slow, ended = Stragglers(StragglerConfig(after_share=0.75, factor=10), 4), asyncio.Event(), []
+    stragglers, slow, ended = stragglers_of(0.75, 10), asyncio.Event(), []
 
     async def one(ticket):
         async def make():
@@ -156,8 +163,9 @@ async def test_a_slow_group_is_void_once_most_others_that_ended_since_were_faste
     assert {g.rule for g in ended[:-1]} == {None}
 
 
+@virtual_time
 async def test_an_outage_alone_voids_nothing():
-    stragglers, back = Stragglers(StragglerConfig(after_share=0.5, factor=4), 4), asyncio.Event()
+    stragglers, back = stragglers_of(0.5, 4), asyncio.Event()
 
     async def one(ticket):
         async def make():
@@ -177,10 +185,11 @@ async def test_an_outage_alone_voids_nothing():
     assert [task.result().rule for task in running] == [None] * 4
 
 
+@virtual_time
 async def test_a_void_straggler_stops_its_episodes_and_is_published():
-    queue, env = MemoryQueue(limit=5), ScriptedEnv(n_turns=1)
+    queue, env = MemoryQueue(limit=5), ScriptedEnv(n_turns=1, delay_s=0.01)
     dispatcher = dispatcher_of(env, balancer_of(ScriptedEngine()))
-    stragglers = Stragglers(StragglerConfig(after_share=0.5, factor=50), 4)
+    stragglers = stragglers_of(0.5, 50)
 
     async def run(ticket, need):
         async def generate():

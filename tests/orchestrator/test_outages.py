@@ -35,6 +35,7 @@ from tests.orchestrator.fakes import (
     spec,
     with_probes,
 )
+from tests.support.virtual_time import virtual_time
 
 ONE_ATTEMPT = replace(BOUNDS, max_attempts=1)
 
@@ -75,6 +76,7 @@ async def test_a_request_that_ends_every_server_fails_its_group():
     assert sum(engine.n_asked for engine in engines) == 10
 
 
+@virtual_time
 async def test_time_lost_with_servers_does_not_count_for_the_deadline():
     engine = DyingEngine(answers=5, dies_after_s=0.3)
     balancer, budget = balancer_of(engine), TokenBudget(1)

@@ -25,6 +25,7 @@ from shared.files.spending import SpendingStore
 from shared.services_schema import OrchestratorEndpoint
 from shared.types import Branch, Group, VersionSpan
 from tests.orchestrator.fakes import BOUNDS, ScriptedEngine, ScriptedEnv, balancer_of, plan, runner_of, spec
+from tests.support.virtual_time import virtual_time
 
 
 @dataclass
@@ -146,6 +147,7 @@ async def test_waiting_for_the_teacher_costs_nothing(
     assert (one.attempt, dict(one.failures), len(teacher.asked)) == (0, {}, 21)
 
 
+@virtual_time
 async def test_while_the_teacher_is_away_the_others_wait_behind_those_that_ask() -> None:
     teacher = ScriptedTeacher([TeacherAway("gone")] * 10**6)
     dispatcher = dispatcher_with(teacher, ScriptedEngine(), max_concurrent=2)

@@ -25,6 +25,7 @@ from tests.orchestrator.fakes import (
     plan,
     unreachable,
 )
+from tests.support.virtual_time import virtual_time
 
 TERMS = Admission(batch=2, max_staleness=1, total=100, lease_s=0.09, patience_s=5.0)
 
@@ -65,6 +66,7 @@ async def test_a_full_queue_is_the_only_brake_and_is_named():
     assert status.state(None) == ("waiting", "the trainer has enough groups and has not finished a step yet")
 
 
+@virtual_time
 async def test_a_trainer_that_is_not_up_yet_is_waited_for():
     queue = MemoryQueue(limit=2, ready=False)
     loop, _, status = loop_of(queue)
@@ -75,6 +77,7 @@ async def test_a_trainer_that_is_not_up_yet_is_waited_for():
     await task
 
 
+@virtual_time
 async def test_redis_away_loses_nothing():
     queue = MemoryQueue(limit=6, away=3)
     loop, _, _ = loop_of(queue)
@@ -99,6 +102,7 @@ async def test_a_group_that_is_not_wanted_is_dropped(outcome):
     assert status.published == 0
 
 
+@virtual_time
 async def test_leases_are_renewed_while_a_group_is_worked_on():
     queue = MemoryQueue(limit=1)
     loop, _, _ = loop_of(queue, env=ScriptedEnv(n_turns=1, delay_s=0.1))
@@ -117,6 +121,7 @@ async def test_tickets_in_hand_are_given_back_when_the_service_stops():
     assert not queue.published
 
 
+@virtual_time
 async def test_a_ticket_that_comes_when_the_service_is_stopping_is_given_back():
     class Slow(MemoryQueue):
         async def reserve_wait(self, *args):
@@ -134,6 +139,7 @@ async def test_a_ticket_that_comes_when_the_service_is_stopping_is_given_back():
     assert queue.given_back == [1]
 
 
+@virtual_time
 async def test_nothing_is_reserved_while_the_gate_is_closed():
     queue = MemoryQueue(limit=4)
     loop, gate, _ = loop_of(queue)
@@ -177,6 +183,7 @@ async def test_groups_that_one_event_broke_count_once():
     await task
 
 
+@virtual_time
 async def test_at_most_n_groups_are_in_memory():
     active, peak = 0, 0
 

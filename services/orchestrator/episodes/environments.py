@@ -6,7 +6,6 @@ All calls are idempotent by their request ids. A failure costs an attempt of the
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol
@@ -103,8 +102,9 @@ class EnvironmentCalls:
         RateLimited answer costs none. Before the episode has begun it costs no time either while the service is not
         ready.
         """
+        clock = asyncio.get_running_loop().time
         while True:
-            began = time.monotonic()
+            began = clock()
             try:
                 with (
                     self._status.waits_on("env", spec.env),
@@ -117,7 +117,7 @@ class EnvironmentCalls:
                     with budget.outage():
                         await self.ready()
             except Unavailable as error:
-                budget.spend(error, time.monotonic() - began)
+                budget.spend(error, clock() - began)
                 await asyncio.sleep(min(_MOST_S, _AGAIN_S * 2**budget.outages))
                 with budget.outage():
                     await self.ready()

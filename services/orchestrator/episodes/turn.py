@@ -7,7 +7,6 @@ attempt repeats the turns already sampled, as long as the environment answers th
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -257,9 +256,9 @@ class TurnSampler:
         return version.step >= (need.min_step or 0) and not self._balancer.is_undone(version)
 
     async def _part(self, episode: EpisodeState, max_new_tokens: int) -> Generation:
-        recorder = episode.recorder
+        recorder, clock = episode.recorder, asyncio.get_running_loop().time
         while True:
-            started = time.perf_counter()
+            started = clock()
             try:
                 with tracing.span("model call", {"gen_ai.usage.input_tokens": len(recorder)}, kind="client") as span:
                     with episode.budget.outage():
@@ -273,9 +272,9 @@ class TurnSampler:
             except RateLimited as error:
                 await asyncio.sleep(error.retry_after_s)
             except VolleyError as error:
-                episode.budget.spend(error, time.perf_counter() - started)
+                episode.budget.spend(error, clock() - started)
             finally:
-                elapsed = time.perf_counter() - started
+                elapsed = clock() - started
                 episode.generate_s += elapsed
                 metrics.GENERATE_SECONDS.observe(elapsed)
 
