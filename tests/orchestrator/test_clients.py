@@ -161,7 +161,7 @@ async def test_nobody_there_and_no_answer_in_time():
     async with RolloutClient(f"http://127.0.0.1:{free_port()}") as client:
         with pytest.raises(ServiceUnreachable, match="is the service running"):
             await client.generate(IDS, PARAMS, "a")
-    async with served(RolloutDouble(delay_s=1).app()) as url, RolloutClient(url) as client:
+    async with served(RolloutDouble(delay_s=60).app()) as url, RolloutClient(url) as client:
         with pytest.raises(ServiceUnreachable, match="in time"):
             await client.generate(IDS, PARAMS, "a", timeout_s=0.05)
 

@@ -53,7 +53,7 @@ async def running() -> AsyncIterator[Server]:
     generation = GenerationRunner(engine, _GRACE_S, updates)
     app = build_app(replace(SETTINGS, limits=Limits(grace_s=1)), engine, updates, generation, None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        http = make_server(app, ServicesSection(limits=Limits(grace_s=1)))
+        http = make_server(app, ServicesSection(limits=Limits(grace_s=60)))
         serving = asyncio.create_task(http.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         server = Server(f"http://127.0.0.1:{port}", engine, http, asyncio.create_task(generation.drain()))

@@ -210,14 +210,17 @@ async def test_a_void_group_before_an_evaluation_is_replaced(tmp_path):
 async def test_an_evaluation_ends_when_no_server_has_its_weights_any_more(tmp_path, monkeypatch):
     monkeypatch.setattr(holding, "_RENEW_S", 0.1)
     run = RunUnderTest(tmp_path, MemoryQueue(version=5, limit=0), holds=True)
-    run.balancer.servers[0].engine.delay_s = 1.0
+    engine = run.balancer.servers[0].engine
+    engine.holds_greedy = True
     run.serve(1, 5)
     async with following(run):
         await until(lambda: run.holds.any)
         run.queue.version = 6
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.3)
         assert run.status.evaluating_step == 5
         run.serve(1, 6)  # its process was killed, and it has loaded the newest weights
+        await until(lambda: run.status.evaluating_step == 6)
+        engine.holds_greedy = False
         await until(lambda: run.records)
     assert [(record.step, record.version_max) for record in run.records] == [(6, "e000001-s000006")]
 

@@ -1,7 +1,7 @@
 """Episodes that agents play: from the start of a program, or a claim, to a trajectory."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import openai
 import pytest
@@ -43,15 +43,24 @@ async def is_silent(client):
     return "done"
 
 
-@pytest.mark.parametrize(
-    ("program", "failure", "timeout_s"),
-    [(dies, AgentDied, 60.0), (is_silent, AgentSilent, 60.0), (idles, EpisodeTimeout, 0.3)],
-)
-async def test_a_failure_of_the_agent_is_no_reward(tmp_path, program, failure, timeout_s):
-    env, bounds = ProgramEnv(play=program), replace(WIDE, timeout_s=timeout_s)
-    async with orchestrating(tmp_path, env, bounds) as (recorder, runner):
+async def time_is_over(env, budget):
+    """Let the attempt's deadline pass once the program runs."""
+    while not env.programs:
+        await asyncio.sleep(0.01)
+    now = asyncio.get_running_loop().time()
+    assert now < budget.timer.when() <= now + WIDE.timeout_s
+    budget.timer.reschedule(now)
+
+
+@pytest.mark.parametrize(("program", "failure"), [(dies, AgentDied), (is_silent, AgentSilent), (idles, EpisodeTimeout)])
+async def test_a_failure_of_the_agent_is_no_reward(tmp_path, program, failure):
+    env, budget = ProgramEnv(play=program), TokenBudget(3)
+    async with orchestrating(tmp_path, env) as (recorder, runner):
+        running = asyncio.create_task(runner.run(spec(), budget))
+        if failure is EpisodeTimeout:
+            await time_is_over(env, budget)
         with pytest.raises(failure) as found:
-            await runner.run(spec(), TokenBudget(3))
+            await running
         assert found.value.transient
         assert not env.open
         assert not env.outputs
@@ -321,7 +330,7 @@ async def test_a_second_stop_leaves_the_agents_episode(tmp_path):
             await asyncio.sleep(0.01)
         await stop(running, partials)
     async with orchestrating(tmp_path, env, partials=partials) as (recorder, runner):
-        env.delay_s = 0.5
+        env.delay_s = 60.0
         running = asyncio.create_task(runner.run(spec(), TokenBudget(3)))
         await recorder.sessions.left()
         await asyncio.sleep(0.1)
@@ -341,8 +350,8 @@ async def test_an_episode_is_deleted_if_its_group_is_given_up(tmp_path):
 
 async def test_the_environment_keeps_an_episode_that_waits_for_a_claim(tmp_path):
     env, created = ProgramEnv(kind="external"), []
-    bounds = replace(WIDE, timeout_s=0.2)
-    async with orchestrating(tmp_path, env, bounds) as (recorder, runner):
+    async with orchestrating(tmp_path, env) as (recorder, runner):
+        recorder.sessions.ttl_s = 0.2
         made = env.create
 
         async def create(*args, **kwargs):
@@ -362,16 +371,31 @@ async def test_the_environment_keeps_an_episode_that_waits_for_a_claim(tmp_path)
         assert recorder.sessions.describe() == {"void": 1}
 
 
+@dataclass
+class MeetingEngine(ScriptedEngine):
+    """Answers once four requests are at the engines that share `asked`."""
+
+    asked: list[str] = field(default_factory=list)
+
+    async def generate(self, input_ids, sampling, rid, **kwargs):
+        self.asked.append(rid)
+        while len(self.asked) < 4:
+            await asyncio.sleep(0.01)
+        return await super().generate(input_ids, sampling, rid, **kwargs)
+
+
 async def test_calls_at_once_that_meet_one_failure_cost_one_attempt(tmp_path):
     async def asks_at_once(client):
         asking = [client.chat.completions.create(model=MODEL, messages=ASK) for _ in range(4)]
         return str(len(await asyncio.gather(*asking)))
 
-    engine = ScriptedEngine(failures=[Unavailable("out of order") for _ in range(4)], delay_s=0.05)
+    engine = MeetingEngine(failures=[Unavailable("out of order") for _ in range(4)])
+    other = MeetingEngine(asked=engine.asked)
     async with orchestrating(tmp_path, ProgramEnv(play=asks_at_once), engine=engine) as (recorder, runner):
-        recorder.balancer.add(ServerLoad("http://other", ScriptedEngine(), version=engine.version))
+        recorder.balancer.add(ServerLoad("http://other", other, version=engine.version))
         trajectory = await runner.run(spec(), budget := TokenBudget(3))
         assert (trajectory.attempt, budget.used, len(trajectory.branches)) == (1, 1, 3)
+        assert len(engine.failures) == 2
 
 
 async def test_prompts_of_one_length_have_their_own_seeds(tmp_path):

@@ -26,7 +26,7 @@ AGENT = textwrap.dedent("""
 
     class Agent:
         splits = {"train": 100, "eval": 10}
-        timeout_s = 30
+        timeout_s = 120
 
         def reset(self, split, index, seed):
             self.index = index
@@ -37,7 +37,7 @@ AGENT = textwrap.dedent("""
                 body = json.dumps({"model": model, "messages": messages, **more}).encode()
                 headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
                 request = urllib.request.Request(base_url + "/chat/completions", body, headers)
-                return json.loads(urllib.request.urlopen(request, timeout=25).read())["choices"][0]["message"]
+                return json.loads(urllib.request.urlopen(request, timeout=110).read())["choices"][0]["message"]
 
             said = {"role": "user", "content": os.environ["VOLLEY_TASK"]}
             first = ask(said)
@@ -56,6 +56,7 @@ async def test_a_run_of_programs_from_start_to_finish(tmp_path, redis, redis_url
     rollouts, port = [RolloutDouble()], free_port()
     trainer = TrainerClient(redis, rollouts)
     sections = {"data": {"env": "agent", "n_eval_tasks": 2}, "trainer": {"max_steps": 2, "groups_per_step": 2}}
+    sections["orchestrator"] = {"episode_timeout_s": 120}
     async with AsyncExitStack() as stack:
         agents = await serve_agent(stack, tmp_path, AGENT)
         services = {**configured(redis_url, tmp_path), "env": {"port": 1, "url": agents.url}}

@@ -176,14 +176,15 @@ async def test_a_call_in_progress_is_given_up_when_its_session_ends(tmp_path):
     sessions = Sessions(tmp_path / "sessions.sqlite3", 60.0, 10)
     worker = asyncio.create_task(sessions.work())
     session = await sessions.begin(spec(), opening(), "r1")
-    forever = asyncio.Event()
+    sampling, forever = asyncio.Event(), asyncio.Event()
 
     async def sample(number):
+        sampling.set()
         await forever.wait()
         raise AssertionError(number)
 
     calling = asyncio.create_task(session.call(CallRequest(b"x"), sample))
-    await asyncio.sleep(0.01)
+    await sampling.wait()
     await session.end()
     with pytest.raises(Unavailable):
         await calling
