@@ -10,7 +10,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,15 @@ from volley.session_files import SessionFiles
 QUICK = RestartPolicy(pause_s=0.01)
 LIVES = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
 """Shows with the file in argv[1] that it is up."""
+SERVES_A_MOMENT = """
+import pathlib, sys, time
+up = pathlib.Path(sys.argv[1])
+up.touch()
+while not up.with_suffix(".seen").exists():
+    time.sleep(0.01)
+sys.exit(1)
+"""
+"""Ends as soon as the supervisor has seen that it is up."""
 
 
 @pytest.fixture
@@ -37,14 +48,20 @@ def reaper() -> Iterator[Reaper]:
 @pytest.fixture
 def member(tmp_path: Path) -> Callable[..., SupervisedProcess]:
     def make(program: str, *, name: str = "child", stop_s: float = 5.0, start_s: float = 20.0) -> SupervisedProcess:
-        flag = tmp_path / f"{name}.up"
+        flag, seen = tmp_path / f"{name}.up", tmp_path / f"{name}.seen"
         command = (sys.executable, "-c", program, str(flag))
         spec = ProcessSpec(name, command, dict(os.environ), tmp_path / f"{name}.log", stop_s)
 
         async def up() -> bool:
+            if flag.exists():
+                seen.touch()
             return flag.exists()
 
-        return SupervisedProcess(spec, up, start_s, prepare=lambda: flag.unlink(missing_ok=True))
+        def prepare() -> None:
+            for file in (flag, seen):
+                file.unlink(missing_ok=True)
+
+        return SupervisedProcess(spec, up, start_s, prepare)
 
     return make
 
@@ -67,12 +84,13 @@ def pid_of(kept: Supervision) -> int:
 
 
 async def fails(
-    member: SupervisedProcess, reaper: Reaper, said: list[str], patience: RestartPolicy | None = None
+    member: SupervisedProcess, reaper: Reaper, said: list[str], patience: RestartPolicy | None = None, **more: Any
 ) -> BaseException:
     """The error that supervision of this process ends with."""
+    patience = patience or RestartPolicy()
     try:
-        async with asyncio.timeout(40), keep_running([member], reaper, said.append, patience or RestartPolicy()):
-            await asyncio.sleep(40)
+        async with asyncio.timeout(120), keep_running([member], reaper, said.append, patience, **more):
+            await asyncio.Event().wait()
     except BaseExceptionGroup as group:
         return first_error(group)
     raise AssertionError("supervision ended without an error")
@@ -268,39 +286,34 @@ async def test_what_is_killed_on_request_is_not_started_again(
 
 async def test_restarts_are_bounded(member: Callable[..., SupervisedProcess], reaper: Reaper) -> None:
     said: list[str] = []
-    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1.5); sys.exit(1)"
-    error = await fails(member(program), reaper, said, RestartPolicy(restarts=2, pause_s=0.01))
+    error = await fails(member(SERVES_A_MOMENT), reaper, said, RestartPolicy(restarts=2, pause_s=0.01))
     assert ", after 2 restarts" in str(error)
     assert len(said) == 2
 
 
-SLOW_TO_START = """
-import pathlib, sys, time
-up, first = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1] + ".first")
-again = first.exists()
-first.touch()
-time.sleep(1.2 if again else 0)
-up.touch()
-time.sleep(0 if again else 1.5)
-up.unlink()
-sys.exit(1)
-"""
+async def test_the_time_to_get_ready_is_no_service(
+    member: Callable[..., SupervisedProcess], reaper: Reaper, tmp_path: Path
+) -> None:
+    """It fails less than once in a window, by the clock, and has not served at all."""
+    one, now = member(SERVES_A_MOMENT), 0.0
 
+    async def up_after_a_minute() -> bool:
+        nonlocal now
+        now += 0.0 if (tmp_path / "child.seen").exists() else 60.0
+        return await one.probe()
 
-async def test_the_time_to_get_ready_is_no_service(member: Callable[..., SupervisedProcess], reaper: Reaper) -> None:
-    """It fails less than once in a window, by the clock, and has hardly served."""
-    error = await fails(member(SLOW_TO_START), reaper, [], RestartPolicy(restarts=2, window_s=2.0, pause_s=0.01))
-    assert ", after 2 restarts in 2 s of service" in str(error)
+    slow = dataclasses.replace(one, probe=up_after_a_minute)
+    patience = RestartPolicy(restarts=2, window_s=20.0, pause_s=0.01)
+    error = await fails(slow, reaper, [], patience, clock=lambda: now)
+    assert ", after 2 restarts in 20 s of service" in str(error)
 
 
 async def test_a_process_that_fails_rarely_is_restarted_for_ever(
     member: Callable[..., SupervisedProcess], reaper: Reaper
 ) -> None:
     said: list[str] = []
-    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1.5); sys.exit(1)"
-    async with keep_running(
-        [member(program)], reaper, said.append, RestartPolicy(restarts=1, window_s=0.2, pause_s=0.01)
-    ):
+    patience = RestartPolicy(restarts=1, window_s=0.5, pause_s=0.01)
+    async with keep_running([member(SERVES_A_MOMENT)], reaper, said.append, patience, clock=count().__next__):
         await until(lambda: len(said) >= 3)
     assert set(said) == {"child ended with exit code 1; restarting it in 0.01 s"}
 
@@ -310,9 +323,8 @@ async def test_a_run_that_makes_steps_between_failures_goes_on(
 ) -> None:
     """Also where they are as frequent as those of a loop of crashes; pauses grow all the same."""
     said: list[str] = []
-    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1); sys.exit(1)"
     patience = RestartPolicy(restarts=1, pause_s=0.01, longest_pause_s=0.04)
-    async with keep_running([member(program)], reaper, said.append, patience, progress=lambda: len(said)):
+    async with keep_running([member(SERVES_A_MOMENT)], reaper, said.append, patience, progress=lambda: len(said)):
         await until(lambda: len(said) >= 4)
     assert [line.rpartition(" in ")[2] for line in said[:4]] == ["0.01 s", "0.02 s", "0.04 s", "0.04 s"]
 
@@ -321,18 +333,10 @@ async def test_a_step_that_is_undone_and_made_again_is_no_progress(
     member: Callable[..., SupervisedProcess], reaper: Reaper
 ) -> None:
     said: list[str] = []
-    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1); sys.exit(1)"
     steps = iter([3, 2, 3, 2, 3])
-    with pytest.raises(BaseExceptionGroup) as failure:
-        async with keep_running(
-            [member(program)],
-            reaper,
-            said.append,
-            RestartPolicy(restarts=2, pause_s=0.01),
-            progress=lambda: next(steps),
-        ):
-            await asyncio.sleep(40)
-    assert isinstance(first_error(failure.value), ServiceFailed)
+    patience = RestartPolicy(restarts=2, pause_s=0.01)
+    error = await fails(member(SERVES_A_MOMENT), reaper, said, patience, progress=lambda: next(steps))
+    assert isinstance(error, ServiceFailed)
     assert len(said) == 2
 
 
@@ -340,8 +344,7 @@ async def test_the_pause_between_restarts_grows_up_to_a_bound(
     member: Callable[..., SupervisedProcess], reaper: Reaper
 ) -> None:
     said: list[str] = []
-    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1.5); sys.exit(1)"
-    await fails(member(program), reaper, said, RestartPolicy(restarts=4, pause_s=0.01, longest_pause_s=0.03))
+    await fails(member(SERVES_A_MOMENT), reaper, said, RestartPolicy(restarts=4, pause_s=0.01, longest_pause_s=0.03))
     assert [line.rpartition(" in ")[2] for line in said] == ["0.01 s", "0.02 s", "0.03 s", "0.03 s"]
 
 

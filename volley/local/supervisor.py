@@ -115,7 +115,10 @@ class ProcessEnd:
 
 
 class Supervision:
-    """A process under supervision. `up` is set after its first answer; `ends` lists its unexpected ends."""
+    """A process under supervision. `up` is set after its first answer; `ends` lists its unexpected ends.
+
+    Args: clock: monotonic seconds, which measure service.
+    """
 
     def __init__(
         self,
@@ -125,9 +128,10 @@ class Supervision:
         patience: RestartPolicy,
         seen: Seen = unseen,
         progress: Progress = no_progress,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.member, self._reaper, self._say, self._patience, self._seen = member, reaper, say, patience, seen
-        self._progress = progress
+        self._progress, self._clock = progress, clock
         self.up = asyncio.Event()
         self.child: Child | None = None
         self.ends: list[ProcessEnd] = []
@@ -180,13 +184,13 @@ class Supervision:
 
     async def _until_end(self, child: Child) -> ProcessEnd:
         """Wait until the process ends, kill it if it hangs, and add its service time."""
-        began = time.monotonic()
+        began = self._clock()
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(self._watch(child))
             code = await child.wait()
             hung_s = self._patience.hung_s if watch.done() else None
             watch.cancel()
-        self._served_s += time.monotonic() - began
+        self._served_s += self._clock() - began
         return ProcessEnd(self.name, code, hung_s)
 
     async def _watch(self, child: Child) -> None:
@@ -248,13 +252,14 @@ async def keep_running(
     progress: Progress = no_progress,
     *,
     waits: bool = True,
+    clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[list[Supervision]]:
     """Keep the processes running inside the context, whose body starts when all have answered once, if it `waits`.
 
     Raises ServiceFailed or ConfigError in an ExceptionGroup when a process is not restarted.
     """
     async with asyncio.TaskGroup() as group:
-        kept = [Supervision(member, reaper, say, patience, seen, progress) for member in members]
+        kept = [Supervision(member, reaper, say, patience, seen, progress, clock) for member in members]
         tasks = [group.create_task(one.run()) for one in kept]
         try:
             for one in kept if waits else ():
