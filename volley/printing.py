@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ class _Mode:
 
 
 _mode = _Mode()
+_writing = threading.RLock()
+"""Held while a line or the status is written: another thread may draw the status."""
 
 
 def use_json(wanted: bool) -> None:
@@ -67,12 +70,18 @@ def print_result(value: Any, text: str | Callable[[], str] = "", *, one_line: bo
         text: may be a function, which is called only if JSON is not wanted.
         one_line: write the JSON as one line, for a command that has a sequence of results.
     """
-    _clear_status()
     if _mode.as_json:
         _mode.has_result = True
-        _write(format_json(value, indent=not one_line), sys.stdout)
+        _write_line(format_json(value, indent=not one_line), sys.stdout)
     elif shown := text if isinstance(text, str) else text():
         print_block(shown)
+
+
+def _write_line(text: str, file: TextIO) -> None:
+    """Write text in the place of the status. Raises as `_write` does."""
+    with _writing:
+        _clear_status()
+        _write(text, file)
 
 
 def _write(text: str, file: TextIO) -> None:
@@ -91,8 +100,7 @@ def _lines_file() -> TextIO:
 
 def print_lines(*lines: object) -> None:
     """Write each value as one line to standard output, or to standard error if that is for JSON."""
-    _clear_status()
-    _write("\n".join(map(visible, lines)), _lines_file())
+    _write_line("\n".join(map(visible, lines)), _lines_file())
 
 
 def print_block(text: str) -> None:
@@ -121,8 +129,9 @@ def has_status() -> bool:
 
 def show_status(line: str) -> None:
     """Rewrite the line of a terminal's standard error, cut to its width; an empty one removes it."""
-    width, _mode.has_status = shutil.get_terminal_size().columns, bool(line)
-    print(f"\r\x1b[2K{visible(line)[: width - 1]}", end="", file=sys.stderr, flush=True)
+    with _writing:
+        width, _mode.has_status = shutil.get_terminal_size().columns, bool(line)
+        print(f"\r\x1b[2K{visible(line)[: width - 1]}", end="", file=sys.stderr, flush=True)
 
 
 def _clear_status() -> None:
@@ -132,8 +141,9 @@ def _clear_status() -> None:
 
 def complain(line: object) -> None:
     """Write one line to standard error."""
-    _clear_status()
-    print(visible(line), file=sys.stderr, flush=True)
+    with _writing:
+        _clear_status()
+        print(visible(line), file=sys.stderr, flush=True)
 
 
 def format_json(value: Any, *, indent: bool = True) -> str:

@@ -10,21 +10,22 @@ import time
 
 import pytest
 
+from tests.support.terminal import in_terminal
 from volley.layout import PROJECT
 from volley.printing import json_output, print_lines, print_result
 from volley.reporting import working as module
 from volley.reporting.working import working
 
 _PROGRAM = """
-import sys, time
+import sys
 from volley.printing import print_lines
 from volley.reporting import working
 working._FIRST_S = working._EACH_S = 0.02
 with working.working("counting") as tell:
     tell("step 1\\x1b[2J")
-    time.sleep(0.3)
+    sys.stdin.readline()
     print_lines("a result")
-    time.sleep(0.3)
+    sys.stdin.readline()
 print_lines("the end")
 """
 
@@ -57,10 +58,23 @@ def test_a_terminal_has_one_line_that_is_removed() -> None:
     own, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "40"}
     with subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM], cwd=PROJECT, env=environment, stdout=theirs, stderr=theirs
+        [sys.executable, "-c", _PROGRAM],
+        cwd=PROJECT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=theirs,
+        stderr=theirs,
     ) as process:
         os.close(theirs)
+        assert process.stdin is not None
         seen = b""
+        for shown in (b"counting: step 1", b"a result\r\n\r\x1b[2Kcounting"):
+            while shown not in seen:
+                block = _read(own)
+                assert block, seen
+                seen += block
+            process.stdin.write(b"\n")
+            process.stdin.flush()
         while block := _read(own):
             seen += block
         process.wait(30)
@@ -69,6 +83,32 @@ def test_a_terminal_has_one_line_that_is_removed() -> None:
     assert "counting: step 1\\x1b[2J (" in lines[0]
     assert lines[0].endswith("\r\x1b[2Ka result")
     assert lines[1].endswith("\r\x1b[2Kthe end")
+
+
+_DRAWS = """
+import sys, threading
+from volley.printing import print_lines, show_status
+from volley.reporting import working
+drawn = threading.Event()
+def draw(line):
+    show_status(line)
+    drawn.set()
+working._FIRST_S, working._EACH_S, working.show_status = 0.0, 0.0, draw
+sys.setswitchinterval(1e-6)
+with working.working("counting"):
+    for n in range(300):
+        drawn.clear()
+        drawn.wait()
+        print_lines(f"line {n}")
+"""
+
+
+def test_no_line_is_lost_while_the_status_is_drawn() -> None:
+    environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": str(PROJECT)}
+    with in_terminal([sys.executable, "-c", _DRAWS], 40, environment) as program:
+        assert program.process.wait(120) == 0
+    assert "counting" in program.text()
+    assert program.screen().text().splitlines() == [f"line {n}" for n in range(300)]
 
 
 def _read(descriptor: int) -> bytes:
