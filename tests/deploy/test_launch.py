@@ -171,7 +171,7 @@ i=0; while [ $# -gt 0 ]; do [ "$1" = --index ] && i=$2; shift; done
 n=$(($(cat "$here/n$i" 2>/dev/null || echo 0) + 1)); echo $n >"$here/n$i"
 trap 'exit 143' TERM
 finish() { [ $1 = 0 ] && echo '"finished": true' >"$here/../quickstart/run.json"; exit $1; }
-wait_for() { for _ in $(seq 100); do [ -e "$here/$1" ] && return; sleep 0.1 & wait $!; done; }
+wait_for() { for _ in $(seq 3000); do [ -e "$here/$1" ] && return; sleep 0.1 & wait $!; done; }
 """
 
 
@@ -189,12 +189,13 @@ def job(tmp_path: Path, behaviour: str, n_nodes: int = 3) -> Iterator[tuple[Clus
         yield slurm, tmp_path / ODD / "job.sh", folder
 
 
-def until_started(folder: Path, n: int) -> None:
-    """Wait until `volley` runs on each of `n` nodes."""
-    deadline = time.monotonic() + 30
-    while not all((folder / f"n{i}").exists() for i in range(n)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def until_started(folder: Path, *times: int) -> None:
+    """Wait until `volley` has been started so many times on each node."""
+    deadline = time.monotonic() + 120
+    for i, n in enumerate(times):
+        while not (counted := folder / f"n{i}").exists() or counted.read_text(encoding="utf-8") != f"{n}\n":
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 SLOW = "case $i in 0) wait_for end; finish ${CODE-0};; *) wait_for never;; esac"
@@ -203,9 +204,10 @@ SLOW = "case $i in 0) wait_for end; finish ${CODE-0};; *) wait_for never;; esac"
 def test_a_job_runs_a_step_on_each_node_and_ends_with_the_first(tmp_path: Path) -> None:
     with job(tmp_path, SLOW) as (slurm, script, folder):
         running = slurm.submit(script, CODE="1")
-        running.wait_for("start 1: 3 nodes", 10)
+        until_started(folder, 1, 1, 1)
+        assert "start 1: 3 nodes" in running.text()
         (folder / "end").touch()
-        assert running.wait(30) == 1, running.text()
+        assert running.wait() == 1, running.text()
         assert slurm.left() == []
         calls = sorted((folder / "calls").read_text(encoding="utf-8").splitlines())
     hosts = ",".join(NODES[:3])
@@ -215,38 +217,40 @@ def test_a_job_runs_a_step_on_each_node_and_ends_with_the_first(tmp_path: Path) 
 
 def test_a_job_of_one_node_trains_there(tmp_path: Path) -> None:
     with job(tmp_path, "finish 0", n_nodes=1) as (slurm, script, folder):
-        assert slurm.submit(script).wait(30) == 0
+        assert slurm.submit(script).wait() == 0
         assert (folder / "calls").read_text(encoding="utf-8") == f"train --config {script.parent / 'run.yaml'}\n"
 
 
 def test_a_node_that_fails_is_named_and_tried_again_and_one_that_is_lost_left_out(tmp_path: Path) -> None:
     with job(tmp_path, "[ $i$n = 11 ] && exit 7; " + SLOW) as (slurm, script, folder):
         running = slurm.submit(script, VOLLEY_RETRY_PAUSE="0", VOLLEY_RETRIES="2")
-        running.wait_for(r"node 127.0.0.3 \(rollout\) ended with exit code 7; Slurm says it is allocated", 10)
+        running.wait_for(r"node 127.0.0.3 \(rollout\) ended with exit code 7; Slurm says it is allocated")
+        until_started(folder, 1, 2, 1)
         slurm.kill_node("127.0.0.4")
-        running.wait_for(r"node 127.0.0.4 \(rollout\) ended before the run; Slurm says it is down", 10)
-        running.wait_for(r"node 127.0.0.4 \(rollout\) is given up after 2 more tries", 20)
+        running.wait_for(r"node 127.0.0.4 \(rollout\) ended before the run; Slurm says it is down")
+        running.wait_for(r"node 127.0.0.4 \(rollout\) is given up after 2 more tries")
         (folder / "end").touch()
-        assert running.wait(30) == 0, running.text()
+        assert running.wait() == 0, running.text()
         assert (folder / "n1").read_text(encoding="utf-8") == "2\n"
 
 
 def test_a_job_that_slurm_queues_again_names_the_node_that_died(tmp_path: Path) -> None:
     with job(tmp_path, "[ $i$n = 02 ] && sleep 0.5 && finish 0; " + SLOW) as (slurm, script, folder):
         running = slurm.submit(script)
-        until_started(folder, 3)
+        until_started(folder, 1, 1, 1)
         slurm.kill_node("127.0.0.3", ends_job=True)
-        assert running.wait(60) == 0, running.text()
+        assert running.wait() == 0, running.text()
         assert "node 127.0.0.3 of an earlier start is down*" in running.text()
         assert "start 2: 3 nodes: 127.0.0.2 127.0.0.4 127.0.0.5" in running.text()
 
 
 def test_without_a_rollout_node_the_job_is_queued_again_on_other_nodes(tmp_path: Path) -> None:
-    with job(tmp_path, "[ $i$n = 02 ] && sleep 0.5 && finish 0; " + SLOW, n_nodes=2) as (slurm, script, _):
+    with job(tmp_path, "[ $i$n = 02 ] && sleep 0.5 && finish 0; " + SLOW, n_nodes=2) as (slurm, script, folder):
         running = slurm.submit(script, VOLLEY_RETRY_PAUSE="0", VOLLEY_RETRIES="1")
-        running.wait_for("start 1: 2 nodes: 127.0.0.2 127.0.0.3", 10)
+        until_started(folder, 1, 1)
+        assert "start 1: 2 nodes: 127.0.0.2 127.0.0.3" in running.text()
         slurm.kill_node("127.0.0.3")
-        assert running.wait(60) == 0, running.text()
+        assert running.wait() == 0, running.text()
         assert "queueing job 7 again" in running.text()
         assert "start 2: 2 nodes: 127.0.0.2 127.0.0.4" in running.text()
 
@@ -257,21 +261,21 @@ def test_the_time_limit_queues_the_job_again_and_a_cancellation_does_not(
 ) -> None:
     with job(tmp_path, "[ $i$n = 02 ] && sleep 0.5 && finish 0; " + SLOW) as (slurm, script, folder):
         running = slurm.submit(script)
-        until_started(folder, 3)
+        until_started(folder, 1, 1, 1)
         os.kill(int((slurm.folder / "batch").read_text(encoding="utf-8")), number)
-        assert running.wait(30) == code, running.text()
+        assert running.wait() == code, running.text()
         assert ("start 2" in running.text()) == (code == 0)
 
 
 def test_a_first_node_that_is_lost_without_an_error_has_not_finished_the_run(tmp_path: Path) -> None:
     with job(tmp_path, "exit 0") as (slurm, script, _):
-        assert slurm.submit(script).wait(30) == 1
+        assert slurm.submit(script).wait() == 1
 
 
 def test_a_wrong_configuration_ends_the_job_for_good(tmp_path: Path) -> None:
     with job(tmp_path, "[ $i = 2 ] && exit 2; " + SLOW) as (slurm, script, _):
         running = slurm.submit(script)
-        assert running.wait(30) == 2, running.text()
+        assert running.wait() == 2, running.text()
         assert "start 2" not in running.text()
 
 
@@ -280,20 +284,20 @@ def test_a_run_that_is_not_on_the_new_first_node_does_not_begin_anew(tmp_path: P
         record, begun = tmp_path / "quickstart" / "run.json", script.parent / "hosts" / "begun"
         record.touch()
         running = slurm.submit(script)
-        until_started(folder, 3)
+        until_started(folder, 1, 1, 1)
         while not begun.exists():
-            running.wait_for("start 1", 10)
+            running.wait_for("start 1")
         record.unlink()
         os.kill(int((slurm.folder / "batch").read_text(encoding="utf-8")), signal.SIGUSR1)
-        assert running.wait(30) == 2
+        assert running.wait() == 2
         assert "is not on 127.0.0.2" in running.text()
-        assert slurm.submit(script, VOLLEY_AGAIN="yes").wait(30) == 2
+        assert slurm.submit(script, VOLLEY_AGAIN="yes").wait() == 2
 
 
 def test_a_job_with_fewer_nodes_than_the_run_needs_says_so(tmp_path: Path) -> None:
     with job(tmp_path, SLOW) as (slurm, script, folder):
         running = slurm.submit(script, "--nodes=1")
-        assert running.wait(30) == 2
+        assert running.wait() == 2
         assert "the run needs 2" in running.text()
         assert not (folder / "calls").exists()
 
@@ -318,7 +322,7 @@ def tpu_vm(tmp_path: Path, *arguments: str) -> tuple[Path, dict[str, str]]:
     data.write_text("{}", encoding="utf-8")
     given = ["--config", TPU, f"data.train={data}", "data.eval=null", f"run.dir={tmp_path}", f"--out={tmp_path / ODD}"]
     launched("tpu-vm", *given, "--zone=us-central2-b", "--create=--spot", *arguments)
-    variables = {"STUB_GCLOUD": str(tmp_path / "cloud"), "CODE": "0", "OTHER": "0", "VOLLEY_SETTLE": "0"}
+    variables = {"STUB_GCLOUD": str(tmp_path / "cloud"), "CODE": "0", "OTHER": "0"}
     variables["PATH"] = f"{gcloud.install(tmp_path / 'cloud')}{os.pathsep}{os.environ['PATH']}"
     script = tmp_path / ODD / "tpu-vm.sh"
     subprocess.run([script, "create"], env=variables, check=True)
@@ -383,6 +387,13 @@ def test_a_start_stops_what_an_earlier_one_has_left(tmp_path: Path) -> None:
         "for _ in $(seq 600); do sleep 0.1; done",
         encoding="utf-8",
     )
+    program = (
+        homes[1] / "volley" / ".venvs" / "base" / "bin" / "volley"
+    )  # the trainer's, which ends once the other runs
+    program.write_text(
+        f'#!/bin/bash\nuntil [ "$(tail -n 1 {homes[0]}/told)" = start ]; do sleep 0.05; done', encoding="utf-8"
+    )
+    variables["VOLLEY_SETTLE"] = "0"
     subprocess.run([script, "start"], env=variables, check=True, stdout=subprocess.DEVNULL, timeout=180)
     try:
         code, text = called(script, variables, "start")
