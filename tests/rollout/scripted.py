@@ -2,9 +2,10 @@
 of a model.
 
 `python -m tests.rollout.scripted --config …` is the service, `python -m tests.rollout.scripted_worker FD` its engine.
-The engine's silence is noticed within a tenth of the usual time.
+The engine's silence is noticed soon; from SIGUSR1 on it is not suffered for long.
 """
 
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,7 +16,11 @@ from services.rollout.settings import from_config
 from shared.boot import RunningService, main
 from shared.schema import RunConfig
 
-client.SILENCE_S, generation.SILENT_S = 4.0, 2.0
+client.SILENCE_S, generation.SILENT_S = 600.0, 2.0
+
+
+def lose_patience(_number: int, _frame: object) -> None:
+    client.SILENCE_S = 4.0
 
 
 @asynccontextmanager
@@ -27,4 +32,5 @@ async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, lose_patience)
     main("rollout", open_service=open_service)

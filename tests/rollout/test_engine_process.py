@@ -136,6 +136,7 @@ def test_a_stopped_engine_is_not_routed_to_and_then_replaced(tmp_path: Path) -> 
         assert server.post("/generate", {"input_ids": [5]}) == 503
         os.kill(server.engine, signal.SIGCONT)
         wait_until(lambda: server.ready()[0] == 200)
+        server.process.send_signal(signal.SIGUSR1)
         server.process.send_signal(signal.SIGSTOP)
         time.sleep(6)
         server.process.send_signal(signal.SIGCONT)

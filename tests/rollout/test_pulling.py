@@ -45,12 +45,20 @@ BY_DIGEST = {chunk.blake3: data for chunk, data in zip(CHUNKS, DATA, strict=True
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch):
+def patient(monkeypatch):
+    """No source is slow on a busy machine, unless a test says otherwise."""
+    monkeypatch.setattr(pulling, "PATIENCE_FIRST_S", 60.0)
+    monkeypatch.setattr(pulling, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(pulling, "SLOW_S", 60.0)
+    monkeypatch.setattr(pulling, "SLOWEST_BYTES_PER_S", 2**20)
+
+
+@pytest.fixture
+def impatient(monkeypatch, patient):
+    """Where nobody sends anything, that is noticed soon."""
     monkeypatch.setattr(pulling, "PATIENCE_S", 2.0)
     monkeypatch.setattr(pulling, "PATIENCE_FIRST_S", 2.0)
     monkeypatch.setattr(pulling, "PATIENCE_BUSY_S", 4.0)
-    monkeypatch.setattr(pulling, "SLOW_S", 0.3)
-    monkeypatch.setattr(pulling, "SLOWEST_BYTES_PER_S", 2**20)
 
 
 @dataclass
@@ -192,9 +200,10 @@ def whole(folder: ChunkFolder) -> bool:
 
 
 @pytest.mark.parametrize("lie", LIARS)
-async def test_a_source_that_sends_something_else_is_left_out_and_counted(puller, folder, lie):
+async def test_a_source_that_sends_something_else_is_left_out_and_counted(puller, folder, lie, monkeypatch):
     kind = lie.partition(",")[0]
     before = avoided(kind)
+    monkeypatch.setattr(pulling, "SLOW_S", 2.0 if kind == "slow" else 60.0)  # longer than the honest source takes
     async with sources(LIARS[lie], honest) as (liar, other):
         assert await puller.pull(CHUNKS, [liar.url, other.url]) == sum(map(len, DATA))
     assert whole(folder)
@@ -202,8 +211,10 @@ async def test_a_source_that_sends_something_else_is_left_out_and_counted(puller
     assert sum(liar.asked.values()) <= pulling.N_AT_ONCE * (3 if kind == "broken" else 1)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("lie", LIARS)
-async def test_where_all_lie_nothing_is_kept_and_they_are_named(puller, folder, lie):
+async def test_where_all_lie_nothing_is_kept_and_they_are_named(puller, folder, lie, monkeypatch):
+    monkeypatch.setattr(pulling, "SLOW_S", 0.3)
     async with sources(LIARS[lie]) as (liar,):
         with pytest.raises(Unavailable, match=liar.url):
             await puller.pull(CHUNKS[:2], [liar.url])
@@ -335,7 +346,6 @@ async def test_servers_that_pull_together_get_most_of_it_from_each_other(tmp_pat
     more than one copy: the others tell what they have.
     """
     monkeypatch.setattr(pulling, "_LOOK_S", 0.01)
-    monkeypatch.setattr(pulling, "SLOW_S", 60.0)  # on a busy machine no source is slow
     async with contextlib.AsyncExitStack() as stack:
         trainer = await stack.enter_async_context(passing_on(ChunkFolder(tmp_path / "trainer"), 4, 0.02))
         chunks = [Chunk(trainer.folder.put(data), len(data)) for data in MANY]
@@ -357,7 +367,7 @@ async def test_servers_that_pull_together_get_most_of_it_from_each_other(tmp_pat
 
 @contextlib.asynccontextmanager
 async def telling(told: bytes, chunk: Callable[[str], Response], pause_s: float = 0.0) -> AsyncIterator[str]:
-    """A server that says whatever a test wants of what it has."""
+    """A server that says whatever a test wants of what it has; with a path after its address it is another source."""
     app = create_app("source", limits=Limits(), tokens=None, ready=lambda: None)
 
     async def answer(request: Request) -> Response:
@@ -367,8 +377,9 @@ async def telling(told: bytes, chunk: Callable[[str], Response], pause_s: float 
     async def holding(_: Request) -> Response:
         return Response(told)
 
-    app.add_route("/weights/chunks/{digest}", answer)
-    app.add_route("/weights/holdings/{digest}", holding)
+    for path in ("", "/{source}"):
+        app.add_route(f"{path}/weights/chunks/{{digest}}", answer)
+        app.add_route(f"{path}/weights/holdings/{{digest}}", holding)
     async with served(app) as url:
         yield url
 
@@ -386,6 +397,7 @@ async def test_who_tells_of_what_it_has_not_got_costs_little(puller, folder, mon
     assert trainer.asked.total() == len(CHUNKS)
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("error", [NotFound("it is not here"), Unavailable("enough to do", retry_after_s=0.1)])
 async def test_slow_servers_that_tell_of_what_they_do_not_send_hold_nothing_up_for_ever(puller, folder, error):
     """One of them has always rested long enough; the trainer, if it sends, is asked all the same."""
@@ -394,9 +406,8 @@ async def test_slow_servers_that_tell_of_what_they_do_not_send_hold_nothing_up_f
     def lacks(_: str) -> Response:
         return problem_response(error)
 
-    async with contextlib.AsyncExitStack() as stack:
-        liars = [await stack.enter_async_context(telling(told, lacks, 0.3)) for _ in range(6)]
-        (trainer, silent_trainer) = await stack.enter_async_context(sources(honest, refusing))
+    async with telling(told, lacks, 0.3) as url, sources(honest, refusing) as (trainer, silent_trainer):
+        liars = [f"{url}/{i}" for i in range(6)]
         async with asyncio.timeout(60):
             await puller.pull(CHUNKS, [trainer.url, *liars], of=OF)
         assert whole(folder)
@@ -410,13 +421,13 @@ def test_who_was_busy_a_thousand_times_is_asked_again():
     assert 0 < pulling._wait_s(5000) <= 0.5
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_many_busy_servers_of_which_one_has_always_rested_are_given_up(puller):
     """Each is asked again later than the others take to answer: nobody but the clock would end it."""
     told = Holding(*np.ones((2, len(CHUNKS)), np.bool_)).to_bytes()
     has_enough = problem_response(Unavailable("enough to do", retry_after_s=0.1))
-    async with contextlib.AsyncExitStack() as stack:
-        others = [await stack.enter_async_context(telling(told, lambda _: has_enough, 0.1)) for _ in range(60)]
-        (trainer,) = await stack.enter_async_context(sources(busy))
+    async with telling(told, lambda _: has_enough, 0.1) as url, sources(busy) as (trainer,):
+        others = [f"{url}/{i}" for i in range(60)]
         with pytest.raises(Unavailable, match="enough to do"):
             async with asyncio.timeout(40):
                 await puller.pull(CHUNKS, [trainer.url, *others], of=OF)
@@ -543,11 +554,13 @@ async def test_a_delta_that_does_not_make_its_chunk_is_not_kept(puller, folder, 
     assert blake3.blake3(other).hexdigest() not in folder
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_source_that_sends_a_byte_now_and_then_holds_nobody_for_long(puller, folder, monkeypatch):
     """Each time its connection breaks, and what it has sent is kept."""
 
     async def a_byte(writer, data, start):
         writer.write(head(len(data) - start, start) + data[start : start + 1])
+        writer.close()
 
     monkeypatch.setitem(pulling._AVOID_S, "broken", 0.01)
     async with sources(a_byte) as (miser,):
