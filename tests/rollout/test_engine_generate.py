@@ -174,8 +174,12 @@ def test_running_and_queued_requests_survive(server: RolloutProcess, action: str
     """Twice as many requests as run at once; the stock handlers lose one or end the server."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 500, 12).tolist() for _ in range(32)]
+    server.post("/pause_generation", {"mode": "in_place"})
     started = [server.start(p, 40) for p in prompts]
-    wait_until(lambda: server.status()["queued"] > 0)
+    wait_until(lambda: server.status()["queued"] == 32)
+    before = server.status()["output_tokens"]
+    server.post("/continue_generation", {})
+    wait_until(lambda: server.status()["output_tokens"] > before)
     server.post(action, {"mode": "retract"})
     if action == "/pause_generation":
         frozen = server.status()["output_tokens"]

@@ -12,18 +12,26 @@ from tests.support import models
 
 
 def test_sigterm_returns_partial_answers_and_leaves_nothing(tmp_path: Path, prompts: list[list[int]]) -> None:
-    """A paused engine would never finish: its requests come back with what they have, within the grace.
+    """A paused engine would never finish: its requests come back with what they have, within the grace. There are
+    three times as many as run at once, so that some are left when it is paused.
 
     Supervisors signal whole groups: the engine must leave SIGTERM to the service.
     """
-    with running_server(tmp_path, models.tiny_config()) as server:
+    with running_server(tmp_path, models.tiny_config(), "services.limits.grace_s=6") as server:
         engine = server.get("/get_server_info")["pid"]
-        running = server.start(prompts[0], 200)
-        wait_until(lambda: server.status()["running"] == 1)
-        server.post("/pause_generation", {})
+        server.post("/pause_generation", {"mode": "in_place"})
+        started = [server.start(prompt, 200) for prompt in prompts * 4]
+        wait_until(lambda: server.status()["queued"] == len(started))
+        server.post("/continue_generation", {})
+        wait_until(lambda: server.status()["output_tokens"] > 0)
+        server.post("/pause_generation", {"mode": "in_place"})
+        left = server.status()["running"] + server.status()["queued"]
         os.kill(engine, signal.SIGTERM)
         server.process.send_signal(signal.SIGTERM)
-        assert running.result()["meta_info"]["finish_reason"]["type"] == "abort"
+        answers = [one.result(60) for one in started]
+        aborted = [one for one in answers if one["meta_info"]["finish_reason"]["type"] == "abort"]
+        assert len(aborted) == left > 0
+        assert any(len(one["output_ids"]) for one in aborted)
         assert server.process.wait(30) == 0
         wait_until(lambda: not _lives(engine), 10)
 
