@@ -17,7 +17,7 @@ from services.trainer.groups.group_buffer import ready_group
 from shared.errors import Unavailable, WeightsError
 from shared.run.checkpoint_files import digest_files, read_manifest
 from shared.run.state import initial_state
-from shared.types import Group, WeightVersion
+from shared.types import Group, VersionSpan, WeightVersion
 from tests.support.small_run import group
 from tests.support.tokenizer import FOLDER
 from tools.simulated.rollout import SimulatedEngine, draw, load, open_engine
@@ -97,10 +97,12 @@ async def test_every_token_tells_the_version_that_served(tmp_path: Path):
         running = asyncio.ensure_future(engine.generate(request))
         while engine.output_tokens < 1:
             await asyncio.sleep(0)
+        await engine.pause()
         await serve(engine, tmp_path, 2)
+        await engine.resume()
         result = await running
-    assert [span.version for span in result.versions] == ["e000001-s000001", "e000001-s000002"]
-    assert result.versions[-1].end == len(result.output_ids) == len(result.logprobs)
+    assert result.versions == (VersionSpan("e000001-s000001", 0, 1), VersionSpan("e000001-s000002", 1, 6))
+    assert len(result.output_ids) == len(result.logprobs) == 6
 
 
 async def serve(engine: SimulatedEngine, root: Path, step: int) -> None:

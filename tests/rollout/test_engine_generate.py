@@ -225,10 +225,12 @@ def test_the_last_position_of_the_context_can_be_used(server: RolloutProcess) ->
 
 
 def test_the_same_id_twice_is_a_conflict(server: RolloutProcess, prompts: list[list[int]]) -> None:
-    first = server.start(prompts[0], 100, rid="twice")
-    wait_until(lambda: server.status()["running"] == 1)
+    server.post("/pause_generation", {"mode": "in_place"})
+    first = server.start(prompts[0], 8, rid="twice")
+    wait_until(lambda: server.status()["queued"] == 1)
     assert "twice" in server.generate(prompts[0], 4, rid="twice", status=409)["detail"]
-    assert len(first.result()["output_ids"]) == 100
+    server.post("/continue_generation", {})
+    assert len(first.result()["output_ids"]) == 8
 
 
 def test_chat_and_completion_answer_in_openais_shape(server: RolloutProcess) -> None:

@@ -17,6 +17,7 @@ import pytest
 from shared.process.ports import free_port
 from shared.queue.server import ServerSpec, embedded_server
 from shared.run.folder import RunFolder
+from tests.support.net import HTTP
 from volley.commands.replay import replayed
 from volley.layout import PROJECT, python_of, variables_of
 from volley.reporting import jsonl
@@ -178,6 +179,7 @@ def test_an_orchestrator_that_loses_its_folder_gives_tickets_the_tasks_of_the_mi
     with separate_services(tmp_path, SIMULATED, "sft.max_steps=0", *mixture) as services:
         run, own = services.folder("trainer"), services.folder("orchestrator")
         services.until_trained(1)
+        assert HTTP.post(f"{services.url('trainer')}/pause").status_code == 200  # or it is done before the loss
         chosen = {"mixture": {"sokoban": 6}}
         answer = httpx.patch(f"{services.url('orchestrator')}/runs/system", json=chosen, trust_env=False, timeout=60)
         assert answer.status_code == 200, answer.text
@@ -185,6 +187,7 @@ def test_an_orchestrator_that_loses_its_folder_gives_tickets_the_tasks_of_the_mi
         n_before = len(run.metrics.read_bytes().splitlines())
         assert n_before < N_STEPS
         services.lose("orchestrator")
+        assert HTTP.post(f"{services.url('trainer')}/resume").status_code == 200
         assert services.follow().wait(300) == 0, services.logs()
         result = verify(run)
     assert result["ok"], result["violations"]

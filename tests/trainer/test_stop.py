@@ -37,11 +37,14 @@ async def test_a_stop_ends_the_step_and_saves_what_is_not_durable(bench: Bench):
 
 
 async def test_the_grace_ends_a_stop(bench: Bench):
-    bench.interval, bench.backend.save_s, bench.grace_s = 2, 0.3, 0.05
+    bench.interval, bench.backend.may_write, bench.grace_s = 2, threading.Event(), 0.05
+    bench.backend.may_write.set()
     bench.feed(1, 2)
     running = asyncio.ensure_future(bench.worker().run())
-    await bench.until(lambda: bench.status.step == 1)
+    await bench.until(lambda: bench.status.durable_step == 1 and bench.status.phase == "waiting")
+    bench.backend.may_write.clear()
     await stopped(running)
+    bench.backend.may_write.set()
     assert (bench.status.durable_step, bench.status.checkpoint_step) == (1, 0)
     assert bench.events[-1] == "leave"  # what it held caused no crash
 
