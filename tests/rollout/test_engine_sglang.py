@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.rollout.server import RolloutProcess
+from tests.rollout.server import MAX_RUNNING, RolloutProcess
 from tests.support import decoder_reference
 
 GREEDY = {"max_new_tokens": 12, "temperature": 0.0, "ignore_eos": True}
@@ -42,14 +42,15 @@ def test_a_stop_string_ends_decoding(server: RolloutProcess, prompts: list[list[
     whole = ask(server, input_ids=prompts[1], sampling_params={**GREEDY, "max_new_tokens": 200})
     middle = len(whole["text"]) // 4
     stop = whole["text"][middle : middle + 3]
-    before = server.status()["output_tokens"]
-    found = ask(server, input_ids=prompts[1], sampling_params={**GREEDY, "max_new_tokens": 200, "stop": [stop]})
+    before, n_samples = server.status()["output_tokens"], 3 * MAX_RUNNING
+    stopping = {**GREEDY, "max_new_tokens": 200, "stop": [stop], "n": n_samples}
+    found, *_ = ask(server, input_ids=prompts[1], sampling_params=stopping)
     assert found["text"] == whole["text"][: whole["text"].index(stop)]
     assert found["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     n = len(found["output_ids"])
     assert found["output_ids"] == whole["output_ids"][:n]
     assert n < 100
-    assert server.status()["output_tokens"] - before < 180  # a busy machine samples some more before it is told
+    assert server.status()["output_tokens"] - before < n_samples * 180  # a slow machine is told late of the first ones
 
 
 def test_a_batch_is_each_of_its_prompts(server: RolloutProcess, prompts: list[list[int]]) -> None:

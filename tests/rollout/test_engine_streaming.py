@@ -74,18 +74,23 @@ def assert_same_top(top: TopTokens | None, expected: np.ndarray) -> None:
     np.testing.assert_allclose(top.logprobs, expected, atol=1e-4)
 
 
-async def test_a_cancelled_stream_stops(engine: Engine, prompts: list[list[int]]) -> None:
+async def test_cancelled_streams_stop(engine: Engine, prompts: list[list[int]]) -> None:
+    """There are five times as many as run at once: a slow machine notices the first ones late."""
     before, sampled = (await engine.status()).output_tokens, asyncio.Semaphore(0)
-    running = asyncio.ensure_future(engine.generate(request("a", prompts[0][:5], 240), lambda _: sampled.release()))
+    running = [
+        asyncio.ensure_future(engine.generate(request(f"a{i}", prompts[0][:5], 240), lambda _: sampled.release()))
+        for i in range(40)
+    ]
     for _ in range(5):
         await sampled.acquire()
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    async with asyncio.timeout(30):
-        while (await engine.status()).running:
+    for one in running:
+        one.cancel()
+    ends = await asyncio.gather(*running, return_exceptions=True)
+    assert any(isinstance(end, asyncio.CancelledError) for end in ends)
+    async with asyncio.timeout(60):
+        while (status := await engine.status()).running or status.queued:
             await asyncio.sleep(0.01)
-    assert (await engine.status()).output_tokens - before < 200
+    assert status.output_tokens - before < 20 * 240
 
 
 async def test_an_error_of_the_receiver_ends_its_request_alone(engine: Engine, prompts: list[list[int]]) -> None:
