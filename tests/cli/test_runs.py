@@ -171,7 +171,8 @@ from volley.local.processes import Child, ProcessSpec, Reaper
 from shared import config
 async def main(lock):
     with Reaper.running(holds=[lock]) as reaper:
-        stubborn = ("/bin/sh", "-c", "trap 'sleep 1; exit' TERM; touch $0; while :; do sleep 0.05; done", sys.argv[2])
+        ends = "until [ -e $0.may_end ]; do sleep 0.05; done; exit"
+        stubborn = ("/bin/sh", "-c", f"trap '{ends}' TERM; touch $0; while :; do sleep 0.05; done", sys.argv[2])
         await Child.start(ProcessSpec("child", stubborn, dict(os.environ), pathlib.Path(sys.argv[2] + ".log")), reaper)
         while not pathlib.Path(sys.argv[2]).exists():
             await asyncio.sleep(0.01)
@@ -189,7 +190,12 @@ def test_a_run_whose_supervisor_was_killed_is_taken_up_when_its_processes_have_e
     )
     assert killed.returncode == -9
     said: list[str] = []
-    with runs.claimed(loaded(tmp_path), said.append):
+
+    def say(line: str) -> None:
+        said.append(line)
+        (tmp_path / "started.may_end").touch()
+
+    with runs.claimed(loaded(tmp_path), say):
         assert not processes_with(str(started))
     assert len(said) == 1
 
