@@ -6,6 +6,7 @@ import ast
 import asyncio
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import orjson
@@ -34,13 +35,15 @@ from tests.orchestrator.fakes import (
     with_probes,
 )
 from tests.support.tokenizer import tiny_tokenizer
+from tests.support.virtual_time import virtual_time
 
 PROJECT = Path(__file__).parents[2]
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_id
-TWO_ATTEMPTS = TokenBounds(context_length=256, max_response_length=16, max_turns=4, timeout_s=5.0, max_attempts=2)
+TWO_ATTEMPTS = TokenBounds(context_length=256, max_response_length=16, max_turns=4, timeout_s=600.0, max_attempts=2)
 
 
+@cache
 def error_classes():
     """Names of all classes in the sources that descend from VolleyError. Those of the command line end a command, never
     an episode.
@@ -55,7 +58,7 @@ def error_classes():
     found = {"VolleyError"}
     while more := {name for name, parents in bases.items() if parents & found} - found:
         found |= more
-    return found
+    return frozenset(found)
 
 
 def test_what_is_done_about_each_class():
@@ -147,6 +150,7 @@ async def groups_with(place, n_failures):
 
 
 @pytest.mark.parametrize("place", ["create", "step", "generate"])
+@virtual_time
 async def test_an_error_that_stays_fails_the_group_and_is_never_a_reward(place, monkeypatch):
     monkeypatch.setattr(dispatch, "_BACKOFF_S", 0.0)
     monkeypatch.setattr(environments, "_AGAIN_S", 0.0)
@@ -157,6 +161,7 @@ async def test_an_error_that_stays_fails_the_group_and_is_never_a_reward(place, 
 
 
 @pytest.mark.parametrize("place", ["create", "step", "generate"])
+@virtual_time
 async def test_an_error_that_passes_costs_an_attempt_if_it_may_pass_and_the_group_otherwise(place):
     for name, group in (await groups_with(place, 1)).items():
         lost = place == "step" and name in ("NotFound", "Conflict")
@@ -197,7 +202,7 @@ async def test_whatever_ends_an_episode_on_the_models_side_is_data(end):
 
 
 async def test_a_turn_that_fills_the_context_ends_with_the_context():
-    bounds = TokenBounds(context_length=60, max_response_length=64, max_turns=4, timeout_s=5.0, max_attempts=1)
+    bounds = TokenBounds(context_length=60, max_response_length=64, max_turns=4, timeout_s=600.0, max_attempts=1)
     trajectory = await runner_of(ending("format"), balancer_of(ScriptedEngine([Say([50] * 99)])), bounds).run(
         spec(), TokenBudget(1)
     )
