@@ -167,11 +167,13 @@ def survives(services: SeparateServices, *victims: tuple[int, str]) -> RunFolder
     return run
 
 
+@pytest.mark.long
 def test_simulated_services_without_a_common_folder_survive_the_loss_of_each_but_env(tmp_path: Path) -> None:
     with separate_services(tmp_path, SIMULATED, "sft.max_steps=0", EVALUATED_FIRST) as services:
         survives(services, (1, "orchestrator"), (2, "rollout"), (3, "trainer"))
 
 
+@pytest.mark.long
 def test_an_orchestrator_that_loses_its_folder_gives_tickets_the_tasks_of_the_mixture_that_was_chosen(
     tmp_path: Path,
 ) -> None:

@@ -37,6 +37,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return removal.make(tmp_path_factory.mktemp("pristine"))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_run_survives_the_loss_of_a_key_and_of_what_its_services_read_at_their_start(
     pristine: RunFolder, tmp_path: Path

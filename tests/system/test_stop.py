@@ -30,6 +30,7 @@ def test_ctrl_c_stops_everything_and_says_how_to_go_on(tmp_path: Path, simulated
         assert "continues run" in run.text()
 
 
+@pytest.mark.long
 def test_sigterm_between_steps_with_open_connections_and_the_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     with training(tmp_path, "trainer.max_steps=3") as first, contextlib.ExitStack() as links:
         first.wait_for(r"^step +1/3", 300)
