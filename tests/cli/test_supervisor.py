@@ -8,6 +8,7 @@ import dataclasses
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -21,6 +22,7 @@ from shared.errors import ConfigError, VolleyError, first_error
 from shared.process.events import CANNOT_START
 from shared.process.exit_codes import AGAIN, describe
 from shared.process.ports import free_port
+from volley.layout import PROJECT
 from volley.local.processes import ProcessSpec, Reaper, last_error
 from volley.local.supervisor import RestartPolicy, ServiceFailed, SupervisedProcess, Supervision, keep_running
 from volley.session_files import SessionFiles
@@ -428,6 +430,26 @@ async def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     await supervisor.wait()
     pid = int(told.read_text(encoding="utf-8"))
     await until(lambda: not is_alive(pid))
+
+
+def test_the_reaper_ends_after_the_processes_that_it_kills() -> None:
+    """It holds the lock of a run. A process that nobody has waited for stands for one that takes time to end."""
+    stubborn = ("/bin/sh", "-c", "trap '' TERM; echo; while :; do sleep 0.05; done")
+    program = "from volley import reaper; reaper.GRACE_S, reaper.KILLED_S = 0.1, 60.0; reaper.main()"
+    with (
+        subprocess.Popen(stubborn, start_new_session=True, stdout=subprocess.PIPE) as child,
+        subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, cwd=PROJECT) as reaper,
+    ):
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"\n"
+        assert reaper.stdin is not None
+        reaper.stdin.write(f"+{child.pid}\n".encode())
+        reaper.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            reaper.wait(0.5)
+        assert child.wait(60) == -signal.SIGKILL
+        assert reaper.wait(60) == 0
 
 
 def test_the_last_error_of_a_log_is_found_among_its_events(tmp_path: Path) -> None:
