@@ -36,7 +36,7 @@ from volley.runs.record import claimed
 from volley.verify.command import verify
 
 _SIMULATED, _REAL = PROJECT / "configs/chaos.yaml", PROJECT / "configs/chaos_real.yaml"
-_DEADLINE_S, _REAL_DEADLINE_S = 90.0, 300.0
+_DEADLINE_S, _REAL_DEADLINE_S = 180.0, 300.0
 _POLL_S = 0.3
 type Say = Callable[[str], None]
 type Result = dict[str, Any]
