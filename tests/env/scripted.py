@@ -61,5 +61,5 @@ def entry(env: ScriptedEnvironment, runner: ThreadRunner, kind: str = "scripted"
 
 
 def until(event: threading.Event) -> Callable[[], object]:
-    """Blocks a call until the event is set (10 s at most)."""
+    """Blocks a call until the event is set (60 s at most)."""
     return lambda: event.wait(60)

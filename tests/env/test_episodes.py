@@ -1,8 +1,8 @@
 import asyncio
-import contextlib
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import pytest
 
@@ -12,6 +12,10 @@ from services.env.episodes import MAX_STEPS, Episodes
 from services.env.threads import ThreadRunner
 from shared.errors import Busy, Conflict, GivenUp, NotFound, RateLimited, Unavailable, VolleyError
 from tests.env.scripted import ScriptedEnvironment, entry, until
+from tests.support.loop_clock import skip
+
+DEADLINE_S = 120.0
+"""Of a call: no machine reaches it, and tests skip it."""
 
 
 class EpisodeClock:
@@ -46,8 +50,8 @@ type Open = Callable[..., ScriptedEpisodes]
 def open_episodes(clock: EpisodeClock) -> Iterator[Open]:
     runners: list[ThreadRunner] = []
 
-    def make(max_episodes: int = 8, deadline_s: float = 5.0, n_threads: int = 2) -> ScriptedEpisodes:
-        runners.append(ThreadRunner(n_threads, deadline_s, max_waiting=8))
+    def make(max_episodes: int = 8, n_threads: int = 2) -> ScriptedEpisodes:
+        runners.append(ThreadRunner(n_threads, DEADLINE_S, max_waiting=8))
         return ScriptedEpisodes(runners[-1], max_episodes, clock)
 
     yield make
@@ -242,18 +246,31 @@ def stuck() -> Iterator[Callable[[], object]]:
     gate.set()
 
 
+async def begun[T](env: ScriptedEnvironment, call: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    """The call, once a thread is in the environment."""
+    before, calling = len(env.calls), asyncio.ensure_future(call)
+    async with asyncio.timeout(60):
+        while len(env.calls) == before:
+            await asyncio.sleep(0.001)
+    return calling
+
+
 async def test_a_reset_that_takes_too_long_leaves_nothing(open_episodes: Open, stuck: Callable[[], object]) -> None:
-    episodes = open_episodes(deadline_s=0.1)
+    episodes, env = open_episodes(), ScriptedEnvironment(on_reset=stuck)
+    resetting = await begun(env, episodes.create("r", episodes.task(env)))
+    skip(DEADLINE_S)
     with pytest.raises(Unavailable, match="reset took longer than"):
-        await episodes.create("r", episodes.task(ScriptedEnvironment(on_reset=stuck)))
+        await resetting
     assert len(episodes) == 0
 
 
 async def test_a_step_that_takes_too_long_ends_the_episode(open_episodes: Open, stuck: Callable[[], object]) -> None:
-    episodes = open_episodes(deadline_s=0.5)
-    slot = await episodes.create("r", episodes.task(ScriptedEnvironment(on_step=stuck)))
+    episodes, env = open_episodes(), ScriptedEnvironment(on_step=stuck)
+    slot = await episodes.create("r", episodes.task(env))
+    stepping = await begun(env, episodes.step(slot.id, "1", assistant("a")))
+    skip(DEADLINE_S)
     with pytest.raises(Unavailable, match="step took longer than"):
-        await episodes.step(slot.id, "1", assistant("a"))
+        await stepping
     with pytest.raises(Conflict, match="took longer"):
         await episodes.step(slot.id, "1", assistant("a"))
 
@@ -275,12 +292,14 @@ async def test_a_hung_environment_starves_only_itself(open_episodes: Open, stuck
     return.
     """
     gate = threading.Event()
-    episodes = open_episodes(deadline_s=0.5)
+    episodes = open_episodes()
     hung, other = ScriptedEnvironment(on_step=until(gate)), ScriptedEnvironment()
     slots = [await episodes.create(str(i), episodes.task(hung)) for i in range(3)]
     for slot in slots[:2]:
+        stepping = await begun(hung, episodes.step(slot.id, "1", assistant("a")))
+        skip(DEADLINE_S)
         with pytest.raises(GivenUp, match="step took longer than"):
-            await episodes.step(slot.id, "1", assistant("a"))
+            await stepping
     with pytest.raises(Busy, match="all 2 threads hang"):
         await episodes.step(slots[2].id, "1", assistant("a"))
     quick = await episodes.create("other", episodes.task(other, kind="other"))
@@ -298,15 +317,17 @@ async def test_a_hung_environment_starves_only_itself(open_episodes: Open, stuck
 async def test_a_call_that_never_began_may_be_repeated(open_episodes: Open) -> None:
     """The only thread is taken: the step waits in vain, its episode goes on afterwards."""
     gate = threading.Event()
-    episodes = open_episodes(deadline_s=0.5, n_threads=1)
+    episodes, env = open_episodes(n_threads=1), ScriptedEnvironment(on_step=until(gate))
     waiting = await episodes.create("a", episodes.task(ScriptedEnvironment()))
-    hung = await episodes.create("b", episodes.task(ScriptedEnvironment(on_step=until(gate))))
-    async with asyncio.TaskGroup() as group:
-        first = group.create_task(_ignoring(GivenUp, episodes.step(hung.id, "1", assistant("a"))))
-        await asyncio.sleep(0)
-        with pytest.raises(Busy, match="no thread was free"):
-            await episodes.step(waiting.id, "1", assistant("a"))
+    hung = await episodes.create("b", episodes.task(env))
+    first = await begun(env, episodes.step(hung.id, "1", assistant("a")))
+    second = asyncio.ensure_future(episodes.step(waiting.id, "1", assistant("a")))
+    await asyncio.sleep(0)
+    skip(DEADLINE_S)
+    with pytest.raises(GivenUp):
         await first
+    with pytest.raises(Busy, match="no thread was free"):
+        await second
     gate.set()
     async with asyncio.timeout(60):
         while True:
@@ -315,11 +336,6 @@ async def test_a_call_that_never_began_may_be_repeated(open_episodes: Open) -> N
                 return
             except Busy:
                 await asyncio.sleep(0.01)
-
-
-async def _ignoring(error: type[Exception], call: Awaitable[object]) -> None:
-    with contextlib.suppress(error):
-        await call
 
 
 async def test_waiting_calls_are_bounded(open_episodes: Open) -> None:
@@ -336,11 +352,14 @@ async def test_waiting_calls_are_bounded(open_episodes: Open) -> None:
 
 
 async def test_a_request_behind_another_has_a_deadline(open_episodes: Open) -> None:
-    episodes = open_episodes(deadline_s=0.5)
+    episodes = open_episodes()
     slot = await episodes.create("r", episodes.task(ScriptedEnvironment()))
     async with slot.lock:
+        stepping = asyncio.ensure_future(episodes.step(slot.id, "1", assistant("a")))
+        await asyncio.sleep(0)
+        skip(DEADLINE_S)
         with pytest.raises(Busy, match="busy with another request"):
-            await episodes.step(slot.id, "1", assistant("a"))
+            await stepping
     await episodes.step(slot.id, "1", assistant("a"))
 
 
@@ -348,9 +367,10 @@ async def test_a_step_whose_client_is_cancelled_is_never_taken_twice(open_episod
     episodes, gate = open_episodes(), threading.Event()
     env = ScriptedEnvironment(on_step=until(gate))
     slot = await episodes.create("r", episodes.task(env))
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await episodes.step(slot.id, "1", assistant("a"))
+    stepping = await begun(env, episodes.step(slot.id, "1", assistant("a")))
+    stepping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stepping
     gate.set()
     with pytest.raises(Conflict, match="given up"):
         await episodes.step(slot.id, "1", assistant("a"))
@@ -374,11 +394,16 @@ async def test_an_episode_answers_a_bounded_number_of_messages(open_episodes: Op
 
 
 async def test_a_service_whose_environment_never_recovers_ends(stuck: Callable[[], object]) -> None:
-    runner = ThreadRunner(1, 0.05, max_waiting=8)
+    runner, env = ThreadRunner(1, DEADLINE_S, max_waiting=8), ScriptedEnvironment(on_reset=stuck)
+    call = await begun(env, runner.run("scripted", "scripted", "reset", lambda: env.reset("train", 0, 0)))
+    skip(DEADLINE_S)
     with pytest.raises(GivenUp):
-        await runner.run("scripted", "scripted", "step", stuck)
+        await call
     assert runner.why_stuck("scripted") == "scripted: all 1 threads hang in calls that were given up"
     assert runner.why_stuck("other") is None
-    async with asyncio.timeout(60):
-        with pytest.raises(VolleyError, match="all 1 threads hang"):
-            await runner.watch()
+    watching = asyncio.ensure_future(runner.watch())
+    for _ in range(10):  # more than it takes to look twice
+        await asyncio.sleep(0)
+        skip(DEADLINE_S)
+    with pytest.raises(VolleyError, match="all 1 threads hang"):
+        await watching

@@ -1,0 +1,12 @@
+"""Move the clock of a running event loop: a long deadline then passes at once, beside real threads and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+def skip(seconds: float) -> None:
+    """Let `seconds` pass for the timers of the running event loop, those of the test included."""
+    loop = asyncio.get_running_loop()
+    before = loop.time
+    loop.time = lambda: before() + seconds  # type: ignore[method-assign]
