@@ -2,7 +2,8 @@
 
 MODE `verify` (default): a counter, as of NeMo-Gym's example of session state: `initial_count`, the tool `increment`,
 right is who leaves it at `expected_count`. `step`: say the row's `word`, in three turns. `nan`, `text`, `refuse`:
-/verify answers with a reward that is none, with no JSON, with 422. `slow` never answers /verify. `head`: other paths.
+/verify answers with a reward that is none, with no JSON, with 422. `slow` says that it is asked to /verify and
+never answers. `head`: other paths.
 """
 
 import itertools
@@ -44,6 +45,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def verify(self, body: dict[str, Any]) -> tuple[int, Any]:
         if self.mode == "slow":
+            sys.stdout.write("verify\n")
+            sys.stdout.flush()
             time.sleep(600)
         if self.mode == "refuse":
             return 422, {"detail": "expected_count: missing"}

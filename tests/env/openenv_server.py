@@ -1,8 +1,8 @@
 """A server that speaks OpenEnv's frames, as a process of its own that tests can kill: python -m … PORT [MODE].
 
 The environment: say the number that was shown. It is drawn from the seed. MODE `stubborn` ignores seeds, `full` takes
-no session, `slow` never answers a step, `odd` answers with other things than frames, `cut` ends every observation with
-half of a surrogate pair.
+no session, `slow` says that it has a step and never answers it, `odd` answers with other things than frames, `cut`
+ends every observation with half of a surrogate pair.
 """
 
 import asyncio
@@ -49,6 +49,7 @@ async def session(connection: ServerConnection, mode: str) -> None:
             if frame["type"] == "close":
                 return
             if mode == "slow" and frame["type"] == "step":
+                say("step")
                 await asyncio.sleep(600)
             if mode == "odd":
                 answer = [1, 2, 3]
@@ -62,10 +63,14 @@ async def session(connection: ServerConnection, mode: str) -> None:
         return
 
 
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 async def main(port: int, mode: str) -> None:
     async with serve(lambda connection: session(connection, mode), "127.0.0.1", port) as server:
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
+        say("ready")
         await server.serve_forever()
 
 
