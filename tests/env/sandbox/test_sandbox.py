@@ -16,6 +16,7 @@ from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits, Scrip
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
 from shared.errors import InputError, RateLimited, SandboxFailed, SandboxLost, Unavailable
+from tests.support.disk import no_more_files
 
 ROOT = Path(__file__).parents[3]
 
@@ -559,3 +560,10 @@ async def test_a_process_without_descriptors():
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert await kept.call("ping", {}, 30) == "pong"
         await (await own.start(ScriptProgram())).close()
+
+
+async def test_a_process_without_descriptors_starts_no_zygote():
+    async with Sandboxes() as own:
+        with no_more_files(), pytest.raises(Unavailable, match=r"cannot be started: .* file descriptors"):
+            await own.probe()
+        assert (await own.probe()) is own.tier

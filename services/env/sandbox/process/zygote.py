@@ -24,6 +24,7 @@ from services.env.sandbox.process import seccomp
 from services.env.sandbox.process.spawned import ProcessEnd, ProcessSignal, SpawnedProcess, open_ends
 from services.env.sandbox.tier import NAMESPACED, Tier
 from shared.errors import Forbidden, Unavailable
+from shared.process.descriptors import HINT, exhausted
 
 START_S = 20.0
 STOP_S = 5.0
@@ -297,8 +298,12 @@ async def open_zygote(
 
 
 async def _started(python: Path, root: Path) -> ZygoteProcess:
+    """Raises Unavailable."""
     kind = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
-    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    except OSError as error:
+        raise _cannot_start(python, error) from error
     ours.setblocking(False)
     try:
         process = await asyncio.create_subprocess_exec(
@@ -314,7 +319,13 @@ async def _started(python: Path, root: Path) -> ZygoteProcess:
         )
     except OSError as error:
         ours.close()
-        raise Unavailable(f"the sandbox's interpreter {python} cannot be started: {error}") from error
+        raise _cannot_start(python, error) from error
     finally:
         theirs.close()
     return ZygoteProcess(ours, process, root)
+
+
+def _cannot_start(python: Path, error: OSError) -> Unavailable:
+    lacking = exhausted(error)
+    detail = f"the sandbox's interpreter {python} cannot be started: {lacking or error}"
+    return Unavailable(detail, HINT if lacking else "")
