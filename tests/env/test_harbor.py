@@ -95,15 +95,19 @@ async def test_an_episode_that_its_client_or_its_turns_end_is_judged(client: htt
 
 
 @in_module
-async def test_a_long_command_is_asked_for_again(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_command_is_asked_for_again(
+    client: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = await playing(client)
     await one.run("true")
     monkeypatch.setattr(repeated_call, "WAIT_S", 0.05)
-    asked = {"request_id": "long", "message": {"role": "assistant", "content": call("sleep 0.5; echo slept >> n")}}
+    command = f"until [ -e {tmp_path}/looked ]; do sleep 0.05; done; echo slept >> n"
+    asked = {"request_id": "long", "message": {"role": "assistant", "content": call(command)}}
     first = await one.ask("step", **asked)
     assert (first.status_code, first.json()["title"]) == (429, "Environment busy")
     other = {"request_id": "other", "message": {"role": "assistant", "content": "Done."}}
     assert (await one.ask("step", **other)).status_code == 409
+    (tmp_path / "looked").touch()
     while (again := await one.ask("step", **asked)).status_code == 429:
         await asyncio.sleep(0.05)
     assert again.status_code == 200, again.text
