@@ -281,5 +281,5 @@ def test_a_server_that_missed_a_push_catches_up(server: RolloutProcess, prompts:
     server.epoch += 1
     version = server.new_version()
     server.publish(version, 10, ".")
-    wait_until(lambda: server.get("/weights")["current"] == version, 15)
+    wait_until(lambda: server.get("/weights")["current"] == version)
     assert server.error(prompts[0], server.generate(prompts[0], 8)) <= 1e-4

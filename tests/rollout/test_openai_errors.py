@@ -19,15 +19,22 @@ from services.rollout.weights.updater import WeightUpdater
 from shared.errors import EngineDied
 from shared.models.config import ModelConfig
 from shared.services_schema import Limits, ServicesSection, TokenFiles
+from shared.web import connection
 from shared.web.access import Role, read_tokens
 from tests.support import models
 from tests.support.asgi import served
 from tests.support.engine import SETTINGS, FakeEngine
 
 VERSION = "e000001-s000000"
-LIMITS = Limits(grace_s=1, body_timeout_s=5, header_timeout_s=5)
+LIMITS = Limits(grace_s=1, body_timeout_s=60, header_timeout_s=60)
 CHAT = "/chat/completions"
 JSON = {"headers": {"Content-Type": "application/json"}}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No client is too slow to get its answer."""
+    monkeypatch.setattr(connection, "_REST_S", 60.0)
 
 
 @dataclass

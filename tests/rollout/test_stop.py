@@ -33,7 +33,7 @@ def test_sigterm_returns_partial_answers_and_leaves_nothing(tmp_path: Path, prom
         assert len(aborted) == left > 0
         assert any(len(one["output_ids"]) for one in aborted)
         assert server.process.wait(30) == 0
-        wait_until(lambda: not _lives(engine), 10)
+        wait_until(lambda: not _lives(engine))
 
 
 def test_a_model_that_is_not_computed_is_one_line_and_a_code(tmp_path: Path) -> None:
