@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,14 @@ import pytest
 from tests.support.terminal import in_terminal
 from volley.commands.train import Stopped, stopping_on_signal
 from volley.layout import PROJECT
+
+
+@pytest.fixture(autouse=True)
+def _hangups_arrive() -> Iterator[None]:
+    """Also where the tests run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError, OSError])
