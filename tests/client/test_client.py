@@ -140,9 +140,11 @@ async def test_lines_come_while_a_process_works_on_the_run(run: Path) -> None:
     folder.record.write_text(folder.record.read_text("utf-8").replace('"finished": true', '"finished": false'), "utf-8")
     from shared.files.locks import try_lock
 
+    known = [one async for one in AsyncClient(run).follow(from_start=True)]
     with (run / ".lock").open("a+", encoding="utf-8") as lock:
         assert try_lock(lock)
-        following = AsyncClient(run).follow(poll_s=0.01)
+        following = AsyncClient(run).follow(from_start=True, poll_s=0.01)
+        assert [await anext(following) for _ in known] == known
         waiting = asyncio.ensure_future(anext(following))
         await asyncio.sleep(0.1)
         assert not waiting.done()
