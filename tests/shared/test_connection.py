@@ -25,13 +25,15 @@ from shared.web.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection
 from shared.web.http import create_app
 from shared.web.limits import RateLimiter
 from tests.support.asgi import served
+from tests.support.loop_clock import skip
 
-LIMITS = Limits(header_timeout_s=0.3, body_timeout_s=0.6, max_connections=8, max_body_bytes=2**20, grace_s=1)
+LIMITS = Limits(max_connections=8, max_body_bytes=2**20, grace_s=1)
+HURRIED = LIMITS.model_copy(update={"header_timeout_s": 0.3})
 ROLES = {"POST /size": Role.ANYONE, "GET /large": Role.ANYONE, "GET /long": Role.ANYONE}
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 
-def make_app(limits: Limits = LIMITS) -> FastAPI:
+def make_app(limits: Limits = LIMITS, long: Callable[[], Awaitable[object]] | None = None) -> FastAPI:
     app = create_app(
         "demo", limits=limits, tokens=AccessTokens({Role.ADMIN: "secret"}), ready=lambda: None, roles=ROLES
     )
@@ -48,8 +50,9 @@ def make_app(limits: Limits = LIMITS) -> FastAPI:
         return Response(b"x" * 2**24)
 
     @app.get("/long")
-    async def long() -> str:
-        await asyncio.sleep(0.5)
+    async def answer_late() -> str:
+        assert long is not None
+        await long()
         return "done"
 
     return app
@@ -98,8 +101,10 @@ type Connect = Callable[[], Awaitable[Client]]
 
 
 @asynccontextmanager
-async def serving_demo(limits: Limits = LIMITS) -> AsyncIterator[Connect]:
-    async with served(make_app(limits), ServicesSection(limits=limits)) as url:
+async def serving_demo(
+    limits: Limits = LIMITS, long: Callable[[], Awaitable[object]] | None = None
+) -> AsyncIterator[Connect]:
+    async with served(make_app(limits, long), ServicesSection(limits=limits)) as url:
         port, opened = int(url.rpartition(":")[2]), []
 
         async def connect() -> Client:
@@ -131,7 +136,7 @@ def refused(answer: bytes, status: int, detail: str) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HT", GET, GET + b"X-Part", b"\r\n", GET + b"\r\n" + GET])
 async def test_a_head_that_does_not_end_is_cut(sent: bytes):
-    async with serving_demo() as connect:
+    async with serving_demo(HURRIED) as connect:
         before, client = cut("slow head"), await connect()
         await client.send(sent)
         answer = await client.rest()
@@ -140,7 +145,7 @@ async def test_a_head_that_does_not_end_is_cut(sent: bytes):
 
 
 async def test_a_head_that_drips_is_cut_although_bytes_keep_coming():
-    async with serving_demo() as connect:
+    async with serving_demo(HURRIED) as connect:
         before, client = cut("slow head"), await connect()
         await client.drip(GET + b"X: " + b"y" * 500)
         assert cut("slow head") == before + 1
@@ -338,13 +343,23 @@ async def test_the_connection_stays_open_when_the_rest_of_a_refused_request_is_s
         assert b"200 OK" in await client.reader.readline()
 
 
-async def test_a_long_request_that_comes_with_the_rest_of_a_refused_one_is_answered(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(serving, "_KEEP_ALIVE_S", 0.1)
-    async with serving_demo() as connect:
+async def test_a_long_request_that_comes_with_the_rest_of_a_refused_one_is_answered():
+    asked, ended = asyncio.Event(), asyncio.Event()
+
+    async def long() -> None:
+        asked.set()
+        await ended.wait()
+
+    async with serving_demo(long=long) as connect:
         client = await connect()
         await client.send(b"POST /forbidden HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
         assert b"401" in await client.reader.readuntil(b"}")
-        await client.send(b"helloGET /long HTTP/1.1\r\nHost: x\r\n\r\n")
+        await client.send(b"helloGET /long HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        await asked.wait()
+        skip(serving._KEEP_ALIVE_S)
+        for _ in range(10):  # a timer that is due would be heard
+            await asyncio.sleep(0)
+        ended.set()
         assert (await client.rest()).endswith(b'"done"')
 
 
@@ -361,7 +376,9 @@ async def test_an_answer_nobody_reads_is_given_up(last: bytes):
     async with serving_demo() as connect:
         before, client = cut("slow reader"), await connect()
         await client.send(b"GET /large HTTP/1.1\r\nHost: x\r\n" + last + b"\r\n")
+        assert b"200 OK" in await client.reader.readline()
         while cut("slow reader") == before:
+            skip(LIMITS.body_timeout_s)
             await asyncio.sleep(0.02)
         assert len(await client.rest()) < 2**24
 
@@ -380,12 +397,13 @@ async def test_an_answer_whose_end_is_not_read_is_given_up(monkeypatch: pytest.M
             resumed.set()
 
     monkeypatch.setattr(serving, "Connection", Seen)
-    async with serving_demo() as connect, asyncio.timeout(60):
+    async with serving_demo() as connect:
         before, client = cut("slow reader"), await connect()
         await client.send(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         while not resumed.is_set():
-            await client.reader.read(2**16)
+            assert await client.reader.read(2**16)
         while cut("slow reader") == before:
+            skip(LIMITS.body_timeout_s)
             await asyncio.sleep(0.02)
 
 

@@ -26,7 +26,7 @@ from shared.web.problems import problem_response
 
 TOKEN = "s3cret-s3cret-s3"
 TOKENS = AccessTokens({Role.VIEWER: TOKEN})
-LIMITS = Limits(max_body_bytes=1000, body_timeout_s=0.3)
+LIMITS = Limits(max_body_bytes=1000)
 
 
 def make_app(tokens=None, reason=None, limits=LIMITS, roles=None):
@@ -274,7 +274,8 @@ async def test_metrics_count_requests_by_route():
 
 async def test_a_body_that_stalls_is_given_up_and_may_be_sent_again():
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(make_app(), port=port, log_level="error"))
+    app = make_app(limits=LIMITS.model_copy(update={"body_timeout_s": 0.3}))
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

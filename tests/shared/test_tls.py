@@ -27,7 +27,7 @@ from shared.web.tls import check_certificate, client_context
 from tests.support.asgi import served
 from tests.support.tls import make_tls
 
-LIMITS = Limits(header_timeout_s=0.5, grace_s=1)
+LIMITS = Limits(grace_s=1)
 
 
 def make_app():
@@ -72,7 +72,8 @@ async def test_plain_http_is_refused(tmp_path: Path):
 
 
 async def test_a_handshake_that_never_comes_is_cut(tmp_path: Path):
-    async with served(make_app(), ServicesSection(limits=LIMITS, tls=make_tls(tmp_path))) as url:
+    hurried = LIMITS.model_copy(update={"header_timeout_s": 0.5})
+    async with served(make_app(), ServicesSection(limits=hurried, tls=make_tls(tmp_path))) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         async with asyncio.timeout(60):
             assert await reader.read() == b""
@@ -96,7 +97,7 @@ def test_a_whole_service_over_tls(tmp_path: Path):
     )
 
     async def ask() -> None:
-        async with asyncio.timeout(60), HttpClient(url, ca_file=tls.ca_file) as client:
+        async with asyncio.timeout(200), HttpClient(url, ca_file=tls.ca_file) as client:
             while True:
                 try:
                     assert len((await client.get("/environments", attempts=1))["environments"]) >= 3
@@ -104,7 +105,7 @@ def test_a_whole_service_over_tls(tmp_path: Path):
                 except ServiceUnreachable:
                     await asyncio.sleep(0.05)
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(process.wait, 20) == 0
+            assert await asyncio.to_thread(process.wait, 60) == 0
 
     try:
         asyncio.run(ask())
