@@ -18,7 +18,7 @@ from shared.process.ports import free_port
 from tests.support.net import wait_http
 
 PROGRAM = """
-    import asyncio, sys, time
+    import asyncio, logging, sys, time
     from contextlib import asynccontextmanager
     from pathlib import Path
     from shared import errors
@@ -30,7 +30,7 @@ PROGRAM = """
     from shared.services_schema import EnvEndpoint, Limits, ServicesSection
     from shared.errors import ServiceUnreachable
 
-    folder, port, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    folder, port, mode, told = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], []
     config = RunConfig(model=ModelSection(path="x"), data=DataSection(env="e"),
                        services=ServicesSection(env=EnvEndpoint(port=port), limits=Limits(grace_s=1)))
 
@@ -48,7 +48,9 @@ PROGRAM = """
                 await asyncio.sleep(60)
             @app.get("/blocking")
             async def a_handler_that_blocks():
-                time.sleep(1.7)
+                while not told:
+                    time.sleep(0.01)
+                time.sleep(0.5)
             async def worker():
                 if mode == "crash":
                     await asyncio.sleep(0.2)
@@ -66,8 +68,13 @@ PROGRAM = """
         finally:
             (folder / "cleaned").touch()
 
+    class Told(logging.Handler):
+        def emit(self, record):
+            told.append(record.getMessage())
+
     telemetry.configure("env")
-    boot.CLEANUP_S = 2.0
+    logging.getLogger("volley.watchdog").addHandler(Told())
+    boot.CLEANUP_S = 2.0 if mode == "stuck thread" else 100.0
     with boot.bind(config.services.env) as listener:
         raise SystemExit(boot.run(config, open_service, listener))
 """
@@ -86,8 +93,8 @@ class Program:
             encoding="utf-8",
         )
 
-    def end(self, timeout: float = 20) -> tuple[int, str]:
-        _, err = self.process.communicate(timeout=timeout)
+    def end(self) -> tuple[int, str]:
+        _, err = self.process.communicate(timeout=200)
         return self.process.returncode, err
 
 
@@ -139,7 +146,7 @@ def test_open_connections_do_not_delay_the_end_beyond_the_grace(start, tmp_path)
         half.sendall(b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc")
         time.sleep(0.2)
         program.process.send_signal(signal.SIGTERM)
-        assert program.end(timeout=40)[0] == 0
+        assert program.end()[0] == 0
     assert (tmp_path / "cleaned").exists()
 
 
@@ -149,7 +156,7 @@ def test_a_thread_that_hangs_does_not_keep_the_process(start, tmp_path):
         assert program.process.poll() is None, "it ended before it began"
         time.sleep(0.01)
     program.process.send_signal(signal.SIGTERM)
-    code, err = program.end(timeout=30)
+    code, err = program.end()
     assert code == 1
     assert "ended by force" in err
 
@@ -177,7 +184,7 @@ def test_signal_while_starting_ends_with_zero_and_cleanup(start, tmp_path):
         assert program.process.poll() is None, "it ended before it began"
         time.sleep(0.01)
     program.process.send_signal(signal.SIGTERM)
-    assert program.end(timeout=40)[0] == 0
+    assert program.end()[0] == 0
     assert (tmp_path / "cleaned").exists()
 
 

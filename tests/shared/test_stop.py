@@ -108,5 +108,5 @@ def test_open_connections_do_not_hold_a_service(tmp_path: Path, encrypted: bool)
             held.enter_context(connect(port, tls)).sendall(sent)
         held.enter_context(get_health(port, tls))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=200) == 0
         assert process.stdout.read() == "cleaned\n"
