@@ -100,11 +100,14 @@ async def test_a_run_that_goes_on_adds_no_series_with_its_versions(tmp_path, red
         await client.post(f"{urls['orchestrator']}/runs/{RUN}/resume")
 
         async def at_step(n):
+            """Once the rollout server, which looks at its engine once a second, has seen that step's weights."""
             async with asyncio.timeout(120):
-                while (await client.get(f"{urls['trainer']}/status")).json()["step"] < n:
+                while True:
+                    texts = {name: (await client.get(f"{url}/metrics")).text for name, url in urls.items()}
+                    (seen,) = re.findall(r"^volley_rollout_weights_step (\S+)$", texts["rollout"], re.MULTILINE)
+                    if float(seen) >= n:  # not while it is NaN
+                        return texts
                     await asyncio.sleep(0.05)
-            await asyncio.sleep(1.2)  # the rollout server looks at its engine once a second
-            return {name: (await client.get(f"{url}/metrics")).text for name, url in urls.items()}
 
         def steady(texts):
             return {

@@ -84,6 +84,8 @@ def test_a_sink_that_hangs_delays_nothing_and_keeps_a_bounded_queue(
                 while fanout._threads[1]._queue.qsize() > 100:
                     time.sleep(0.001)
             assert fanout._threads[0]._queue.qsize() == sinks._MOST_QUEUED
+            while len(good.lines) < n:
+                time.sleep(0.001)
         assert time.monotonic() - started < 30
     released.set()
     assert len(good.lines) == n
