@@ -11,7 +11,7 @@ from shared.queue.registry import TTL_S, RegisteredServer, Registry
 from tests.support.redis import begun
 
 HOUR_MS = 3_600_000
-TTL_S_OF_LEASE = 20.0
+TTL_S_OF_LEASE = 600.0
 
 
 async def jump(redis: Redis, queue: TicketQueue, ms: int) -> None:
@@ -42,7 +42,7 @@ async def test_a_jump_takes_at_most_half_a_lease(redis: Redis, ms: int):
     await jump(redis, queue, ms)
     assert await reserve(queue) is PublishRefusal.EXHAUSTED
     left = await left_ms(redis, queue)
-    assert TTL_S_OF_LEASE * 500 - 2000 < left <= TTL_S_OF_LEASE * (500 if ms > 0 else 1000)
+    assert TTL_S_OF_LEASE * 500 - 60_000 < left <= TTL_S_OF_LEASE * (500 if ms > 0 else 1000)
     assert await queue.renew(1, TTL_S_OF_LEASE)
     assert await left_ms(redis, queue) == TTL_S_OF_LEASE * 1000
 

@@ -100,11 +100,12 @@ async def test_a_server_that_cannot_be_taken_off_now_does_not_try_without_pause(
         assert looks <= 1 + (time.monotonic() - began) / 0.2
 
 
-@pytest.mark.usefixtures("fast")
 async def test_a_dead_server_leaves_by_itself(redis: Redis):
     servers = Registry(redis, "run")
     await servers._register(ONE)
     assert await servers.servers() == [ONE]
+    assert 0 < await redis.pttl("{run}:srv:one") <= registry.TTL_S * 1000
+    await redis.pexpire("{run}:srv:one", 1)
     await until(servers, [])
     assert await redis.keys("*") == []
 
