@@ -18,7 +18,7 @@ from shared.process.ports import free_port
 class ScoringServer:
     """`say` makes the judge's text of a request's body; `score` the answer of the reward service. `status` other than
     200 is answered instead, for the next `failures` requests, with `why` and the Retry-After `wait`; each of `contents`
-    is the whole body of an answer that is no completion.
+    is the whole body of an answer that is no completion. Requests wait while `go` is not set.
     """
 
     url: str = ""
@@ -28,7 +28,7 @@ class ScoringServer:
     why: str = "out of order"
     wait: str | None = None
     contents: list[str] = field(default_factory=list[str])
-    delay_s: float = 0.0
+    go: asyncio.Event = field(default_factory=asyncio.Event)
     usage: bool = True
     tokens_told: int = 100
     ended: str = "stop"
@@ -43,7 +43,7 @@ class ScoringServer:
         self.tokens.append(request.headers.get("Authorization"))
         self.at_once += 1
         self.most_at_once = max(self.at_once, self.most_at_once)
-        await asyncio.sleep(self.delay_s)
+        await self.go.wait()
         self.at_once -= 1
         if self.failures:
             raise HTTPException(self.failures.pop(0), self.why, {"Retry-After": self.wait} if self.wait else None)
@@ -55,6 +55,7 @@ async def scoring_server() -> AsyncIterator[ScoringServer]:
     """The server, on a port of this machine."""
     app, port = FastAPI(), free_port()
     state = ScoringServer(f"http://127.0.0.1:{port}")
+    state.go.set()
 
     @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Any:
@@ -81,5 +82,6 @@ async def scoring_server() -> AsyncIterator[ScoringServer]:
     try:
         yield state
     finally:
+        state.go.set()
         server.should_exit = True
         await serving
