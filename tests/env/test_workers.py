@@ -135,6 +135,9 @@ async def test_a_process_that_does_not_answer_is_killed_and_replaced() -> None:
         os.kill(episode.worker.pid, signal.SIGSTOP)
         with pytest.raises(GivenUp, match="did not answer"):
             await episode.step(assistant("<answer>Right</answer>"))
+        async with asyncio.timeout(60):
+            while episode.worker.alive:
+                await asyncio.sleep(0.01)
         with pytest.raises(NotFound):
             await episode.step(assistant("<answer>Right</answer>"))
         assert (await _patiently(there)).worker.pid != episode.worker.pid
