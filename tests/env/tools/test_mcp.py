@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from shared.process.ports import free_port
 from tests.env.conftest import OpenClient
 from tests.env.tools.conftest import OpenTools, ask
 from tests.env.tools.test_environments import open_episode, say
+from tests.support.loop_clock import skip
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROOT = str(Path(__file__).parents[3])
@@ -53,7 +54,7 @@ async def test_a_program_over_stdio(open_tools: OpenTools, monkeypatch: pytest.M
     monkeypatch.setenv("VOLLEY_TEST_GIVEN", "given")
     monkeypatch.setenv("VOLLEY_TEST_KEPT", "kept")
     mcp = {**STDIO, "prefix": "x_", "env": ["VOLLEY_TEST_GIVEN"]}
-    tools = await open_tools({"mcp": mcp}, "calculator", max_output=500, timeout_s=3)
+    tools = await open_tools({"mcp": mcp}, "calculator", max_output=500, timeout_s=20)
     assert [tool.name for tool in tools.tools][:2] == ["x_add", "x_keep"]
     assert tools.tools[0].parameters["required"] == ["a", "b"]
     assert await ask(tools, "x_add", a=1, b=2) == "3"
@@ -66,13 +67,22 @@ async def test_a_program_over_stdio(open_tools: OpenTools, monkeypatch: pytest.M
     assert await ask(tools, "x_secret", name="VOLLEY_TEST_KEPT") == "not there"
     await ask(tools, "x_keep", word="a")
     assert await ask(tools, "x_keep", word="b") == "a b"
-    assert "it took longer than 3 s" in await ask(tools, "x_wait", seconds=30)
+    assert "it took longer than 20 s" in await late(ask(tools, "x_wait", seconds=600))
     began = time.monotonic()
     answers = await tools.answer([ToolCall("x_wait", {"seconds": 1.0})] * 4)
     assert [answer.text for answer in answers] == ["waited"] * 4
     assert time.monotonic() - began < 30
     with pytest.raises(Unavailable, match="hangs: it does not answer a ping"):
-        await ask(tools, "x_hang")
+        await late(ask(tools, "x_hang"))
+
+
+async def late(call: Coroutine[Any, Any, str]) -> str:
+    """The answer to a call that uses up its time at once."""
+    calling = asyncio.ensure_future(call)
+    for _ in range(100):  # until it waits for the server
+        await asyncio.sleep(0)
+    skip(20)
+    return await calling
 
 
 HALVES = """
