@@ -172,7 +172,7 @@ async def test_a_container_that_is_gone_gives_no_reward(sandboxes: Sandboxes, fo
     step = asyncio.ensure_future(code.reset("train", 0, 0).step(sleeps))
     tool = PythonSession(PythonSettings(), sandboxes, 0)
     call = asyncio.ensure_future(tool.call("python", {"code": "import time; time.sleep(60)"}, 60))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while len(running(folder)) < 3:
             await asyncio.sleep(0.02)
     await asyncio.to_thread(engine, folder, "rm", "--force", *running(folder))
@@ -215,7 +215,7 @@ async def test_a_sandbox_that_cannot_be_confined_does_not_start(sandboxes: Sandb
 async def test_containers_are_kept_ready(folder: Path) -> None:
     async with opened(folder, warm=1) as warm:
         first = await warm.start(ScriptProgram(), LIMITS)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while len(names := running(folder)) < 2:
                 await asyncio.sleep(0.02)
         second = await warm.start(ScriptProgram(), LIMITS)
