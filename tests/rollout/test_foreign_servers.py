@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -284,8 +285,7 @@ async def test_the_service_tells_a_restarted_server_its_weights_again(
                 await until_ready(http, 503)
                 await foreign.start()
                 await until_ready(http, 200)
-                body = {"input_ids": PROMPT.tolist(), "sampling_params": {"max_new_tokens": 4}}
-                answer = (await http.post("/generate", json=body)).json()
+                answer = await generated(http)
                 assert answer["meta_info"]["weight_version"] == V1
                 assert foreign.engine.n_loads == 1
             for worker in workers:
@@ -304,6 +304,15 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+async def generated(http: httpx.AsyncClient) -> dict[str, Any]:
+    """Answer of a service that may not have seen yet that its server has lost the weights: it then refuses."""
+    body = {"input_ids": PROMPT.tolist(), "sampling_params": {"max_new_tokens": 4}}
+    async with asyncio.timeout(60):
+        while (answer := await http.post("/generate", json=body)).status_code == 503:
+            await asyncio.sleep(0.02)
+    return answer.json()
 
 
 async def until_ready(http: httpx.AsyncClient, status: int) -> None:

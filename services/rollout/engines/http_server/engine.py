@@ -258,6 +258,8 @@ class HttpEngine:
         begun = self._n_commits
         try:
             named = await self._server.version()
+            if begun == self._n_commits and self._serving is not None and named != self._serving.version:
+                self._lose(f"the server names {named}")
             self._is_asked = not self._paused  # a paused server may answer that it is not healthy
             if self._is_asked:
                 await self._server.check_health()
@@ -271,8 +273,6 @@ class HttpEngine:
         if not self._answers:
             _log.info("the engine's server answers again", url=self._url, version=named)
         self._seen, self._answers = time.monotonic(), True
-        if begun == self._n_commits and self._serving is not None and named != self._serving.version:
-            self._lose(f"the server names {named}")
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
