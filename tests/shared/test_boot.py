@@ -31,8 +31,9 @@ PROGRAM = """
     from shared.errors import ServiceUnreachable
 
     folder, port, mode, told = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], []
+    limits = Limits(grace_s=1, header_timeout_s=600, body_timeout_s=600)
     config = RunConfig(model=ModelSection(path="x"), data=DataSection(env="e"),
-                       services=ServicesSection(env=EnvEndpoint(port=port), limits=Limits(grace_s=1)))
+                       services=ServicesSection(env=EnvEndpoint(port=port), limits=limits))
 
     @asynccontextmanager
     async def open_service(config):
@@ -41,11 +42,11 @@ PROGRAM = """
         try:
             if mode == "slow start":
                 (folder / "opening").touch()
-                await asyncio.sleep(60)
+                await asyncio.sleep(600)
             app = create_app("env", limits=config.services.limits, tokens=None, ready=lambda: None)
             @app.get("/slow")
             async def slow():
-                await asyncio.sleep(60)
+                await asyncio.sleep(600)
             @app.get("/blocking")
             async def a_handler_that_blocks():
                 while not told:
@@ -59,9 +60,9 @@ PROGRAM = """
                     raise errors.ConfigError("trainer.groups_per_step may not change", "choose run.name=…")
                 if mode == "stuck thread":
                     (folder / "stuck").touch()
-                    await asyncio.to_thread(time.sleep, 100)
+                    await asyncio.to_thread(time.sleep, 600)
                 try:
-                    await asyncio.sleep(60)
+                    await asyncio.sleep(600)
                 finally:
                     (folder / "worker").touch()
             yield boot.RunningService(app, [worker])

@@ -31,7 +31,8 @@ PROGRAM = """
     from shared.services_schema import EnvEndpoint, Limits, ServicesSection, Tls
 
     port, tls = int(sys.argv[1]), Tls.model_validate_json(sys.argv[2])
-    services = ServicesSection(env=EnvEndpoint(port=port), limits=Limits(grace_s=1), tls=tls)
+    limits = Limits(grace_s=1, header_timeout_s=600, body_timeout_s=600)
+    services = ServicesSection(env=EnvEndpoint(port=port), limits=limits, tls=tls)
     config = RunConfig(model=ModelSection(path="x"), data=DataSection(env="e"), services=services)
 
     @asynccontextmanager
