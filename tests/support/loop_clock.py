@@ -8,5 +8,6 @@ import asyncio
 def skip(seconds: float) -> None:
     """Let `seconds` pass for the timers of the running event loop, those of the test included."""
     loop = asyncio.get_running_loop()
-    before = loop.time
-    loop.time = lambda: before() + seconds  # type: ignore[method-assign]
+    real = type(loop).time
+    ahead = loop.time() - real(loop) + seconds
+    loop.time = lambda: real(loop) + ahead  # type: ignore[method-assign]
