@@ -379,10 +379,14 @@ def test_an_ordinary_user_runs_agents(why_not: str) -> None:
     user = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
     if why_not or subprocess.run([*user, "true"], capture_output=True, check=False).returncode:
         pytest.skip(why_not or "users may not make namespaces here")
-    names = ("test_ends_of_programs", "test_the_program_replaces_nothing_that_the_judge_imports")
+    names = (
+        "test_ends_of_programs",
+        "test_a_program_without_end_is_ended_and_judged",
+        "test_the_program_replaces_nothing_that_the_judge_imports",
+    )
     tests = [f"{__file__}::{name}" for name in names]
     command = [*user, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", *tests]
     ran = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=280, check=False)
     assert ran.returncode == 0, ran.stdout
-    assert "6 passed" in ran.stdout
+    assert "7 passed" in ran.stdout
     assert "skipped" not in ran.stdout
