@@ -381,18 +381,14 @@ def test_a_single_tpu_vm_trains_alone(tmp_path: Path) -> None:
 def test_a_start_stops_what_an_earlier_one_has_left(tmp_path: Path) -> None:
     script, variables = tpu_vm(tmp_path, "--trainer-type=v4-8", "--rollout-type=v4-8", "--rollout-slices=1")
     homes = sorted((tmp_path / "cloud").glob("*/worker*"))
-    program = homes[0] / "volley" / ".venvs" / "base" / "bin" / "volley"  # the rollout server's
-    program.write_text(
+    rollout, trainer = (home / "volley" / ".venvs" / "base" / "bin" / "volley" for home in homes)
+    rollout.write_text(
         '#!/bin/bash\ntrap "sleep 0.3; echo end >>~/told; exit 143" TERM; echo start >>~/told\n'
         "for _ in $(seq 600); do sleep 0.1; done",
         encoding="utf-8",
     )
-    program = (
-        homes[1] / "volley" / ".venvs" / "base" / "bin" / "volley"
-    )  # the trainer's, which ends once the other runs
-    program.write_text(
-        f'#!/bin/bash\nuntil [ "$(tail -n 1 {homes[0]}/told)" = start ]; do sleep 0.05; done', encoding="utf-8"
-    )
+    ends_once_the_other_runs = f'until [ "$(tail -n 1 {homes[0]}/told)" = start ]; do sleep 0.05; done'
+    trainer.write_text(f"#!/bin/bash\n{ends_once_the_other_runs}", encoding="utf-8")
     variables["VOLLEY_SETTLE"] = "0"
     subprocess.run([script, "start"], env=variables, check=True, stdout=subprocess.DEVNULL, timeout=180)
     try:
