@@ -61,7 +61,8 @@ retry() { # node $1, for reason $2, in $3 seconds
   fi
 }
 
-if [[ -n ${SLURM_ARRAY_JOB_ID-} ]]; then
+# A job that a task of an array submits gets the task's variables; squeue knows better: N/A is no task.
+if [[ -n ${SLURM_ARRAY_JOB_ID-} && $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%K) != N/A ]]; then
   say "each task of a job array would start this run: submit it without --array (it queues itself again at its time limit)"
   exit 2
 fi

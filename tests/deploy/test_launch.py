@@ -304,10 +304,17 @@ def test_a_job_with_fewer_nodes_than_the_run_needs_says_so(tmp_path: Path) -> No
 
 def test_a_task_of_a_job_array_starts_nothing(tmp_path: Path) -> None:
     with job(tmp_path, SLOW) as (slurm, script, folder):
-        running = slurm.submit(script, SLURM_ARRAY_JOB_ID="7")
-        assert running.wait(30) == 2
+        running = slurm.submit(script, SLURM_ARRAY_JOB_ID="7", STUB_SLURM_TASK="0")
+        assert running.wait() == 2
         assert "without --array" in running.text()
         assert not (folder / "calls").exists()
+
+
+def test_a_job_that_a_task_of_an_array_has_submitted_starts(tmp_path: Path) -> None:
+    """It has the variables of that task."""
+    with job(tmp_path, "finish 0", n_nodes=1) as (slurm, script, _):
+        running = slurm.submit(script, SLURM_ARRAY_JOB_ID="5", SLURM_ARRAY_TASK_ID="0")
+        assert running.wait() == 0, running.text()
 
 
 REMOTE_VOLLEY = """#!/bin/bash
