@@ -67,7 +67,7 @@ class Reaper:
             reaper.kill_all()
             assert process.stdin is not None
             process.stdin.close()
-            process.wait(timeout=20)
+            process.wait(timeout=30)
 
     def watch(self, group: int) -> None:
         self._groups.add(group)

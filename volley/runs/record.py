@@ -43,7 +43,7 @@ from volley.printing import print_lines
 from volley.runs import beginning
 from volley.session_files import write_private
 
-_ORPHANS_S = reaper.GRACE_S + 10.0
+_ORPHANS_S = reaper.GRACE_S + reaper.KILLED_S + 10.0
 """Time for the processes of a killed supervisor to end, in seconds."""
 _MAX_RECORD = 4 * 2**20
 _PACKAGES = ("jax", "flax", "sglang-jax", "google-tunix", "orbax-checkpoint")
