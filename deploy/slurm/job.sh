@@ -61,7 +61,7 @@ retry() { # node $1, for reason $2, in $3 seconds
   fi
 }
 
-# A job that a task of an array submits gets the task's variables; squeue knows better: N/A is no task.
+# A job that a task of an array submits inherits the task's variables; squeue tells N/A for it.
 if [[ -n ${SLURM_ARRAY_JOB_ID-} && $(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%K) != N/A ]]; then
   say "each task of a job array would start this run: submit it without --array (it queues itself again at its time limit)"
   exit 2

@@ -135,7 +135,8 @@ def test_clients_that_disconnect_free_their_requests(server: RolloutProcess, pro
         assert (paused := server.status())["running"] > 0
     wait_until(lambda: (status := server.status())["running"] == status["queued"] == 0)
     server.post("/continue_generation", {})
-    assert server.status()["output_tokens"] == paused["output_tokens"]
+    more = server.status()["output_tokens"] - paused["output_tokens"]
+    assert more <= paused["running"]  # of a step that was running at the pause
 
 
 def test_repeated_prompts_come_from_the_cache(server: RolloutProcess) -> None:

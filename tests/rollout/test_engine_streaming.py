@@ -94,7 +94,8 @@ async def test_cancelled_streams_stop(engine: Engine, prompts: list[list[int]]) 
         while (status := await engine.status()).running or status.queued:
             await asyncio.sleep(0.01)
     await engine.resume()
-    assert (await engine.status()).output_tokens == paused.output_tokens
+    more = (await engine.status()).output_tokens - paused.output_tokens
+    assert more <= paused.running  # of a step that was running at the pause
 
 
 async def test_an_error_of_the_receiver_ends_its_request_alone(engine: Engine, prompts: list[list[int]]) -> None:
