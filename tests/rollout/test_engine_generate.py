@@ -132,7 +132,8 @@ def test_clients_that_disconnect_free_their_requests(server: RolloutProcess, pro
             clients.enter_context(socket.create_connection(address)).sendall(head.encode() + body)
         wait_until(lambda: server.status()["output_tokens"] > before)
         server.post("/pause_generation", {"mode": "in_place"})
-        assert (paused := server.status())["running"] > 0
+        paused = server.status()
+        assert paused["running"] > 0
     wait_until(lambda: (status := server.status())["running"] == status["queued"] == 0)
     server.post("/continue_generation", {})
     more = server.status()["output_tokens"] - paused["output_tokens"]
