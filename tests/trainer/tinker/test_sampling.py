@@ -52,8 +52,10 @@ class Rollout:
     async def generate(self, request: Request) -> Response:
         self.running += 1
         version = self.current
-        await asyncio.sleep(0.01)
-        self.running -= 1
+        try:
+            await asyncio.sleep(0.01)
+        finally:  # the client leaves if another sample of its request fails
+            self.running -= 1
         self.n_answers += 1
         if self.n_answers == self._restarts_after:
             self.current = "base"
