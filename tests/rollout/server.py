@@ -127,7 +127,7 @@ def running_server(folder: Path, config: dict[str, Any], *overrides: str) -> Ite
         server = RolloutProcess(f"http://127.0.0.1:{port}", folder / "test" / "checkpoints", config, process)
         try:
             server.publish("e000001-s000000", 0, ".")
-            wait_until(lambda: process.poll() is not None or _ready(server), 200)
+            wait_until(lambda: process.poll() is not None or _ready(server), 280)
             assert process.poll() is None, "the server ended before it was ready"
             yield server
         finally:
