@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Mapping
 from typing import Any
 
 import httpx
+
+from services.env.submissions.findings import AT_ONCE
+from tests.support.loop_clock import skip
 
 ADDER = """
 import random
@@ -72,3 +76,20 @@ async def play(client: httpx.AsyncClient, env: str, request_id: str, reply: str,
     return await client.post(
         f"/episodes/{made.json()['episode_id']}/step", json={"request_id": "1", "message": message}
     )
+
+
+async def timed_out(
+    client: httpx.AsyncClient, name: str, process: subprocess.Popen[str], call: str, seconds: float
+) -> Mapping[str, Any]:
+    """The version once its validation is over, whose calls used up their time.
+
+    Args:
+        process: the environment's server, which writes the name of a call that it never answers.
+        call: that name.
+        seconds: deadline of a call.
+    """
+    assert process.stdout is not None
+    for _ in range(AT_ONCE):
+        assert await asyncio.to_thread(process.stdout.readline) == f"{call}\n"
+    skip(seconds)
+    return await decided(client, name)

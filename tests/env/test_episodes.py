@@ -15,7 +15,7 @@ from tests.env.scripted import ScriptedEnvironment, entry, until
 from tests.support.loop_clock import skip
 
 DEADLINE_S = 120.0
-"""Of a call: no machine reaches it, and tests skip it."""
+"""Deadline of a call. Too long for any machine to reach it; tests of it move the clock."""
 
 
 class EpisodeClock:

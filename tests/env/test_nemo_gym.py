@@ -15,14 +15,12 @@ import pytest
 
 from services.env.backends.remote.nemo_gym_rows import output_items, read_row, response
 from services.env.submissions.canary import MAX_EPISODES
-from services.env.submissions.findings import AT_ONCE
 from shared.dialects.calls import before_calls, tool_calls
 from shared.errors import InputError, Unavailable
 from shared.process.ports import free_port
 from shared.services_schema import Limits
 from tests.env.conftest import OpenClient
-from tests.env.submitted import decided, opened, reached
-from tests.support.loop_clock import skip
+from tests.env.submitted import decided, opened, reached, timed_out
 from tests.support.net import wait_http
 from tools.installed import python_with
 
@@ -183,11 +181,7 @@ async def test_a_server_that_never_gives_its_verdict_is_rejected(open_client: Op
     async with open_client(limits=Limits(), deadline_s=60.0) as client:
         with serving(port, "slow") as process:
             await submit(client, f"http://127.0.0.1:{port}")
-            assert process.stdout is not None
-            for _ in range(AT_ONCE):
-                assert await asyncio.to_thread(process.stdout.readline) == "verify\n"
-            skip(60.0)
-            row = await decided(client, "far")
+            row = await timed_out(client, "far", process, "verify", 60.0)
     failed = [one for one in row["report"]["checks"] if not one["ok"]]
     assert (row["state"], [one["name"] for one in failed]) == ("rejected", ["episodes"]), row
     detail = failed[0]["detail"]

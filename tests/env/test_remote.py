@@ -15,12 +15,10 @@ import pytest
 from services.env.backends.remote import address
 from services.env.backends.remote.site import open_access
 from services.env.submissions.canary import MIN_EPISODES
-from services.env.submissions.findings import AT_ONCE
 from shared.errors import ConfigError, InputError
 from shared.process.ports import free_port
 from tests.env.conftest import OpenClient
-from tests.env.submitted import decided, play, reached
-from tests.support.loop_clock import skip
+from tests.env.submitted import decided, play, reached, timed_out
 
 SETTINGS = {"observation": "text", "action_field": "message", "num_tasks": {"train": 100, "eval": 20}}
 
@@ -172,11 +170,7 @@ async def test_a_server_that_never_answers_a_step_is_rejected(open_client: OpenC
     async with open_client(deadline_s=60.0) as client:
         with serving(port, "slow") as process:
             await submit(client, f"http://127.0.0.1:{port}")
-            assert process.stdout is not None
-            for _ in range(AT_ONCE):
-                assert await asyncio.to_thread(process.stdout.readline) == "step\n"
-            skip(60.0)
-            row = await decided(client, "far")
+            row = await timed_out(client, "far", process, "step", 60.0)
     failed = [one for one in row["report"]["checks"] if not one["ok"]]
     assert (row["state"], [one["name"] for one in failed]) == ("rejected", ["episodes"])
     assert "step took longer than 60 s" in failed[0]["detail"]

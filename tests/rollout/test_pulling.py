@@ -55,7 +55,7 @@ def patient(monkeypatch):
 
 @pytest.fixture
 def impatient(monkeypatch, patient):
-    """Where nobody sends anything, that is noticed soon."""
+    """Give up soon if no source sends anything."""
     monkeypatch.setattr(pulling, "PATIENCE_S", 2.0)
     monkeypatch.setattr(pulling, "PATIENCE_FIRST_S", 2.0)
     monkeypatch.setattr(pulling, "PATIENCE_BUSY_S", 4.0)
