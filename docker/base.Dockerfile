@@ -1,12 +1,18 @@
 # Services that need no accelerator: env, orchestrator, and the volley command.
 # The dependencies are a layer of their own, made from the lock alone: a change of code rebuilds none of them.
 
+# Of the packages only the project files: the layer of dependencies is kept until one of those changes.
+FROM python:3.13-slim AS projects
+COPY packages /packages
+RUN find /packages -type f ! -name pyproject.toml -delete && find /packages -type d -empty -delete
+
 FROM python:3.13-slim AS dependencies
 ENV UV_PROJECT_ENVIRONMENT=/opt/volley UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1
 WORKDIR /app
-COPY pyproject.toml uv.lock docker/sync.sh ./
+COPY pyproject.toml uv.lock hatch_build.py docker/sync.sh ./
+COPY --from=projects /packages packages
 RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache \
-    sh sync.sh --extra environments --extra tools --extra traces
+    sh sync.sh --all-packages --extra libraries --extra tools --extra traces
 
 FROM python:3.13-slim
 RUN useradd --uid 10001 --user-group --no-log-init --home-dir /home/volley --create-home volley \
@@ -21,5 +27,6 @@ COPY docker docker
 COPY shared shared
 COPY services services
 COPY volley volley
-RUN python -m compileall -q services shared volley
+COPY packages packages
+RUN python -m compileall -q services shared volley packages
 USER volley

@@ -1,13 +1,19 @@
 # The rollout server: sglang-jax on one host. EXTRA=rollout-tpu makes the image for TPU hosts, EXTRA=rollout-gpu that for NVIDIA's GPUs.
 # The dependencies are a layer of their own, made from the lock alone: a change of code rebuilds none of them.
 
+# Of the packages only the project files: the layer of dependencies is kept until one of those changes.
+FROM python:3.13-slim AS projects
+COPY packages /packages
+RUN find /packages -type f ! -name pyproject.toml -delete && find /packages -type d -empty -delete
+
 FROM python:3.13-slim AS dependencies
 ARG EXTRA=rollout
 ENV UV_PROJECT_ENVIRONMENT=/opt/volley UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1
 WORKDIR /app
-COPY pyproject.toml uv.lock docker/sync.sh ./
+COPY pyproject.toml uv.lock hatch_build.py docker/sync.sh ./
+COPY --from=projects /packages packages
 RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache \
-    sh sync.sh --extra "$EXTRA" --extra traces --no-install-package imageio-ffmpeg
+    sh sync.sh --all-packages --extra "$EXTRA" --extra traces --no-install-package imageio-ffmpeg
 
 FROM python:3.13-slim
 RUN useradd --uid 10001 --user-group --no-log-init --home-dir /home/volley --create-home volley \
@@ -22,5 +28,6 @@ COPY docker docker
 COPY shared shared
 COPY services services
 COPY volley volley
-RUN python -m compileall -q services shared volley
+COPY packages packages
+RUN python -m compileall -q services shared volley packages
 USER volley

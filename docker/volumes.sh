@@ -18,7 +18,8 @@ volumes="secrets redis environments orchestrator runs"
 fail() { echo "volumes.sh: $1" >&2; exit 1; }
 within() {  # within VOLUME COMMAND...: runs it in /volume
     volume=$1; shift
-    docker run --rm -i --network none --user 0 --workdir /volume -v "${project}_$volume:/volume" volley-base "$@"
+    docker run --rm -i --network none --user 0 --workdir /volume -v "${project}_$volume:/volume" \
+        "${VOLLEY_IMAGES:-}volley-base:${VOLLEY_TAG:-latest}" "$@"
 }
 
 case "${1:-}" in save | load) ;; *) fail "usage: volumes.sh save|load FOLDER" ;; esac

@@ -58,7 +58,8 @@ class PolicyGradientSection(Section):
 
     `beta` weighs the KL to the reference, in the loss or in the reward (`kl_in`). With `credit: turn`, each turn gets
     the rewards from that turn on. `teacher_kl_coef` weighs the reverse KL to a teacher, token by token, in the
-    advantages. `sequence-mean-token-scale` divides by `grpo_config.max_response_length`.
+    advantages. `sequence-mean-token-scale` divides by `grpo_config.max_response_length`. `mask_truncated` leaves
+    truncated episodes out of the loss and of all statistics of their group and step.
     """
 
     name: str

@@ -189,10 +189,12 @@ async def _run(server: HttpServer, service: RunningService, listener: socket.soc
         cancel()
 
     def cancel() -> None:
-        """Cancel each worker once: a second cancellation would interrupt its cleanup."""
-        for task in tasks:
-            if not task.cancelling():
-                task.cancel()
+        """Cancel each worker once: a second cancellation would interrupt its cleanup.
+
+        `Task.cancelling` is unreliable: Python 3.12 leaves it set after a TaskGroup in the worker has failed.
+        """
+        while tasks:
+            tasks.pop().cancel()
 
     async def guarded(worker: Callable[[], Awaitable[None]]) -> None:
         try:

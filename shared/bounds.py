@@ -17,6 +17,8 @@ MAX_OBJECTS = 2**17
 MAX_LINE_VALUES = 10_000
 """Limit on the values of one line of a record; a line of metrics has about a hundred."""
 MAX_DEPTH = 64
+MAX_URL = 500
+"""Characters of an address that a request names."""
 
 _SCALARS = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
 _FIXED_EXTENSIONS = {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18}

@@ -10,10 +10,10 @@ import argparse
 import copy
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,16 +21,18 @@ import orjson
 import yaml
 from pydantic import ValidationError
 
-from shared import moved_keys
-from shared.config_files import is_plain, read_tree, translated
+from shared import packages
+from shared.config_files import PROJECT, is_plain, present, read_tree, translated
 from shared.errors import ConfigError
-from shared.grl import translation as grl
+from shared.hints import hint_for
 from shared.run import pinned
 from shared.run.folder import RunFolder
 from shared.run.pinned import Flat
 from shared.run.sources import is_source, resolved
+from shared.run_config import run_model
 from shared.schema import RunConfig
 from shared.services_schema import Tls, TokenFiles
+from shared.visible import shortened
 
 _MAX_NAMED = 10  # mistakes in one message
 _MODEL = "model.path"
@@ -46,7 +48,7 @@ _PATHS = (
     *(f"services.token_files.{role}" for role in TokenFiles.model_fields),
     *(f"services.tls.{file}" for file in Tls.model_fields),
 )
-_FOUND_BESIDE = (_MODEL, "data.train", "data.eval")
+_FOUND_BESIDE = (_MODEL, "data.env", "data.train", "data.eval")
 _LISTS = ("sft.train", "sft.eval")
 """Keys whose values are lists of paths."""
 
@@ -55,12 +57,14 @@ _LISTS = ("sft.train", "sft.eval")
 class LoadedConfig:
     """A validated run configuration, its plain tree and the tree's hash.
 
-    `notes` are sentences about keys of another project's file that have no effect.
+    `notes` are sentences of a command that prepared it. `choices` are keys for which Volley chose a value, with the
+    reason (volley.planning.automatic).
     """
 
     config: RunConfig
     tree: dict[str, Any]
     notes: tuple[str, ...] = ()
+    choices: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def digest(self) -> str:
@@ -83,55 +87,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(
-    paths: Sequence[str | Path], overrides: Sequence[str] = (), *, given: Mapping[str, Any] | None = None
+    paths: Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    *,
+    given: Mapping[str, Any] | None = None,
+    base: Mapping[str, Any] | None = None,
 ) -> LoadedConfig:
-    """Merge the files in order, then the tree `given`, then the overrides.
+    """Merge the tree `base`, the files in order, the tree `given`, then the overrides.
 
     Raises ConfigError naming the wrong file, key or value.
     """
-    trees, notes = list[dict[str, Any]](), list[str]()
-    for path in paths:
-        tree, found = read_run(Path(path))
-        trees.append(_found_beside(tree, Path(path).parent))
-        notes += found
+    trees = [_found_beside(read_tree(Path(path), "config file"), Path(path).parent) for path in paths]
     if given:
         paths, trees = [*paths, "of the command line"], [*trees, dict(given)]
-    whole: Any = {}
+    whole: Any = dict(base or {})
     for path, tree in zip(paths, trees, strict=True):
         with translated(f"config file {path}"):
             whole = _merged(whole, tree)
     whole = _overridden(whole, overrides)
     with _in_file(paths, overrides):
-        return replace(_sourced(validate(whole), Path.cwd()), notes=tuple(notes))
-
-
-def read_run(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Read a file of a run's configuration. A file of GRL is translated, and the notes say which keys have no effect.
-
-    Raises ConfigError.
-    """
-    tree = read_tree(path, "config file")
-    if not grl.is_grl(tree):
-        return tree, ()
-    made = grl.translate(tree, partial(_beside, path))
-    return made.tree, made.notes
-
-
-def _beside(path: Path, name: str) -> dict[str, Any]:
-    """Read a file of the same folder by its name without .yaml. Raises ConfigError."""
-    return read_tree(path.parent / f"{Path(name).name}.yaml", "config file")
+        return _sourced(validate(whole), Path.cwd())
 
 
 def _found_beside(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Find model and data that are not in the present directory beside the configuration file that names them."""
+    """Find model and data that are not in the present directory beside the configuration file, or with Volley."""
     for key in _FOUND_BESIDE:
         section, _, leaf = key.partition(".")
         values = tree.get(section)
         value = values.get(leaf) if isinstance(values, dict) else None
         if isinstance(value, str) and "${" not in value and value and not Path(value).exists():
-            beside = folder / value.partition("@")[0]
-            if beside.exists():
-                tree[section] = {**tree[section], leaf: os.path.normpath((folder / value).absolute())}
+            name = value.partition("@")[0]
+            base = folder if (folder / name).exists() else PROJECT
+            if (folder / name).exists() or present(Path(name)) != Path(name):
+                tree[section] = {**tree[section], leaf: os.path.normpath((base / value).absolute())}
     return tree
 
 
@@ -182,8 +170,12 @@ def _overridden(tree: Any, overrides: Sequence[str]) -> Any:
     for override in overrides:
         key, sign, _ = override.partition("=")
         if not sign or not key:
-            raise ConfigError(f"override {override!r} is not of the form key.path=value")
+            raise ConfigError(
+                f"override {override!r} is not of the form key.path=value", "write key.path=value without spaces"
+            )
         check_text("override", override)
+        if found := hint_for(key):
+            raise ConfigError(f"override {override[:200]!r}: {found[0]}", found[1])
         with translated(f"override {override[:200]!r}"):
             tree = _merged(tree, OmegaConf.from_dotlist([override]))
     return tree
@@ -204,8 +196,8 @@ def recorded(path: Path) -> LoadedConfig:
 def stored(folder: Path, overrides: Sequence[str] = (), files: Sequence[Path] = ()) -> LoadedConfig:
     """Load the configuration in a run's folder, with absolute paths; later `files` and `overrides` win over it.
 
-    Older runs hold paths relative to the folder where they were started. Relative paths in `files` and `overrides` are
-    resolved against the present directory. Raises ConfigError.
+    Relative paths in it are resolved against the folder where the run was started, those in `files` and `overrides`
+    against the present directory. Raises ConfigError.
     """
     was = rooted(load([RunFolder(folder).config]), _started_in(RunFolder(folder).record))
     if not (overrides or files):
@@ -260,7 +252,7 @@ def changed(loaded: LoadedConfig, values: Mapping[str, Any]) -> LoadedConfig:
             inner = node.get(parent)
             node[parent] = node = inner if isinstance(inner, dict) else {}
         node[leaf] = value
-    return validate(tree)
+    return replace(validate(tree), choices=loaded.choices)
 
 
 def check_text(key: str, value: Any) -> None:
@@ -287,11 +279,13 @@ def apply_settings(config: RunConfig, settings: Flat) -> RunConfig:
 def validate(tree: Any) -> LoadedConfig:
     """Validate a plain or OmegaConf tree. Raises ConfigError."""
     with translated("the configuration"):
-        plain: Any = moved_keys.in_tree(tree if isinstance(tree, dict) else _resolved(tree))
+        plain: Any = dict(tree) if isinstance(tree, dict) else _resolved(tree)
     try:
-        return LoadedConfig(RunConfig.model_validate(plain), plain)
+        return LoadedConfig(run_model().model_validate(plain), plain)
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(e) for e in error.errors()[:_MAX_NAMED])) from error
+        mistakes = error.errors()[:_MAX_NAMED]
+        hint = next(filter(None, map(_hint, mistakes)), "")
+        raise ConfigError("; ".join(map(_explain, mistakes)), hint) from error
 
 
 def _resolved(tree: Any) -> Any:
@@ -300,29 +294,76 @@ def _resolved(tree: Any) -> Any:
     return OmegaConf.to_container(tree, resolve=True) if OmegaConf.is_config(tree) else tree
 
 
+def _hint(error: Any) -> str:
+    """Name the valid values or keys, shortened, or what to write for a value of another kind."""
+    key = ".".join(str(part) for part in _located(error["loc"])[0])
+    if error["type"] == "union_tag_invalid":
+        return f"valid: {shortened(one.strip(chr(39) + ' ') for one in error['ctx']['expected_tags'].split(','))}"
+    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{key} is a section: write {key}.KEY=VALUE"
+    if error["type"] == "missing" and key == "model":
+        return "write model.path=MODEL: a folder or a hub id"
+    if error["type"].startswith(("int_", "float_")) and not isinstance(error["input"], str | int | float):
+        return f"write {key}=NUMBER"
+    return ""
+
+
 def _explain(error: Any) -> str:
     loc, section = _located(error["loc"])
     key = ".".join(str(part) for part in loc) or "configuration"
     tag = str(error.get("ctx", {}).get("discriminator", "")).strip("'")
     if error["type"] == "extra_forbidden":
-        known = getattr(section, "model_fields", None)
-        return f"unknown key {key}" + (f" (valid here: {', '.join(known)})" if known is not None else "")
+        return _explain_unknown(key, getattr(section, "model_fields", {}))
     if loc == ("algorithm",) and isinstance(error["input"], str):
         return f"algorithm is a section: write algorithm.name={error['input'][:200]}"
     if error["type"] == "union_tag_invalid":
-        return f"{key}.{tag}={error['ctx']['tag']!r}: expected one of {error['ctx']['expected_tags']}"
+        given, expected = error["ctx"]["tag"], error["ctx"]["expected_tags"]
+        near = get_close_matches(given, [one.strip("' ") for one in expected.split(",")], n=1)
+        return f"{key}.{tag}={given!r}: " + (f"did you mean {near[0]}?" if near else "unknown")
     if error["type"] == "union_tag_not_found":
         return f"{key}.{tag} is missing"
     if error["type"] == "missing":
         return f"{key} is missing"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"]) if not loc else f"{key}: {error['ctx']['error']}"
-    return f"{key}={repr(error['input'])[:200]}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    if error["type"] == "model_type":
+        return f"{key} is a section, not {repr(error['input'])[:200]}"
+    if error["input"] is None:
+        return f"{key} has no value"
+    told = error["msg"].partition(", unable to parse")[0]  # which says the same again
+    return f"{key}={repr(error['input'])[:200]}: {told[0].lower()}{told[1:]}"
+
+
+def _explain_unknown(key: str, known: Iterable[str]) -> str:
+    """Name the key that was meant: a similar one of the same section, or one of that name in another section."""
+    if found := hint_for(key):
+        return f"unknown key {key}: {found[0]} ({found[1]})"
+    if owner := packages.missing(key):
+        return f"unknown key {key}: {owner}"
+    section, dot, name = key.rpartition(".")
+    if near := get_close_matches(name, known, n=1, cutoff=0.75):
+        return f"unknown key {key}: did you mean {section}{dot}{near[0]}?"
+    elsewhere = [one for one in _keys(run_model()) if one.rpartition(".")[2] == name and one != key]
+    elsewhere.sort(key=lambda one: (not one.startswith(f"{section or 'trainer'}."), one.count(".")))
+    if elsewhere:
+        return f"unknown key {key}: did you mean {' or '.join(elsewhere[:2])}?"
+    return f"unknown key {key}" + (f" (valid here: {shortened(known, 12)})" if known else "")
+
+
+def _keys(section: Any, prefix: str = "") -> Mapping[str, None]:
+    """List the dotted keys of a section and of the sections in it, of each kind of a union, each once."""
+    found = dict[str, None]()
+    for name, one in section.model_fields.items():
+        found[prefix + name] = None
+        for inner in (one.annotation, *get_args(one.annotation)):
+            if hasattr(inner, "model_fields"):
+                found |= _keys(inner, f"{prefix}{name}.")
+    return found
 
 
 def _located(loc: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
     """Location without the tags of unions, which pydantic adds, and the section of its last key (None if unknown)."""
-    found, section, of = list[Any](), None, RunConfig
+    found, section, of = list[Any](), None, run_model()
     for part in loc:
         if tagged := [one for one in get_args(of) if _is_tagged(one, part)]:
             of = tagged[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from shared.errors import ConfigError
 from shared.files.reading import read_file
 
+PROJECT = Path(__file__).resolve().parents[1]
 _MAX_BYTES = 2**18
 _MAX_VALUES = 20_000
 _MAX_LEVELS = 64
@@ -25,11 +27,25 @@ def translated(what: str) -> Iterator[None]:
     try:
         yield
     except yaml.YAMLError as error:
-        raise ConfigError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise ConfigError(*_yaml_mistake(what, error)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} is not text", "give a YAML file in UTF-8") from error
     except RecursionError as error:
         raise ConfigError(f"{what} is nested too deeply, or contains itself") from error
     except (ValueError, TypeError, *_errors_of_omegaconf()) as error:
         raise ConfigError(f"{what} cannot be used: {_first_line(error)}") from error
+
+
+def _yaml_mistake(what: str, error: yaml.YAMLError) -> tuple[str, str]:
+    """Describe an error of YAML: the line, what is wrong there, and what to write."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+    at = f", line {mark.line + 1}" if mark is not None else ""
+    if "'\\t'" in problem:
+        return f"{what}{at} is indented with a tab, which YAML does not allow", "indent with spaces"
+    hint = (
+        "the file ends within a value: a bracket or quotation mark is not closed" if "<stream end>" in problem else ""
+    )
+    return f"{what} is not valid YAML{at}: {' '.join(problem.split())}", hint
 
 
 def _errors_of_omegaconf() -> tuple[type[Exception], ...]:
@@ -38,10 +54,16 @@ def _errors_of_omegaconf() -> tuple[type[Exception], ...]:
     return () if errors is None else (errors.OmegaConfBaseException,)
 
 
+def present(path: Path) -> Path:
+    """Return the path, or the file of that name that comes with Volley, such as `configs/quickstart.yaml`."""
+    ours = PROJECT / path
+    return ours if path.parts[:1] == ("configs",) and not path.exists() and ours.exists() else path
+
+
 def read_tree(path: Path, noun: str = "") -> dict[str, Any]:
     """Read a YAML or JSON file that holds a mapping; errors name it as `noun` and path. Raises ConfigError."""
     with translated(f"{noun} {path}".lstrip()):
-        return _read(path)
+        return _read(present(path))
 
 
 class _Loader(yaml.SafeLoader):
@@ -58,15 +80,28 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = read_file(path, _MAX_BYTES).decode()
     except OSError as error:
-        raise ConfigError(
-            f"config file {path}: {error.strerror}", "give an existing YAML file with --config"
-        ) from error
+        raise ConfigError(f"config file {path}: {error.strerror}", _near(path)) from error
     if _values(yaml.compose(text, yaml.SafeLoader), {}) > _MAX_VALUES:
         raise ConfigError(f"config file {path} holds more than {_MAX_VALUES} values (aliases count each time)")
     tree = _Loader(text).get_single_data()
     if not isinstance(tree, dict):
-        raise ConfigError(f"config file {path} does not hold a mapping of sections")
+        held = "is empty" if tree is None else f"holds {_KINDS.get(type(tree), 'one value')}, not a mapping of sections"
+        raise ConfigError(f"config file {path} {held}", "write sections with keys, as in configs/quickstart.yaml")
     return tree
+
+
+_KINDS = {list: "a list", str: "plain text"}
+
+
+def _near(path: Path) -> str:
+    """Hint at the file that was meant: another spelling, here or in the folder of examples."""
+    if path.is_dir():
+        files = sorted(str(file) for file in path.glob("*.yaml"))[:3]
+        return f"name a file in it, such as {', '.join(files)}" if files else "give an existing YAML file with --config"
+    folders = [path.parent, Path("configs")]
+    files = [str(file) for folder in folders if folder.is_dir() for file in folder.glob("*.yaml")]
+    near = [file for file in files if Path(file).name == path.name] or get_close_matches(str(path), files, n=1)
+    return f"did you mean {near[0]}?" if near else "give an existing YAML file with --config"
 
 
 def _values(node: yaml.Node | None, known: dict[int, int]) -> int:

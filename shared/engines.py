@@ -1,27 +1,19 @@
 """Capabilities that a rollout server's engine declares, and the settings of a run that need them.
 
-The engines are in `services.rollout.engines`; servers, trainer and commands exchange these declarations.
+Servers, trainer and commands exchange these declarations. What each kind can do at most, `shared.engine_kinds` knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
+from shared import engine_kinds
+from shared.engine_kinds import CAPABILITIES, Capability
 from shared.errors import ConfigError, InputError
 from shared.schema import RunConfig
 
-type Capability = Literal["exact_ids", "spans", "in_flight_update", "audit", "routing", "probe"]
-"""
-exact_ids: output ids are the sampled tokens, each with its log-probability.
-spans: an answer names the weight version of every token, also where versions change within it.
-in_flight_update: weights may change while requests run, which then go on.
-audit: the checksum of the arrays that the next step uses can be read at any time.
-routing: the engine can return the experts that tokens were sent to.
-probe: the engine compares its log-probabilities of given tokens with the trainer's before weights serve.
-"""
-CAPABILITIES: tuple[Capability, ...] = get_args(Capability.__value__)
 IN_FLIGHT: tuple[Capability, ...] = ("in_flight_update", "spans")
 """Capabilities that every update mode but `abort` needs."""
 _PROOFS: tuple[Capability, ...] = ("audit", "probe")
@@ -62,7 +54,12 @@ class DeclaredEngine:
         kind, capabilities = value.get("kind"), value.get("capabilities")
         if not (isinstance(kind, str) and 0 < len(kind) <= _MOST_NAME and isinstance(capabilities, list)):
             return None
-        return cls(kind, tuple(one for one in CAPABILITIES if one in capabilities))
+        return cls(kind, tuple(one for one in _most(kind, CAPABILITIES) if one in capabilities))
+
+    @classmethod
+    def of_kind(cls, kind: str) -> Self:
+        """Return the engine of a kind; one that is not known here has no capabilities."""
+        return cls(kind, _most(kind, ()))
 
     def check_mode(self, mode: str) -> None:
         """Raises InputError if weights cannot be committed in this mode."""
@@ -79,6 +76,11 @@ class DeclaredEngine:
                 raise ConfigError(
                     f"{key} needs {capability}, which rollout.engine.kind={self.kind} does not have", hint
                 )
+
+
+def _most(kind: str, unknown: tuple[Capability, ...]) -> tuple[Capability, ...]:
+    """Capabilities of a kind; `unknown` for one that is not known here."""
+    return engine_kinds.kind_of(kind).capabilities if kind in engine_kinds.names() else unknown
 
 
 def _needs(config: RunConfig, has_experts: bool) -> Iterator[tuple[str, Capability, str]]:

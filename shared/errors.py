@@ -7,7 +7,9 @@
     │   │   ├── MalformedAnswer     a service's answer cannot be read
     │   │   └── Untrainable         a valid group that cannot be trained on
     │   ├── TooLarge            a body, prompt or episode exceeds its limit                413
+    │   ├── ContextExceeded     a prompt, or it and its answer, exceed the context         400
     │   ├── NotFound            no such path, environment, episode, run or version         404
+    │   │   └── ModelNotFound       a client names another model
     │   ├── Expired             the result or session was there, and is no longer           410
     │   ├── WrongMethod         the path takes other methods                               405
     │   ├── Forbidden           a path outside the configured root, a missing token        403
@@ -30,6 +32,7 @@
     │   ├── RewardFailed        a judge or reward service did not answer
     │   │   └── JudgementUnusable   its answer is empty or cut off
     │   ├── OutOfMemory         weights or an episode do not fit                           507
+    │   ├── DeviceFailed        a rollout server's device failed while it loaded weights
     │   └── StorageUnavailable  files cannot be written now                                507
     │       ├── StorageFull     a disk, a quota or a file size limit is used up
     │       └── StorageDenied   no permission, a read-only file system, a missing folder
@@ -87,7 +90,8 @@ class VolleyError(Exception):
     possible; when attempts run out, the group fails), `fail` (no attempt can succeed: the group fails at once) or
     `stop` (the process exits, and restarts from durable state). `waits_on` is the party that has to come back before a
     retry can succeed, if the class determines it. An `outage` says nothing about the request: the service that was
-    asked, or its state, is gone. It costs an episode no attempt. Subclasses inherit these values.
+    asked, or its state, is gone. It costs an episode no attempt. `api_code` names the error in OpenAI's API, if clients
+    may act on it. Subclasses inherit these values.
     """
 
     status: ClassVar[int] = 500
@@ -96,6 +100,7 @@ class VolleyError(Exception):
     waits_on: ClassVar[Party | None] = None
     outage: ClassVar[bool] = False
     title: ClassVar[str] = "Internal error"
+    api_code: ClassVar[str | None] = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -146,8 +151,39 @@ class TooLarge(InputError):
     status, title = 413, "Too large"
 
 
+class ContextExceeded(InputError):
+    """A prompt of `n_prompt` tokens, or it and the `n_new` tokens asked for, exceed the `limit` of both together.
+
+    The numbers are 0 in an error of another service.
+    """
+
+    status, title, api_code = 400, "Longer than the context", "context_length_exceeded"
+
+    def __init__(self, detail: str, hint: str = "", n_prompt: int = 0, n_new: int = 0, limit: int = 0) -> None:
+        super().__init__(detail, hint)
+        self.n_prompt, self.n_new, self.limit = n_prompt, n_new, limit
+
+    @classmethod
+    def of(cls, limit: int, n_prompt: int, n_new: int = 0) -> ContextExceeded:
+        """Make the error in OpenAI's words, which clients search for."""
+        had = f"your messages resulted in {n_prompt} tokens"
+        if n_prompt <= limit:
+            had = f"you requested {n_prompt + n_new} tokens ({n_prompt} in the messages, {n_new} in the completion)"
+        return cls(
+            f"This model's maximum context length is {limit} tokens. However, {had}",
+            "shorten them, or raise rollout.engine.context_length",
+            n_prompt,
+            n_new,
+            limit,
+        )
+
+
 class NotFound(InputError):
     status, title = 404, "Not found"
+
+
+class ModelNotFound(NotFound):
+    api_code = "model_not_found"
 
 
 class Expired(InputError):
@@ -169,7 +205,7 @@ class Forbidden(InputError):
 
 
 class Unauthorized(Forbidden):
-    status, title = 401, "Unauthorized"
+    status, title, api_code = 401, "Unauthorized", "invalid_api_key"
 
 
 class Conflict(InputError):
@@ -189,7 +225,7 @@ class UnknownFrame(InputError):
 class Unavailable(VolleyError):
     """The request may succeed later; `retry_after_s` is the delay to wait, in seconds."""
 
-    status, title, cause = 503, "Unavailable", "infrastructure"
+    status, title, cause, api_code = 503, "Unavailable", "infrastructure", "unavailable"
 
     def __init__(self, detail: str, hint: str = "", retry_after_s: float = 1.0) -> None:
         super().__init__(detail, hint)
@@ -225,7 +261,7 @@ class ProcessesMissing(Unavailable):
 
 
 class RateLimited(Unavailable):
-    status, title = 429, "Too many requests"
+    status, title, api_code = 429, "Too many requests", "rate_limit_exceeded"
 
 
 class Busy(RateLimited):
@@ -258,6 +294,10 @@ class JudgementUnusable(RewardFailed):
 
 class OutOfMemory(Unavailable):
     status, title = 507, "Out of memory"
+
+
+class DeviceFailed(Unavailable):
+    title = "Device failed"
 
 
 class StorageUnavailable(Unavailable):

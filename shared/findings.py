@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from shared import engine_kinds
 from shared.algorithm_base import ClippedSection
 from shared.engine_schema import EngineSection
 from shared.errors import ConfigError
@@ -225,17 +226,19 @@ def _periods(config: RunConfig) -> Iterator[str]:
 
 
 def _engine(config: RunConfig) -> Iterator[str]:
-    engine, sampling = config.rollout.engine, config.rollout.sampling
+    engine = config.rollout.engine
+    yield from engine_kinds.kind_of(engine.kind).findings(config)
     if not engine.is_external:
         return
     plain = EngineSection()
     for key in _OWN_ENGINE:
         if (value := getattr(engine, key)) != getattr(plain, key):
             yield f"rollout.engine.{key}={_shown(value)} has no effect: the server of kind {engine.kind} has its own"
-    if engine.kind == "vllm" and sampling.temperature != 1:
+    if config.trainer.lora is not None and config.model.dtype != "float32" and not config.algorithm.correction.is_used:
         yield (
-            f"rollout.sampling.temperature={sampling.temperature:g} needs a vLLM server that was started with"
-            " --logprobs-mode processed_logprobs"
+            f"rollout.engine.kind={engine.kind} serves adapters merged into {config.model.dtype} weights, which rounds"
+            " away most of a small change, so it samples from another policy than the one that is trained; use"
+            " rollout.engine.kind=sglang_jax or model.dtype=float32, or correct for it with algorithm.sampler_is"
         )
 
 

@@ -1,12 +1,13 @@
 """Rules that reject whole groups: pure functions of a group, used by orchestrator and trainer.
 
 Names and meaning are those of slime and of dynamic sampling (DAPO, arXiv:2503.14476, section 3.2). A rule returns the
-reason, for users, to reject a group, and None to keep it.
+reason, for users, to reject a group, and None to keep it. It is asked about the episodes in the loss: see `of_trained`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,6 +25,21 @@ def are_equal(values: np.ndarray) -> bool:
         return float(np.ptp(values)) <= _EQUAL * float(np.abs(values).max())
 
 
+def in_loss(group: Group, *, mask_truncated: bool) -> Group:
+    """Return the group without the episodes that are outside the loss; it may have none left."""
+    if not mask_truncated:
+        return group
+    return replace(group, trajectories=tuple(t for t in group.trajectories if t.status != "truncated"))
+
+
+def of_trained(rule: GroupRule, group: Group, *, mask_truncated: bool) -> str | None:
+    """Apply a rule to the episodes of a group that are in the loss; reject a group without one."""
+    kept = in_loss(group, mask_truncated=mask_truncated)
+    if not kept.trajectories:
+        return f"all {len(group.trajectories)} episodes are truncated, and algorithm.mask_truncated leaves them out"
+    return rule(kept)
+
+
 def rewards(group: Group) -> np.ndarray:
     """Return the rewards of the episodes, float64 [G]."""
     return np.array([one.reward for one in group.trajectories], np.float64)
@@ -31,7 +47,7 @@ def rewards(group: Group) -> np.ndarray:
 
 def has_variance(group: Group) -> bool:
     """True if the episodes' rewards differ by more than rounding; otherwise group-relative advantages are 0."""
-    return not are_equal(rewards(group))
+    return bool(group.trajectories) and not are_equal(rewards(group))
 
 
 def zero_variance(group: Group) -> str | None:

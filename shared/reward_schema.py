@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from shared.section import Section
-from shared.server_schema import ForeignServer
+from shared.server_schema import ForeignServerSection
 
 MOST_COMPONENTS = 16
 COMPONENT = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$"
@@ -46,7 +46,7 @@ type ScaleEnd = Annotated[float, Field(ge=-1e9, le=1e9)]
 type ComponentWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
-class RewardServer(ForeignServer):
+class RewardServer(ForeignServerSection):
     """Server that is asked for rewards.
 
     `url` is the base of an OpenAI-compatible API (…/v1) for judges, the full address for reward services. A request

@@ -13,20 +13,19 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from shared import backend_kinds
 from shared.algorithm_base import GrpoConfig, OptimizerConfig
 from shared.algorithm_rules import contradiction
 from shared.algorithm_schema import AlgorithmSection, GrpoSection
 from shared.data_schema import DataSection
 from shared.engine_schema import EngineSection
-from shared.files import buckets
+from shared.files.addresses import ADDRESS
 from shared.generation_schema import GenerationSection, defeated
 from shared.reward_schema import missing_servers
-from shared.section import Fraction, Section
+from shared.section import Fraction, NameOf, Section
 from shared.services import SERVICES
 from shared.services_schema import ServicesSection
 from shared.sft_schema import DpoSection, SftSection
-from shared.tinker_schema import TinkerSection
-from shared.tunix_limits import TunixSettings, tunix_problem
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _MOST_LINES = 100_000
@@ -38,7 +37,7 @@ def _bucket(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     address = value.rstrip("/")
-    if not re.fullmatch(buckets.ADDRESS, address):
+    if not re.fullmatch(ADDRESS, address):
         raise ValueError(f"{value[:200]!r} is not an address of the form s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
     return address
 
@@ -50,18 +49,14 @@ def _collector(value: Any) -> Any:
     return value
 
 
-type TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
-
-
 class RunSection(Section):
     """Name, folder and seed of the run.
 
     The folder `dir/name` holds configuration, checkpoints, ledger, metrics and plots. `bucket` is `s3://BUCKET/PREFIX`
     or `gs://BUCKET/PREFIX`, used by this run alone: the trainer also keeps checkpoints and log there, and rollout
     servers may load checkpoints from there. `date` is the date that chat templates write; the first start of a run sets
-    it to today's date in UTC. `trackers` are the experiment trackers that `volley train` reports to;
-    with `dashboard` it offers a page to look at the run. `traces` is the address of an OpenTelemetry collector,
-    to which all services send spans by OTLP over HTTP.
+    it to today's date in UTC. `traces` is the address of an OpenTelemetry collector, to which all services send
+    spans by OTLP over HTTP.
     """
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
@@ -69,8 +64,6 @@ class RunSection(Section):
     bucket: Annotated[str | None, BeforeValidator(_bucket)] = None
     seed: NonNegativeInt = 0
     date: datetime.date | None = None
-    trackers: tuple[TrackerName, ...] = ()
-    dashboard: bool = True
     traces: Annotated[str | None, BeforeValidator(_collector)] = None
 
     @property
@@ -158,7 +151,8 @@ SPLASH_UNIT = 128
 class TrainerSection(Section):
     """One optimizer step trains on `groups_per_step` groups of `num_generations` episodes.
 
-    `length_buckets` are the compiled row lengths, in tokens. By default a row is one sequence, and a micro-batch has
+    `length_buckets` are the compiled row lengths, in tokens; of RL by default those below
+    rollout.engine.context_length, and that. By default a row is one sequence, and a micro-batch has
     `train_micro_batch_size` rows (null: all rows of the step). With `micro_batch_tokens`, sequences are packed into
     rows, shared prefixes are stored once, and a micro-batch has at most that many positions.
 
@@ -166,8 +160,8 @@ class TrainerSection(Section):
     only adapters are trained, on top of the weights that the run starts with (RL: those after the warm start).
     `offload_reference` keeps the reference of a KL term or of DPO in host memory and moves it to the devices for its
     passes; with `lora` it has no effect. `attention` is computed in blocks of queries, or by splash attention, whose
-    kernels need a TPU and lengths that are multiples of 128; `auto` uses splash attention where possible. `backend:
-    tunix` computes losses and optimizer steps of RL with `tunix.rl` (see shared.tunix_limits).
+    kernels need a TPU and lengths that are multiples of 128; `auto` uses splash attention where possible. `backend`
+    computes losses and optimizer steps of RL; packages add others.
 
     `spot_checks` is the share of episodes that the trainer scores again, to name rollout servers that compute something
     else than the weights they report; 0 checks none.
@@ -187,7 +181,7 @@ class TrainerSection(Section):
     lora: LoraSection | None = None
     offload_reference: bool = False
     attention: Literal["auto", "blocks", "splash"] = "auto"
-    backend: Literal["volley", "tunix"] = "volley"
+    backend: Annotated[str, NameOf(backend_kinds.names)] = "volley"
     mesh: MeshSection = MeshSection()
 
     @model_validator(mode="after")
@@ -254,6 +248,24 @@ class OrchestratorSection(Section):
 Mode = Literal["rl", "sft+rl", "sft", "dpo"]
 
 
+def _with_lengths(tree: dict[str, Any]) -> dict[str, Any]:
+    """Let the row lengths end at the context, or the context at the longest row, if only one of them is given."""
+    trainer, rollout = tree.get("trainer", {}), tree.get("rollout", {})
+    engine = rollout.get("engine", {}) if isinstance(rollout, dict) else None
+    if not isinstance(trainer, dict) or not isinstance(engine, dict):
+        return tree  # which is refused
+    fields = EngineSection.model_fields["context_length"], TrainerSection.model_fields["length_buckets"]
+    default, lengths = int(fields[0].default), tuple[int, ...](fields[1].default)
+    context, buckets = engine.get("context_length", default), trainer.get("length_buckets")
+    if buckets is None and isinstance(context, int):
+        buckets = [*(one for one in lengths if one < context), context]
+        return {**tree, "trainer": {**trainer, "length_buckets": buckets}}
+    if "context_length" not in engine and isinstance(buckets, list | tuple) and all(type(x) is int for x in buckets):
+        engine = {**engine, "context_length": min(default, max(buckets, default=default))}
+        return {**tree, "rollout": {**rollout, "engine": engine}}
+    return tree
+
+
 class RunConfig(Section):
     """The whole file.
 
@@ -272,29 +284,17 @@ class RunConfig(Section):
     trainer: TrainerSection = TrainerSection()
     rollout: RolloutSection = RolloutSection()
     orchestrator: OrchestratorSection = OrchestratorSection()
-    tinker: TinkerSection = TinkerSection()
     services: ServicesSection = ServicesSection()
 
     @model_validator(mode="before")
     @classmethod
-    def _named(cls, tree: Any) -> Any:
-        """Default the algorithm's name to GRPO."""
-        given = tree.get("algorithm") if isinstance(tree, dict) else None
-        return {**tree, "algorithm": {"name": "grpo", **given}} if isinstance(given, dict) else tree
-
-    def _of_tunix(self) -> TunixSettings:
-        rows = self.trainer.groups_per_step * self.grpo_config.num_generations
-        return TunixSettings(
-            section=self.algorithm,
-            rows=rows,
-            micro_rows=self.trainer.train_micro_batch_size or rows,
-            num_generations=self.grpo_config.num_generations,
-            temperature=self.rollout.sampling.temperature,
-            adapts=self.trainer.lora is not None,
-            packs=self.trainer.micro_batch_tokens is not None,
-            cuts_left=self.orchestrator.generation.truncation == "left",
-            num_processes=self.services.trainer.num_processes,
-        )
+    def _completed(cls, tree: Any) -> Any:
+        """Default the algorithm's name to GRPO, and row lengths and context to each other's."""
+        if not isinstance(tree, dict):
+            return tree
+        given = tree.get("algorithm")
+        tree = {**tree, "algorithm": {"name": "grpo", **given}} if isinstance(given, dict) else tree
+        return tree if tree.get("mode") in ("sft", "dpo") else _with_lengths(tree)
 
     @property
     def is_supervised(self) -> bool:
@@ -355,8 +355,9 @@ class RunConfig(Section):
         limits = self.trainer.groups_per_step, self.grpo_config.off_policy_steps, n_groups
         if problem := defeated(self.orchestrator.generation, *limits):
             raise ValueError(problem)
-        if self.trainer.backend == "tunix" and (problem := tunix_problem(self._of_tunix())):
-            raise ValueError(problem)
+        foreign = backend_kinds.kind_of(self.trainer.backend)
+        if foreign is not None and (problem := foreign.problem(self)):
+            raise ValueError(f"trainer.backend={self.trainer.backend}: {problem}, or use trainer.backend=volley")
         if missing := missing_servers(self.data.rewards, self.services.env.reward_servers):
             raise ValueError(missing[0])
         return self

@@ -19,7 +19,7 @@ def _http(url: str) -> str:
     return url.rstrip("/")
 
 
-class ForeignServer(Section):
+class ForeignServerSection(Section):
     """An external server.
 
     `token_file` is a secret file with its API key. `timeout_s` bounds one request; at most `max_concurrent` run at
@@ -35,7 +35,7 @@ class ForeignServer(Section):
     max_tokens: PositiveInt | None = None
 
 
-class TeacherServer(ForeignServer):
+class TeacherServer(ForeignServerSection):
     """Server that returns log-probabilities of given tokens.
 
     With a `model`, `url` is the base of an OpenAI-compatible API (…/v1) that serves it; without, the root of a server

@@ -76,9 +76,8 @@ class Trajectory:
     not recorded; then absent on the wire). `timings` are in seconds.
 
     `status` is `completed` if the environment ended the episode after a whole turn, and `truncated` if a limit cut the
-    last turn or ended the episode. Older records say `completed` after a cut last turn; they are trained on and
-    replayed as recorded. `end` says how the episode ended (None in records older than the field). `faults` counts turns
-    by the model's mistake, `failures` counts failed attempts of the episode by error class (see shared.outcomes).
+    last turn or ended the episode. `end` says how the episode ended (None if it is not known). `faults` counts turns by
+    the model's mistake, `failures` counts failed attempts of the episode by error class (see shared.outcomes).
 
     An episode of several sequences has `branches` (absent on the wire without); reward, success, status and end are
     those of the whole episode.

@@ -1,12 +1,15 @@
-"""Escape control characters in untrusted text that goes to a terminal.
+"""Escape control characters in untrusted text that goes to a terminal, and quote it in commands to copy.
 
 A terminal interprets escape sequences, and a reader trusts separate lines: a name with either could move the cursor,
-recolour, hide or forge a command's output.
+recolour, hide or forge a command's output. A shell runs what it finds in a name: all text from outside in a command
+that a reader may copy goes through `quoted`.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterable
 
 _CONTROLS = re.compile(
     "[\x00-\x08\x0a-\x1f\x7f-\x9f"  # C0 but the tab, delete, C1
@@ -19,6 +22,23 @@ _SHORT = {"\n": "\\n", "\r": "\\r"}
 def visible(text: object) -> str:
     """Return the text as one line, each control character escaped as `\\x1b`, `\\n` or `\\u202e`. Idempotent."""
     return _CONTROLS.sub(_escaped, str(text))
+
+
+def is_visible(text: object) -> bool:
+    """Return True if the text holds no control characters."""
+    return _CONTROLS.search(str(text)) is None
+
+
+def quoted(*words: object) -> str:
+    """Quote words for a shell. Control characters are made visible: a command with such a word names nothing."""
+    return shlex.join(map(visible, words))
+
+
+def shortened(names: Iterable[str], most: int = 8) -> str:
+    """List names, the first `most` of them and the number of the others."""
+    listed = list(names)
+    rest = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + rest
 
 
 def visible_json(text: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.errors import Unavailable
-from tools.bootstrap import ROOT, find_uv, locked, uv_environment
+from volley.bootstrap import ROOT, find_uv, locked, uv_environment
 
 _TIMEOUT_S = 600.0
 

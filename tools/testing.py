@@ -1,9 +1,9 @@
 """`make test` and `make test-long`: run pytest in each virtual environment.
 
 The last line sums up the results. A suite is one pytest. Enough suites run at once to keep two cores busy, for most of
-them often wait for processes. The longest starts first, so that all end at about the same time. Each suite's output is
-shown at its end; a failure does not stop the others. Arguments go to pytest; `--part 0/2` (tests/conftest.py) runs half
-of the tests.
+them often wait for processes. The longest start first, so that all end at about the same time. Each suite's output is
+shown at its end; a failure does not stop the others. Arguments go to pytest; `--part 0/2` (conftest.py) runs half
+of the tests. `--changed`, or `--changed=REVISION`, runs the test files that a change reaches (tools/changed.py).
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 
 from shared.process.utf8 import print_what_can_be_printed
+from tools.changed import reached_tests
 from volley.layout import PROJECT, python_of, variables_of
 
-LONG = "--long"
+LONG, CHANGED = "--long", "--changed"
 _NO_TESTS_COLLECTED = 5
-_BESIDE = 5
+_BESIDE = 6
 _LONG_BESIDE = 2
 """Long suites start whole stacks, and compare throughput and memory."""
 _FUZZ_CASES = "2000"
@@ -32,7 +34,7 @@ _FUZZ_CASES = "2000"
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """One pytest: paths in tests/, its virtual environment, options and environment variables."""
+    """One pytest: paths in the project, its virtual environment, options and environment variables."""
 
     name: str
     paths: tuple[str, ...]
@@ -47,41 +49,65 @@ def suites(*, long: bool) -> tuple[Suite, ...]:
 
 
 def _short() -> tuple[Suite, ...]:
+    uvicorn = "tests/shared/test_connection.py"  # sglang-jax pins another one
+    trainer = ("tests/trainer", *_of_packages("trainer"))
+    others = _others(())
+    sandbox = tuple(path for path in others if path.startswith("packages/sandbox/"))
     named = (
-        Suite("trainer", ("trainer",), "trainer"),
-        Suite("system", ("system",)),
-        Suite("env", ("env",)),
-        Suite("rollout", ("rollout", "shared/test_connection.py"), "rollout"),  # sglang-jax pins another uvicorn
-        Suite("cli", ("cli", "docs")),
-        Suite("shared", ("shared", "queue")),
-        Suite("chaos", ("chaos",)),
-        Suite("fuzz", ("fuzz",)),
+        *(Suite(f"trainer{n}", files, "trainer") for n, files in enumerate(_halves(trainer), 1)),
+        Suite("packages", tuple(path for path in others if path.startswith("packages/") and path not in sandbox)),
+        Suite("sandbox", sandbox),
+        Suite("env", ("tests/env",)),
+        Suite("rollout", ("tests/rollout", uvicorn, *_of_packages("rollout")), "rollout"),
+        Suite("cli", ("tests/cli", "tests/docs")),
+        Suite("system", ("tests/system",)),
+        Suite("shared", ("tests/shared", "tests/queue")),
+        Suite("chaos", ("tests/chaos",)),
+        Suite("fuzz", ("tests/fuzz",)),
     )
     return (*named, Suite("rest", _others(named)))
 
 
 def _long() -> tuple[Suite, ...]:
     only = ("-m", "long")
-    fuzz = Suite("fuzz", ("fuzz/test_services.py",), options=(), variables={"VOLLEY_FUZZ_CASES": _FUZZ_CASES})
+    fuzz = Suite("fuzz", ("tests/fuzz/test_services.py",), options=(), variables={"VOLLEY_FUZZ_CASES": _FUZZ_CASES})
     apart = (
-        Suite("chaos", ("chaos",), options=only),
-        Suite("rollout", ("rollout",), "rollout", only),
-        Suite("trainer", ("trainer",), "trainer", only),
+        Suite("chaos", ("tests/chaos",), options=only),
+        Suite("rollout", ("tests/rollout", *_of_packages("rollout")), "rollout", only),
+        Suite("trainer", ("tests/trainer", *_of_packages("trainer")), "trainer", only),
     )
     return (Suite("rest", _others(apart), options=only), *apart, fuzz)
 
 
 def _others(named: Sequence[Suite]) -> tuple[str, ...]:
-    """Folders of tests/ in no other suite, except rollout's, which needs its own environment."""
-    taken = {path for suite in named for path in suite.paths} | {"rollout"}
-    found = {path.name for path in (PROJECT / "tests").iterdir() if any(path.rglob("test_*.py"))}
+    """Folders and files of tests for the environment `base` that are in no other suite."""
+    taken = {path for suite in named for path in suite.paths} | {"tests/trainer", "tests/rollout"}
+    taken.update(_of_packages("trainer"), _of_packages("rollout"))
+    folders = [*PROJECT.glob("tests/*"), *PROJECT.glob("packages/*/tests/*")]
+    found = {
+        str(path.relative_to(PROJECT)) for path in folders if path.match("test_*.py") or any(path.rglob("test_*.py"))
+    }
     return tuple(sorted(found - taken))
+
+
+def _halves(folders: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Two lists of the folders' test files of about the same size: the trainer's suite is the longest by far."""
+    files = [file for folder in folders for file in (PROJECT / folder).rglob("test_*.py")]
+    names = [str(file.relative_to(PROJECT)) for file in sorted(files, key=lambda file: (file.stat().st_size, file))]
+    return tuple(names[::2]), tuple(names[1::2])
+
+
+def _of_packages(environment: str) -> tuple[str, ...]:
+    """Folders with the packages' tests for an environment other than `base`."""
+    return tuple(str(path.relative_to(PROJECT)) for path in sorted(PROJECT.glob(f"packages/*/tests/{environment}")))
 
 
 def main(arguments: Sequence[str]) -> int:
     print_what_can_be_printed()
     started, wanted = time.monotonic(), suites(long=LONG in arguments)
-    given = [argument for argument in arguments if argument != LONG]
+    for revision in (one.removeprefix(CHANGED).lstrip("=") for one in arguments if one.startswith(CHANGED)):
+        wanted = narrowed(wanted, reached_tests(PROJECT, revision or None))
+    given = [argument for argument in arguments if argument != LONG and not argument.startswith(CHANGED)]
     print(f"tests of {', '.join(suite.name for suite in wanted)}; each suite is shown when it is over", flush=True)
     results: dict[str, tuple[int, str]] = {}
     with ThreadPoolExecutor(_LONG_BESIDE if LONG in arguments else _BESIDE) as workers:
@@ -92,13 +118,23 @@ def main(arguments: Sequence[str]) -> int:
             results[suite.name] = code, summary(output)
     print("\n" + "\n".join(f"{suite.name:<8} {results[suite.name][1]}" for suite in wanted))
     print(total([last for _, last in results.values()], time.monotonic() - started), flush=True)
-    return max(0 if code == _NO_TESTS_COLLECTED else code for code, _ in results.values())
+    return max((0 if code == _NO_TESTS_COLLECTED else code for code, _ in results.values()), default=0)
+
+
+def narrowed(wanted: Sequence[Suite], files: Sequence[str]) -> tuple[Suite, ...]:
+    """Suites with these test files only, without those that have none."""
+    kept = [
+        replace(
+            suite, paths=tuple(file for file in files if any(PurePath(file).is_relative_to(of) for of in suite.paths))
+        )
+        for suite in wanted
+    ]
+    return tuple(suite for suite in kept if suite.paths)
 
 
 def _pytest(suite: Suite, arguments: Sequence[str]) -> tuple[int, str]:
     """Exit code and output of one pytest."""
-    paths = [f"tests/{path}" for path in suite.paths]
-    command = [str(python_of(suite.environment)), "-m", "pytest", *suite.options, *paths, *arguments]
+    command = [str(python_of(suite.environment)), "-m", "pytest", *suite.options, *suite.paths, *arguments]
     environment = _variables(suite)
     ran = subprocess.run(
         command,

@@ -1,19 +1,49 @@
-"""The `volley` command, and a client of runs for Python programs: `from volley import Client`."""
+"""The `volley` command, and for Python programs `volley.train` and its like, and a client of runs."""
 
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info < (3, 12):  # noqa: UP036 - else a SyntaxError tells it
+    sys.exit(
+        f"volley: Python 3.12 or 3.13 is needed, and {sys.executable} is {sys.version.split()[0]}: start it with "
+        "`uvx --python 3.12 --from volley-rl volley`, or in a clone with .venvs/base/bin/volley"
+    )
 
 import services as services  # refuses to start where PYTHONPATH hides a package of ours
 
 if TYPE_CHECKING:
     from volley.client import AsyncClient, Client
+    from volley.python import aio
+    from volley.python.api import Server, dpo, evaluate, resume, serve, sft, train
+    from volley.python.run import Run
 
-__all__ = ["AsyncClient", "Client"]
+_CLIENT, _API = "volley.client", "volley.python.api"
+_HOMES = {
+    **dict.fromkeys(("AsyncClient", "Client"), _CLIENT),
+    **dict.fromkeys(("Server", "dpo", "evaluate", "resume", "serve", "sft", "train"), _API),
+    "Run": "volley.python.run",
+}
+
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "Run",
+    "Server",
+    "aio",
+    "dpo",
+    "evaluate",
+    "resume",
+    "serve",
+    "sft",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the client when it is asked for: commands do not need it."""
-    if name not in __all__:
+    """Import what a program asks for: commands do not need it."""
+    if name == "aio":
+        return import_module("volley.python.aio")
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from volley import client
-
-    return getattr(client, name)
+    return getattr(import_module(_HOMES[name]), name)

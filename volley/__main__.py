@@ -3,172 +3,162 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
 from importlib import import_module
-from typing import NoReturn
+from importlib.metadata import version
+from typing import Any, NoReturn
 
-from shared.errors import ConfigError
-from volley.printing import is_json, use_json
+from shared import packages
+from shared.errors import ConfigError, VolleyError
+from shared.visible import shortened
+from volley import wheel
+from volley.bootstrap import InstallError
+from volley.command import Command
+from volley.printing import outlive_output, use_json
 from volley.program import run_program
 from volley.run_arguments import accept
 
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A module with `add(parser)`, which names its arguments, and `run(arguments)`, which returns the exit code."""
-
-    module: str
-    help: str
-    example: str
-    aliases: tuple[str, ...] = ()
-
-
-GROUPS: Mapping[str, Mapping[str, Command]] = {
+_GROUPS: Mapping[str, Mapping[str, Command]] = {
     "Train": {
-        "quickstart": Command("commands.quickstart", "train a tiny model in a minute", "quickstart"),
+        "quickstart": Command(
+            "volley.commands.quickstart", "train a tiny model in a minute", "quickstart", outlives_output=True
+        ),
         "train": Command(
-            "commands.train",
+            "volley.commands.train",
             "start or continue training, with all services on this machine",
             "train --config configs/quickstart.yaml run.name=mine",
             aliases=("up",),
-        ),
-        "plan": Command(
-            "commands.plan",
-            "devices, memory, hand-over, disk and cost of a run, before it starts",
-            "plan --config configs/quickstart.yaml",
+            outlives_output=True,
         ),
         "sft": Command(
-            "commands.sft",
+            "volley.commands.sft",
             "train on conversations: files, or an environment's demonstrations",
             "sft talks.jsonl run.name=talks --model models/smollm2",
+            outlives_output=True,
         ),
         "dpo": Command(
-            "commands.sft",
+            "volley.commands.sft",
             "train on preference pairs (direct preference optimization)",
             "dpo pairs.jsonl run.name=pairs --model models/smollm2",
-        ),
-        "launch": Command(
-            "commands.launch",
-            "write a script that starts a run on Slurm, with SkyPilot or on TPU VMs",
-            "launch slurm --config configs/quickstart.yaml --nodes 3",
-        ),
-        "node": Command(
-            "commands.node",
-            "run the services of one host of a run on several hosts",
-            "node launch/quickstart --hosts host0,host1 --index 0",
+            outlives_output=True,
         ),
         "follow": Command(
-            "commands.follow",
+            "volley.commands.follow",
             "watch a run whose services run elsewhere, and report at its end",
             "follow --config configs/quickstart.yaml",
         ),
-        "tinker": Command(
-            "commands.tinker",
-            "train a model for clients of Tinker's interface (the tinker SDK)",
-            "tinker models/smollm2",
-        ),
     },
     "Look": {
-        "dashboard": Command(
-            "commands.dashboard", "look at runs in a browser: curves, services, every token", "dashboard runs"
-        ),
         "status": Command(
-            "commands.status", "readiness, weight versions, who waits for whom", "status runs/quickstart --watch"
+            "volley.commands.status", "readiness, weight versions, who waits for whom", "status runs/quickstart --watch"
         ),
-        "report": Command("reporting.report", "table, plot.png and summary.json of a run", "report runs/quickstart"),
+        "report": Command(
+            "volley.reporting.report", "table, plot.png and summary.json of a run", "report runs/quickstart"
+        ),
         "compare": Command(
-            "commands.compare",
+            "volley.commands.compare",
             "several runs in a table and one plot; with --vary, train them first",
             "compare runs/a runs/b",
-        ),
-        "track": Command(
-            "commands.track",
-            "report a run to TensorBoard, W&B, trackio or MLflow",
-            "track runs/quickstart --to tensorboard",
-        ),
-        "trajectories": Command(
-            "commands.trajectories",
-            "search, read and export the episodes of a run",
-            "trajectories runs/quickstart --reward-max 0 --sort tokens",
+            outlives_output=True,
         ),
         "eval": Command(
-            "commands.evaluate",
+            "volley.commands.evaluate",
             "evaluate a run's version or a model on held-out tasks, without training",
             "eval runs/quickstart --json result.json",
+            outlives_output=True,
         ),
     },
-    "Prove": {
-        "verify": Command("verify.command", "prove that no ticket was lost or trained twice", "verify runs/quickstart"),
-        "replay": Command(
-            "commands.replay",
-            "train archived groups again, and compare bit for bit",
-            "replay runs/quickstart --from-step 14",
-        ),
-        "fork": Command(
-            "commands.fork",
-            "train archived groups again under other settings, as a new run, without generating",
-            "fork runs/quickstart algorithm.name=dppo --from 8",
-        ),
-        "reverify": Command(
-            "reverify.command",
-            "replay archived episodes in today's environments, and compare rewards",
-            "reverify runs/quickstart",
-        ),
-    },
+    "Prove": {},
     "Models and environments": {
         "env": Command(
-            "commands.environments", "write, test, submit and manage your own environments", "env init maze.py"
+            "volley.commands.environments", "write, test, submit and manage your own environments", "env init maze.py"
         ),
-        "model": Command("commands.model", "download a model", "model get smollm2 models/smollm2"),
-        "serve": Command("commands.serve", "serve a model or a run's version by HTTP, alone", "serve runs/quickstart"),
+        "model": Command("volley.commands.model", "download a model", "model get smollm2 models/smollm2"),
+        "serve": Command(
+            "volley.commands.serve",
+            "serve a model or a run's version by HTTP, alone",
+            "serve runs/quickstart",
+            outlives_output=True,
+        ),
         "export": Command(
-            "commands.export",
+            "volley.commands.export",
             "write a run's weights as a folder that transformers loads",
             "export runs/quickstart models/mine",
         ),
     },
     "This machine": {
-        "doctor": Command("commands.doctor", "check what is installed and usable here", "doctor"),
+        "doctor": Command("volley.commands.doctor", "check what is installed and usable here", "doctor"),
         "config": Command(
-            "commands.configuration",
+            "volley.commands.configuration",
             "a configuration with the source of each value, or its JSON schema",
             "config show --config configs/quickstart.yaml --set",
         ),
+        "upgrade": Command(
+            "volley.commands.upgrade", "what is installed, how to upgrade it, and what becomes of runs", "upgrade"
+        ),
         "completion": Command(
-            "commands.completion",
+            "volley.commands.completion",
             "a script that completes commands and runs in bash, zsh or fish",
             'eval "$(volley completion bash)"',
         ),
         "access": Command(
-            "commands.access",
+            "volley.commands.access",
             "addresses and token files of a run, as shell variables",
             'eval "$(volley access runs/quickstart)"',
         ),
     },
 }
-COMMANDS: Mapping[str, Command] = {name: one for group in GROUPS.values() for name, one in group.items()}
+
+
+@cache
+def command_groups() -> Mapping[str, Mapping[str, Command]]:
+    """Return the commands of core and packages, by their group in `volley --help`. Raises ConfigError."""
+    groups = {group: dict(commands) for group, commands in _GROUPS.items()}
+    for name, command in packages.loaded(packages.COMMANDS).items():
+        if any(name in commands for commands in groups.values()):
+            raise ConfigError(f"a package brings the command {name}, which there is already")
+        groups.setdefault(command.group, {})[name] = command
+    return groups
+
+
+def all_commands() -> Mapping[str, Command]:
+    """Return all commands, by name. Raises ConfigError."""
+    return {name: command for group in command_groups().values() for name, command in group.items()}
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """Parser of one command; if JSON is wanted, wrong usage is a ConfigError instead of text."""
+    """Parser of one command; wrong usage is a ConfigError."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise ArgumentError with the nearest choice, if one is near, instead of all."""
+        if isinstance(action, argparse._SubParsersAction) and (owner := packages.missing(str(value))):
+            raise argparse.ArgumentError(action, f"{value}: {owner}")
+        choices = [str(one) for one in action.choices or ()]
+        if near := get_close_matches(str(value), choices if value not in choices else (), n=1, cutoff=0.7):
+            raise argparse.ArgumentError(action, f"{value!r} is unknown: did you mean {near[0]}?")
+        if isinstance(action, argparse._SubParsersAction) and value not in choices:
+            raise argparse.ArgumentError(action, f"{value!r} is unknown; commands are {shortened(choices)}")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
-        if is_json():
-            raise ConfigError(message, f"`{self.prog} --help` lists the arguments")
-        super().error(message)
+        of_commands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
+        text = message.removeprefix("argument COMMAND: ").replace("the following arguments are required: ", "missing: ")
+        raise ConfigError(text, f"`{self.prog} --help` lists the {'commands' if of_commands else 'arguments'}")
 
 
 class _Parser(_CommandParser):
     """Parser of the whole command line; its help lists the commands by group, each with an example."""
 
     def format_help(self) -> str:
-        width = max(map(len, COMMANDS))
+        width = max(map(len, all_commands()))
         lines = [f"usage: {self.prog} COMMAND ...", "", str(self.description)]
-        for group, commands in GROUPS.items():
+        for group, members in command_groups().items():
             lines += ["", f"{group}:"]
-            for name, command in commands.items():
+            for name, command in members.items():
                 lines += [f"  {name:{width}}  {command.help}", f"  {'':{width}}    {_example(command)}"]
         return "\n".join([*lines, "", f"`{self.prog} COMMAND --help` lists the arguments of a command.", ""])
 
@@ -179,15 +169,21 @@ def _example(command: Command) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `volley`."""
-    run_program(lambda: _run(argv))
+    run_program(lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
-def _run(argv: Sequence[str] | None) -> int:
-    given = sys.argv[1:] if argv is None else argv
+def _run(given: Sequence[str]) -> int:
+    if not given or given[0] == "help":
+        given = [*given[1:], "--help"]
     use_json("--json" in given and not {"-h", "--help"} & set(given))  # for errors of the parser
+    try:
+        wheel.enter(given)
+    except InstallError as error:
+        raise VolleyError(str(error)) from error
     arguments = parse_arguments(given)
     use_json(arguments.json is True)
     command: Callable[[argparse.Namespace], int] = arguments.command
+    outlive_output(arguments.outlives_output)
     accept(arguments)
     return command(arguments)
 
@@ -195,31 +191,54 @@ def _run(argv: Sequence[str] | None) -> int:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line.
 
-    argparse rejects positional arguments that follow an option; `key.path=value` overrides may come after one.
+    argparse rejects positional arguments that follow an option; `key.path=value` overrides may come after one. They may
+    also be written like options, with dashes.
     """
-    given = sys.argv[1:] if argv is None else argv
+    given = [_setting(one) for one in (sys.argv[1:] if argv is None else argv)]
     whole = parser(given[0] if given else "")
     arguments, late = whole.parse_known_args(given)
-    if late and not (hasattr(arguments, "overrides") and all("=" in one and one[0] != "-" for one in late)):
-        whole.error(f"unrecognized arguments: {' '.join(late)}")
-    if late:
-        arguments.overrides = [*arguments.overrides, *late]
+    takes = next((name for name in ("overrides", "rest") if hasattr(arguments, name)), None)
+    if late and not (takes and all("=" in one and one[0] != "-" for one in late)):
+        meant = [one.lstrip("-") for one in late if re.match(r"--\w+\.\w", one)]
+        told = f": settings have no dashes, write {meant[0]}{'' if '=' in meant[0] else '=VALUE'}" if meant else ""
+        raise ConfigError(f"unrecognized arguments: {' '.join(late)}{told}", _of_command(whole, arguments, late))
+    if late and takes:
+        setattr(arguments, takes, [*getattr(arguments, takes), *late])
     return arguments
+
+
+def _of_command(whole: argparse.ArgumentParser, arguments: argparse.Namespace, late: Sequence[str]) -> str:
+    """Hint at the option that was meant, or at the command's help."""
+    called = getattr(arguments, "called", "")
+    part = subcommands(whole).get(called)
+    options = [one for one in getattr(part, "_option_string_actions", ()) if one.startswith("--")]
+    wrong = next((one.partition("=")[0] for one in late if one.startswith("--")), "")
+    if near := get_close_matches(wrong, options, n=1):
+        return f"did you mean {near[0]}?"
+    if wrong == "--model" and hasattr(arguments, "config"):
+        return "write model.path=MODEL"
+    return f"`{whole.prog} {called} --help` lists the arguments"
+
+
+def _setting(argument: str) -> str:
+    """Return `--key.path=value` as `key.path=value`, and any other argument as it is."""
+    return argument[2:] if re.match(r"--\w+(\.\w+)+=", argument) else argument
 
 
 def parser(called: str | None = None) -> argparse.ArgumentParser:
     """Parser of the whole command line, with the arguments of the command `called`, or of all."""
     whole = _Parser(prog="volley", description="Reinforcement-learning post-training for language-model agents.")
-    commands = whole.add_subparsers(required=True, metavar="COMMAND", parser_class=_CommandParser)
-    for name, command in COMMANDS.items():
-        part = commands.add_parser(
+    whole.add_argument("--version", action="version", version=f"volley {version(wheel.DISTRIBUTION)}")
+    parts = whole.add_subparsers(required=True, metavar="COMMAND", parser_class=_CommandParser)
+    for name, command in all_commands().items():
+        part = parts.add_parser(
             name, aliases=command.aliases, help=command.help, epilog=f"example: {_example(command)}"
         )
         if called is None or called in (name, *command.aliases):
-            module = import_module(f"volley.{command.module}")
+            module = import_module(command.module)
             module.add(part)
             _add_json(part)
-            part.set_defaults(command=module.run, called=name)
+            part.set_defaults(command=module.run, called=name, outlives_output=command.outlives_output)
     return whole
 
 

@@ -1,19 +1,22 @@
-"""Run a command-line program: encodings, errors as one line on standard error or as JSON, exit codes.
+"""Run a command-line program: encodings, errors as one line and one hint on standard error or as JSON, exit codes.
 
-Exit codes: 0 done, 1 failed, 2 wrong configuration or usage, 130 stopped by Ctrl-C, 143 stopped by SIGTERM.
+Exit codes: 0 done, 1 failed, 2 wrong configuration or usage, 130 stopped by Ctrl-C, 141 nobody reads its output (as
+after SIGPIPE), 143 stopped by SIGTERM.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from contextlib import suppress
+from typing import NoReturn, TextIO
 
-from shared.errors import ConfigError, VolleyError, problem
+from shared.errors import ConfigError, StorageUnavailable, VolleyError, problem
 from shared.process.utf8 import print_what_can_be_printed, restart_in_utf8
-from volley.printing import complain, json_output, lacks_result, print_result
+from volley.printing import json_output, keep_lost, lacks_lines, lacks_result, print_result, show_error
+
+_UNREAD = 141
 
 
 def run_program(command: Callable[[], int]) -> NoReturn:
@@ -22,14 +25,19 @@ def run_program(command: Callable[[], int]) -> NoReturn:
     If JSON is wanted, standard output gets a value in every case: the command's result, `{"error", "exit_code"}`, or
     `{"exit_code"}` of a command that has neither.
     """
+    _open_standard_streams()
     restart_in_utf8()
     print_what_can_be_printed()  # not every encoding has the characters of curves, bars and tables
     with json_output(False):
         try:
             code = _flushed(_run(command))
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = 1
+            code = _UNREAD
+            _discard(sys.stdout)
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _discard(sys.stderr)
     raise SystemExit(code)
 
 
@@ -59,20 +67,42 @@ def _run(command: Callable[[], int]) -> int:
 
 
 def _failed(error: VolleyError, code: int) -> int:
-    complain(f"volley: {error}")
-    if lacks_result():
-        print_result({"error": problem(error), "exit_code": code})
+    show_error(error.detail, error.hint)
+    with suppress(StorageUnavailable):
+        if lacks_result():
+            print_result({"error": problem(error), "exit_code": code})
     return code
 
 
 def _flushed(code: int) -> int:
-    """Flush standard output; a command whose output cannot be written does not exit with 0."""
+    """Flush standard output; a command whose output cannot be written does not exit with 0.
+
+    One that outlives its output does, unless somebody may still read the output and lacks lines.
+    """
     try:
         sys.stdout.flush()
     except OSError as error:
-        if not isinstance(error, BrokenPipeError) and not code:  # else the error is reported already
-            with contextlib.suppress(OSError):
-                complain(f"volley: standard output: {error.strerror}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return code or 1
-    return code
+        _discard(sys.stdout)
+        try:
+            if not code:  # else the error is reported already
+                keep_lost(error)
+        except StorageUnavailable as lost:
+            return _failed(lost, 1)
+    return code or int(lacks_lines())
+
+
+def _discard(stream: TextIO) -> None:
+    """Discard what a stream still holds; Python would change the exit code because it cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _open_standard_streams() -> None:
+    """Open the standard streams that the parent has closed, so that no other file gets their numbers.
+
+    Writing to them fails, as on a closed one.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDONLY)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Arguments shared by all commands that read a run's folder."""
+"""Arguments shared by several commands."""
 
 from __future__ import annotations
 
@@ -25,6 +25,20 @@ def add_trust(part: argparse.ArgumentParser) -> None:
         action="store_true",
         help="trust the run's folder as your own: use the files, addresses and programs that it names",
     )
+
+
+def add_api_key(group: argparse._MutuallyExclusiveGroup, help: str) -> None:
+    """Add --api-key-file and --api-key, of which only the first hides the key from the other users of the machine."""
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help=f"file with the API key, mode 0600: {help}")
+    group.add_argument("--api-key", metavar="KEY", help="the API key itself; every user of the machine can list it")
+
+
+def api_key_of(arguments: argparse.Namespace) -> str | None:
+    """Return the API key of the command line, if there is one. Raises ConfigError."""
+    from shared.web.access import read_secret
+
+    path: Path | None = arguments.api_key_file
+    return arguments.api_key if path is None else read_secret(path, "--api-key-file")
 
 
 def accept(arguments: argparse.Namespace) -> None:

@@ -17,7 +17,7 @@ from shared.files.reading import read_file
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptFile:
     content: bytes
     mode: int
 
@@ -30,13 +30,15 @@ class SessionFiles:
     """
 
     root: Path
-    files: dict[Path, _Kept]
+    files: dict[Path, _KeptFile]
     folders: dict[Path, int]
 
     @classmethod
     def read(cls, root: Path, files: Iterable[Path], folders: Iterable[Path]) -> Self:
         """Read the files that exist. Raises OSError."""
-        kept = {path: _Kept(path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) for path in files if path.is_file()}
+        kept = {
+            path: _KeptFile(path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) for path in files if path.is_file()
+        }
         return cls(root, kept, {path: stat.S_IMODE(path.stat().st_mode) for path in folders if path.is_dir()})
 
     def restore(self) -> None:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from services.env.environments.games.frozen_lake import FrozenLakeConfig, frozen_lake  # noqa: E402
-from services.env.environments.games.sokoban import SokobanConfig, sokoban  # noqa: E402
+from volley_environments.games.sokoban import SokobanConfig, sokoban  # noqa: E402
 
 VOCABULARY = 512
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

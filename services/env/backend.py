@@ -10,11 +10,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from services.env.episode_types import Demonstration, Info, Message, StepResult, check_task
-from services.env.sandbox.answers import AgentSpec
 from shared.process import telemetry
+
+MAX_AGENT_S = 24 * 3600.0
+"""Longest time that an environment may give its agent, in seconds."""
 
 type Call = Literal["load", "list", "reset", "step", "demonstrate"]
 
@@ -70,6 +74,24 @@ class FinishedEpisode(Protocol):
         ...
 
 
+class AgentSpec(BaseModel):
+    """How episodes of an agent are played.
+
+    Attributes:
+        kind: `program` is started by this service; `external` means somebody outside.
+        timeout_s: seconds after which the program is ended; it is judged as it stands.
+        exit_codes: codes that are a normal end.
+        judged: True if the environment gives the reward.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    kind: Literal["program", "external"]
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_AGENT_S)]
+    exit_codes: tuple[Annotated[int, Field(ge=0, le=255)], ...]
+    judged: bool
+
+
 @dataclass(frozen=True, slots=True)
 class ModelAddress:
     """Address of the model for an agent, and the key of its session."""
@@ -95,7 +117,7 @@ class ProgramState:
 
 @runtime_checkable
 class AgentPlayed(Protocol):
-    """An episode that an agent plays, and `finish` judges; see services.env.agents.backend."""
+    """An episode that an agent plays, and `finish` judges."""
 
     @property
     def agent(self) -> AgentSpec: ...
@@ -123,7 +145,7 @@ async def finish_early(episode: LiveEpisode) -> StepResult:
     return StepResult((), 0.0, False, True, Info({}, False))
 
 
-class Backend(Protocol):
+class EnvironmentBackend(Protocol):
     """Interface to one environment.
 
     Every call raises NotFound (split or task), Busy, GivenUp, and VolleyError for a defect of the environment.
@@ -187,7 +209,7 @@ class EnvironmentDescription(Protocol):
         ...
 
 
-class SubmittedBackend(Backend, Protocol):
+class SubmittedBackend(EnvironmentBackend, Protocol):
     """Backend of a submission, validated before it is used.
 
     `splits_of` is the number of tasks of each split. `is_remote`: its episodes run on a server elsewhere and may not be

@@ -10,31 +10,20 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from services.env.backend import Backend
-from services.env.backends.processes import InProcesses
-from services.env.backends.tools import WithTools
-from services.env.environments.adapters.gymnasium import Gymnasium, GymnasiumConfig
-from services.env.environments.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
-from services.env.environments.code.environment import Code, CodeConfig
-from services.env.environments.games.blocksworld import BlocksworldConfig, blocksworld
-from services.env.environments.games.frozen_lake import FrozenLakeConfig, frozen_lake
-from services.env.environments.games.sokoban import SokobanConfig, sokoban
-from services.env.environments.games.tetris import TetrisConfig, tetris
-from services.env.environments.gsm8k.environment import Gsm8k, Gsm8kConfig
-from services.env.environments.math.environment import Math, MathConfig
-from services.env.environments.text_to_sql.environment import TextToSql, TextToSqlConfig
+from services.env.backend import EnvironmentBackend
+from services.env.environments.kinds import kinds
 from services.env.episode_types import AsyncEnvironment, Environment, Tasks
+from services.env.equipment import Equipment, EquippedBackend, GivenTools
 from services.env.threads import InThreads, ThreadRunner
-from services.env.tools.settings import check_requested, split_config
-from services.env.tools.toolset import Toolbox, ToolSet
 from services.env.workers.pool import WorkerPool
+from services.env.workers.processes import InProcesses
 from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
 from shared.files import storage
 from shared.process import telemetry
@@ -42,37 +31,9 @@ from shared.process import telemetry
 MAX_VARIANTS = 64
 
 _MAX_ERRORS = 10
+_INSTALL = "install the package volley-rl-sandbox"
 _log = telemetry.Log("catalogue")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-@dataclass(frozen=True, slots=True)
-class EnvironmentKind[C: BaseModel]:
-    """A built-in environment: its configuration model, its constructor, and the keys that a request may not set.
-
-    `in_sandbox`: it runs programs in sandboxes, so it is also built with a `Toolbox` and stays in the service's
-    process.
-    """
-
-    config: type[C]
-    build: Callable[..., Any]
-    private: frozenset[str] = frozenset()
-    in_sandbox: bool = False
-
-
-KINDS: Mapping[str, EnvironmentKind[Any]] = {
-    "gsm8k": EnvironmentKind(Gsm8kConfig, Gsm8k, frozenset({"train", "eval"})),
-    "frozen_lake": EnvironmentKind(FrozenLakeConfig, frozen_lake),
-    "sokoban": EnvironmentKind(SokobanConfig, sokoban),
-    "blocksworld": EnvironmentKind(BlocksworldConfig, blocksworld),
-    "tetris": EnvironmentKind(TetrisConfig, tetris),
-    "gymnasium": EnvironmentKind(GymnasiumConfig, Gymnasium),
-    "reasoning_gym": EnvironmentKind(ReasoningGymConfig, ReasoningGym),
-    "math": EnvironmentKind(MathConfig, Math, frozenset({"train", "eval"})),
-    "code": EnvironmentKind(CodeConfig, Code, frozenset({"train", "eval"}), in_sandbox=True),
-    "text_to_sql": EnvironmentKind(TextToSqlConfig, TextToSql, frozenset({"train", "eval", "databases"})),
-}
-"""Registry of built-in environments; a new one is added here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +47,7 @@ class CatalogueEntry:
     name: str
     kind: str
     config: Mapping[str, Any]
-    backend: Backend
+    backend: EnvironmentBackend
     weight: float = 0.0
 
     def describe(self) -> dict[str, Any]:
@@ -119,7 +80,7 @@ class Catalogue:
         configs: settings of built-in environments that differ from their defaults, by name.
         variants: file that stores registered variants.
         configured: variants from the configuration, (base, settings) by name.
-        toolbox: resources that the tools of environments use.
+        equipment: resources of tools and sandboxes.
         pool: processes for episodes; None runs them in threads of the service.
 
     Raises NotFound, InputError, ConfigError (the file cannot be read).
@@ -131,14 +92,14 @@ class Catalogue:
         configs: Mapping[str, Mapping[str, Any]] | None = None,
         variants: Path | None = None,
         configured: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
-        toolbox: Toolbox | None = None,
+        equipment: Equipment | None = None,
         pool: WorkerPool | None = None,
     ) -> None:
-        self._runner, self._file, self._toolbox, self._pool = runner, variants, toolbox, pool
+        self._runner, self._file, self._equipment, self._pool = runner, variants, equipment, pool
         given = dict(configs or {})
         self._entries: dict[str, CatalogueEntry] = {}
         self._variants: dict[str, VariantRecord] = {}
-        for name in KINDS:
+        for name in kinds():
             self._entries[name] = self._built_in(name, name, given.pop(name, {}))
         for unknown in given:
             self.get(unknown)
@@ -177,10 +138,6 @@ class Catalogue:
         """A built-in environment or variant in the service's own process; None for a submitted one. Raises NotFound."""
         return _local(self.get(name).backend)
 
-    def tools(self, name: str) -> ToolSet | None:
-        """Tools that an environment gives its episodes. Raises NotFound."""
-        return tools_of(self.get(name))
-
     async def register(
         self, name: str, base: str, config: Mapping[str, Any], weight: float = 0.0
     ) -> tuple[CatalogueEntry, bool]:
@@ -197,17 +154,19 @@ class Catalogue:
             raise InputError(
                 f"{base} is a submitted environment", "name a built-in environment or a variant of one as base"
             )
-        for key in sorted(KINDS[parent.kind].private & config.keys()):
+        for key in sorted(kinds()[parent.kind].private & config.keys()):
             raise Forbidden(
                 f"{parent.kind}: {key} cannot be set by a request", "set it in the configuration of the service"
             )
-        check_requested(split_config(parent.kind, config)[1])
+        _, tools = self._split(parent.kind, config)
+        if tools is not None:
+            tools.check_requested()
         entry = self._built_in(name, parent.kind, {**parent.config, **config}, weight)
         if (known := self._existing(entry)) is not None:
             return known, False
         await running.call("list", lambda: try_out(_environment(entry)))
-        if (tools := tools_of(entry)) is not None:
-            await tools.check()
+        if isinstance(entry.backend, EquippedBackend):
+            await entry.backend.check_tools()
         if (known := self._existing(entry)) is not None:
             return known, False
         self._keep(name, VariantRecord(base=base, config=dict(config), weight=weight))
@@ -221,28 +180,34 @@ class Catalogue:
 
     def _built_in(self, name: str, kind: str, settings: Mapping[str, Any], weight: float = 0.0) -> CatalogueEntry:
         """Raises InputError."""
-        own, tools = split_config(kind, settings)
+        own, tools = self._split(kind, settings)
         config = _valid(kind, own)
         shown = config.model_dump(mode="json")
         local = InThreads(name, kind, lambda: self._made(kind, config), self._runner)
-        outside = self._pool is not None and not KINDS[kind].in_sandbox
-        backend: Backend = InProcesses(local, kind, dict(shown), self._pool) if self._pool and outside else local
-        if tools.tools:
-            if self._toolbox is None:
-                raise InputError(f"{name}: tools are not available in this service")
-            backend = WithTools(name, backend, ToolSet(self._toolbox, tools))
-            shown |= tools.model_dump(mode="json", exclude_unset=True)
-        elif "tool_use" in tools.model_fields_set:
-            raise InputError(f"{name}: tool_use is set but tools is empty", "list tools in tools, or remove tool_use")
+        outside = self._pool is not None and not kinds()[kind].in_sandbox
+        backend: EnvironmentBackend = (
+            InProcesses(local, kind, dict(shown), self._pool) if self._pool and outside else local
+        )
+        if tools is not None:
+            backend = tools.around(name, backend)
+            shown |= tools.describe()
         return CatalogueEntry(name, kind, shown, backend, weight)
 
     def _made(self, kind: str, config: BaseModel) -> Environment | AsyncEnvironment:
         """Raises InputError."""
-        if not KINDS[kind].in_sandbox:
-            return KINDS[kind].build(config)
-        if self._toolbox is None:
-            raise InputError(f"{kind}: sandboxes are not available in this service")
-        return KINDS[kind].build(config, self._toolbox)
+        if not kinds()[kind].in_sandbox:
+            return kinds()[kind].build(config)
+        if self._equipment is None:
+            raise InputError(f"{kind}: sandboxes are not available in this service", _INSTALL)
+        return kinds()[kind].build(config, self._equipment)
+
+    def _split(self, kind: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], GivenTools | None]:
+        """Raises InputError."""
+        if self._equipment is not None:
+            return self._equipment.split(kind, config)
+        if "tools" in config:
+            raise InputError(f"{kind}: tools are not available in this service", _INSTALL)
+        return dict(config), None
 
     def _existing(self, wanted: CatalogueEntry) -> CatalogueEntry | None:
         """The existing entry, or None if there is room for a new one. Raises Conflict, Unavailable."""
@@ -282,24 +247,20 @@ def try_out(environment: Tasks) -> None:
         environment.task(split, 0)
 
 
-def tools_of(entry: CatalogueEntry) -> ToolSet | None:
-    return entry.backend.tool_set if isinstance(entry.backend, WithTools) else None
-
-
 def _environment(entry: CatalogueEntry) -> Tasks:
     local = _local(entry.backend)
     assert local is not None
     return local.environment
 
 
-def _local(backend: Backend) -> InThreads | None:
+def _local(backend: EnvironmentBackend) -> InThreads | None:
     match backend:
-        case WithTools():
-            return _local(backend.base)
         case InProcesses():
             return backend.local
         case InThreads():
             return backend
+        case EquippedBackend():
+            return _local(backend.base)
         case _:
             return None
 
@@ -316,7 +277,7 @@ def _read(file: Path | None) -> Mapping[str, VariantRecord]:
 
 def _valid(kind: str, config: Mapping[str, Any]) -> BaseModel:
     try:
-        return KINDS[kind].config.model_validate(dict(config))
+        return kinds()[kind].config.model_validate(dict(config))
     except ValidationError as error:
         raise InputError(f"{kind}: {'; '.join(_explain(kind, e) for e in error.errors()[:_MAX_ERRORS])}") from error
 
@@ -324,7 +285,7 @@ def _valid(kind: str, config: Mapping[str, Any]) -> BaseModel:
 def _explain(kind: str, error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"unknown setting {key} (it has: {', '.join(KINDS[kind].config.model_fields)})"
+        return f"unknown setting {key} (it has: {', '.join(kinds()[kind].config.model_fields)})"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     return f"{key}={reprlib.repr(error['input'])}: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -13,24 +13,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import blake3
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from services.env.catalogue import CatalogueEntry
-from services.env.environments.text_to_sql.data import read_tasks
-from services.env.submissions.store import SubmissionStore
+from services.env.environments.kinds import kinds
 from shared.errors import ConfigError
 from shared.files import storage
 from shared.run.checkpoint_files import digest
-from shared.run.data import combined
+from shared.run.data import SOURCE, combined, tree_digest
 
 FILE = "data.json"
 _SPLITS = ("train", "eval")
-_PACKAGES = {"reasoning_gym": "reasoning-gym", "gymnasium": "gymnasium"}
-"""Package whose version determines the tasks of a kind of environment."""
 _SHOWN = 16
-_SOURCE = "source"
-"""Name of the part that is a submitted environment's code."""
 
 
 class ContentPart(BaseModel):
@@ -51,13 +45,13 @@ class ContentRecord:
 
     Args:
         folder: folder of the service, which holds the record.
-        store: the submitted environments.
+        submitted: folder of the submitted environments.
         allow_changed_code: play a submitted environment although its files differ from the record.
     """
 
-    def __init__(self, folder: Path, store: SubmissionStore, *, allow_changed_code: bool = False) -> None:
-        self._file, self._store = folder / FILE, store
-        self._allowed = frozenset({_SOURCE}) if allow_changed_code else frozenset[str]()
+    def __init__(self, folder: Path, submitted: Path, *, allow_changed_code: bool = False) -> None:
+        self._file, self._submitted = folder / FILE, submitted
+        self._allowed = frozenset({SOURCE}) if allow_changed_code else frozenset[str]()
         self._contents: dict[str, Content] = {}
         self._lock = asyncio.Lock()
 
@@ -90,7 +84,7 @@ class ContentRecord:
             self._contents[entry.name] = await asyncio.to_thread(self._checked, entry)
 
     def _checked(self, entry: CatalogueEntry) -> Content:
-        found = dict(_parts(entry, self._store))
+        found = dict(_parts(entry, self._submitted))
         record = _read(self._file)
         known = record.get(entry.name, {})
         for part, one in found.items():
@@ -118,34 +112,25 @@ def _changed(env: str, part: str, was: ContentPart, now: ContentPart) -> ConfigE
     )
 
 
-def _parts(entry: CatalogueEntry, store: SubmissionStore) -> Iterator[tuple[str, ContentPart]]:
+def _parts(entry: CatalogueEntry, submitted: Path) -> Iterator[tuple[str, ContentPart]]:
     """List the parts of an entry's content. Raises ConfigError for a file that cannot be read."""
-    config = entry.config
-    if (package := _PACKAGES.get(entry.kind)) is not None:
-        yield "package", ContentPart(source=package, digest=metadata.version(package))
+    config, kind = entry.config, kinds().get(entry.kind)
+    if kind is not None and kind.distribution is not None:
+        yield "package", ContentPart(source=kind.distribution, digest=metadata.version(kind.distribution))
     for part in _SPLITS:
         if isinstance(path := config.get(part), str):
             yield part, _of_file(Path(path))
-    for file in _databases(entry.kind, config):
-        yield f"databases/{file.name}", _of_file(file)
+    for part, file in kind.files(config) if kind is not None and kind.files is not None else ():
+        yield part, _of_file(file)
     tools = config.get("tools")
     for tool in tools if isinstance(tools, list) else ():
         sql = tool.get("sql") if isinstance(tool, Mapping) else None
         if isinstance(sql, Mapping) and isinstance(path := sql.get("database"), str):
             yield "tools/database", _of_file(Path(path))
     name, _, number = entry.name.partition("@")
-    source = store.folder / name / number / "source"
+    source = submitted / name / number / SOURCE
     if number.isdecimal() and source.is_dir():
-        yield _SOURCE, ContentPart(source=str(source), digest=_of_tree(source))
-
-
-def _databases(kind: str, config: Mapping[str, Any]) -> Iterable[Path]:
-    """Databases named by the tasks of text-to-SQL."""
-    if kind != "text_to_sql" or not config.get("databases"):
-        return ()
-    files = [Path(path) for part in _SPLITS if isinstance(path := config.get(part), str)]
-    tasks = (task for file in files for task in read_tasks(file, Path(config["databases"])))
-    return sorted({Path(task.source["file"]) for task in tasks if "file" in task.source})
+        yield SOURCE, ContentPart(source=str(source), digest=tree_digest(source))
 
 
 def _of_file(path: Path) -> ContentPart:
@@ -153,14 +138,6 @@ def _of_file(path: Path) -> ContentPart:
         return ContentPart(source=str(path.absolute()), digest=digest(path))
     except OSError as error:
         raise ConfigError(f"data file {path}: {error.strerror}", "give an existing file") from error
-
-
-def _of_tree(folder: Path) -> str:
-    """blake3 over names and digests of all files in a folder, recursively."""
-    found = blake3.blake3()
-    for path in sorted(one for one in folder.rglob("*") if one.is_file() and "__pycache__" not in one.parts):
-        found.update(f"{path.relative_to(folder)}\0{digest(path)}\0".encode())
-    return found.hexdigest()
 
 
 def _read(file: Path) -> dict[str, dict[str, ContentPart]]:

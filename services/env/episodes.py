@@ -24,7 +24,7 @@ from typing import Any
 from services.env.backend import AgentPlayed, LiveEpisode, ModelAddress, ProgramState, finish_early
 from services.env.episode_slots import EpisodeCall, EpisodeRequest, EpisodeSlot, EpisodeWatcher
 from services.env.episode_types import Message, StepResult, assistant, fingerprint
-from services.env.rewards.rewards import Rewards
+from services.env.extension import AddedRewards
 from shared.errors import (
     Busy,
     Conflict,
@@ -69,7 +69,7 @@ class Episodes:
         ttl_s: float,
         deadline_s: float,
         watcher: EpisodeWatcher | None = None,
-        rewards: Rewards | None = None,
+        rewards: AddedRewards | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ttl_s = ttl_s

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -19,13 +18,13 @@ from typing import Any
 import orjson
 
 from services.env.backend import LiveEpisode
-from services.env.catalogue import KINDS
 from services.env.environments import problem_files
-from services.env.sandbox.inside import linux
+from services.env.environments.kinds import kinds
 from services.env.threads import InThreads, ThreadRunner
 from services.env.workers import wire
 from shared.errors import NotFound, VolleyError, problem
 from shared.process import telemetry
+from shared.process.parent import end_with_parent
 
 
 class WorkerProcess:
@@ -94,7 +93,7 @@ class WorkerProcess:
 
     def _environment(self, request: Mapping[str, Any]) -> InThreads:
         """Build the environment on first use; a name never changes its meaning."""
-        name, kind, config = request["env"], KINDS[request["kind"]], request["config"]
+        name, kind, config = request["env"], kinds()[request["kind"]], request["config"]
         if name not in self._environments:
             self._environments[name] = InThreads(
                 name, request["kind"], lambda: kind.build(kind.config.model_validate(config)), self._runner
@@ -107,8 +106,7 @@ async def main(
 ) -> None:
     telemetry.configure("env")
     problem_files.expect(digests)
-    if linux.IS_LINUX:  # a stopped process, too, is killed with the service
-        linux.set_parent_death_signal(signal.SIGKILL)
+    end_with_parent()
     end = socket.socket(fileno=descriptor)
     reader, writer = await asyncio.open_connection(sock=end, limit=wire.MAX_LINE)
     runner = ThreadRunner(n_threads, deadline_s, max_waiting)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from fastapi import FastAPI
 
 from services.orchestrator import metrics
+from services.orchestrator.agents import AgentRecorder, RecorderContext, agent_recorder
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.partials import TABLE, PartialRollouts
 from services.orchestrator.episodes.runner import EpisodeRunner
@@ -23,12 +24,9 @@ from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.servers.concurrency import AdaptiveConcurrency
 from services.orchestrator.servers.fleet import GIVE_UP_S, Discover, DiscoveredServer, Fleet
 from services.orchestrator.servers.slots import Slots
-from services.orchestrator.sessions import routes as agent_routes
-from services.orchestrator.sessions.settlement import Settlement
-from services.orchestrator.sessions.store import SessionStore
-from services.orchestrator.sessions.wiring import AgentDoor, agent_door
 from services.orchestrator.settings import OrchestratorSettings, from_config
 from services.orchestrator.status import RunStatus
+from services.orchestrator.store import RecordStore
 from shared.boot import RunningService
 from shared.clients.env import EnvClient
 from shared.clients.keys import read_key
@@ -66,29 +64,29 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
     tokenizer, routing = await _model(settings)
     settings = replace(settings, routing_replay=routing is not None)
     async with AsyncExitStack() as stack:
-        redis = await stack.enter_async_context(
-            connect(settings.redis_url, settings.redis_password_file, settings.ca_file, refused_s=REFUSED_S)
-        )
         ca_file = settings.ca_file
+        redis = await stack.enter_async_context(
+            connect(settings.redis_url, settings.redis_password_file, ca_file, refused_s=REFUSED_S)
+        )
         environments = await stack.enter_async_context(EnvClient(settings.env_url, token=token, ca_file=ca_file))
         trainer = await stack.enter_async_context(TrainerClient(settings.trainer_url, token=token, ca_file=ca_file))
         balancer = Balancer(settings.terms.max_staleness)
         slots = Slots(settings.max_concurrent, settings.generation.eval_share)
         registry, status = Registry(redis, settings.run), RunStatus()
         fleet = await stack.enter_async_context(_fleet(settings, balancer, slots, registry, token, routing))
-        door = agent_door(settings, tokenizer, environments, balancer, status)
+        played, evaluated = lambda: orchestrator.environments_played(), lambda: orchestrator.last_evaluated()
+        recorder = agent_recorder(
+            RecorderContext(settings, tokenizer, environments, balancer, status, trainer, played, evaluated)
+        )
         partials = await stack.enter_async_context(_partials(settings))
+        agents = None if recorder is None else recorder.agents
+        runner = EpisodeRunner(tokenizer, environments, balancer, status, settings.bounds, agents, partials)
+        teaching = await stack.enter_async_context(_teaching(settings, tokenizer, status))
         dispatcher = Dispatcher(
-            EpisodeRunner(tokenizer, environments, balancer, status, settings.bounds, door.agents, partials),
-            balancer,
-            status,
-            slots=slots,
-            max_attempts=settings.bounds.max_attempts,
-            teaching=await stack.enter_async_context(_teaching(settings, tokenizer, status)),
+            runner, balancer, status, slots=slots, max_attempts=settings.bounds.max_attempts, teaching=teaching
         )
         handover = RecordHandover(trainer, RunFolder(settings.folder), status)
-        sinks = stack.enter_context(MetricsFanout.opened([PrometheusSink(metrics.show)]))
-        settlement = Settlement(door.sessions, trainer, door.calls, lambda: orchestrator.last_evaluated())
+        sinks = stack.enter_context(MetricsFanout.opened([PrometheusSink(metrics.show)], settings.folder))
         orchestrator = Orchestrator(
             settings,
             TicketQueue(redis, settings.run),
@@ -99,16 +97,20 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             ReservationGate(),
             dispatcher,
             handover,
-            policy=GenerationPolicy(settings.generation, settings.terms.batch, settings.group_size),
+            policy=_policy(settings),
             sinks=sinks,
-            sessions=door.sessions,
+            recorder=recorder,
             partials=partials,
-            settle=settlement.settle,
         )
         yield RunningService(
-            _application(settings, tokens, orchestrator, door),
-            [fleet.watch, orchestrator.work, handover.watch, door.sessions.work, settlement.watch],
+            _application(settings, tokens, orchestrator, recorder),
+            [fleet.watch, orchestrator.work, handover.watch, *(recorder.workers if recorder else ())],
         )
+
+
+def _policy(settings: OrchestratorSettings) -> GenerationPolicy:
+    batch, masked = settings.terms.batch, settings.mask_truncated
+    return GenerationPolicy(settings.generation, batch, settings.group_size, mask_truncated=masked)
 
 
 async def _model(settings: OrchestratorSettings) -> tuple[ChatTokenizer, RoutingShape | None]:
@@ -138,15 +140,19 @@ def _fleet(
 
 
 def _application(
-    settings: OrchestratorSettings, tokens: AccessTokens | None, orchestrator: Orchestrator, door: AgentDoor
+    settings: OrchestratorSettings,
+    tokens: AccessTokens | None,
+    orchestrator: Orchestrator,
+    recorder: AgentRecorder | None,
 ) -> FastAPI:
     """Return the service's application with all its routes."""
-    roles = ROLES | agent_routes.ROLES
+    roles = ROLES | (recorder.roles if recorder else {})
     app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=roles)
-    door.state.environments = orchestrator.environments_played
-    app.state.orchestrator, app.state.sessions = orchestrator, door.state
+    app.state.orchestrator = orchestrator
     app.include_router(router)
-    app.include_router(agent_routes.router)
+    if recorder is not None:
+        recorder.attach(app)
+        app.include_router(recorder.router)
     return app
 
 
@@ -156,7 +162,7 @@ async def _partials(settings: OrchestratorSettings) -> AsyncIterator[PartialRoll
     if not settings.generation.partial_rollouts:
         yield PartialRollouts(None)
         return
-    store = await asyncio.to_thread(SessionStore, RunFolder(settings.folder).partials, TABLE)
+    store = await asyncio.to_thread(RecordStore, RunFolder(settings.folder).partials, TABLE)
     try:
         yield PartialRollouts(store)
     finally:

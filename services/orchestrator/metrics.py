@@ -64,19 +64,6 @@ ENV_TURNS = Counter(
     ["env", "turn", "reward", "outcome"],
     registry=REGISTRY,
 )
-SESSIONS = Counter("volley_sessions", "Sessions of agents by what became of them", ["state"], registry=REGISTRY)
-SESSION_CALLS = Counter(
-    "volley_session_calls",
-    "Calls of agents: answered, repeated (with the recorded answer), refused, failed, or left by the agent",
-    ["outcome"],
-    registry=REGISTRY,
-)
-SESSION_SEQUENCES = Counter(
-    "volley_session_sequences",
-    "Calls of agents that did not simply continue a recorded turn, by the reason",
-    ["reason"],
-    registry=REGISTRY,
-)
 _MOST_TURNS = 9
 _EVALUATION = {
     name: Gauge(

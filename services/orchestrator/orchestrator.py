@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.orchestrator.agents import AgentRecorder
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import GroupPlan, run_group
 from services.orchestrator.episodes.partials import PartialRollouts
@@ -22,14 +23,12 @@ from services.orchestrator.schedule.run_schedule import RunSchedule, wait_for_of
 from services.orchestrator.schedule.ticket_loop import RunGroup, TicketLoop
 from services.orchestrator.servers.balancer import Balancer, VersionBounds
 from services.orchestrator.servers.holding import ServerHolds
-from services.orchestrator.sessions.sessions import Sessions
-from services.orchestrator.sessions.settlement import give_back
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
 from shared.errors import VolleyError, first_error
 from shared.models.chat import ChatTokenizer
-from shared.process import telemetry, tracing
+from shared.process import host_memory, telemetry, tracing
 from shared.process.sinks import MetricsFanout
 from shared.queue.queue import TicketQueue
 from shared.run import wedge
@@ -47,7 +46,7 @@ _log = telemetry.Log("run")
 class Orchestrator:
     """One run. `schedule` and `mixture` are None until the environment service has answered.
 
-    `sessions` are those of agents, if it records any; `settle` settles those whose tickets have ended.
+    `recorder` records agents, if a package for it is installed.
     """
 
     settings: OrchestratorSettings
@@ -62,8 +61,7 @@ class Orchestrator:
     policy: GenerationPolicy = field(default_factory=GenerationPolicy)
     partials: PartialRollouts = field(default_factory=lambda: PartialRollouts(None))
     sinks: MetricsFanout = field(default_factory=MetricsFanout)
-    sessions: Sessions | None = None
-    settle: Callable[[], Awaitable[None]] | None = None
+    recorder: AgentRecorder | None = None
     schedule: RunSchedule | None = None
     evaluator: Evaluator | None = None
     mixture: RunMixture | None = None
@@ -129,7 +127,7 @@ class Orchestrator:
             "queue": dataclasses.asdict(queue) if queue else None,
             "held": self.schedule.n_held if self.schedule else 0,
             "episodes_running": status.running,
-            "sessions": self.sessions.describe() if self.sessions else {},
+            "sessions": self.recorder.describe() if self.recorder else {},
             "episodes_limit": self.dispatcher.limit,
             "evaluating_step": status.evaluating_step,
             "evaluated": status.evaluated,
@@ -139,8 +137,9 @@ class Orchestrator:
             "refused": status.refused,
             "waits": {**status.waits, **({"server": n} if (n := self.balancer.n_waiting) else {})},
             "waits_env": status.env_waits,
-            "warnings": status.warnings,
+            "warnings": [*status.warnings, *(f"{url} {why}" for url, why in self.balancer.refusals().items())],
             "disk": status.disk,
+            "host_memory": host_memory.report(),
             "quiet_s": round(status.quiet_s(), 1),
             "groups_published": status.published,
             "groups_failed": status.failed_groups,
@@ -158,8 +157,8 @@ class Orchestrator:
         settings = self.settings
         sizes = {env: await wait_for_tasks(self.environments, env, self.status) for env in settings.members}
         folder = RunFolder(settings.folder)
-        if self.sessions is not None:
-            await give_back(self.sessions, self.queue)
+        if self.recorder is not None:
+            await self.recorder.give_back(self.queue)
         await self.handover.restore()
         self.mixture = mixture = RunMixture(
             ConfiguredMixture(settings.env, settings.members, settings.seed, settings.curriculum),
@@ -188,9 +187,9 @@ class Orchestrator:
             await self.schedule.follow()
             watching.cancel()
         await self.handover.finish()
-        if self.settle is not None and self.sessions is not None and self.sessions.tickets():
+        if self.recorder is not None:
             try:
-                await self.settle()
+                await self.recorder.settle()
             except VolleyError as error:
                 _log.warning("sessions of the last step are not settled", reason=str(error))
 
@@ -198,8 +197,8 @@ class Orchestrator:
         """Follow a new epoch. At the start of this process, tickets of stored episodes are issued again at once."""
         tracing.follow(self.settings.run, beginning)
         await self.handover.follow(beginning)
-        if self.sessions is not None:
-            await self.sessions.follow(beginning)
+        if self.recorder is not None:
+            await self.recorder.follow(beginning)
         for ticket in await self.partials.begin(beginning, (await self.queue.state()).low):
             await self.queue.renew(ticket, 0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.episodes.turn import TokenBounds
-from services.orchestrator.schedule.ticket_loop import Admission
+from services.orchestrator.schedule.reservations import Admission
 from shared.data_schema import CurriculumConfig
 from shared.errors import ConfigError
 from shared.generation_schema import GenerationSection, has_fresh_rounds, round_size, started_ahead
@@ -54,6 +54,7 @@ class OrchestratorSettings:
     eval_every: int | None
     teachers: OrchestratorEndpoint | None = None
     routing_replay: bool = False
+    mask_truncated: bool = False
     generation: GenerationSection = field(default_factory=GenerationSection)
     model_content: Mapping[str, str] = field(default_factory=dict[str, str])
     agents_url: str = ""
@@ -123,6 +124,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         eval_every=orchestrator.eval_every_n_steps,
         teachers=services.orchestrator if config.algorithm.teacher_kl_coef else None,
         routing_replay=config.model.routing_replay,
+        mask_truncated=config.algorithm.mask_truncated,
     )
 
 

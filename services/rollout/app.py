@@ -14,17 +14,18 @@ from services.rollout import metrics
 from services.rollout.api import control, generate, openai, routes
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.engines.base import BASE_VERSION, Engine
-from services.rollout.engines.kinds import ENGINES, OpenEngine, declared
+from services.rollout.engines.kinds import OpenEngine, opener
 from services.rollout.settings import RolloutSettings, from_config, standalone
-from services.rollout.weights.bucket import CheckpointBucket
 from services.rollout.weights.checkpoint import examine
 from services.rollout.weights.pulling import ChunkPuller
 from services.rollout.weights.serving import NothingServes, Serving, ServingState, StagedUpdate
+from services.rollout.weights.sources import VersionStore
 from services.rollout.weights.updater import WeightUpdater
+from shared import packages
 from shared.boot import RunningService
 from shared.clients.chunks import WeightSource
+from shared.engines import DeclaredEngine
 from shared.errors import DecodeError, WeightsError
-from shared.files.buckets import Bucket
 from shared.models.chat import ChatTokenizer, tokenizer_of_run
 from shared.models.config import ModelConfig
 from shared.process.telemetry import Log
@@ -64,7 +65,7 @@ async def open_rollout(
 
     Redis is used only if `settings.redis_url` is given.
     """
-    open_engine = open_engine or ENGINES[settings.kind].open
+    open_engine = open_engine or opener(settings.kind)
     model = ModelConfig.read(Path(settings.engine.model_path))
     tokens = read_tokens(settings.token_files)
     async with AsyncExitStack() as stack:
@@ -72,7 +73,7 @@ async def open_rollout(
         engine = await stack.enter_async_context(open_engine(settings.engine))
         _log.info(
             "engine ready",
-            engine=str(declared(settings.kind)),
+            engine=str(DeclaredEngine.of_kind(settings.kind)),
             boot_s=engine.info.boot_s,
             pid=engine.info.pid,
             kv_tokens=engine.info.max_total_tokens,
@@ -88,7 +89,7 @@ async def open_rollout(
             puller=puller,
             newest_offer=trainer.newest if trainer else None,
             bucket=_bucket(settings),
-            declared=declared(settings.kind),
+            declared=DeclaredEngine.of_kind(settings.kind),
         )
         generation = GenerationRunner(engine, settings.limits.grace_s, updates)
         app = build_app(settings, engine, updates, generation, tokens)
@@ -137,11 +138,12 @@ async def _sources(
     return ChunkPuller(chunks, source, settings.url), trainer or None
 
 
-def _bucket(settings: RolloutSettings) -> CheckpointBucket | None:
+def _bucket(settings: RolloutSettings) -> VersionStore | None:
     """Return the run's bucket, if there is one; versions are copied into a folder beside the one for chunks."""
     if settings.bucket is None or settings.pulled is None:
         return None
-    return CheckpointBucket(Bucket(settings.bucket), settings.pulled.with_name(f"{settings.pulled.name}.bucket"))
+    opened: Callable[[str, Path], VersionStore] = packages.part("bucket.versions")
+    return opened(settings.bucket, settings.pulled.with_name(f"{settings.pulled.name}.bucket"))
 
 
 def build_app(
@@ -162,7 +164,7 @@ def build_app(
         max_objects=_OBJECTS + settings.engine.context_length,  # a JSON prompt is a list of numbers
         direct=generate.direct_routes(),
     )
-    tokenizer = _tokenizer(settings)
+    tokenizer = _tokenizer(settings, engine.info.context_length)
     name = settings.model_name or Path(settings.engine.model_path).name
     app.state.rollout = routes.RolloutState(
         engine, generation, updates, settings.engine, tokenizer, Uplink(updates.read_chunk), name
@@ -207,11 +209,13 @@ def _epoch(version: str) -> int:
         return 0
 
 
-def _tokenizer(settings: RolloutSettings) -> ChatTokenizer | None:
+def _tokenizer(settings: RolloutSettings, context_length: int) -> ChatTokenizer | None:
     """Return the model's tokenizer; None, which turns the text routes off, if the folder has none."""
     folder = Path(settings.engine.model_path)
     if not (folder / "tokenizer.json").is_file():
         return None
     if settings.follows:
-        return tokenizer_of_run(folder, settings.date)
-    return ChatTokenizer(folder, settings.date, needs_template=False)
+        tokenizer = tokenizer_of_run(folder, settings.date)
+    else:
+        tokenizer = ChatTokenizer(folder, settings.date, needs_template=False)
+    return tokenizer.within(context_length)

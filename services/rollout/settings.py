@@ -9,13 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from services.rollout.engines.base import EngineServer, EngineSpec
-from services.rollout.engines.kinds import declared
 from services.rollout.engines.staged import CommitMode
+from shared.engines import DeclaredEngine
 from shared.errors import ConfigError
 from shared.models import origin
+from shared.models.adapter import is_adapter
 from shared.models.config import ModelConfig
 from shared.models.content import with_content
 from shared.models.hub import kept_in, model_folder
+from shared.models.parameters import parameters
+from shared.run import checkpoint_files
+from shared.run.checkpoint_files import Manifest
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from shared.services_schema import Limits, TokenFiles
@@ -31,7 +35,7 @@ class RolloutSettings:
     bucket: address of the run's bucket, from which versions may be loaded.
     date: date of the run, for chat templates that write one.
     run, server_id, url: how the server registers in Redis, if `redis_url` is given.
-    kind: which engine, a key of `engines.kinds.ENGINES`.
+    kind: which engine, one of `shared.engine_kinds.names()`.
     model_name: name of the model in answers; empty for the name of its folder.
     first: checkpoint to serve from the start.
     follows: the server belongs to a run: it loads the newest version by itself, and needs a chat template.
@@ -66,7 +70,7 @@ def from_config(config: RunConfig) -> RolloutSettings:
     services, engine = config.services, config.rollout.engine
     model = model_folder(config.model.path, config.run.folder)
     with_content(config, model)
-    declared(engine.kind).check(config, ModelConfig.read(model).routing is not None)
+    DeclaredEngine.of_kind(engine.kind).check(config, ModelConfig.read(model).routing is not None)
     spec = EngineSpec(
         model_path=str(model),
         load_weights=False,
@@ -80,6 +84,7 @@ def from_config(config: RunConfig) -> RolloutSettings:
         token_paddings=engine.precompile_token_paddings,
         bs_paddings=engine.precompile_bs_paddings,
         server=_engine_server(config),
+        adapters=_adapters(config, ModelConfig.read(model)),
     )
     return RolloutSettings(
         engine=spec,
@@ -109,9 +114,10 @@ def standalone(config: RunConfig) -> RolloutSettings:
     settings = from_config(config)
     found = origin.find(config.model.path, kept_in(config.run.folder))
     hub_id = not Path(config.model.path).is_dir()
+    adapters = {} if found is None else _adapters_of(checkpoint_files.read_manifest(found.checkpoint))
     return replace(
         settings,
-        engine=replace(settings.engine, load_weights=found is None),
+        engine=replace(settings.engine, load_weights=found is None, adapters=adapters),
         weights_root=config.rollout.weights_root and config.rollout.weights_root.absolute(),
         run=found.run if found else settings.run,
         redis_url=None,
@@ -122,6 +128,17 @@ def standalone(config: RunConfig) -> RolloutSettings:
         first=Path(found.checkpoint) if found else None,
         follows=False,
     )
+
+
+def _adapters(config: RunConfig, model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the adapters that the run trains, by name."""
+    lora = config.trainer.lora
+    found = {} if lora is None else parameters(model, lora.rank, lora.target_modules)
+    return {name: one.shape for name, one in found.items() if is_adapter(name)}
+
+
+def _adapters_of(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    return {leaf.key: leaf.shape for leaf in manifest.tree if is_adapter(leaf.key)}
 
 
 def _engine_server(config: RunConfig) -> EngineServer | None:

@@ -1,4 +1,4 @@
-"""Wiring of a trainer: backend (Tunix), queue, files, training thread, clients, routes."""
+"""Wiring of a trainer: backend, queue, files, training thread, clients, routes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -16,13 +15,11 @@ from redis.asyncio import Redis
 from services.trainer import records
 from services.trainer import settings as from_run
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend
-from services.trainer.bucket.restore import FolderRestore
-from services.trainer.bucket.writer import BucketWriter
 from services.trainer.interfaces import TrainPlan
 from services.trainer.loop.collaborators import Collaborators
 from services.trainer.loop.ledger import LedgerFile
 from services.trainer.loop.refusals import Refusals
-from services.trainer.loop.run_bucket import RunBucket
+from services.trainer.loop.run_store import RunStore, StoreContext
 from services.trainer.loop.worker import TrainerWorker
 from services.trainer.metrics import prometheus
 from services.trainer.multihost.app import open_follower
@@ -31,19 +28,18 @@ from services.trainer.publishing import routes as publishing
 from services.trainer.publishing.publications import Publications
 from services.trainer.publishing.publisher import Publisher, Served
 from services.trainer.publishing.routes import PublishingState
-from services.trainer.resuming import resolve_settings
+from services.trainer.record_checks import RecordChecks
 from services.trainer.routes import ROLES, router
 from services.trainer.settings import TrainerSettings
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import StepLog
 from services.trainer.supervised.app import open_supervised
+from shared import packages
 from shared.boot import RunningService
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
-from shared.files.buckets import Bucket
 from shared.findings import findings
 from shared.models.chat import tokenizer_of_run
-from shared.models.config import ModelConfig
 from shared.models.content import with_content
 from shared.models.hub import keep, model_folder
 from shared.models.origin import Origin
@@ -54,18 +50,14 @@ from shared.published.serving import Uplink
 from shared.queue.client import REFUSED_S, connect
 from shared.queue.queue import TicketQueue
 from shared.queue.registry import Registry
-from shared.run import archive
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog
 from shared.run.folder import RunFolder
-from shared.run.shares import configured
 from shared.schema import RunConfig
 from shared.types import WeightVersion
 from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 
-_CHECKPOINT_BYTES_A_NUMBER, _BESIDE_BYTES = 40, 64 * 2**20
-"""Upper bound; float32 weights of policy and critic, two moments each, and the published weights take 36 bytes."""
 _log = telemetry.Log("trainer")
 
 
@@ -104,7 +96,7 @@ async def open_trainer(
         stack.push_async_callback(redis.aclose)
         env = EnvClient(settings.env_url, token=token, ca_file=settings.ca_file)
         environments = await stack.enter_async_context(env)
-        sinks = stack.enter_context(MetricsFanout.opened([PrometheusSink(prometheus.show)]))
+        sinks = stack.enter_context(MetricsFanout.opened([PrometheusSink(prometheus.show)], config.run.folder))
         thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         stack.callback(thread.shutdown, wait=False, cancel_futures=True)
         folder = RunFolder(settings.run_folder)
@@ -129,34 +121,30 @@ async def open_trainer(
             warm_start=lambda: opened.warm_start(environments, status, thread),
             publish=publisher.publish,
             beginning=publications.beginning,
-            bucket=_bucket(config, settings, model, publications.beginning, status, plan),
+            bucket=_store(config, settings, model, publications.beginning, status, plan),
             has_lost=lambda: publications.has_lost,
             sinks=sinks,
         )
-        known = records.KnownEnvironments(configured(config.data), environments.versions)
-        app = _app(settings, callers, status, parts.bucket, known)
+        checks = RecordChecks(folder, settings.run, config.data, environments.versions)
+        app = _app(settings, callers, status, parts.bucket, checks)
         app.state.publishing = PublishingState(publications, Uplink(publications.read), publisher.sources)
         yield RunningService(app, [TrainerWorker(plan, parts, status).run])
 
 
-def _bucket(
+def _store(
     config: RunConfig,
     settings: TrainerSettings,
     model: Path,
     beginning: Callable[[], str],
     status: TrainerStatus,
     plan: TrainPlan,
-) -> RunBucket | None:
+) -> RunStore | None:
     if settings.bucket is None:
         return None
     status.bucket = settings.bucket
-    bucket, folder = Bucket(settings.bucket), RunFolder(settings.run_folder)
-    most = _CHECKPOINT_BYTES_A_NUMBER * ModelConfig.read(model).n_numbers + _BESIDE_BYTES
-    of_step = archive.MAX_GROUP_BYTES * config.trainer.groups_per_step
-    check = partial(resolve_settings, settings=plan.settings, original=plan.original)
-    restore = FolderRestore(bucket, folder, settings.run, beginning, most, of_step, check)
-    writer, end_s = BucketWriter(bucket, folder, settings.run, beginning), config.services.limits.grace_s / 2
-    return RunBucket(restore, writer, folder, status, end_s)
+    opened: Callable[[StoreContext], RunStore] = packages.part("bucket.run")
+    folder = settings.run_folder
+    return opened(StoreContext(config, settings.bucket, folder, model, beginning, status, plan.settings))
 
 
 def prepared(config: RunConfig) -> tuple[RunConfig, Origin | None, Path]:
@@ -177,13 +165,13 @@ def _app(
     settings: TrainerSettings,
     callers: AccessTokens | None,
     status: TrainerStatus,
-    bucket: RunBucket | None,
-    known: records.KnownEnvironments,
+    bucket: RunStore | None,
+    checks: RecordChecks,
 ) -> FastAPI:
     """Build the HTTP application; the caller adds the state of `publishing`."""
     roles = ROLES | publishing.ROLES | records.ROLES
     app = create_app("trainer", limits=settings.limits, tokens=callers, ready=status.not_ready, roles=roles)
-    kept = records.RecordsState(RunFolder(settings.run_folder), check_mixture=known.check)
+    kept = records.RecordsState(RunFolder(settings.run_folder), checks=checks.by_record)
     app.state.status = status
     app.state.records = kept if bucket is None else replace(kept, check_open=bucket.check_open)
     for one in (router, publishing.router, records.router):

@@ -45,7 +45,7 @@ class TrainQueue(Protocol):
     async def state(self) -> QueueState: ...
 
 
-class Backend(Protocol):
+class TrainerBackend(Protocol):
     """The model as the loop drives it; every method blocks.
 
     `memory` is the memory that training takes, in MiB by part; `plan` describes mesh, devices and micro-batches. Both
@@ -140,11 +140,11 @@ class TrainPlan:
     A checkpoint is made every `save_interval_steps` and of each evaluated version (every `eval_every_n_steps`). A stop
     waits at most `grace_s` seconds. `keep_reference` keeps a reference model for a KL term.
 
-    `settings` are the settings that a checkpoint records (see shared.run.pinned); `original` are those that the run
-    started with, for checkpoints that record none; `origin` is the version of another run that this run starts from;
-    `on_nonfinite` is the action after a non-finite step; `env` is the main environment. `forks` are the logs that a
-    fork trains from; `free` are prefixes of settings that it may change at its beginning. `checks_servers`: some
-    episodes are scored again, to check the servers; `truncated`: these sample from a part of the vocabulary.
+    `settings` are the settings that a checkpoint records (see shared.run.pinned); `origin` is the version of another
+    run that this run starts from; `on_nonfinite` is the action after a non-finite step; `env` is the main environment.
+    `forks` are the logs that a fork trains from; `free` are prefixes of settings that it may change at its beginning.
+    `checks_servers`: some episodes are scored again, to check the servers; `truncated`: these sample from a part of
+    the vocabulary.
     """
 
     max_steps: int
@@ -155,7 +155,6 @@ class TrainPlan:
     keep_reference: bool
     rules: AdmissionRules
     settings: Flat = field(default_factory=dict[str, Any])
-    original: Flat = field(default_factory=dict[str, Any])
     origin: Mapping[str, Any] | None = None
     on_nonfinite: OnNonFinite = "stop"
     env: str = ""

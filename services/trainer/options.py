@@ -9,14 +9,15 @@ from services.trainer.algorithms.registry import algorithm, taught
 from services.trainer.algorithms.terms.algorithm import ActorCritic, Algorithm
 from services.trainer.batches.batch import BatchLayout
 from services.trainer.learner.critic import CriticSetup
+from services.trainer.learner.foreign import ForeignOptions
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.policy import PolicyOptions
 from services.trainer.learner.supervised import SupervisedOptions
-from services.trainer.learner.tunix_options import TunixOptions
 from services.trainer.models.lora import LoraOptions
 from services.trainer.models.options import ModelOptions
 from services.trainer.settings import TokenLimits
-from shared.algorithm_base import ClippedSection, PolicyGradientSection
+from shared import backend_kinds
+from shared.algorithm_base import PolicyGradientSection
 from shared.planning.micro_batch import rows_of_rl, shape_of, supervised_rows
 from shared.schema import OptimizerConfig, RunConfig
 
@@ -50,11 +51,7 @@ def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
     section = config.algorithm
     made = algorithm(section, grpo.num_iterations, grpo.max_response_length)
     critic, waits = _critic(section, made, updates), section.critic.critic_warmup_steps if section.critic else 0
-    shape, tunix = layout(config, tokens, rows), None
-    if trainer.backend == "tunix":
-        n_micro, temperature = shape.n_micro(rows), config.rollout.sampling.temperature
-        clipped = cast("ClippedSection", section)  # the configuration refuses others
-        tunix = TunixOptions(clipped, temperature, n_micro, grpo.num_iterations, grpo.num_generations)
+    shape = layout(config, tokens, rows)
     return PolicyOptions(
         algorithm=taught(made, section),
         aggregation=section.loss_agg_mode,
@@ -67,9 +64,17 @@ def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
         published_dtype=config.model.dtype,
         critic=critic,
         offload_reference=trainer.offload_reference,
-        tunix=tunix,
+        foreign=_foreign(config, shape.n_micro(rows)),
         spot_checks=trainer.spot_checks,
     )
+
+
+def _foreign(config: RunConfig, n_micro: int) -> ForeignOptions | None:
+    kind, grpo = backend_kinds.kind_of(config.trainer.backend), config.grpo_config
+    if kind is None:
+        return None
+    temperature = config.rollout.sampling.temperature
+    return ForeignOptions(kind, config.algorithm, temperature, n_micro, grpo.num_iterations, grpo.num_generations)
 
 
 def _critic(section: PolicyGradientSection, made: Algorithm, updates: int) -> CriticSetup | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Annotated, Literal
@@ -20,11 +20,11 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from shared.errors import ConfigError, DecodeError, InputError, NotFound
+from services.trainer.record_checks import Check
+from shared.errors import ConfigError, InputError
 from shared.files import storage
 from shared.files.reading import MAX_RECORD_BYTES, ended_lines, open_file
 from shared.run.folder import Record, RunFolder
-from shared.run.mixture import parse
 from shared.web.access import Role
 from shared.web.http import read_model, respond
 from shared.web.openapi import declares
@@ -53,13 +53,12 @@ class LinesBody(BaseModel):
 class RecordsState:
     """State of the routes, in `app.state.records`.
 
-    `check_open` raises while the folder accepts no records. `check_mixture` gets the new and the present lines of
-    mixture.jsonl, and raises InputError for a new line that names an unknown environment.
+    `check_open` raises while the folder accepts no records. `checks` raise InputError for lines that are refused.
     """
 
     folder: RunFolder
     check_open: Callable[[], None] = lambda: None
-    check_mixture: Callable[[Sequence[bytes], Collection[bytes]], Awaitable[None]] | None = None
+    checks: Mapping[Record, Check] = field(default_factory=dict[Record, Check])
     alone: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -68,14 +67,18 @@ async def _state(request: Request) -> RecordsState:
 
 
 Here = Annotated[RecordsState, Depends(_state)]
-Named = Annotated[Record, Path(openapi_examples={"evaluations": {"value": "evals"}})]
+Named = Annotated[Record, Path(openapi_examples={"samples": {"value": "samples"}})]
 Readable = Annotated[Record | Literal["ledger"], Path(openapi_examples={"evaluations": {"value": "evals"}})]
 Offset = Annotated[int, Query(ge=0, le=MAX_RECORD_BYTES, openapi_examples={"from the start": {"value": 0}})]
 
 
 @router.post("/records/{record}", openapi_extra=declares(body=LinesBody, answer=_ADDED))
 async def add(request: Request, record: Named, state: Here) -> Response:
-    """Append the lines that the run's folder does not have yet; they are durable before the response."""
+    """Append the lines that the run's folder does not have yet; they are durable before the response.
+
+    A line that the run cannot have is refused: an evaluation of a version that was never made, or a change of the
+    mixture that contradicts the groups trained already.
+    """
     lines = [_line(text) for text in (await read_model(request, LinesBody)).lines]
     path = state.folder.handed_over[record]
     state.check_open()
@@ -85,50 +88,14 @@ async def add(request: Request, record: Named, state: Here) -> Response:
         storage.append(path, b"".join(line + b"\n" for line in new), durable=True)
 
     async with state.alone:
-        known = set(await asyncio.to_thread(storage.whole_lines, path))
+        there = list(await asyncio.to_thread(storage.whole_lines, path))
+        known = set(there)
         new = [line for line in dict.fromkeys(lines) if line not in known]
-        if record == "mixture" and new and state.check_mixture is not None:
-            await state.check_mixture(new, known)
+        if new and (check := state.checks.get(record)) is not None:
+            await check(new, there)
         if new:  # never in a shared folder, where the orchestrator writes the lines itself
             await asyncio.to_thread(append)
         return respond(request, {"added": len(new)})
-
-
-class KnownEnvironments:
-    """Environments that a line of mixture.jsonl may name.
-
-    Args:
-        configured: names in the configuration.
-        versions: looks up a name in the environment service; raises NotFound.
-    """
-
-    def __init__(self, configured: Collection[str], versions: Callable[[str], Awaitable[object]]) -> None:
-        self._configured, self._versions = frozenset(configured), versions
-
-    async def check(self, new: Sequence[bytes], there: Collection[bytes]) -> None:
-        """Check the environments that the `new` lines name.
-
-        Raises InputError for an environment that is in none of the configuration, the lines `there` and the environment
-        service; DecodeError for a line that is not a change of a mixture; and Unavailable while the service is away.
-        """
-        known = set(self._configured)
-        for line in there:
-            with contextlib.suppress(DecodeError):
-                known |= _named(line)
-        for name in sorted({name for line in new for name in _named(line)} - known):
-            try:
-                await self._versions(name)
-            except NotFound as error:
-                raise InputError(
-                    f"a change of the mixture names an unknown environment, {name[:80]!r}",
-                    "submit it to the environment service first, or name it in data.mixture",
-                ) from error
-
-
-def _named(line: bytes) -> set[str]:
-    """Return the environments that a line names. Raises DecodeError."""
-    change = parse(line)
-    return {*change.weights, *change.first, *change.sizes}
 
 
 @router.get("/records/{record}", openapi_extra=declares(answer=_KEPT))

@@ -13,7 +13,6 @@ from shared.models.origin import Origin
 from shared.outcomes import FilterRule
 from shared.routing import RoutingShape
 from shared.run import pinned
-from shared.run.folder import RunFolder
 from shared.run.group_size import check_group
 from shared.schema import FiltersConfig, RunConfig
 from shared.services_schema import Limits, TokenFiles
@@ -95,13 +94,12 @@ def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -
             longest=max(trainer.length_buckets),
             vocab_size=tokens.vocab_size,
             group_size=grpo.num_generations,
-            filters=filter_options(trainer.filters),
+            filters=filter_options(trainer.filters, config.algorithm.mask_truncated),
             has_teacher=config.algorithm.teacher_kl_coef > 0,
             components=config.algorithm.component_names,
             routing=tokens.routing,
         ),
         settings=pinned.relevant(config),
-        original=pinned.original(RunFolder(config.run.folder).record),
         origin=None if origin is None else asdict(origin),
         on_nonfinite=trainer.on_nonfinite,
         env=config.data.env,
@@ -111,6 +109,6 @@ def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -
     )
 
 
-def filter_options(config: FiltersConfig) -> FilterOptions:
+def filter_options(config: FiltersConfig, mask_truncated: bool) -> FilterOptions:
     rules: tuple[FilterRule, ...] = ("zero_variance",) if config.zero_variance else ()
-    return FilterOptions(rules, config.logprob, config.max_num_gen_batches)
+    return FilterOptions(rules, config.logprob, config.max_num_gen_batches, mask_truncated)

@@ -8,11 +8,13 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from services.trainer import activity
 from services.trainer.metrics import prometheus
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.metrics.supervised import SupervisedMetrics
 from shared.errors import Conflict, VolleyError
 from shared.outcomes import FilterRule
+from shared.process import host_memory
 from shared.run.wedge import Wait
 
 Phase = Literal[
@@ -67,6 +69,12 @@ class TrainerStatus:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     limits: set[asyncio.Timeout] = field(default_factory=set)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field; a change of what /status shows is a sign of work."""
+        if getattr(self, name, None) != value:
+            activity.note()
+        super().__setattr__(name, value)
+
     @property
     def waiting_for(self) -> str | None:
         """Reasons of all current waits, or None."""
@@ -118,6 +126,8 @@ class TrainerStatus:
             **plain,
             "waiting_for": self.waiting_for,
             "waits": waits,
+            "quiet_s": round(activity.quiet_s(), 1),
+            "host_memory": host_memory.report(),
             "last": asdict(self.last) if self.last else None,
         }
 

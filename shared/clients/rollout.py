@@ -46,15 +46,24 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedWeights:
+    """Version that a server does not load any more: its weights were refused several times for the same reason."""
+
+    version: WeightVersion
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ServerWeights:
     """Versions that a server serves (`current`) and has loaded beside it (`staged`); None without one.
 
-    `digest` identifies the current weights.
+    `digest` identifies the current weights. `refused` is the newest version, if the server refuses it for good.
     """
 
     current: str | None
     staged: str | None
     digest: str | None
+    refused: RefusedWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +144,8 @@ class RolloutClient(HttpClient):
         answer = await self.get("/weights", attempts=1)
         if not isinstance(answer, dict):
             raise DecodeError(f"{self.base_url}/weights did not answer with an object")
-        return ServerWeights(_text(answer.get("current")), _text(answer.get("staged")), _text(answer.get("digest")))
+        current, staged, digest = (_text(answer.get(name)) for name in ("current", "staged", "digest"))
+        return ServerWeights(current, staged, digest, _refused(answer.get("refused")))
 
     async def load(self) -> EngineLoad:
         """Return the server's present load."""
@@ -240,6 +250,16 @@ def _check_routed(n: int, n_prompt: int, n_sampled: int, first: int | None) -> N
     expected = 0 if first is None else n_prompt + n_sampled - 1 - first
     if n > expected or (n < expected and n_sampled):
         raise DecodeError(f"experts of {n} positions, but {expected} were requested")
+
+
+def _refused(value: Any) -> RefusedWeights | None:
+    """Read the refusal in a server's answer. Raises DecodeError."""
+    if value is None:
+        return None
+    try:
+        return RefusedWeights(WeightVersion.parse(value["version"]), str(value["reason"]))
+    except MALFORMED as error:
+        raise DecodeError(f"the refused weights lack or mistype a field: {error!r}") from error
 
 
 def _text(value: Any) -> str | None:

@@ -1,8 +1,9 @@
 """Client of a teacher: log-probabilities of given tokens.
 
 It works with servers that have SGLang's /generate, or OpenAI's /completions with echo (or vLLM's `prompt_logprobs`).
-Every result is checked: one finite log-probability per requested token, and for that token as far as the answer shows;
-anything else raises. Nothing is repeated here: the caller has its own limit.
+Every result is checked: one finite log-probability per requested token, and the server's text of the token is ours;
+anything else raises. Ids say nothing about a vocabulary: a server repeats those that it was given. Nothing is repeated
+here: the caller has its own limit.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from shared.bounds import MAX_OBJECTS
 from shared.clients.base import MALFORMED, HttpClient
 from shared.clients.keys import without_key
+from shared.clients.token_texts import is_same
 from shared.errors import InputError, MalformedAnswer, RateLimited, TlsFailed, Unavailable, VolleyError
 from shared.server_schema import TeacherServer
 
@@ -28,8 +30,7 @@ _MOST_POSITIVE = 1e-3
 _TOKEN_OBJECTS = 24  # values per token in the longest kind of answer: id, text, rank and log-probability, each nested
 _AWAY = (502, 503, 504)
 _BY_ID = "token_id:"
-_LONGEST_ID = 20
-_ALIKE = 0.9
+_SHOWN = 40
 
 
 class TeacherFailed(Unavailable):
@@ -69,7 +70,7 @@ class TeacherClient:
 
     Args:
         key: the API key, sent as bearer token.
-        text_of: returns the text of a token, for vocabularies that can only be compared by text.
+        text_of: decodes a token alone.
         transport: replaces the network in tests.
     """
 
@@ -83,6 +84,7 @@ class TeacherClient:
         transport: AsyncBaseTransport | None = None,
     ) -> None:
         self._server, self._text_of, self._key, self._stack = server, text_of, key, AsyncExitStack()
+        self._has_compared = False
         self._client = HttpClient(
             server.url, token=key, timeout_s=server.timeout_s, ca_file=ca_file, transport=transport, as_json=True
         )
@@ -102,8 +104,11 @@ class TeacherClient:
         """
         given = [int(token) for token in ids]
         answer = await self._request_logprobs(given, start)
-        self._check_vocabulary(answer, given[start:])
-        return self._checked(answer, len(given) - start)
+        if answer.ids is not None and [one if type(one) is int else None for one in answer.ids] != given[start:]:
+            raise self._another_vocabulary("it answers for other ids than it was given")
+        made = self._checked(answer, len(given) - start)
+        self._check_vocabulary(answer.texts or (), given[start:])
+        return made
 
     async def ready(self) -> None:
         """Check that the teacher answers.
@@ -139,7 +144,7 @@ class TeacherClient:
 
     def _completion(self, ids: list[int]) -> dict[str, Any]:
         asked = {"model": self._server.model, "prompt": ids, "max_tokens": 1, "temperature": 1}
-        return {**asked, "echo": True, "logprobs": 1, "return_tokens_as_token_ids": True}
+        return {**asked, "echo": True, "logprobs": 1}
 
     def _translated(self, error: VolleyError) -> VolleyError:
         detail, hint = f"{self._where}: {without_key(error.detail, self._key)}", without_key(error.hint, self._key)
@@ -153,26 +158,34 @@ class TeacherClient:
             return TeacherAway(detail, hint, error.retry_after_s)
         return TeacherFailed(detail, hint)
 
-    def _check_vocabulary(self, answer: _TeacherAnswer, ids: list[int]) -> None:
-        """Raise TeacherRefused if the answer shows that its tokens are others."""
-        found, texts = answer.ids, answer.texts
-        if texts and not all(isinstance(text, str) for text in texts):
-            texts = None
-        if texts and all(text.startswith(_BY_ID) for text in texts):
-            found, texts = [_number(text.removeprefix(_BY_ID)) for text in texts], None
-        if (found is not None and [one if type(one) is int else None for one in found] != ids) or (
-            texts and not self._alike(texts, ids)
-        ):
-            raise TeacherRefused(
-                f"{self._where} answers for other tokens than it was given: it has another vocabulary",
-                "a teacher needs the tokenizer of the trained model",
-            )
+    def _check_vocabulary(self, told: Sequence[Any], ids: list[int]) -> None:
+        """Raise TeacherRefused if a token is another one there, or if no token has a text (`told`).
 
-    def _alike(self, texts: Sequence[str], ids: list[int]) -> bool:
-        """True if nearly all texts of plain words match our tokens; servers write white space and bytes differently."""
-        pairs = [(_word(a), _word(self._text_of(b))) for a, b in zip(texts, ids, strict=False)]
-        words = [(a, b) for a, b in pairs if a or b]
-        return sum(a == b for a, b in words) >= _ALIKE * len(words)
+        Raises TeacherUnusable if nothing can be told from the texts (parts of characters alone), until one answer of
+        this teacher had tokens of ours.
+        """
+        texts = [x if isinstance(x, str) and not x.startswith(_BY_ID) else None for x in told]
+        if not any(text is not None for text in texts):
+            raise TeacherRefused(
+                f"{self._where} returns no texts of tokens, so its vocabulary cannot be compared",
+                "let it return them: a server that loads its tokenizer, without return_tokens_as_token_ids",
+            )
+        if len(texts) != len(ids):
+            raise TeacherUnusable(f"{self._where} returned {len(texts)} texts of {len(ids)} tokens")
+        for token, text in zip(ids, texts, strict=True):
+            ours = self._text_of(token)
+            same = None if text is None else is_same(text, ours)
+            if same is False:
+                theirs = str(text)[:_SHOWN]
+                raise self._another_vocabulary(f"token {token} is {theirs!r} there and {ours[:_SHOWN]!r} here")
+            self._has_compared |= same is True
+        if not self._has_compared:
+            raise TeacherUnusable(f"{self._where} returned texts that do not show which tokens it has")
+
+    def _another_vocabulary(self, why: str) -> TeacherRefused:
+        return TeacherRefused(
+            f"{self._where} has another vocabulary: {why}", "a teacher needs the tokenizer of the trained model"
+        )
 
     def _checked(self, answer: _TeacherAnswer, n: int) -> np.ndarray:
         """Return the log-probabilities as float32. Raises TeacherUnusable."""
@@ -195,15 +208,6 @@ def _real(x: Any) -> float:
     if isinstance(x, bool | str):
         raise TypeError(f"{type(x).__name__} {str(x)[:20]!r}")
     return float(x)
-
-
-def _number(text: str) -> int | None:
-    return int(text) if text.isdecimal() and len(text) < _LONGEST_ID else None
-
-
-def _word(text: str) -> str:
-    """Return the text's ASCII letters and digits."""
-    return "".join(c for c in text if c.isascii() and c.isalnum())
 
 
 def _generation(ids: list[int], start: int) -> dict[str, Any]:
@@ -250,4 +254,5 @@ def _of_prompt(by_position: Sequence[Mapping[str, Any]], ids: list[int], start: 
     places = list(zip(by_position[start:], ids[start:], strict=True))
     found = [token if str(token) in table else None for table, token in places]
     logprobs = [table.get(str(token)) for table, token in places]
-    return _TeacherAnswer([one["logprob"] if isinstance(one, Mapping) else one for one in logprobs], found)
+    texts = [one.get("decoded_token") if isinstance(one, Mapping) else None for one in logprobs]
+    return _TeacherAnswer([one["logprob"] if isinstance(one, Mapping) else one for one in logprobs], found, texts)

@@ -10,20 +10,21 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
 from shared.dialects.choices import read_format, read_tool_choice
+from shared.dialects.errors import openai_error
 from shared.dialects.events import event
 from shared.dialects.openai_body import MAX_TOP_LOGPROBS, SamplingBody
 from shared.dialects.records import (
+    AnswerContent,
     Answered,
     Asked,
     Call,
-    Content,
     Head,
     Piece,
     Reasoning,
     Sampled,
     Usage,
 )
-from shared.errors import InputError
+from shared.errors import InputError, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.models.messages import read_messages
 
@@ -178,14 +179,14 @@ class ChatStream:
         counted = event({**self._envelope, "choices": [], "usage": write_usage(usage)})
         return (counted if self._asked.include_usage else b"") + DONE
 
-    def fail(self, problem: Mapping[str, Any]) -> bytes:
-        return event({"error": write_error(problem)}) + DONE
+    def fail(self, error: VolleyError) -> bytes:
+        return event({"error": openai_error(error)}) + DONE
 
     def _delta(self, i: int, piece: Piece) -> dict[str, Any]:
         match piece:
             case Reasoning(text):
                 return {"reasoning_content": text}
-            case Content(text):
+            case AnswerContent(text):
                 return {"content": text}
             case Call():
                 self._n_calls[i] += 1
@@ -225,11 +226,6 @@ def write_usage(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
     }
-
-
-def write_error(problem: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a problem (RFC 9457) as OpenAI's error object."""
-    return {"message": problem["detail"], "type": problem["type"], "param": None, "code": problem["status"]}
 
 
 def exact_tokens(sampled: Sampled) -> dict[str, Any]:

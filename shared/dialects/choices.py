@@ -43,7 +43,7 @@ def read_format(given: Any, key: str) -> Mapping[str, Any] | None:
         case {"type": "json_schema", "schema": dict(schema)}:
             return schema
         case _:
-            raise InputError(f"{key}={reprlib.repr(given)} is not supported", "leave it out")
+            raise InputError(f"{key}={reprlib.repr(given)} is not supported", "remove it from the request")
 
 
 def function_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from shared.dialects.chat import DONE, envelope, exact_tokens, token_writer, write_error, write_usage
+from shared.dialects.chat import DONE, envelope, exact_tokens, token_writer, write_usage
+from shared.dialects.errors import openai_error
 from shared.dialects.events import event
 from shared.dialects.openai_body import MAX_TOP_LOGPROBS, SamplingBody, TokenId
-from shared.dialects.records import Answered, Asked, Content, Head, Piece, Sampled, Top, Usage
-from shared.errors import InputError
+from shared.dialects.records import AnswerContent, Answered, Asked, Head, Piece, Sampled, TopLogprobs, Usage
+from shared.errors import InputError, VolleyError
 from shared.models.chat import ChatTokenizer
 
 DEFAULT_TOKENS = 16
@@ -92,7 +93,7 @@ class CompletionStream:
         return b""
 
     def add(self, i: int, pieces: Sequence[Piece], sampled: Sampled | None = None) -> bytes:
-        text, logprobs = "".join(piece.text for piece in pieces if isinstance(piece, Content)), None
+        text, logprobs = "".join(piece.text for piece in pieces if isinstance(piece, AnswerContent)), None
         if self._asked.logprobs and sampled is not None and len(sampled.ids):
             name = token_writer(self._asked, self._tokenizer)
             logprobs = _logprobs(sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.top, name)
@@ -105,8 +106,8 @@ class CompletionStream:
         counted = event({**self._envelope, "choices": [], "usage": write_usage(usage)})
         return (counted if self._asked.include_usage else b"") + DONE
 
-    def fail(self, problem: Mapping[str, Any]) -> bytes:
-        return event({"error": write_error(problem)}) + DONE
+    def fail(self, error: VolleyError) -> bytes:
+        return event({"error": openai_error(error)}) + DONE
 
     def _chunk(
         self,
@@ -132,13 +133,13 @@ def _all_logprobs(answer: Answered, text: Callable[[int], str]) -> dict[str, Any
     top = echo.top
     if top is not None and sampled.top is not None:
         ids, logprobs = (np.concatenate(pair) for pair in zip(astuple(top), astuple(sampled.top), strict=True))
-        top = Top(ids, logprobs)
+        top = TopLogprobs(ids, logprobs)
     logprobs = [None, *echo.logprobs.tolist(), *sampled.logprobs.tolist()]
     return _logprobs([*echo.ids.tolist(), *sampled.ids.tolist()], logprobs, top, text)
 
 
 def _logprobs(
-    ids: Sequence[int], logprobs: Sequence[float | None], top: Top | None, text: Callable[[int], str]
+    ids: Sequence[int], logprobs: Sequence[float | None], top: TopLogprobs | None, text: Callable[[int], str]
 ) -> dict[str, Any]:
     """Write the rows of tokens: the most likely ones and the token itself. `top` has none for a first token without
     log-probability.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shared.dialects.reading import AnswerReader, held_back
-from shared.dialects.records import Answered, Asked, Call, Content, FinishReason, Piece, Reasoning, Sampled
+from shared.dialects.records import AnswerContent, Answered, Asked, Call, FinishReason, Piece, Reasoning, Sampled
 from shared.models.chat import ChatTokenizer
 
 _UNFINISHED = "\ufffd"
@@ -101,7 +101,7 @@ class AnswerDecoder:
         reason: FinishReason = "stop" if self.stopped else sampled.finish
         answer = Answered(
             sampled.first(self.n_tokens) if self.stopped else sampled,
-            "".join(piece.text for piece in self._pieces if isinstance(piece, Content)),
+            "".join(piece.text for piece in self._pieces if isinstance(piece, AnswerContent)),
             "".join(piece.text for piece in self._pieces if isinstance(piece, Reasoning)),
             calls,
             "tool_calls" if calls and reason == "stop" else reason,

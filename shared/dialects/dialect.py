@@ -16,7 +16,7 @@ from shared.models.chat import ChatTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Dialect[Body: BaseModel]:
-    """One API.
+    """A client API: how its requests are parsed and its answers written.
 
     Attributes:
         body: model of a request's body.

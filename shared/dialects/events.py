@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import orjson
 
 from shared.dialects.records import Answered, Piece, Sampled, Usage
+from shared.errors import VolleyError
 
 KEEP_ALIVE = b": waiting\n\n"
 """Comment that clients skip; it keeps a connection open while there is nothing to send."""
@@ -33,8 +34,8 @@ class AnswerStream(Protocol):
 
     def end(self, usage: Usage) -> bytes: ...
 
-    def fail(self, problem: Mapping[str, Any]) -> bytes:
-        """Encode an error in the middle of a stream (RFC 9457), which ends it."""
+    def fail(self, error: VolleyError) -> bytes:
+        """Encode an error in the middle of a stream, which ends it."""
         ...
 
 

@@ -95,7 +95,7 @@ def read(body: CountBody) -> Asked:
 def _sampled(asked: Asked, body: MessagesBody) -> Asked:
     config = body.output_config or {}
     if unknown := [name for name in config if name not in ("format", "effort") and config[name] is not None]:
-        raise InputError(f"output_config.{unknown[0][:80]} is not supported", "leave it out")
+        raise InputError(f"output_config.{unknown[0][:80]} is not supported", "remove it from the request")
     sampling = Sampling(
         max_tokens=body.max_tokens,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -107,7 +107,7 @@ def _sampled(asked: Asked, body: MessagesBody) -> Asked:
     schema = read_format(config.get("format"), "output_config.format")
     effort = config.get("effort")
     if not isinstance(effort, str | None):
-        raise InputError(f"output_config.effort={reprlib.repr(effort)} is not supported", "leave it out")
+        raise InputError(f"output_config.effort={reprlib.repr(effort)} is not supported", "remove it from the request")
     return replace(asked, sampling=sampling, effort=effort, schema=schema, stream=bool(body.stream))
 
 

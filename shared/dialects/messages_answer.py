@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shared.dialects.errors import anthropic_error
 from shared.dialects.events import event
-from shared.dialects.records import Answered, Asked, Call, Content, Head, Piece, Reasoning, Sampled, Usage
+from shared.dialects.records import AnswerContent, Answered, Asked, Call, Head, Piece, Reasoning, Sampled, Usage
+from shared.errors import VolleyError
 from shared.models.chat import ChatTokenizer
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
-_ERRORS = {400: "invalid_request_error", 422: "invalid_request_error", 429: "rate_limit_error", 503: "overloaded_error"}
 
 
 def write(
@@ -19,7 +20,7 @@ def write(
 ) -> dict[str, Any]:
     """Write the only answer as the JSON of a `message`."""
     (answer,) = answers
-    blocks = [_block(piece) for piece in answer.pieces or [Content("")]]
+    blocks = [_block(piece) for piece in answer.pieces or [AnswerContent("")]]
     return {**_message(head, usage), "content": blocks, **_stopped(answer)}
 
 
@@ -55,7 +56,7 @@ def _block(piece: Piece) -> dict[str, Any]:
     match piece:
         case Reasoning(text):
             return {"type": "thinking", "thinking": text, "signature": ""}
-        case Content(text):
+        case AnswerContent(text):
             return {"type": "text", "text": text}
         case Call():
             return {"type": "tool_use", "id": piece.id, "name": piece.name, "input": json.loads(piece.arguments)}
@@ -67,7 +68,7 @@ class MessagesStream:
     def __init__(self, asked: Asked, head: Head, tokenizer: ChatTokenizer) -> None:
         self._head = head
         self._n_blocks = 0  # begun
-        self._open: type[Reasoning | Content] | None = None
+        self._open: type[Reasoning | AnswerContent] | None = None
         self._answer: Answered | None = None
 
     def begin(self, n_prompt: int = 0) -> bytes:
@@ -78,7 +79,7 @@ class MessagesStream:
 
     def finish(self, i: int, answer: Answered) -> bytes:
         self._answer = answer
-        empty = b"" if self._n_blocks else self._begin_block(Content(""))
+        empty = b"" if self._n_blocks else self._begin_block(AnswerContent(""))
         return empty + self._end_block()
 
     def end(self, usage: Usage) -> bytes:
@@ -86,9 +87,8 @@ class MessagesStream:
         stopped = _event("message_delta", delta=_stopped(self._answer), usage=_usage(usage))
         return stopped + _event("message_stop")
 
-    def fail(self, problem: Mapping[str, Any]) -> bytes:
-        type_ = _ERRORS.get(problem["status"], "api_error")
-        return _event("error", error={"type": type_, "message": problem["detail"]})
+    def fail(self, error: VolleyError) -> bytes:
+        return _event("error", error=anthropic_error(error))
 
     def _piece(self, piece: Piece) -> bytes:
         if isinstance(piece, Call):
@@ -102,7 +102,7 @@ class MessagesStream:
             return begun + self._delta({"type": "thinking_delta", "thinking": piece.text})
         return begun + self._delta({"type": "text_delta", "text": piece.text})
 
-    def _begin_block(self, piece: Reasoning | Content) -> bytes:
+    def _begin_block(self, piece: Reasoning | AnswerContent) -> bytes:
         self._open = type(piece)
         self._n_blocks += 1
         return _event("content_block_start", index=self._n_blocks - 1, content_block=_block(type(piece)("")))

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Sequence
 
 from shared.dialects.calls import Schemas, text_calls
-from shared.dialects.records import Call, Content, Piece, Reasoning
+from shared.dialects.records import AnswerContent, Call, Piece, Reasoning
 
 THINK, END_THINK = "<think>", "</think>"
 _TAG, _END_TAG = "<tool_call>", "</tool_call>"
@@ -50,9 +50,9 @@ class AnswerReader:
             self._put(Reasoning(held.rstrip()))
         elif self._state == self._call:
             if not self._read_calls(held):
-                self._put(Content(held))
+                self._put(AnswerContent(held))
         elif self._state != self._after_call:
-            self._put(Content(held))
+            self._put(AnswerContent(held))
         return self._taken()
 
     def _begin(self) -> bool:
@@ -88,16 +88,16 @@ class AnswerReader:
 
     def _content(self) -> bool:
         if not self._tools:
-            self._release(len(self._held), Content)
+            self._release(len(self._held), AnswerContent)
             return False
         if self._blank and self._held.lstrip().startswith("{"):
             self._state, self._searched = self._call, 0
             return True
         at = min((at for mark in _MARKS if (at := self._held.find(mark)) >= 0), default=-1)
         if at < 0:
-            self._release(_kept(self._held, _MARKS), Content)
+            self._release(_kept(self._held, _MARKS), AnswerContent)
             return False
-        self._put(Content(self._held[:at].rstrip()))
+        self._put(AnswerContent(self._held[:at].rstrip()))
         self._held, self._state, self._searched = self._held[at:], self._call, 0
         return True
 
@@ -132,12 +132,12 @@ class AnswerReader:
         self.n_calls += len(found)
         return True
 
-    def _release(self, n: int, kind: type[Reasoning | Content]) -> None:
+    def _release(self, n: int, kind: type[Reasoning | AnswerContent]) -> None:
         """Give away the first n held characters."""
         text, self._held = self._held[:n], self._held[n:]
         self._put(kind(text))
 
-    def _put(self, piece: Reasoning | Content) -> None:
+    def _put(self, piece: Reasoning | AnswerContent) -> None:
         if piece.text:
             self._pieces.append(piece)
             self._blank = self._blank and (isinstance(piece, Reasoning) or not piece.text.strip())

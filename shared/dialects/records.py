@@ -88,7 +88,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Top:
+class TopLogprobs:
     """The k most likely tokens at each of n positions: `ids` int32[n, k], `logprobs` float32[n, k], largest first."""
 
     ids: np.ndarray
@@ -109,17 +109,17 @@ class Sampled:
     finish: Literal["stop", "length", "abort"] = "stop"
     matched: int | None = None
     versions: tuple[VersionSpan, ...] = ()
-    top: Top | None = None
+    top: TopLogprobs | None = None
 
     def first(self, n: int) -> Sampled:
         """Return the first n tokens."""
         spans = tuple(replace(span, end=min(span.end, n)) for span in self.versions if span.start < n)
-        top = self.top and Top(self.top.ids[:n], self.top.logprobs[:n])
+        top = self.top and TopLogprobs(self.top.ids[:n], self.top.logprobs[:n])
         return replace(self, ids=self.ids[:n], logprobs=self.logprobs[:n], versions=spans, top=top)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Echo:
+class EchoedPrompt:
     """Tokens of a prompt that the answer repeats: `ids` int32[n]; `logprobs` float32[n - 1] of all but the first.
 
     `top` has n - 1 rows. Without log-probabilities wanted, they are empty and None.
@@ -127,7 +127,7 @@ class Echo:
 
     ids: np.ndarray
     logprobs: np.ndarray
-    top: Top | None = None
+    top: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +147,13 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class AnswerContent:
     """Piece of an answer's content."""
 
     text: str
 
 
-type Piece = Reasoning | Content | Call
+type Piece = Reasoning | AnswerContent | Call
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,13 +172,13 @@ class Answered:
     calls: tuple[Call, ...] = ()
     finish_reason: FinishReason = "stop"
     stop: str | None = None
-    echo: Echo | None = None
+    echo: EchoedPrompt | None = None
 
     @property
     def pieces(self) -> list[Piece]:
         """The answer as the pieces of a stream."""
         texts: list[Piece] = [Reasoning(self.reasoning)] if self.reasoning else []
-        return [*texts, *([Content(self.content)] if self.content else []), *self.calls]
+        return [*texts, *([AnswerContent(self.content)] if self.content else []), *self.calls]
 
 
 @dataclass(frozen=True, slots=True)

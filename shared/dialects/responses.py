@@ -88,13 +88,13 @@ def _refuse(body: ResponsesBody) -> None:
     """Raise InputError naming a part of a known field that cannot be honoured."""
     unknown = [name for name in body.include or () if name not in (LOGPROBS, "reasoning.encrypted_content")]
     if unknown:
-        raise InputError(f"include={unknown[0][:80]!r} is not supported", "leave it out")
+        raise InputError(f"include={unknown[0][:80]!r} is not supported", "remove it from the request")
     effort = (body.reasoning or {}).get("effort")
     if not isinstance(effort, str | None):
-        raise InputError(f"reasoning.effort={reprlib.repr(effort)} is not supported", "leave it out")
+        raise InputError(f"reasoning.effort={reprlib.repr(effort)} is not supported", "remove it from the request")
     verbosity = (body.text or {}).get("verbosity")
     if verbosity not in (None, "medium"):
-        raise InputError(f"text.verbosity={verbosity!r} is not supported", "leave it out")
+        raise InputError(f"text.verbosity={verbosity!r} is not supported", "remove it from the request")
 
 
 def _tool(tool: Mapping[str, Any], i: int) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shared.dialects.chat import token_rows, write_error
+from shared.dialects.chat import token_rows
+from shared.dialects.errors import openai_error
 from shared.dialects.events import event
-from shared.dialects.records import Answered, Asked, Call, Content, Head, Piece, Reasoning, Sampled, Usage
+from shared.dialects.records import AnswerContent, Answered, Asked, Call, Head, Piece, Reasoning, Sampled, Usage
+from shared.errors import VolleyError
 from shared.models.chat import ChatTokenizer
 
 type Item = dict[str, Any]
@@ -18,7 +20,7 @@ def write(
 ) -> dict[str, Any]:
     """Write the only answer as the JSON of a `response`."""
     (answer,) = answers
-    items = [_item(head, i, piece) for i, piece in enumerate(answer.pieces or [Content("")])]
+    items = [_item(head, i, piece) for i, piece in enumerate(answer.pieces or [AnswerContent("")])]
     if asked.logprobs:
         rows = token_rows(answer.sampled, tokenizer.token)
         for item in [one for one in items if one["type"] == "message"][:1]:
@@ -81,7 +83,7 @@ def _item(head: Head, i: int, piece: Piece, status: str = "completed") -> Item:
         case Reasoning(text):
             parts = [{"type": "reasoning_text", "text": text}] if text else []
             return {"type": "reasoning", "id": f"rs_{id_}", "summary": [], "content": parts, "status": status}
-        case Content(text):
+        case AnswerContent(text):
             parts = [_part(text)] if status == "completed" else []
             return {"type": "message", "id": f"msg_{id_}", "status": status, "role": "assistant", "content": parts}
         case Call():
@@ -101,7 +103,7 @@ class ResponsesStream:
         self._asked, self._head, self._tokenizer = asked, head, tokenizer
         self._n_events = 0
         self._items = list[Item]()  # finished ones
-        self._open: type[Reasoning | Content] | None = None
+        self._open: type[Reasoning | AnswerContent] | None = None
         self._answer: Answered | None = None
         self._text = ""  # of the open item
         self._rows = list[dict[str, Any]]()  # log-probabilities of tokens whose text is not sent yet
@@ -118,7 +120,7 @@ class ResponsesStream:
 
     def finish(self, i: int, answer: Answered) -> bytes:
         self._answer = answer
-        empty = b"" if self._items or self._open else self._begin_item(Content(""))
+        empty = b"" if self._items or self._open else self._begin_item(AnswerContent(""))
         return empty + self._end_item()
 
     def end(self, usage: Usage) -> bytes:
@@ -126,13 +128,12 @@ class ResponsesStream:
         body = _finished(self._asked, self._head, self._answer, usage, self._items)
         return self._event(f"response.{body['status']}", response=body)
 
-    def fail(self, problem: Mapping[str, Any]) -> bytes:
+    def fail(self, error: VolleyError) -> bytes:
         body = _response(self._asked, self._head, "failed", self._items)
-        error = write_error(problem)
-        body["error"] = {"code": "server_error", "message": error["message"]}
-        return self._event("error", **{**error, "code": str(error["code"])}) + self._event(
-            "response.failed", response=body
-        )
+        written = openai_error(error)
+        body["error"] = {"code": error.api_code or "server_error", "message": written["message"]}
+        del written["type"]  # the event's own
+        return self._event("error", **written) + self._event("response.failed", response=body)
 
     def _piece(self, piece: Piece) -> bytes:
         if isinstance(piece, Call):
@@ -159,7 +160,7 @@ class ResponsesStream:
             + self._event("response.output_item.done", output_index=n, item=item)
         )
 
-    def _begin_item(self, piece: Reasoning | Content) -> bytes:
+    def _begin_item(self, piece: Reasoning | AnswerContent) -> bytes:
         self._open, self._text, self._part_rows = type(piece), "", []
         n = len(self._items)
         begun = _item(self._head, n, type(piece)(""), "in_progress")
@@ -174,7 +175,7 @@ class ResponsesStream:
             self._place(),
             self._open_part(),
         )
-        if self._open is Content:
+        if self._open is AnswerContent:
             item["content"] = [part]
             done = self._event("response.output_text.done", **place, text=self._text, logprobs=self._part_rows)
         else:
@@ -189,12 +190,12 @@ class ResponsesStream:
 
     def _open_part(self, text: str | None = None) -> dict[str, Any]:
         text = self._text if text is None else text
-        return _part(text, self._part_rows) if self._open is Content else {"type": "reasoning_text", "text": text}
+        return _part(text, self._part_rows) if self._open is AnswerContent else {"type": "reasoning_text", "text": text}
 
     def _place(self) -> dict[str, Any]:
         """Return the place of the open item's text."""
         n = len(self._items)
-        prefix = "msg" if self._open is Content else "rs"
+        prefix = "msg" if self._open is AnswerContent else "rs"
         return {"item_id": f"{prefix}_{self._head.id}{n}", "output_index": n, "content_index": 0}
 
     def _event(self, type_: str, **fields: Any) -> bytes:

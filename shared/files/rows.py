@@ -1,8 +1,7 @@
 """Rows of data files: JSON lines or one JSON array, plain or gzip, in UTF-8, UTF-16 or UTF-32.
 
-A row comes with its place, which every error about it names. The content decides the format, not the name. Only blank
-lines are skipped, and nothing is read without a limit. Parquet and Arrow need a library that only some programs have;
-they are recognized, and the error says how to convert them.
+A row comes with its place, which every error about it names. The content decides the format, and the name only for CSV.
+Only blank lines are skipped, and nothing is read without a limit. A package reads tables: CSV, Parquet and Arrow.
 """
 
 from __future__ import annotations
@@ -12,15 +11,19 @@ import gzip
 import io
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
 import orjson
 
+from shared import packages
 from shared.errors import ConfigError
 from shared.files.reading import open_file
 from shared.text import without_halves
 
+LINES, TABLES = (".jsonl", ".ndjson", ".json"), (".parquet", ".arrow")
+"""Suffixes of data files for supervised training."""
 MAX_LINE_BYTES = 2**26
 MAX_ARRAY_BYTES = 2**30
 """Largest file with one JSON array, uncompressed: it is parsed at once."""
@@ -35,15 +38,10 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
 """Byte order marks; UTF-32's starts with UTF-16's."""
-_TABLE = "Parquet or Arrow, not JSON"
-_CONVERT = (
-    "supervised training reads it as NAME.parquet or NAME.arrow; others read JSON lines: .venvs/trainer/bin/python -c "
-    '"import json, sys, pyarrow.parquet as p; [print(json.dumps(r)) for r in p.read_table(sys.argv[1]).to_pylist()]" '
-    "NAME.parquet > NAME.jsonl"
-)
+_TABLES = (".csv", ".tsv", ".arrow")
+_TABLE_MARKS = (b"PAR1", b"ARROW1")
 _FOREIGN = (
-    (b"PAR1", _TABLE, _CONVERT),
-    (b"ARROW1", _TABLE, _CONVERT),
+    (b"PAR1", "a compressed Parquet file", "unpack it first"),
     (b"(\xb5/\xfd", "compressed with zstd", "unpack it first, or compress it with gzip"),
     (b"BZh", "compressed with bzip2", "unpack it first, or compress it with gzip"),
     (b"\xfd7zXZ", "compressed with xz", "unpack it first, or compress it with gzip"),
@@ -54,12 +52,27 @@ _FOREIGN = (
 _ONE_VALUE = "write one record per line, or one array of records: jq -c '.[]'"
 
 
+def kind(file: Path) -> str:
+    """Return the suffix, or the one before .gz."""
+    return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+
+
+def check_data_file(path: Path) -> None:
+    """Raise ConfigError for a file whose name is not one of supervised training's data."""
+    if kind(path) not in (*LINES, *TABLES):
+        known = ", ".join((*LINES, *TABLES))
+        raise ConfigError(f"{path} is not a data file", f"give {known}, JSON with .gz, or a folder")
+
+
 def rows(file: Path, hint: str = "give an existing file") -> Iterator[tuple[str, Any]]:
     """Yield (place, value) of every row; a value may be any JSON value.
 
     Raises ConfigError naming the file, and the line or record that cannot be read. Args: hint: of the error for a
     missing file.
     """
+    if _is_table(file):
+        yield from packages.part("tables")(file, hint)
+        return
     try:
         with open_file(file) as raw, io.BufferedReader(cast(io.RawIOBase, raw), _BUFFER_BYTES) as opened:
             if opened.peek(2)[:2] != _GZIP:
@@ -73,6 +86,14 @@ def rows(file: Path, hint: str = "give an existing file") -> Iterator[tuple[str,
         raise ConfigError(f"{file} cannot be read as text: {error}", "save it as UTF-8") from error
     except OSError as error:
         raise ConfigError(f"data file {file}: {error.strerror or error}", hint) from error
+
+
+def _is_table(file: Path) -> bool:
+    if file.suffix.lower() in _TABLES:
+        return True
+    with suppress(OSError), open_file(file) as opened:
+        return opened.read(6).startswith(_TABLE_MARKS)
+    return False
 
 
 def _values(opened: io.BufferedReader[Any], file: Path) -> Iterator[tuple[str, Any]]:

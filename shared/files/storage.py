@@ -7,6 +7,7 @@ stays a line of its own. No repair shortens such a file: another process may hav
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -204,3 +205,16 @@ def _gone(path: Path) -> Path:
 
 def _free_mb(root: Path) -> int:
     return shutil.disk_usage(root).free // 2**20
+
+
+def make_private(database: Path) -> None:
+    """Create a database of SQLite, or take it and its further files away from other users: mode 0600. Raises OSError.
+
+    It is not opened if it exists: closing a file ends the locks that SQLite holds on it in this process.
+    """
+    try:
+        os.close(os.open(database, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        for path in (database, *(database.with_name(database.name + end) for end in ("-wal", "-shm"))):
+            with contextlib.suppress(FileNotFoundError, PermissionError):  # it is another user's, who decides
+                path.chmod(0o600)

@@ -1,8 +1,8 @@
 """Names of low-rank adapters (LoRA, Hu et al., 2021), and how they are merged into their base.
 
 The effective weight is W + (alpha / rank) · A B, with A [in…, rank] and B [rank, out…] for a weight W [in…, out…] of
-the trainer. Names are those of qwix (`….w_lora_a`, `….kernel_lora_a`) and of PEFT. The engine serves, and
-`volley export` writes, the output of `merged`.
+the trainer. Names are those of qwix (`….w_lora_a`, `….kernel_lora_a`) and of PEFT. `volley export` writes the output of
+`merged`; the engine computes with base and adapters, unmerged as the trainer does.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ def weights_of(names: Iterable[str]) -> list[str]:
 
 
 def merge(weight: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-    """Compute W + scale · A B in float32, and cast it to the dtype of W.
+    """Compute W + scale · A B, float32: in bfloat16 the sum would lose most of a small change.
 
     Raises ValueError if the shapes do not fit.
     """
     if a.shape[-1] != b.shape[0] or (*a.shape[:-1], *b.shape[1:]) != weight.shape:
         raise ValueError(f"{list(a.shape)} and {list(b.shape)} are not an adapter of a weight {list(weight.shape)}")
     delta = np.tensordot(np.asarray(a, np.float32), np.asarray(b, np.float32), 1)
-    return (weight.astype(np.float32) + np.float32(scale) * delta).astype(weight.dtype)
+    return weight.astype(np.float32) + np.float32(scale) * delta
 
 
 def merged(base: Reads, adapter: Reads, scale: float) -> dict[str, Callable[[], np.ndarray]]:
-    """Readers of every weight of the base, with its adapter merged if it has one.
+    """Readers of every weight of the base, with its adapter merged, in float32, if it has one.
 
     Raises ValueError for an A without its B or the reverse, and for an adapter of a weight that the base lacks; the
     readers raise it for shapes that do not fit.

@@ -1,26 +1,29 @@
 """Chat text to tokens and back. Tokens of earlier turns are never computed again.
 
 A conversation grows by appending. `render_prompt` returns the first tokens. After the model's sampled ids,
-`continue_after` returns only the environment's new text and the header of the next assistant turn. It renders the
-template with a marker in place of the assistant's words, so these are never rendered or tokenized again.
+`continue_after` returns only the environment's new text and the header of the next assistant turn. A template that
+changes earlier messages is found out by it (see `continuation`); the conversation is then rendered whole.
 """
 
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
 from tokenizers import Encoding
+from tokenizers.decoders import ByteLevel
 
-from shared.errors import ConfigError, InputError
+from shared.errors import ConfigError, ContextExceeded, InputError
+from shared.models.continuation import Continuation, ContinuationRenderer, HistoryChanged, changed, talks
 from shared.models.masks import mark_spans, transfer_marks
 from shared.models.templates import ChatTemplates, Messages, Tools, Variables, read_templates
 from shared.models.tokenizer_files import read_tokenizer
-from shared.models.turns import CallForm, Turn, TurnRenderer
+from shared.models.turns import CallForm, RenderedTurn, TurnRenderer
 
 _ANCHOR = 200  # characters
 
@@ -31,14 +34,12 @@ class _Said:
 
     Attributes:
         marks: 1 for each id that is learned.
-        tail: text after the end; None if the template writes no end.
-        whole: text of the conversation up to there.
+        is_open: the template writes no end.
     """
 
     ids: list[int]
     marks: list[int]
-    tail: str | None
-    whole: str
+    is_open: bool
 
 
 class ChatTokenizer:
@@ -63,6 +64,7 @@ class ChatTokenizer:
         """
         files = read_tokenizer(folder)
         self._tokenizer, self.note = files.tokenizer, files.note
+        self._context, self._longest = sys.maxsize, 1
         if "eos_token" not in files.special:
             raise ConfigError(f"{folder}/tokenizer_config.json names no eos_token")
         self._template = ChatTemplates(
@@ -74,6 +76,7 @@ class ChatTokenizer:
                 f"the class of the tokenizer may have a default: write {unnamed[0]} there, or null for none",
             )
         self._turns = TurnRenderer(self._template)
+        self._continuations = ContinuationRenderer(self._template, self._turns)
         if not self._turns.writes_text:
             raise ConfigError(
                 f"{folder}: the chat template does not write the text of a message",
@@ -82,35 +85,54 @@ class ChatTokenizer:
         self.writes_date = self._template.writes_date
         eos = self._tokenizer.token_to_id(files.special["eos_token"])
         declared = files.end_ids | {eos}
-        self.eos_id, self._closing = self._turn_end(declared, eos)
+        self.eos_id, self._closing, self._ending = self._turn_end(declared, eos)
         self.end_ids = declared | {self.eos_id}
         self.pad_id = self._tokenizer.token_to_id(files.special.get("pad_token") or files.special["eos_token"])
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    def _turn_end(self, declared: frozenset[int], eos: int) -> tuple[int, str | None]:
-        """Find the token that closes a turn, and the text up to its end; (eos, None) if the template writes none."""
+    def _turn_end(self, declared: frozenset[int], eos: int) -> tuple[int, str | None, str]:
+        """Find the token that closes a turn, the text up to its end, and what the template writes before the token.
+
+        (eos, None) and all of the text if it writes none.
+        """
         try:
             closing = self._turns.closing
         except InputError:  # the caller who renders a conversation sees it
-            return eos, None
+            return eos, None, ""
         encoding = self._encoded(closing)
         places = [*zip(encoding.ids, encoding.offsets, strict=True)]
         special = {i for i, one in self._tokenizer.get_added_tokens_decoder().items() if one.special}
         first = next((n for n, (token, _) in enumerate(places) if token in special | declared), len(places))
         run = [*takewhile(lambda place: place[0] in special | declared, places[first:])]
         found = [*(place for place in run if place[0] in declared), *run[-1:]]
-        return (found[0][0], closing[: found[0][1][1]]) if found else (eos, None)
+        ending = closing[: run[0][1][0] if run else None].strip()
+        return (found[0][0], closing[: found[0][1][1]], ending) if found else (eos, None, ending)
 
     def encode(self, text: str) -> list[int]:
         """Tokenize `text`; special tokens in it are recognised, none is added.
 
-        Raises InputError for half of a surrogate pair, which UTF-8 cannot encode.
+        Raises InputError for half of a surrogate pair, which UTF-8 cannot encode, and ContextExceeded (see `within`).
         """
         return self._encoded(text).ids
 
+    def within(self, context_length: int) -> ChatTokenizer:
+        """Copy the tokenizer with a limit: longer texts than so many of its longest tokens raise ContextExceeded.
+
+        They are refused before they are tokenized, which takes seconds for a text of some megabytes.
+        """
+        made = copy(self)
+        made._context = context_length
+        is_bytes = isinstance(self._tokenizer.decoder, ByteLevel)  # a character of its tokens stands for one byte
+        names = self._tokenizer.get_vocab(with_added_tokens=True)
+        made._longest = max(len(name) if is_bytes else len(name.encode()) for name in names)
+        return made
+
     def _encoded(self, text: str) -> Encoding:
+        if (n := len(text.encode(errors="replace"))) > self._context * self._longest:
+            raise ContextExceeded.of(self._context, -(-n // self._longest))
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            # `encode` would hold the interpreter's lock, and stop the other threads as long as it takes
+            return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         except (TypeError, UnicodeEncodeError) as error:
             raise InputError("there is half of a surrogate pair in the text: it is not valid Unicode") from error
 
@@ -148,36 +170,71 @@ class ChatTokenizer:
         """Tokenize a conversation without the end of its last message, for the model to continue. Raises InputError."""
         return self.encode(self._template.render_unfinished(messages, tools))
 
-    def render_continuation(self, messages: Messages, *, ended: bool) -> list[int]:
-        """Tokenize the text after an assistant turn: its missing end, `messages`, and the next assistant header.
-
-        Args:
-            ended: the sampled ids already close the turn with `eos_id`.
-        """
-        return self._after(self._continuation(messages), ended=ended)
-
-    def continue_after(self, sampled_ids: Sequence[int], messages: Messages) -> list[int]:
+    def continue_after(
+        self,
+        sampled_ids: Sequence[int],
+        messages: Messages,
+        conversation: Messages | None = None,
+        tools: Tools = (),
+    ) -> list[int]:
         """Tokenize the text after a sampled assistant turn, which stays as it was sampled.
 
         If the turn lacks the end that the template writes, the end is added, even after another end token. A token that
         both ends a turn and begins the next one (GLM's `<|user|>`) is not repeated.
+
+        Args:
+            conversation: messages up to the sampled one; None if the text is the same after every conversation.
+
+        Raises HistoryChanged if the template does not only append; the conversation then has to be rendered whole.
         """
-        ids = self.render_continuation(messages, ended=sampled_ids[-1:] == [self.eos_id])
+        if conversation is None:
+            found = self._continuations.after_any(messages)
+        else:
+            found = self._continuations.after_turn(conversation, messages, tools)
+        ids = self._after(found, sampled_ids)
         repeated = self._closing is None and self.is_ended(sampled_ids) and ids[:1] == [sampled_ids[-1]]
         return ids[1:] if repeated else ids
 
-    def _continuation(self, messages: Messages) -> str:
-        text = self._turns.before_next(messages)
-        if text is None:
-            raise ConfigError("the chat template does not write the content of an assistant's message")
-        return text
+    def looks_back(self, *, calls: bool = True) -> str | None:
+        """Return how the template changes earlier messages when later ones are added; None if it only appends.
 
-    def _after(self, text: str, *, ended: bool) -> list[int]:
-        """Tokenize the text after an assistant's words, without the end of the turn if the turn has `ended`."""
-        encoding = self._encoded(text)
-        if not ended or self._closing is None or not text.startswith(self._closing):
+        Args:
+            calls: also try conversations whose messages have `tool_calls`.
+        """
+        for messages, tools in talks(calls=calls):
+            turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            for i, end in zip(turns, [*turns[1:], len(messages)], strict=True):
+                try:
+                    self.continue_after([self.eos_id], messages[i + 1 : end], messages[: i + 1], tools)
+                except HistoryChanged as error:
+                    return error.detail
+                except (InputError, ConfigError):  # there are no such conversations
+                    break
+        return None
+
+    def _after(self, found: Continuation, sampled_ids: Sequence[int]) -> list[int]:
+        """Tokenize the text after an assistant's turn, without the end of the turn if the turn has it."""
+        if unsaid := self._ending or ("" if self._says(found.begun) else found.begun):
+            raise changed(f"it writes {unsaid!r} beside an answer that does not say so")
+        encoding, last = self._encoded(found.text), sampled_ids[-1] if sampled_ids else None
+        if found.n_own is not None:
+            places = enumerate(zip(encoding.ids, encoding.offsets, strict=True))
+            ends = [i for i, (token, (_, end)) in places if token in self.end_ids and end <= found.n_own]
+            return (
+                encoding.ids[ends[0] + (encoding.ids[ends[0]] == last) :]
+                if ends
+                else self.encode(found.text[found.n_own :])
+            )
+        if last != self.eos_id or self._closing is None:
             return encoding.ids
+        if not found.text.startswith(self._closing):
+            raise HistoryChanged("the chat template ends an earlier answer otherwise than the last one")
         return encoding.ids[encoding.ids.index(self.eos_id) + 1 :]
+
+    def _says(self, begun: str) -> bool:
+        """True if an answer says this before its words: it has tokens for it, as for Harmony's channels."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return any(token in added for token in self._encoded(begun).ids)
 
     def leaves_out(self, messages: Messages, tools: Tools) -> bool:
         """True if the template ignores the `tools` in what comes before the first answer. Raises InputError."""
@@ -197,6 +254,7 @@ class ChatTokenizer:
         made = copy(self)
         made._template = self._template.with_variables(variables)
         made._turns = TurnRenderer(made._template)
+        made._continuations = ContinuationRenderer(made._template, made._turns)
         return made
 
     def render_demonstration(
@@ -214,18 +272,27 @@ class ChatTokenizer:
             raise InputError("a demonstration must end with an assistant message")
         counts = [True] * len(messages) if learned is None else learned
         ids, marks, turns = list[int](), list[int](), list[tuple[int, range]]()
-        last, at = None, 0
+        is_open, at = False, 0
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             turn = self._turns.turn(messages[:i], message, tools)
-            before, said = self._between(last, messages[:at], messages[at:i], turn, tools), self._said(turn)
-            if last is not None and last.tail is None and before[:1] and before[0] in self.end_ids:
+            said, before = self._said(turn), None
+            try:
+                before = self._between(ids, messages[:at], messages[at:i], turn, tools) if at else None
+            except HistoryChanged:
+                if any(counts[earlier] for earlier, _ in turns):
+                    raise
+                ids, marks, turns = [], [], []  # nothing so far is learned: the prompt is rendered whole
+            if before is None:
+                self._turns.check_written((), messages[:i], tools)
+                before = self.encode(turn.prompt)
+            elif is_open and before[:1] and before[0] in self.end_ids:
                 ids[-1] = before.pop(0)  # the next turn's header ends this one
             ids += before + said.ids
             marks += [0] * len(before) + said.marks
             turns.append((i, range(len(ids) - len(said.ids), len(ids))))
-            last, at = said, i + 1
+            is_open, at = said.is_open, i + 1
         text, spans = self._template.render_marked(messages, tools)
         if spans is not None:
             whole = self._encoded(text)
@@ -237,7 +304,7 @@ class ChatTokenizer:
             raise InputError("the chat template marks nothing that the assistant says with {% generation %}")
         return ids, mask
 
-    def _said(self, turn: Turn) -> _Said:
+    def _said(self, turn: RenderedTurn) -> _Said:
         """Tokenize a turn. Raises InputError for an end token inside it, because no rollout continues after one."""
         n, start, encoding = self._after_anchor(turn)
         ids = encoding.ids[n:]
@@ -252,10 +319,10 @@ class ChatTokenizer:
         if turn.spans is not None:
             marks = mark_spans(encoding, [(begin + start, end + start) for begin, end in turn.spans])[n:]
         if not ends:
-            return _Said([*ids, self.eos_id], [*marks, 1], None, turn.whole)
-        return _Said(ids[: ends[0] + 1], marks[: ends[0] + 1], turn.said[after:], turn.whole)
+            return _Said([*ids, self.eos_id], [*marks, 1], True)
+        return _Said(ids[: ends[0] + 1], marks[: ends[0] + 1], False)
 
-    def _after_anchor(self, turn: Turn) -> tuple[int, int, Encoding]:
+    def _after_anchor(self, turn: RenderedTurn) -> tuple[int, int, Encoding]:
         """Tokenize a turn after the end of its prompt; return that end's numbers of tokens and characters, and both.
 
         If the prompt's last token would merge with the turn's first, the turn is tokenized after a newline, so that a
@@ -279,19 +346,12 @@ class ChatTokenizer:
         starts = [at for token, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in added]
         return tail[starts[-1] :] if starts else tail[max(tail.rfind("\n"), 0) :]
 
-    def _between(self, last: _Said | None, before: Messages, messages: Messages, turn: Turn, tools: Tools) -> list[int]:
-        """Tokenize the text between the last turn and this one; for the first turn, the whole prompt."""
-        if last is None:
-            self._turns.check_written(before, messages, tools)
-            return self.encode(turn.prompt)
-        if turn.prompt.startswith(last.whole):
-            self._turns.check_written(before, messages, tools, after=last.whole)
-            end = self.token(last.ids[-1])
-            ids = self.encode(end + (last.tail or "") + turn.prompt[len(last.whole) :])
-            if ids[0] == last.ids[-1]:
-                return ids[1:]
-        text = self._continuation(messages)
-        return self._after(text.removesuffix(turn.opened), ended=True)
+    def _between(
+        self, ids: Sequence[int], conversation: Messages, messages: Messages, turn: RenderedTurn, tools: Tools
+    ) -> list[int]:
+        """Tokenize the text between the last turn, which ends the conversation and `ids`, and this turn."""
+        found = self._continuations.after_turn(conversation, messages, tools)
+        return self._after(replace(found, text=found.text.removesuffix(turn.opened)), ids)
 
 
 def tokenizer_of_run(folder: Path, date: datetime.date | None) -> ChatTokenizer:

@@ -23,6 +23,7 @@ class Family:
             `config` checks for every family. Without values, any is accepted.
         written: keys that our config.json has beside the sizes.
         names: parameters of a layer that only this family has: Tunix's name to Hugging Face's (see `names`).
+        untrained: parameters of a layer, by Tunix's name, that get no gradient by design, so training keeps them.
         engine_names: parts of parameter names that sglang-jax spells in its own way for this family.
         qkv_bias: projections to queries, keys and values have a bias.
         qk_norm: queries and keys are normalized by head.
@@ -49,6 +50,7 @@ class Family:
     neutral: Mapping[str, tuple[Any, ...]]
     written: Mapping[str, Any]
     names: Mapping[str, str] = field(default_factory=dict[str, str])
+    untrained: tuple[str, ...] = ()
     engine_names: Mapping[str, str] = field(default_factory=dict[str, str])
     qkv_bias: bool = False
     qk_norm: bool = False

@@ -17,6 +17,7 @@ from shared.models.weight_files import INDEX, WEIGHTS, check_random, shard_names
 from shared.run import checkpoint_files, trust
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
+from shared.visible import quoted
 
 _SMALL = ["*.json", "*.jinja", "*.txt"]
 _INDEX = "*.index.json"  # of weights, which are not copied
@@ -40,7 +41,7 @@ def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = F
                 f"to start from its weights say {path}@{origin.LATEST}",
             )
         return folder.resolve()
-    if path.startswith((".", "/")) or path.count("/") != 1:
+    if path.startswith((".", "/")) or path.count("/") != 1 or folder.parent.is_dir():
         raise ConfigError(
             f"model.path {path} is no folder", "give a Hugging Face folder, a hub id like Qwen/Qwen3-4B, or RUN@VERSION"
         )
@@ -54,14 +55,27 @@ def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = F
         return found
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ConfigError(
-            f"model.path {path} is no folder and could not be downloaded: {type(error).__name__}",
+            f"model.path {path} is no folder, and {_why(error)}",
             _hint(path),
         ) from error
 
 
+def _why(error: Exception) -> str:
+    """Say why huggingface.co gave no model."""
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, LocalEntryNotFoundError):
+        return "it cannot be downloaded: huggingface.co does not answer, and no copy is kept here"
+    if isinstance(error, GatedRepoError):
+        return "huggingface.co gives it only to accounts that were admitted (HF_TOKEN names one)"
+    if isinstance(error, RepositoryNotFoundError):
+        return "huggingface.co has no model of that name"
+    return f"it could not be downloaded: {type(error).__name__}"
+
+
 def _hint(path: str) -> str:
     if "smollm2" in path.lower():
-        return f"`volley model get smollm2 {path}` makes this folder"
+        return f"`volley model get smollm2 {quoted(path)}` makes this folder"
     return f"check the name and the network; if {path} is a folder, give its whole path"
 
 
@@ -74,6 +88,10 @@ def check_weights(run: RunConfig) -> None:
     begun = run.run.bucket is not None or RunFolder(run.run.folder).record.exists()
     if begun or not folder.is_dir():
         return
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path {folder} holds no config.json", "name a Hugging Face folder; `volley model get` downloads one"
+        )
     if run.model.initial_weights == "random":
         check_random(folder)
     else:

@@ -92,6 +92,11 @@ def is_of_attention(leaf: str) -> bool:
     return ".attn." in leaf
 
 
+def is_untrained(leaf: str) -> bool:
+    """True for a parameter that gets no gradient by design, in the family that has it."""
+    return leaf.endswith(tuple(f".{name}" for family in families().values() for name in family.untrained))
+
+
 def in_files(name: str, n_experts: int) -> list[str]:
     """Tensors in Hugging Face's files that make up `hf_name`'s array of all experts, in order."""
     return [name.replace(".mlp.experts.", f".mlp.experts.{i}.") for i in range(n_experts)]

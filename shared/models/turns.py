@@ -9,6 +9,7 @@ block.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,11 +22,12 @@ from shared.models.templates import ChatTemplates, Messages, Spans, Tools
 MARKER = "\u0001assistant\u0001"
 _QUESTION = {"role": "user", "content": "?"}
 _THOUGHT = "</think>"
+_BLOCK = re.compile(r"\s*(<think>\s*</think>|<think>\s*$|<\|channel>thought\s*<channel\|>)\s*")
 _CONTEXT = 64  # characters
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class RenderedTurn:
     """One turn of the assistant.
 
     Attributes:
@@ -92,22 +94,10 @@ class TurnRenderer:
         return self._templates.render([_QUESTION, said], prompt=False).partition(MARKER)[2]
 
     @cached_property
-    def _writes_content(self) -> bool:
+    def writes_content(self) -> bool:
+        """True if the template writes the content of an assistant's message."""
         said = {"role": "assistant", "content": MARKER}
         return MARKER in self._templates.render([_QUESTION, said], prompt=False)
-
-    def before_next(self, messages: Messages) -> str | None:
-        """Render the text after an assistant's words: the turn's end, `messages`, and the next header.
-
-        None if the template does not write the words. Raises InputError naming the role of a message that it leaves
-        out.
-        """
-        before = [_QUESTION, {"role": "assistant", "content": MARKER}]
-        _, found, text = self._templates.render([*before, *messages]).partition(MARKER)
-        if not found:
-            return None
-        self.check_written(before, messages, after=MARKER)
-        return text
 
     def call_form(self, before: Messages, tools: Tools) -> CallForm:
         """Find the form of a call at the beginning of the next turn. Raises InputError if the template writes none."""
@@ -126,7 +116,7 @@ class TurnRenderer:
         between = rest[: rest.find(key)].rstrip("{<[=\n\"' ").removesuffix("<parameter").rstrip("\n")
         return CallForm(turn.opened, start, between, None)
 
-    def turn(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> Turn:
+    def turn(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> RenderedTurn:
         """Render the turn of `message` after `before`. Raises InputError naming a part that is left out."""
         turn = self._added(before, message, tools)
         context = before if turn else [_QUESTION]
@@ -154,7 +144,7 @@ class TurnRenderer:
         if _squeezed(content) in whole and not _opens(content, turn.opened):
             return turn
         answer = content.rpartition(_THOUGHT)[2]
-        if _THOUGHT not in content or calls or not self._writes_content or _squeezed(answer) not in whole:
+        if _THOUGHT not in content or calls or not self.writes_content or _squeezed(answer) not in whole:
             raise InputError(
                 "the chat template leaves out content of the assistant", "use a template that writes it whole"
             )
@@ -194,15 +184,15 @@ class TurnRenderer:
             return False
         return texts[0] == texts[1]
 
-    def _verbatim(self, turn: Turn, content: str) -> Turn:
+    def _verbatim(self, turn: RenderedTurn, content: str) -> RenderedTurn:
         """Make the turn with its content as given, because the template drops the reasoning in it."""
         said = content
         if _opens(content, turn.opened):
             said = content.lstrip().removeprefix(turn.opened.strip())
             said = said.lstrip("\n") if turn.opened.endswith("\n") else said
-        return Turn(turn.prompt + turn.opened, said + self.closing, turn.whole)
+        return RenderedTurn(turn.prompt + turn.opened, said + self.closing, turn.whole)
 
-    def _alone(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> Turn:
+    def _alone(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> RenderedTurn:
         """Render the turn after a question, because the template edits the real conversation. Raises InputError."""
         turn = self._added([_QUESTION], message, tools)
         if turn is None:
@@ -212,28 +202,40 @@ class TurnRenderer:
             )
         return replace(turn, prompt=self._templates.render(before, tools).removesuffix(turn.opened))
 
-    def _added(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> Turn | None:
+    def _added(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> RenderedTurn | None:
         """Render the text that `message` adds to the prompt; None if the text before it changes."""
         prompt = self._templates.render(before, tools)
         whole, spans = self._templates.render_marked([*before, message], tools)
         if whole.startswith(prompt):
-            return Turn(prompt, whole[len(prompt) :], whole, spans=_from(spans, len(prompt)))
+            return RenderedTurn(prompt, whole[len(prompt) :], whole, spans=_from(spans, len(prompt)))
         said = {"role": "assistant", "content": MARKER}
         plain = self._templates.render([*before, said], tools, prompt=False).partition(MARKER)[0]
-        base, n = self._templates.render(before, tools, prompt=False), _common(_common_text(prompt, plain), whole)
+        if rest_after(prompt, plain) is None:
+            return None
+        base, n = self._templates.render(before, tools, prompt=False), common_length(_common_text(prompt, plain), whole)
         if n < len(plain) and not (n > len(base) and whole.startswith(base)):
             return None
-        return Turn(whole[:n], whole[n:], whole, opened=prompt[n:], spans=_from(spans, n))
+        return RenderedTurn(whole[:n], whole[n:], whole, opened=prompt[n:], spans=_from(spans, n))
 
 
-def _common(one: str, other: str) -> int:
+def rest_after(prompt: str, written: str) -> str | None:
+    """Return what a template writes after the text of a prompt; None if it does not write this text again.
+
+    Empty and opened blocks of reasoning do not count.
+    """
+    if _BLOCK.search(prompt) or _BLOCK.search(written):
+        prompt, written = (_BLOCK.sub("\n", text).rstrip() for text in (prompt, written))
+    return written[len(prompt) :] if written.startswith(prompt) else None
+
+
+def common_length(one: str, other: str) -> int:
     """Length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _common_text(one: str, other: str) -> str:
-    return one[: _common(one, other)]
+    return one[: common_length(one, other)]
 
 
 def _from(spans: Spans | None, start: int) -> Spans | None:

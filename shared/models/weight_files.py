@@ -17,6 +17,10 @@ from shared.errors import ConfigError
 from shared.files.reading import open_file, read_file
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+UNMERGED, SCALE = "unmerged_adapters.safetensors", "scale"
+"""File of adapters by the trainer's names, which a rollout server computes beside the weights of its folder, and the
+tensor in it with their scale, float32 [] (shared.models.adapter).
+"""
 ADAPTER = "adapter_config.json"
 KEY = "model.initial_weights"
 _LFS_POINTER = b"version https://git-lfs"

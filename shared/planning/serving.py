@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from shared.models.config import ModelConfig
 from shared.models.parameters import parameters
-from shared.planning.training import ITEM_SIZES
+from shared.planning.training import ITEM_SIZES, Platform
 from shared.schema import RunConfig
 
 _ALIGNED = 128
@@ -20,8 +19,10 @@ _ENGINE_SHARE = 0.88
 """Share of a device that sglang-jax fills with weights and pool at most."""
 _SPARE, _LEAST_SPARE = 0.1, 2**30
 """Share and bytes of a device that stay free at least: fragments, workspaces, and trials of kernels by the compiler."""
-_LOGITS = 5
-"""Float32 arrays of the logits of all running requests that exist at once, by libtpu's compiler; tp divides none."""
+_LOGITS, _CPU_LOGITS = 5, 7
+"""Float32 arrays of the logits of all running requests that exist at once, by libtpu's compiler; tp divides none. XLA
+for CPUs has more, beside the values of a layer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class ServerMemory:
 def server_memory(
     model: ModelConfig,
     dtype: str,
-    device: Literal["cpu", "tpu", "gpu"],
+    device: Platform,
     running: int,
     prefill: int,
     tp_size: int = 1,
@@ -85,12 +86,12 @@ def server_memory(
     parts = 1 if device == "cpu" else tp_size
     return ServerMemory(
         weights=ITEM_SIZES[dtype] * sum(_on_device(model, parts)),
-        step=_step(model, dtype, running, prefill, parts),
+        step=_step(model, dtype, running, prefill, parts, on_cpu=device == "cpu"),
         token=kv_token_bytes(model, dtype, device, parts),
     )
 
 
-def of_run(config: RunConfig, model: ModelConfig, device: Literal["cpu", "tpu", "gpu"]) -> ServerMemory:
+def of_run(config: RunConfig, model: ModelConfig, device: Platform) -> ServerMemory:
     """Estimate the memory of a server of the run."""
     engine = config.rollout.engine
     running, prefill = engine.max_running_requests, engine.max_prefill_tokens
@@ -102,7 +103,7 @@ def row_size(model: ModelConfig) -> int:
     return model.head_dim if model.latent is None else model.latent.qk_head_dim
 
 
-def kv_token_bytes(model: ModelConfig, dtype: str, device: Literal["cpu", "tpu", "gpu"], tp_size: int = 1) -> int:
+def kv_token_bytes(model: ModelConfig, dtype: str, device: Platform, tp_size: int = 1) -> int:
     """Return the bytes of one token's keys and values on each of `tp_size` devices.
 
     A device has at least one head of keys: with more devices than heads, heads are repeated.
@@ -123,10 +124,16 @@ def _on_device(model: ModelConfig, tp_size: int) -> Iterator[int]:
         yield -(-shape.n // parts)
 
 
-def _step(model: ModelConfig, dtype: str, running: int, prefill: int, tp_size: int) -> int:
-    """Estimate the intermediate values of a step: those of a layer for the longest prefill, or logits."""
+def _step(model: ModelConfig, dtype: str, running: int, prefill: int, tp_size: int, *, on_cpu: bool) -> int:
+    """Estimate the intermediate values of a step: those of a layer for the longest prefill, or logits; a CPU has both.
+
+    A CPU computes the products of bfloat16 in float32.
+    """
     inner = max(model.intermediate_size, model.num_attention_heads * model.head_dim)
     if model.experts is not None:
         inner = model.experts.num_experts_per_tok * model.experts.moe_intermediate_size
-    layer = prefill * ITEM_SIZES[dtype] * (4 * model.hidden_size + 3 * -(-inner // tp_size))
+    item = 4 if on_cpu else ITEM_SIZES[dtype]
+    layer = prefill * item * (4 * model.hidden_size + 3 * -(-inner // tp_size))
+    if on_cpu:
+        return layer + 4 * _CPU_LOGITS * running * model.vocab_size
     return max(layer, 4 * _LOGITS * running * model.vocab_size)

@@ -1,21 +1,22 @@
 """Memory of training on each device: parts that follow from the shapes of parameters, and the peak of each phase.
 
-The trainer adds the activations of its traced gradient function, `volley plan` adds those of `activations`.
+`trainer` adds the activations of `activations`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from shared.models import adapter
 from shared.models.names import is_of_attention
 from shared.models.parameters import ParameterShape, Shapes
 
+type Platform = Literal["cpu", "tpu", "gpu"]
+
 ITEM_SIZES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 """Bytes of a number."""
-TUNIX_LOGITS = 5
-"""Arrays of all logits that are live at once in the loss of Tunix, as measured (docs/measurements.md)."""
 _MOMENTS = 2  # of AdamW
 _FLOAT32 = 4
 _MIB = 2**20
@@ -37,6 +38,7 @@ class TrainingSetup:
         n_micro: micro-batches of a step.
         may_branch: an episode may have several sequences.
         on_host: the devices are this host's processors.
+        keeps_former: the weights before the newest step are kept, for spot checks of servers.
     """
 
     mesh: Mapping[str, int]
@@ -50,6 +52,7 @@ class TrainingSetup:
     n_micro: int = 1
     may_branch: bool = True
     on_host: bool = False
+    keeps_former: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,9 @@ class MemoryEstimate:
     `kept` is always in memory, by part; `step` is added in a step; the warm start needs `warm_start` in place of both;
     writing a checkpoint adds `published`. A step with more sequences than episodes adds `branches`: if the episodes
     fit into one micro-batch, the branches need a second one of the same shape, whose gradient is added. Host memory
-    holds `host_reference` always, and `host_copies` while a checkpoint is written; if the devices are the host
-    (`on_host`), these count too.
+    holds `host_reference` and `host_former` always, and `host_copies` while a checkpoint is written; if the devices are
+    the host (`on_host`), these count too. A supervised run (`saves_between`) writes its checkpoints between steps, from
+    the arrays themselves; another run may make no step while one is written (`saves_last`).
     """
 
     kept: Mapping[str, int]
@@ -70,14 +74,18 @@ class MemoryEstimate:
     host_copies: int
     on_host: bool = False
     host_reference: int = 0
+    host_former: int = 0
     branches: int = 0
+    saves_between: bool = False
+    saves_last: bool = False
 
     @property
     def phases(self) -> dict[str, int]:
         """Peak bytes of each phase."""
-        kept = sum(self.kept.values()) + (self.host_reference if self.on_host else 0)
-        beside = self.host_copies if self.on_host else 0
-        found = {"step": kept + sum(self.step.values()) + beside, "checkpoint": kept + self.published}
+        kept = sum(self.kept.values()) + (self.host_reference + self.host_former if self.on_host else 0)
+        copies = self.host_copies if self.on_host and not self.saves_between else 0
+        beside = 0 if self.saves_last else copies
+        found = {"step": kept + sum(self.step.values()) + beside, "checkpoint": kept + self.published + copies}
         return found | ({"warm start": sum(self.warm_start.values())} if self.warm_start else {})
 
     @property
@@ -97,7 +105,8 @@ class MemoryEstimate:
         """Convert the parts of the largest phase to MiB, for the log and /status."""
         phase = self.largest_phase
         parts = dict(self.warm_start) if phase == "warm start" else {**self.kept, **self.step}
-        parts |= {"reference on the host": self.host_reference, "host copies of a checkpoint": self.host_copies}
+        parts |= {"reference on the host": self.host_reference, "weights before the step": self.host_former}
+        parts |= {"host copies of a checkpoint": self.host_copies}
         parts[f"most ({phase})"] = self.peak
         return {name: round(n / _MIB, 1) for name, n in parts.items() if n}
 
@@ -138,6 +147,7 @@ def estimate(
         host_copies=_FLOAT32 * n_trained + kept["optimizer"] + kept["critic"] + published,
         on_host=setup.on_host,
         host_reference=reference - kept["reference"],
+        host_former=_FLOAT32 * n_trained if setup.keeps_former else 0,
         branches=_FLOAT32 * n_trained if setup.may_branch and setup.n_micro == 1 else 0,
     )
 

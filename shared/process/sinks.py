@@ -15,11 +15,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from queue import Full, Queue
 from typing import Any, Literal, Protocol
 
 import orjson
 
+from shared import packages
 from shared.process.telemetry import REGISTRY, Counter, Log
 
 __all__ = ["Line", "LineKind", "MetricsFanout", "MetricsSink", "PrometheusSink"]
@@ -77,9 +79,16 @@ class MetricsFanout:
 
     @classmethod
     @contextmanager
-    def opened(cls, sinks: Sequence[MetricsSink]) -> Iterator[MetricsFanout]:
-        """Open the sinks, and close them at the end within `_CLOSE_S`."""
-        fanout = cls(sinks)
+    def opened(cls, sinks: Sequence[MetricsSink], folder: Path | None = None) -> Iterator[MetricsFanout]:
+        """Open the sinks, and close them at the end within `_CLOSE_S`.
+
+        Args:
+            folder: of the run; packages then add their sinks (group `volley.sinks`).
+
+        Raises ConfigError for a package that cannot be loaded.
+        """
+        added = [] if folder is None else [make(folder) for make in packages.loaded(packages.SINKS).values()]
+        fanout = cls([*sinks, *added])
         try:
             yield fanout
         finally:

@@ -26,7 +26,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from shared.process import tracing
 from shared.process.telemetry import Log
-from shared.process.tracing import Attributes, Kind, Place
+from shared.process.tracing import Attributes, Kind, SpanContext
 
 _MOST_QUEUED = 8192
 _QUEUE_VARIABLE = "OTEL_BSP_MAX_QUEUE_SIZE"
@@ -40,7 +40,7 @@ type Count = Callable[[str, int], None]
 """Counts spans by state: those that ended, and those of them that were sent or failed."""
 _W3C = TraceContextTextMapPropagator()
 _log = Log("traces")
-_given: ContextVar[Place | None] = ContextVar("given", default=None)
+_given: ContextVar[SpanContext | None] = ContextVar("given", default=None)
 
 
 def _ignore(state: str, n: int) -> None: ...
@@ -168,9 +168,9 @@ class SdkTracer:
         attributes: Attributes,
         *,
         kind: Kind,
-        parent: Place | None,
-        link: Place | None,
-        place: Place | None,
+        parent: SpanContext | None,
+        link: SpanContext | None,
+        place: SpanContext | None,
     ) -> Iterator[_SdkSpan]:
         around = Context() if place else _below(parent) if parent else None
         token = _given.set(place)
@@ -194,16 +194,22 @@ class SdkTracer:
             span.end()
 
     def record(
-        self, name: str, parent: Place, began: float, ended: float, attributes: Attributes, link: Place | None
+        self,
+        name: str,
+        parent: SpanContext,
+        began: float,
+        ended: float,
+        attributes: Attributes,
+        link: SpanContext | None,
     ) -> None:
         span = self._tracer.start_span(
             name, _below(parent), attributes=attributes, links=_links(link), start_time=_nanoseconds(began)
         )
         span.end(_nanoseconds(max(began, ended)))
 
-    def here(self) -> Place | None:
+    def here(self) -> SpanContext | None:
         context = trace.get_current_span().get_span_context()
-        return Place(context.trace_id, context.span_id, context.trace_flags.sampled) if context.is_valid else None
+        return SpanContext(context.trace_id, context.span_id, context.trace_flags.sampled) if context.is_valid else None
 
     def sampled(self, trace_id: int) -> bool:
         return self._provider.sampler.should_sample(Context(), trace_id, "").decision.is_sampled()
@@ -213,18 +219,18 @@ class SdkTracer:
             return {}
         return {"traceparent": f"00-{place.trace_id:032x}-{place.span_id:016x}-{place.is_sampled:02x}"}
 
-    def received(self, traceparent: str) -> Place | None:
+    def received(self, traceparent: str) -> SpanContext | None:
         context = trace.get_current_span(_W3C.extract({"traceparent": traceparent}, Context())).get_span_context()
-        return Place(context.trace_id, context.span_id, context.trace_flags.sampled) if context.is_valid else None
+        return SpanContext(context.trace_id, context.span_id, context.trace_flags.sampled) if context.is_valid else None
 
 
-def _below(parent: Place) -> Context:
+def _below(parent: SpanContext) -> Context:
     flags = trace.TraceFlags(trace.TraceFlags.SAMPLED if parent.is_sampled else trace.TraceFlags.DEFAULT)
     context = trace.SpanContext(parent.trace_id, parent.span_id, is_remote=True, trace_flags=flags)
     return trace.set_span_in_context(trace.NonRecordingSpan(context), Context())
 
 
-def _links(link: Place | None) -> Sequence[trace.Link]:
+def _links(link: SpanContext | None) -> Sequence[trace.Link]:
     if link is None:
         return ()
     context = trace.get_current_span(_below(link)).get_span_context()

@@ -12,6 +12,7 @@ from shared.process.telemetry import REGISTRY, Counter, Log
 
 _ADDRESSES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PACKAGE = "opentelemetry.exporter.otlp.proto.http"
+_REQUIREMENTS = "'opentelemetry-sdk>=1.36' 'opentelemetry-exporter-otlp-proto-http>=1.36'"
 _SPANS = Counter(
     "volley_trace_spans",
     "Spans of traces that ended, and those of them that were sent or failed; the others wait or were dropped",
@@ -37,9 +38,9 @@ def traced(service: str, run: str, collector: str | None) -> Iterator[None]:
         if collector is not None:
             raise ConfigError(
                 "run.traces is set, and OpenTelemetry is not installed",
-                "install the extra: pip install 'volley[traces]'; or leave out run.traces",
+                f"install it: pip install {_REQUIREMENTS}; or leave out run.traces",
             )
-        _log.warning("no traces: OpenTelemetry is not installed", needs="volley[traces]")
+        _log.warning("no traces: OpenTelemetry is not installed", needs=_REQUIREMENTS)
         yield
         return
     from shared.process.trace_export import tracing_to

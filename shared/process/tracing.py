@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, Protocol
 
-__all__ = ["Place", "Span", "Tracer", "follow", "here", "is_on", "of_step", "of_ticket", "record", "span", "use"]
+__all__ = ["Span", "SpanContext", "Tracer", "follow", "here", "is_on", "of_step", "of_ticket", "record", "span", "use"]
 
 type Attributes = Mapping[str, str | int | float | bool]
 type Kind = Literal["internal", "server", "client"]
 
 
-class Place(NamedTuple):
+class SpanContext(NamedTuple):
     """A span as a parent of others: 128 bits of its trace, 64 of itself, and whether the trace is recorded."""
 
     trace_id: int
@@ -49,22 +49,28 @@ class Tracer(Protocol):
         attributes: Attributes,
         *,
         kind: Kind,
-        parent: Place | None,
-        link: Place | None,
-        place: Place | None,
+        parent: SpanContext | None,
+        link: SpanContext | None,
+        place: SpanContext | None,
     ) -> AbstractContextManager[Span]: ...
 
     def record(
-        self, name: str, parent: Place, began: float, ended: float, attributes: Attributes, link: Place | None
+        self,
+        name: str,
+        parent: SpanContext,
+        began: float,
+        ended: float,
+        attributes: Attributes,
+        link: SpanContext | None,
     ) -> None: ...
 
-    def here(self) -> Place | None: ...
+    def here(self) -> SpanContext | None: ...
 
     def sampled(self, trace_id: int) -> bool: ...
 
     def headers(self) -> Mapping[str, str]: ...
 
-    def received(self, traceparent: str) -> Place | None: ...
+    def received(self, traceparent: str) -> SpanContext | None: ...
 
 
 class _NoSpan:
@@ -102,9 +108,9 @@ def span(
     attributes: Attributes = _NONE,
     *,
     kind: Kind = "internal",
-    parent: Place | None = None,
-    link: Place | None = None,
-    place: Place | None = None,
+    parent: SpanContext | None = None,
+    link: SpanContext | None = None,
+    place: SpanContext | None = None,
 ) -> AbstractContextManager[Span]:
     """Record what happens inside, with the class of an error that leaves it.
 
@@ -121,38 +127,38 @@ def span(
 
 def record(
     name: str,
-    parent: Place | None,
+    parent: SpanContext | None,
     began: float,
     ended: float | None = None,
     attributes: Attributes = _NONE,
-    link: Place | None = None,
+    link: SpanContext | None = None,
 ) -> None:
     """Record what has ended. `began` and `ended` are times as time.time() gives; the latter is now by default."""
     if _tracer is not None and parent is not None:
         _tracer.record(name, parent, began, time.time() if ended is None else ended, attributes, link)
 
 
-def here() -> Place | None:
+def here() -> SpanContext | None:
     """Return the place of the present span, if there is one."""
     return None if _tracer is None else _tracer.here()
 
 
-def of_ticket(ticket: int) -> Place | None:
+def of_ticket(ticket: int) -> SpanContext | None:
     """Return the place of a ticket's trace."""
     return _place(f"ticket {ticket}")
 
 
-def of_step(step: int) -> Place | None:
+def of_step(step: int) -> SpanContext | None:
     """Return the place of a step's trace."""
     return _place(f"step {step}")
 
 
-def _place(what: str) -> Place | None:
+def _place(what: str) -> SpanContext | None:
     if _tracer is None:
         return None
     digest = hashlib.blake2b(f"volley {_run} {what}".encode(), digest_size=24).digest()
     trace_id, span_id = int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:]) or 1
-    return Place(trace_id, span_id, _tracer.sampled(trace_id))
+    return SpanContext(trace_id, span_id, _tracer.sampled(trace_id))
 
 
 def headers() -> Mapping[str, str]:
@@ -160,7 +166,7 @@ def headers() -> Mapping[str, str]:
     return _tracer.headers() if _tracer is not None else _NONE
 
 
-def received(traceparent: str) -> Place | None:
+def received(traceparent: str) -> SpanContext | None:
     """Return the place that a request names; None if the header is none or tracing is off."""
     return _tracer.received(traceparent) if _tracer is not None and traceparent else None
 

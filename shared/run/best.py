@@ -3,8 +3,8 @@
 A task whose episode failed (infrastructure) counts as not solved, which gives a lower bound of what the version solves.
 An evaluation with more than MOST_FAILED of its tasks failed ranks below all others.
 
-Every evaluation measures exactly one version. Records of several versions, as older runs have them, and of undone
-weights do not count. The last record of a version counts.
+Every evaluation measures exactly one version. Records of undone weights do not count. The last record of a version
+counts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _measured(text: bytes) -> MeasuredVersion | None:
         row: Mapping[str, Any] = codec.from_record(text, "a line of evaluations", MAX_LINE_VALUES)
         low, high = (WeightVersion.parse(row[key]) for key in ("version_min", "version_max"))
         success, reward = row["success"], row["reward_mean"]
-        n_tasks, failed = row.get("n_tasks", 1), row.get("failed", 0)
+        n_tasks, failed = row["n_tasks"], row["failed"]
         is_measured = isinstance(success, int | float) and isinstance(reward, int | float) and low.step == high.step
         is_counted = isinstance(n_tasks, int) and isinstance(failed, int) and 0 <= failed < n_tasks
         if row.get("env") is not None or not is_measured or not is_counted:

@@ -27,12 +27,8 @@ _ZERO = "0" * _DIGITS
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """`since`: step after which the chain starts (0, or where an older trainer left the run).
+    """`steps`, `voids`: digests in hex."""
 
-    `steps`, `voids`: digests in hex.
-    """
-
-    since: int
     steps: str = _ZERO
     voids: str = _ZERO
 
@@ -53,9 +49,9 @@ class Chain:
     @classmethod
     def from_mapping(cls, raw: Any) -> Self:
         """Parse a chain. Raises DecodeError."""
-        if not isinstance(raw, dict) or type(since := raw.get("since")) is not int or since < 0:
-            raise DecodeError("the chain has no valid `since`")
-        return cls(since, _hex(raw.get("steps")), _hex(raw.get("voids")))
+        if not isinstance(raw, dict):
+            raise DecodeError("the chain is not an object")
+        return cls(_hex(raw.get("steps")), _hex(raw.get("voids")))
 
 
 def as_read(line: Mapping[str, Any]) -> dict[str, Any]:

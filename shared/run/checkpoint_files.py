@@ -110,13 +110,13 @@ class Adapter:
 class Probe:
     """A fixed prompt and the trainer's log-probabilities of its tokens 1…n-1 given their prefix (natural log).
 
-    They are those of the published parameters in float32. `noise` is the mean |difference| in nats between them and the
-    trainer's own arithmetic in its training dtype; older manifests lack it.
+    They are those of the published parameters in float32. `noise` is the standard deviation of each in nats when the
+    training dtype rounds; None if it was not measured.
     """
 
     input_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    noise: float | None = None
+    noise: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +210,9 @@ def probe_of(raw: Mapping[str, Any]) -> Probe:
         raise TypeError("the probe's input_ids are not token ids")
     if len(ids) < 2 or len(logprobs) != len(ids) - 1 or any(type(p) is not float for p in logprobs):
         raise TypeError("the probe's logprobs are not one number for each id but the first")
-    noise = raw.get("noise")
-    if noise is not None and (type(noise) is not float or not noise >= 0):
-        raise TypeError("the probe's noise is not a number of nats")
+    noise = None if raw["noise"] is None else tuple(raw["noise"])
+    if noise is not None and (len(noise) != len(logprobs) or any(type(n) is not float or not n >= 0 for n in noise)):
+        raise TypeError("the probe's noise is not a number of nats for each log-probability")
     return Probe(ids, logprobs, noise)
 
 
@@ -232,7 +232,7 @@ def seal(manifest: Manifest) -> str:
 
 
 def _plain(manifest: Manifest) -> dict[str, Any]:
-    """Return the manifest as a dict; full weights have no key `adapter`, as in manifests older than adapters."""
+    """Return the manifest as a dict; that of full weights has no key `adapter`."""
     plain = asdict(manifest)
     return plain if manifest.adapter else {name: value for name, value in plain.items() if name != "adapter"}
 

@@ -6,7 +6,7 @@ undone, written by a replaced trainer, or added by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shared.errors import DecodeError
@@ -58,12 +58,18 @@ def of_weights(rows: Iterable[Mapping[str, Any]], head: TrainerState | None) -> 
     return (row for row in rows if head is None or _all(row, head, is_ancestor))
 
 
+def with_pending(lines: Sequence[Line], head: TrainerState) -> list[Line]:
+    """Add lines of the ledger that only the head holds because of a crash, as the next start would."""
+    settled = ledger.settled(lines)
+    return [*lines, *(dict(line) for line in head.recent if not ledger.same(settled.get(line["ticket"]), line))]
+
+
 def of_tickets(lines: Iterable[Line], head: TrainerState | None) -> list[Line]:
     """Return the line of each ticket that counts: of its training, else of its other end, by the highest epoch."""
     if head is None:
         return list(ledger.settled(lines).values())
     trained, ended = dict[int, Line](), dict[int, Line]()
-    for one in ledger.surviving(lines):
+    for one in ledger.surviving(with_pending([*lines], head)):
         if one["disposition"] != TRAINED:
             if one["epoch"] >= ended.get(one["ticket"], one)["epoch"]:
                 ended[one["ticket"]] = one

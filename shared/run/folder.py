@@ -84,6 +84,16 @@ class RunFolder:
         return self.environments / "data.json"
 
     @property
+    def choices(self) -> Path:
+        """Reasons of the settings that the supervisor chose."""
+        return self.path / "choices.json"
+
+    @property
+    def inputs(self) -> Path:
+        """Files that a Python program handed over: rows, rewards, tools."""
+        return self.path / "inputs"
+
+    @property
     def archive(self) -> Path:
         return self.path / "archive"
 

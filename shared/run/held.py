@@ -1,10 +1,10 @@
-"""Digests of a run's line files that only commit records protect: by name, length and digest.
+"""Digests of a run's files that only commit records protect: by name, length and digest.
 
-The files only grow, so each record describes a prefix of the later file. A trainer that finds a file shorter than its
-last record says (it was removed, or restored from an older copy) counts that loss in the next record; a shorter file
-without such a count is a forgery. A starting trainer also counts the files whose recorded prefix was rewritten: older
-records may be gone later, but the count stays. The ledger and the metrics are in the chain instead (see
-shared.run.chain).
+The files only grow, and fork.json stays as it is, so each record describes a prefix of the later file. A trainer that
+finds a file shorter than its last record says (it was removed, or restored from an older copy) counts that loss in the
+next record; a shorter file without such a count is a forgery. A starting trainer also counts the files whose recorded
+prefix was rewritten: older records may be gone later, but the count stays. The ledger and the metrics are in the chain
+instead (see shared.run.chain).
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ _MOST_NAME, _DIGITS = 100, 64
 
 def files(run: RunFolder) -> tuple[Path, ...]:
     """Return the files to protect; no trainer removes a line of them."""
-    return (run.evals, run.samples, run.mixture, run.refused, run.demonstrations, run.saved)
+    return (run.evals, run.samples, run.mixture, run.refused, run.demonstrations, run.saved, run.fork)
 
 
-def parse(raw: Any) -> HeldFiles | None:
+def parse(raw: Any) -> HeldFiles:
     """Parse held files. Raises TypeError or ValueError."""
-    if raw is None:
-        return None
     found = dict[str, tuple[int, str]]()
     for name, (size, digest) in dict(raw).items():
         if type(size) is not int or not 0 <= size <= MAX_RECORD_BYTES or len(name) > _MOST_NAME:
@@ -54,26 +52,24 @@ had changed.
 REWRITTEN = "rewritten "
 
 
-def parse_losses(raw: Any) -> Losses | None:
+def parse_losses(raw: Any) -> Losses:
     """Parse losses. Raises TypeError or ValueError."""
-    if raw is None:
-        return None
     found = dict(raw)
     if any(len(name) > _MOST_NAME or type(n) is not int or not 0 < n <= MAX_RECORD_BYTES for name, n in found.items()):
         raise TypeError("losses are not counts by name")
     return found
 
 
-def losses(before: HeldFiles | None, now: HeldFiles, known: Losses | None, rewritten: Collection[str] = ()) -> Losses:
+def losses(before: HeldFiles, now: HeldFiles, known: Losses, rewritten: Collection[str] = ()) -> Losses:
     """Count the files that are now shorter than before, and those `rewritten`, in addition to those in `known`."""
-    shorter = [name for name, (size, _) in (before or {}).items() if now.get(name, (0, ""))[0] < size]
-    found = Counter(known or {})
+    shorter = [name for name, (size, _) in before.items() if now.get(name, (0, ""))[0] < size]
+    found = Counter(known)
     found.update([*shorter, *(REWRITTEN + name for name in rewritten)])
     return dict(found)
 
 
 @dataclass(slots=True)
-class _Followed:
+class _HashedPrefix:
     """The first `size` bytes of the file `inode` have been read into `hasher`."""
 
     inode: int
@@ -86,7 +82,7 @@ class FollowedFiles:
 
     def __init__(self, run: RunFolder) -> None:
         self._paths = files(run)
-        self._at = dict[str, _Followed]()
+        self._at = dict[str, _HashedPrefix]()
 
     def now(self) -> HeldFiles:
         """Return length and digest of each file; files that are missing or unreadable now are left out."""
@@ -100,12 +96,12 @@ class FollowedFiles:
                 found[path.name] = at.size, at.hasher.hexdigest()
         return found
 
-    def _followed(self, path: Path) -> _Followed:
+    def _followed(self, path: Path) -> _HashedPrefix:
         with open_file(path) as file:
             there = os.fstat(file.fileno())
             at = self._at.get(path.name)
             if at is None or at.inode != there.st_ino or at.size > there.st_size:
-                at = self._at[path.name] = _Followed(there.st_ino)
+                at = self._at[path.name] = _HashedPrefix(there.st_ino)
             file.seek(at.size)
             rest = b""
             while block := file.read(_BLOCK_BYTES):
@@ -115,12 +111,12 @@ class FollowedFiles:
             return at
 
 
-def at_start(run: RunFolder, before: HeldFiles | None) -> tuple[HeldFiles, tuple[str, ...]]:
+def at_start(run: RunFolder, before: HeldFiles) -> tuple[HeldFiles, tuple[str, ...]]:
     """Return the files at a trainer's start, and those whose recorded prefix has changed. Blocks."""
     now = FollowedFiles(run).now()
     changed = list[str]()
     for path in files(run):
-        size, digest = (before or {}).get(path.name, (0, ""))
+        size, digest = before.get(path.name, (0, ""))
         if 0 < size <= now.get(path.name, (0, ""))[0]:
             with suppress(OSError):
                 if _prefix_digest(path, size) != digest:

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import orjson
 
-from shared import moved_keys
 from shared.algorithm_schema import default_of, every_key, keys_of
 from shared.errors import ConfigError
-from shared.files.reading import read_file
+from shared.run_config import keys, run_model, sections
 from shared.schema import RunConfig
 
 type Flat = Mapping[str, Any]
@@ -41,7 +39,6 @@ _ONE_MODE = (("rl", "sft+rl"), ("sft+rl", "rl"))
 _PATHS = ("model.path", "data.train", "data.eval")
 CONTENT = "model.content."
 _MOST_NAMED = 5
-_MAX_RECORD = 4 * 2**20
 
 
 class Rule(NamedTuple):
@@ -56,9 +53,7 @@ IRRELEVANT = (
     "services.",
     "run.dir",
     "run.bucket",
-    "run.trackers",
     "run.traces",
-    "run.dashboard",
     "data.sources",
     "orchestrator.max_concurrent_episodes",
     "orchestrator.lease_s",
@@ -66,7 +61,7 @@ IRRELEVANT = (
     "trainer.offload_reference",
 )
 """Addresses, limits and memory placement: they do not affect what is trained, and are not recorded. `data.sources` is
-redundant, since names in data.env contain the digest of their source.
+redundant, since names in data.env contain the digest of their source. Keys of packages are irrelevant too.
 """
 
 RULES = (
@@ -104,7 +99,6 @@ RULES = (
         False,
         "a warm start is over before the first step, and a supervised run has its data in the order that this decides",
     ),
-    Rule("tinker.", True, "only a server of Tinker's interface reads it"),
     Rule("dpo.", False, "losses before and after would belong to different objectives"),
     Rule("grpo_config.num_generations", False, "groups of the old size are already on their way to the trainer"),
     Rule(
@@ -162,9 +156,6 @@ RULES = (
     Rule("orchestrator.", False, "it bounds the episodes that are already on their way to the trainer"),
 )
 """The first rule whose prefix matches a key applies. Every key has a rule; in doubt it may not change."""
-_FORMER_DEFAULTS = {"orchestrator.generation.eval_share": None}
-"""Former defaults of keys. A run's record has all keys of its version, and its config.yaml those that were given; a
-record that is older than the key means the former default, too."""
 _UNKNOWN = Rule("", False, "this version does not know the key")
 
 
@@ -184,15 +175,12 @@ def relevant(config: RunConfig) -> dict[str, Any]:
     """Return the settings that affect training, with defaults, by dotted key."""
     flat: dict[str, Any] = {}
     _flatten("", orjson.loads(config.model_dump_json()), flat)
-    return {key: value for key, value in flat.items() if not key.startswith(IRRELEVANT)}
+    return {key: value for key, value in flat.items() if not key.startswith(_irrelevant())}
 
 
-def as_recorded(config: RunConfig, record: Flat) -> dict[str, Any]:
-    """Return `relevant(config)`; a key that was not given has the former default that the record has of it."""
-    given: dict[str, Any] = {}
-    _flatten("", orjson.loads(config.model_dump_json(exclude_unset=True)), given)
-    kept = {key: value for key, value in _FORMER_DEFAULTS.items() if record.get(key, value) == value}
-    return relevant(config) | {key: value for key, value in kept.items() if key not in given}
+@cache
+def _irrelevant() -> tuple[str, ...]:
+    return (*IRRELEVANT, *keys())
 
 
 def in_force(settings: Settings, epoch: int) -> dict[str, Any]:
@@ -204,7 +192,7 @@ def in_force(settings: Settings, epoch: int) -> dict[str, Any]:
     for began, changed in settings:
         if not found or began <= epoch:
             found |= changed
-    return _of_its_algorithm(moved_keys.in_flat(found))
+    return _of_its_algorithm(found)
 
 
 def _of_its_algorithm(flat: Flat) -> dict[str, Any]:
@@ -241,17 +229,6 @@ def parse(raw: Any) -> Settings:
     return settings
 
 
-def original(record: Path) -> dict[str, Any]:
-    """Return the settings that a run was started with, from its run.json; empty if that cannot be read.
-
-    It serves only checkpoints older than recorded settings; otherwise the checkpoint is authoritative.
-    """
-    with suppress(OSError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-        raw = orjson.loads(read_file(record, _MAX_RECORD))
-        return undone(dict(raw["config"]), [dict(one["changes"]) for one in raw.get("amendments", ())])
-    return {}
-
-
 def undone(config: Flat, amendments: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, Any]:
     """Return the configuration before amendments, each {key: (was, now)}, oldest first."""
     found = dict(config)
@@ -262,14 +239,13 @@ def undone(config: Flat, amendments: Sequence[Mapping[str, Sequence[Any]]]) -> d
 
 def changes(was: Flat, now: Flat) -> list[Change]:
     """Return the keys whose values differ, sorted. A key missing on one side has its default there."""
-    was, now = moved_keys.in_flat(was), moved_keys.in_flat(now)
-    keys = sorted(key for key in {*was, *now} if not key.startswith(IRRELEVANT))
+    keys = sorted(key for key in {*was, *now} if not key.startswith(_irrelevant()))
     filled = {key: (_value(was, key), _value(now, key)) for key in keys}
     return [Change(key, a, b) for key, (a, b) in filled.items() if a != b and not _means_the_same(key, a, b)]
 
 
 def _means_the_same(key: str, was: Any, now: Any) -> bool:
-    """True for equivalent values: two spellings of a path, or a value that an older run did not record."""
+    """True for equivalent values: two spellings of a path, or a value that one side does not record."""
     if key.startswith(CONTENT):
         return was is None or now is None
     return (key in _PATHS and same_path(was, now)) or (key == "run.date" and was is None)
@@ -300,7 +276,14 @@ def permitted(was: Flat, now: Flat, *, step: int, free: tuple[str, ...] = ()) ->
 
 def rule_of(key: str) -> Rule:
     """Return the rule of a key of `relevant`; other keys may not change."""
-    return next((rule for rule in RULES if key.startswith(rule.prefix)), _UNKNOWN)
+    return next((rule for rule in rules() if key.startswith(rule.prefix)), _UNKNOWN)
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    """Return the rules of the packages' sections, and the core's; the first whose prefix matches a key applies."""
+    added = (Rule(f"{place}.", section.may_change, section.reason) for place, section in sections().items())
+    return (*added, *RULES)
 
 
 def same_path(a: Any, b: Any) -> bool:
@@ -344,14 +327,14 @@ def _flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
 
 
 def _value(flat: Flat, key: str) -> Any:
-    if key in flat or key in _FORMER_DEFAULTS:
-        return flat.get(key, _FORMER_DEFAULTS.get(key))
+    if key in flat:
+        return flat[key]
     return _defaults().get(key, default_of(flat.get(_NAME), key.removeprefix(_ALGORITHM)))
 
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return relevant(RunConfig.model_validate({"model": {"path": ""}, "data": {"env": "?"}}))
+    return relevant(run_model().model_validate({"model": {"path": ""}, "data": {"env": "?"}}))
 
 
 def _shown(value: Any) -> str:

@@ -48,8 +48,8 @@ def lines(run: RunFolder) -> Iterator[tuple[int, tuple[WeightVersion, str] | Non
 def check(folder: Path) -> None:
     """Check that the manifest of this checkpoint is the one that checkpoints.jsonl names.
 
-    Raises WeightsError if it is not, and Unavailable if one of them cannot be read now. Versions without a line are
-    from an older trainer and pass.
+    Raises WeightsError if it is not, and Unavailable if one of them cannot be read now. Versions without a line pass:
+    the file may have lost lines, which `volley verify` reports.
     """
     version = WeightVersion.of_name(folder.name)
     if version is None:

@@ -1,6 +1,6 @@
 """Environments that a configuration names by a file or an import path.
 
-    data.env: ./my_env.py               a file; with several classes ./my_env.py:MyEnv; also a .zip or .whl
+    data.env: ./my_env.py               a file; with several classes ./my_env.py:MyEnv; also a .zip, a .whl or a folder
     data.env: my_package.envs:MyEnv     a class of a package in the present directory, or of an installed one
 
 Invariants: such an environment gets the name NAME-DIGEST@1, with the digest of its bytes, its class and its settings,
@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ _TASKS_HINT = "make several environments of the tasks, and put large files into 
 
 @dataclass(frozen=True, slots=True)
 class FoundSource:
-    """Path and class of an environment: CLASS or None for a file, package.module:CLASS for a package."""
+    """Path and class of an environment: CLASS or None for a file or folder, package.module:CLASS for a package."""
 
     path: Path
     entry: str | None
@@ -61,11 +62,12 @@ def find(env: str, base: Path | None) -> FoundSource:
             )
         return FoundSource(path, match["entry"])
     if not _IMPORT.fullmatch(env):
-        if (folder := ((base or Path()) / Path(env).expanduser()).absolute()).is_dir():
-            raise ConfigError(f"{folder} is a folder", f"pack it: python -m zipfile -c {folder.name}.zip {folder}/")
+        path, _, entry = env.partition(":")
+        if (folder := ((base or Path()) / Path(path).expanduser()).absolute()).is_dir():
+            return FoundSource(folder, entry or None)
         raise ConfigError(
-            f"{env[:200]!r} is neither an environment's name nor an environment's file",
-            "name a file that ends in .py, .zip or .whl, or package.module:Class",
+            f"{env[:200]!r} is neither an environment's name nor an environment's file or folder",
+            "name a folder, a file that ends in .py, .zip or .whl, or package.module:Class",
         )
     return FoundSource(_located(env.partition(":")[0].partition(".")[0], base), env)
 
@@ -73,16 +75,24 @@ def find(env: str, base: Path | None) -> FoundSource:
 def content_of(found: FoundSource) -> tuple[bytes, bool]:
     """Return the bytes to submit, and True if they are an archive. Raises ConfigError.
 
-    They are the file, or a zip file of the package and its declared dependencies.
+    They are the file, or a zip file of the folder, or of the package and its declared dependencies.
     """
     try:
-        if found.entry is not None and ":" in found.entry and found.path.suffix not in (".zip", ".whl"):
+        if _is_imported(found):
             return _packed(found.path), True
+        if found.path.is_dir():
+            return packed_folder(found.path), True
         if (size := found.path.stat().st_size) > MAX_BYTES:
             raise ConfigError(f"{found.path} has {size} bytes", f"at most {MAX_BYTES} bytes are accepted")
         return found.path.read_bytes(), found.path.suffix != ".py"
     except OSError as error:
         raise ConfigError(f"{found.path}: {(error.strerror or str(error)).lower()}") from error
+
+
+def _is_imported(found: FoundSource) -> bool:
+    """True for the class of a package or module that was found by its import path."""
+    top = re.split("[.:]", found.entry or "")[0]
+    return ":" in (found.entry or "") and top == found.path.stem and found.path.suffix not in (".zip", ".whl")
 
 
 def name_of(found: FoundSource, content: bytes, settings: Mapping[str, Any]) -> str:
@@ -242,12 +252,13 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 def _declared(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the files that declare a package's dependencies: pyproject.toml beside it, else its installed metadata."""
-    from importlib.metadata import distribution, packages_distributions
+    from importlib.metadata import Distribution  # its finders remember a folder that could not be listed as empty
 
     if (project := path.parent / "pyproject.toml").is_file():
         yield project.name, project.read_bytes()
         return
-    for found in packages_distributions().get(path.stem, ())[:1]:
-        if (metadata := distribution(found).read_text("METADATA")) is not None:
+    beside = map(Distribution.at, sorted(path.parent.glob("*.dist-info")))
+    for found in islice((one for one in beside if any(file.parts[0] == path.name for file in one.files or ())), 1):
+        if (metadata := found.read_text("METADATA")) is not None:
             yield f"{path.stem}-0.dist-info/METADATA", metadata.encode()
             yield f"{path.stem}-0.dist-info/WHEEL", b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"

@@ -7,7 +7,7 @@ checkpoints.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -37,7 +37,6 @@ from shared.run.progress import TicketProgress
 from shared.types import Lineage, WeightVersion
 
 SCHEMA = 2
-_OLDER = 1  # without `chain` and `metrics`
 _MOST = 2**53
 _MAX_DETAIL = 300
 MAX_STATE_BYTES = 64 * 2**20
@@ -59,11 +58,11 @@ class TrainerState:
     metrics.jsonl of its steps, and earlier ones that the file may not durably hold; an epoch's first checkpoint has
     those of its predecessor. `seed` determines all randomness.
 
-    `settings` is the configuration in force, by epoch (see shared.run.pinned); `chain` covers everything before; both
-    are missing in older checkpoints. `origin` is the version of another run that the run started from, if any (see
+    `settings` is the configuration in force, by epoch (see shared.run.pinned); `chain` covers everything before.
+    `origin` is the version of another run that the run started from, if any (see
     shared.models.origin). `data` describes the data of supervised training, by digest (also of its `files`), and the
     position in it; there `step` counts supervised steps. `files` are prefixes of other files of the run, `losses`
-    counts how often each lost lines (see shared.run.held); None in older states. `forks` are the logs of other runs
+    counts how often each lost lines (see shared.run.held). `forks` are the logs of other runs
     whose groups this run has trained on (see shared.run.forks).
     """
 
@@ -80,11 +79,11 @@ class TrainerState:
     recent: tuple[Mapping[str, Any], ...] = ()
     settings: Settings = ()
     metrics: tuple[Mapping[str, Any], ...] = ()
-    chain: Chain | None = None
+    chain: Chain = field(default_factory=Chain)
     origin: Mapping[str, Any] | None = None
     data: Mapping[str, Any] | None = None
-    files: HeldFiles | None = None
-    losses: Losses | None = None
+    files: HeldFiles = field(default_factory=dict)
+    losses: Losses = field(default_factory=dict)
     forks: tuple[ForkPoint, ...] = ()
     schema: int = SCHEMA
 
@@ -133,7 +132,7 @@ class TrainerState:
         *,
         issued: int,
         done: bool,
-        chain: Chain | None,
+        chain: Chain,
         recent: tuple[Mapping[str, Any], ...] = (),
         metrics: tuple[Mapping[str, Any], ...] = (),
         files: HeldFiles | None = None,
@@ -168,7 +167,7 @@ class TrainerState:
         """Parse a state. Raises WeightsError naming what is wrong."""
         try:
             schema = _count(raw, "schema")
-            if schema not in (_OLDER, SCHEMA):
+            if schema != SCHEMA:
                 raise WeightsError(f"state.json has schema {schema}, expected {SCHEMA}")
             return cls(
                 epoch=_count(raw, "epoch"),
@@ -182,14 +181,14 @@ class TrainerState:
                 lineage=parse_lineage(_list(raw, "lineage")),
                 reference=None if raw["reference"] is None else str(WeightVersion.parse(read_text(raw["reference"]))),
                 recent=tuple(map(ledger.checked, _list(raw, "recent"))),
-                settings=pinned.parse(raw.get("settings", ())),
-                metrics=tuple(map(_of_metrics, _list(raw, "metrics"))) if schema == SCHEMA else (),
-                chain=Chain.from_mapping(raw["chain"]) if schema == SCHEMA else None,
-                origin=_origin(raw.get("origin")),
-                data=_data(raw.get("data")),
-                files=held.parse(raw.get("files")),
-                losses=held.parse_losses(raw.get("losses")),
-                forks=parse_forks(raw.get("forks", ())),
+                settings=pinned.parse(raw["settings"]),
+                metrics=tuple(map(_of_metrics, _list(raw, "metrics"))),
+                chain=Chain.from_mapping(raw["chain"]),
+                origin=_origin(raw["origin"]),
+                data=_data(raw["data"]),
+                files=held.parse(raw["files"]),
+                losses=held.parse_losses(raw["losses"]),
+                forks=parse_forks(raw["forks"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, DecodeError) as error:
             raise WeightsError(f"state.json lacks or mistypes a field: {error!r}"[:_MAX_DETAIL]) from error
@@ -288,9 +287,6 @@ def initial_state(seed: int) -> TrainerState:
         seed=seed,
         phase="rl",
         lineage=(),
-        chain=Chain(0),
-        files={},
-        losses={},
     )
 
 
@@ -314,13 +310,12 @@ def check_readable(folder: Path) -> None:
         ) from error
 
 
-def _read(folder: Path) -> tuple[TrainerState, tuple[ManifestFile, ...], str | None]:
-    """Also return the seal of the manifest; older checkpoints have none."""
+def _read(folder: Path) -> tuple[TrainerState, tuple[ManifestFile, ...], str]:
+    """Also return the seal of the manifest."""
     try:
         raw = codec.from_record(read_file(folder / STATE, MAX_STATE_BYTES), STATE, MOST_VALUES)
         state = TrainerState.from_mapping(raw)
-        sealed = None if raw.get("seal") is None else read_text(raw["seal"])
-        return state, tuple(map(ManifestFile.from_mapping, _list(raw, "optimizer_files"))), sealed
+        return state, tuple(map(ManifestFile.from_mapping, _list(raw, "optimizer_files"))), read_text(raw["seal"])
     except OSError as error:
         raise unreadable(str(folder / STATE), error) from error
     except (KeyError, TypeError, DecodeError) as error:
@@ -345,9 +340,9 @@ def verify_digests(folder: Path) -> tuple[Manifest, TrainerState]:
         found = digest(folder / STATE)
     except OSError as error:
         raise unreadable(str(folder / STATE), error) from error
-    if manifest.state not in (None, found) or (manifest.state is None and sealed is not None):
+    if manifest.state != found:
         raise WeightsError(f"{manifest.version}: digest of {STATE} differs")
-    if sealed not in (None, seal(manifest)):
+    if sealed != seal(manifest):
         raise WeightsError(f"{manifest.version}: the manifest is not the one that {STATE} was saved with")
     verify_files(folder, manifest)
     verify_files(folder, replace(manifest, path=OPTIMIZER, files=optimizer_files))

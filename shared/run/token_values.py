@@ -1,8 +1,8 @@
 """Trainer's values of archived tokens, as `volley replay --tokens` writes them: `tokens/e000001/s000042.msgpack`.
 
 A file holds {schema, run, version, episodes: [[ticket, sample, logprobs, advantages, marks, weights], …]} for the step
-that made `version`; older files lack the last two. It is no part of the proof: it can be made again from archive and
-checkpoint.
+that made `version`; the last two are absent if they are not known. It is no part of the proof: it can be
+made again from archive and checkpoint.
 """
 
 from __future__ import annotations

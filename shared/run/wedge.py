@@ -15,7 +15,11 @@ from shared.errors import Party
 from shared.services import SERVICES
 
 QUIET_S, CYCLE_S, BUSY_S = 60.0, 15.0, 1800.0
-"""Longest time without progress, in seconds: by default, in a cycle, and with a service at work."""
+"""Longest time without progress, in seconds: by default, in a cycle, and with a service at work.
+
+A service at work may take any time for what others wait for: only its own reports count, such as the micro-batches of a
+trainer or the tokens of an engine.
+"""
 FRESH_S = 5.0
 """A run that advanced within this many seconds is running."""
 _AT_WORK = ("loading", "warm start", "starting", "training", "saving")
@@ -64,7 +68,8 @@ class WaitLink:
 class WaitNode:
     """Reasons why one service does not advance: waits, a halt (it will not continue by itself), or its work.
 
-    `paused`: it was paused on request.
+    `paused`: it was paused on request. `quiet_s`: time since it last reported progress in its work, in seconds; None if
+    it does not say.
     """
 
     name: str
@@ -74,6 +79,7 @@ class WaitNode:
     halted: str = ""
     busy: str = ""
     paused: bool = False
+    quiet_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +120,22 @@ def judge(seen: Sequence[ServiceReport]) -> Verdict:
     if core and all(s.facts.get("untold") for s in core):
         return Verdict("unknown", tuple(f"{s.name} cannot be read: {s.facts['untold']}" for s in core))
     walk = _Walk(nodes(seen))
-    busy = walk.waits_unseen or any(node.busy for node in walk.nodes)
+    busy = bool(walk.unseen) or any(node.busy for node in walk.nodes)
     limit = BUSY_S if busy else CYCLE_S if walk.cycle else QUIET_S
-    if quiet_s is not None and quiet_s >= limit and not any(node.paused for node in walk.nodes):
+    excused = "trainer" in walk.unseen or any(node.paused for node in walk.nodes)
+    if not excused and _silence(quiet_s, walk.nodes) >= limit:
         state: State = "wedged"
     elif walk.chain and not busy and (quiet_s is None or quiet_s >= FRESH_S):
         state = "waiting"
     else:
         state = "running"
     return Verdict(state, tuple(walk.chain), walk.cycle, quiet_s)
+
+
+def _silence(quiet_s: float | None, found: Sequence[WaitNode]) -> float:
+    """Return the seconds since the run advanced or a service at work reported progress; 0 if the run does not say."""
+    reported = (node.quiet_s for node in found if node.busy and node.quiet_s is not None)
+    return 0.0 if quiet_s is None else min(quiet_s, *reported, quiet_s)
 
 
 def nodes(seen: Sequence[ServiceReport]) -> list[WaitNode]:
@@ -137,13 +150,16 @@ def nodes(seen: Sequence[ServiceReport]) -> list[WaitNode]:
 
 
 class _Walk:
-    """Follow the waits, the trainer's first, since all end there. A service without a report may be at work."""
+    """Follow the waits, the trainer's first, since all end there.
+
+    `unseen` are awaited services without a report, which may be at work.
+    """
 
     def __init__(self, found: Sequence[WaitNode]) -> None:
         order = list(SERVICES)
         self.nodes = sorted(found, key=lambda node: -order.index(node.kind) if node.kind in SERVICES else 1)
         self.chain: list[str] = []
-        self.cycle = self.waits_unseen = False
+        self.cycle, self.unseen = False, set[str]()
         self._visited: set[str] = set()
         for node in self.nodes:
             if node.waits or node.halted:
@@ -163,7 +179,10 @@ class _Walk:
         for link in node.waits:
             self.chain.append(f"{node.name} waits for {link.what}")
             targets = [target for target in self.nodes if link.on in (target.name, target.kind, target.url)]
-            self.waits_unseen |= link.on in ("trainer", "peer") and not targets
+            if link.on in ("trainer", "peer") and not targets:
+                self.unseen.add(link.on)
+            if link.on == "rollout" and not targets and not any(other.kind == "trainer" for other in self.nodes):
+                self.unseen.add("trainer")  # servers register once they have its first weights
             for target in targets:
                 self._follow(target, (*path, node.name))
 
@@ -193,9 +212,10 @@ def _trainer(who: _Who, facts: Mapping[str, Any]) -> WaitNode:
     if facts.get("paused") and phase in ("paused", "waiting"):
         return WaitNode(*who, halted="is paused on request; POST /resume continues it", paused=True)
     busy = f"at work ({phase}, {facts.get('step')} of {facts.get('max_steps')} steps done)" if phase in _AT_WORK else ""
+    quiet_s = facts.get("quiet_s")
     if not waits:
-        return WaitNode(*who, busy=busy)
-    return WaitNode(*who, waits=_links(waits), busy=busy if phase in ("training", "saving") else "")
+        return WaitNode(*who, busy=busy, quiet_s=quiet_s)
+    return WaitNode(*who, waits=_links(waits), busy=busy if phase in ("training", "saving") else "", quiet_s=quiet_s)
 
 
 def _links(waits: Sequence[Mapping[str, Any]]) -> tuple[WaitLink, ...]:
@@ -264,6 +284,8 @@ def _rollout(who: _Who, seen: ServiceReport, trainer: Mapping[str, Any], server:
     engine, reason = seen.facts.get("internal_state") or {}, seen.not_ready or server.get("out")
     if engine.get("paused"):
         return WaitNode(*who, halted="is paused on request; POST /continue_generation continues it")
+    if arriving := seen.facts.get("arriving"):
+        return WaitNode(*who, busy=f"loading weights {arriving}")
     if reason and (seen.waits_on or server.get("waits_on")) == "trainer":
         if trainer.get("phase") in ("waiting", "training", "saving", "paused", "done"):
             return WaitNode(
@@ -275,6 +297,8 @@ def _rollout(who: _Who, seen: ServiceReport, trainer: Mapping[str, Any], server:
     if reason:
         return WaitNode(*who, halted=f"is not ready: {reason}")
     if (step := server.get("lacks_step")) is not None:
+        if refused := seen.facts.get("refused"):
+            return WaitNode(*who, halted=f"refuses weights {refused['version']} for good: {refused['reason']}")
         if trainer and int(trainer.get("durable_step") or 0) >= step:
             return WaitNode(
                 *who, halted=f"has {server.get('version')} and has not loaded step {step}, which is published"
@@ -285,4 +309,4 @@ def _rollout(who: _Who, seen: ServiceReport, trainer: Mapping[str, Any], server:
     n = engine.get("running", 0) + engine.get("queued", 0) or server.get("inflight", 0)
     if n and seen.tokens_per_s == 0:
         return WaitNode(*who, halted=f"has {n} requests and produces no tokens")
-    return WaitNode(*who, busy=f"answering {n} requests" if n else "")
+    return WaitNode(*who, busy=f"answering {n} requests" if n else "", quiet_s=0.0 if n and seen.tokens_per_s else None)

@@ -18,6 +18,7 @@ from starlette.routing import compile_path
 
 from shared.errors import ConfigError
 from shared.services_schema import TokenFiles
+from shared.visible import quoted
 
 MIN_TOKEN = 16
 """Shortest token, in characters."""
@@ -136,7 +137,7 @@ def read_secret(path: Path, key: str) -> str:
             secret = file.read(_MAX_SECRET).strip()
             if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
                 mode = f"{stat.S_IMODE(status.st_mode):04o}"
-                hint = f"chmod 600 {path}" if _is_secret(secret) else "name a file that holds only the secret"
+                hint = f"chmod 600 {quoted(path)}" if _is_secret(secret) else "name a file that holds only the secret"
                 raise ConfigError(f"{key}: {path} has mode {mode}: not only its owner has access to this secret", hint)
             return secret
     except (OSError, UnicodeDecodeError) as error:

@@ -30,6 +30,9 @@ from shared.web.chunks import MAX_ASIDE, MAX_LINE, ChunkError, Chunks
 from shared.web.problems import MEDIA_TYPE, problem_body
 
 MAX_HEAD_BYTES = 64 * 1024
+MAX_FIELD_BYTES = 8 * 1024
+"""Largest target or header of a request. What parses one may take more than linear time. Cookies may be longer: no
+service parses them (shared.web.edge), and browsers send those of all services of a machine."""
 MAX_HEADERS = 100
 MAX_AHEAD = 8
 WHOLE_BODY = "volley.whole_body"
@@ -42,7 +45,10 @@ _REST_S = 1.0
 _DISCARDED_BYTES = 256 * 2**20
 _DETAILS = {
     "slow head": "the head of the request did not arrive in time (services.limits.header_timeout_s)",
-    "large head": f"the head of the request exceeds {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers",
+    "large head": (
+        f"the head of the request exceeds {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers, or its target or one header"
+        f" {MAX_FIELD_BYTES} bytes"
+    ),
     "many ahead": f"more than {MAX_AHEAD} requests were pipelined",
     "held back": f"a value, a chunk extension or a trailer exceeds {_HELD_BACK} bytes",
     "malformed": "the request line, a header or the body's framing is not valid HTTP/1.1",
@@ -77,7 +83,7 @@ class Connection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
-        self._head_bytes = self._held_back = self._discarded = 0
+        self._head_bytes = self._longest_field = self._held_back = self._discarded = 0
         self._in_head = False  # the head of a request has started
         self._busy = False  # a request with a complete head is not answered yet
         self._body_open = False  # the body of the newest request has not arrived
@@ -151,15 +157,17 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_bytes, self._in_head = 0, True
+        self._head_bytes = self._longest_field = 0
+        self._in_head = True
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        self._count_head(len(url))
+        self._count_head(len(url), len(self.url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
-        self._count_head(len(name) + len(value))
+        n = len(name) + len(value)
+        self._count_head(n, 0 if name.lower() == b"cookie" else n)
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_AHEAD:
@@ -196,11 +204,20 @@ class Connection(HttpToolsProtocol):
             self._rest_timer = None
             self._await_next()
 
-    def _count_head(self, n: int) -> None:
+    def _count_head(self, n: int, field: int) -> None:
+        """Count n bytes that have arrived, the end of a target or header that has `field` bytes so far."""
         self._held_back = 0
         self._head_bytes += n
-        if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+        self._longest_field = max(self._longest_field, field)
+        if self._has_large_head():
             raise _HeadTooLarge
+
+    def _has_large_head(self) -> bool:
+        return (
+            self._head_bytes > MAX_HEAD_BYTES
+            or self._longest_field > MAX_FIELD_BYTES
+            or len(self.headers or ()) > MAX_HEADERS
+        )
 
     def _await_next(self) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -268,7 +285,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse a request; uvicorn calls it for whatever the parser rejects."""
-        if self._head_bytes > MAX_HEAD_BYTES or len(self.headers or ()) > MAX_HEADERS:
+        if self._has_large_head():
             self._refuse("large head", 431)
         elif len(self.pipeline) >= MAX_AHEAD:
             self._refuse("many ahead", 431)

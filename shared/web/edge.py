@@ -1,7 +1,9 @@
 """Edge of every service: a request's role, rate, body, span and duration, before and after its handler.
 
-A request's role is checked before its body is read. Unknown paths and the methods of a path are reported to everyone:
-404, 405, and the answer to OPTIONS. HEAD is GET without the content, for every GET route.
+A request's role is checked before its body is read. A route that is open to everyone reads the body itself, after it
+has checked a key of its own. Cookies are dropped: no service reads one, and parsing them can take seconds. Unknown
+paths and the methods of a path are reported to everyone: 404, 405, and the answer to OPTIONS. HEAD is GET without the
+content, for every GET route.
 """
 
 from __future__ import annotations
@@ -91,16 +93,18 @@ class Edge:
         self._arriving = 0  # bytes of incomplete bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        headers = [(name, value) for name, value in scope["headers"] if name != b"cookie"]
+        scope = {**scope, "headers": headers}
         if scope["type"] == "websocket":
             await self._websocket(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
             return
         started, status = time.perf_counter(), 499
         is_head = scope["method"] == "HEAD"
         if is_head:
-            scope = {**scope, "method": "GET"}
+            scope["method"] = "GET"
 
         async def watched_send(message: Message) -> None:
             nonlocal status
@@ -139,11 +143,12 @@ class Edge:
                     return
                 needed = Role.ADMIN
             self._admit(scope, needed)
-            body = await self._read(scope, receive)
+            receive = self._whole(scope, receive)
+            if needed is not Role.ANYONE:
+                receive = _replay(await receive(), receive)
         except VolleyError as error:
             await problem_response(error, scope["path"])(scope, receive, send)
             return
-        receive = _replay(body, receive)
         if route is None:
             await self._app(scope, receive, send)
         else:
@@ -172,6 +177,19 @@ class Edge:
             raise Unauthorized("missing or wrong bearer token", "send Authorization: Bearer <token>")
         if role < needed:
             raise Forbidden(f"this needs the role {needed}; the token has the role {role}")
+
+    def _whole(self, scope: Scope, receive: Receive) -> Receive:
+        """Return a `receive` that yields the whole body first, and then what follows it. Raises as `_read`."""
+        asked = False
+
+        async def whole() -> Message:
+            nonlocal asked
+            if asked:
+                return await receive()
+            asked = True
+            return {"type": "http.request", "body": await self._read(scope, receive), "more_body": False}
+
+        return whole
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         """Read the body. Raises TooLarge, or Unavailable if it stalls: a network or a paused process may recover."""
@@ -246,8 +264,8 @@ def _allowed(scope: Scope) -> str:
     return allow
 
 
-def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
-    """Return a `receive` that yields the body already read, then what follows it (the disconnect)."""
+def _replay(first: Message, receive: Receive) -> Receive:
+    """Return a `receive` that yields a message already received, then what follows it (the disconnect)."""
     sent = False
 
     async def replayed() -> Message:
@@ -255,6 +273,6 @@ def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
         if sent:
             return await receive()
         sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return first
 
     return replayed

@@ -26,6 +26,7 @@ from shared.web.access import AccessTokens, Role, RoleTable
 from shared.web.edge import DirectRoute, Edge
 from shared.web.openapi import PROBLEMS
 from shared.web.problems import problem_answer, problem_response
+from shared.web.routes import added_routes
 
 COMMON_ROLES = {
     "GET /health": Role.ANYONE,
@@ -48,7 +49,7 @@ def create_app(
     about: Callable[[], Mapping[str, Any]] = dict,
     direct: Sequence[DirectRoute] = (),
 ) -> FastAPI:
-    """Return an application with the common routes and middleware.
+    """Return an application with the common routes and middleware, and the routes that packages add to it.
 
     Args:
         tokens: of the callers; None gives every caller full access (loopback use).
@@ -58,13 +59,15 @@ def create_app(
         about: further fields of `/health`, public to everyone.
         direct: busy routes that are answered without FastAPI.
     """
-    app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None, responses=PROBLEMS)
+    app = FastAPI(title=title, version="1", docs_url=None, openapi_url=None, redoc_url=None, responses=PROBLEMS)
     app.state.max_objects, app.state.max_body_bytes = max_objects, limits.max_body_bytes
     app.add_exception_handler(VolleyError, _on_volley_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
-    declared = {**COMMON_ROLES, **(roles or {})}
+    added = [*added_routes(title)]
+    declared = {**COMMON_ROLES, **(roles or {}), **{key: role for one in added for key, role in one.roles.items()}}
+    app.state.websockets = any(key.startswith("WS ") for key in declared)
     app.add_middleware(Edge, limits=limits, tokens=tokens, roles=RoleTable(declared), direct=direct)
     docs_page.add(app, declared, secured=tokens is not None)
 
@@ -84,6 +87,8 @@ def create_app(
         content, media_type = telemetry.exposition(request.headers.get("accept", ""))
         return Response(content, media_type=media_type)
 
+    for one in added:
+        app.include_router(one.router)
     return app
 
 

@@ -1,4 +1,4 @@
-"""Problem bodies (RFC 9457), with an `error` object for OpenAI clients on the paths that they request."""
+"""Problem bodies (RFC 9457), with the fields that clients of OpenAI, Anthropic and SGLang read on their paths."""
 
 from __future__ import annotations
 
@@ -9,20 +9,15 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from shared.errors import Unauthorized, Unavailable, VolleyError, WrongMethod, problem
+from shared.dialects.errors import client_fields
+from shared.errors import Unauthorized, Unavailable, VolleyError, WrongMethod, from_problem, problem
 
 MEDIA_TYPE = "application/problem+json"
-_FOLDER = "/v1/"
-_ROUTES = ("/completions", "/models", "/embeddings", "/responses", "/messages")
-"""Ends of the paths that a client requests if its base URL lacks the folder."""
 
 
-def problem_body(body: Mapping[str, Any], path: str) -> bytes:
-    """Return the body of the answer to a request for `path`. OpenAI clients show only its `error`."""
-    if path.startswith(_FOLDER) or path.endswith(_ROUTES):
-        message = f"{body['detail']} ({body['hint']})" if "hint" in body else body["detail"]
-        body = {**body, "error": {"message": message, "type": body["type"], "param": None, "code": None}}
-    return orjson.dumps(body)
+def problem_body(body: Mapping[str, Any], path: str, error: VolleyError | None = None) -> bytes:
+    """Return the body of the answer to a request for `path`. Args: error: the described error, if known."""
+    return orjson.dumps({**body, **client_fields(error or from_problem(body["status"], {**body}), path)})
 
 
 def problem_response(error: VolleyError, path: str = "") -> Response:
@@ -32,9 +27,9 @@ def problem_response(error: VolleyError, path: str = "") -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, WrongMethod):
         headers["Allow"] = error.allow
-    return problem_answer(problem(error), headers, path)
+    return Response(problem_body(problem(error), path, error), error.status, headers, MEDIA_TYPE)
 
 
-def problem_answer(body: dict[str, Any], headers: Mapping[str, str], path: str) -> Response:
+def problem_answer(body: Mapping[str, Any], headers: Mapping[str, str], path: str) -> Response:
     """Return the answer to a request for `path` with a problem body."""
     return Response(problem_body(body, path), body["status"], headers, MEDIA_TYPE)

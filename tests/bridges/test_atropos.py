@@ -13,9 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from packages.agents.tests.sessions.programs import ProgramEnv, orchestrating
+from packages.agents.tests.sessions.recorder import WIDE
 from services.env.app import open_env
 from services.env.settings import from_config
-from services.orchestrator.episodes.turn import TokenBudget
+from services.orchestrator.episodes.budget import TokenBudget
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
 from services.rollout.settings import standalone
@@ -24,8 +26,6 @@ from services.rollout.weights.updater import WeightUpdater
 from shared.models.config import ModelConfig
 from shared.process.ports import free_port
 from tests.orchestrator.fakes import ScriptedEngine, spec
-from tests.orchestrator.sessions.programs import ProgramEnv, orchestrating
-from tests.orchestrator.sessions.recorder import WIDE
 from tests.orchestrator.test_component import run_config
 from tests.support import models
 from tests.support.asgi import served

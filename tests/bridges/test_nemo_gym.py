@@ -20,12 +20,12 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
+from packages.agents.tests.sessions.programs import ProgramEnv, orchestrating
+from packages.agents.tests.sessions.recorder import TOKENIZER, WIDE, said
+from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.failures import AgentDied
-from services.orchestrator.episodes.turn import TokenBudget
 from shared.process.ports import free_port
 from tests.orchestrator.fakes import ScriptedEngine, spec
-from tests.orchestrator.sessions.programs import ProgramEnv, orchestrating
-from tests.orchestrator.sessions.recorder import TOKENIZER, WIDE, said
 from tests.support.asgi import served
 
 BRIDGE = Path("bridges/agents").absolute()

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from packages.agents.tests.sessions.programs import ProgramEnv, orchestrating
+from packages.agents.tests.sessions.recorder import TOKENIZER, WIDE, said
+from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.failures import AgentDied
-from services.orchestrator.episodes.turn import TokenBudget
 from tests.orchestrator.fakes import ScriptedEngine, spec
-from tests.orchestrator.sessions.programs import ProgramEnv, orchestrating
-from tests.orchestrator.sessions.recorder import TOKENIZER, WIDE, said
 from tests.support.asgi import served
 from tests.support.foreign import environment
 

@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 import yaml
 
+from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.runner import EpisodeRunner
-from services.orchestrator.episodes.turn import SamplingSpec, TokenBounds, TokenBudget
+from services.orchestrator.episodes.turn import SamplingSpec, TokenBounds
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient, Opening

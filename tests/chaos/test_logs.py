@@ -9,7 +9,7 @@ import orjson
 
 from shared.errors import Fenced
 from tools.chaos.logs import crashes, deaths, failed_with
-from volley.local.supervisor import ProcessEnd
+from volley.local.supervisor import ServiceExit
 
 
 def test_crashes_are_found_and_expected_ends_are_not(tmp_path: Path):
@@ -51,8 +51,8 @@ def test_a_crash_with_several_exceptions_is_named_by_the_last_of_them(tmp_path: 
 
 
 def test_ends_that_are_neither_kills_nor_explained():
-    killed, failed = ProcessEnd("env", -9), ProcessEnd("trainer", 1)
-    hung, faulted = ProcessEnd("env", -9, hung_s=120.0), ProcessEnd("rollout-0", -11)
+    killed, failed = ServiceExit("env", -9), ServiceExit("trainer", 1)
+    hung, faulted = ServiceExit("env", -9, hung_s=120.0), ServiceExit("rollout-0", -11)
     assert deaths([killed, hung, failed, faulted]) == [
         "env ended with signal 9 (SIGKILL) after 120 s without an answer",
         "rollout-0 ended with signal 11 (SIGSEGV)",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.terminal import TerminalProgram, in_terminal
-from tools import bootstrap
+from volley import bootstrap
 from volley.layout import PROJECT
 
 
@@ -29,8 +29,10 @@ def executable(path: Path, text: str) -> Path:
 def checkout(tmp_path: Path) -> Path:
     """A project folder without environments, whose uv.lock and pyproject.toml are stand-ins."""
     root = tmp_path / "checkout"
-    (root / "tools").mkdir(parents=True)
-    (root / "tools" / "bootstrap.py").write_text(Path(bootstrap.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    (root / "volley").mkdir(parents=True)
+    (root / "volley" / "bootstrap.py").write_text(
+        Path(bootstrap.__file__).read_text(encoding="utf-8"), encoding="utf-8"
+    )
     for name in ("uv.lock", "pyproject.toml"):
         (root / name).write_text(name, encoding="utf-8")
     return root
@@ -40,7 +42,7 @@ def run(checkout: Path, path: str, **variables: str) -> subprocess.CompletedProc
     home = checkout.parent / "home"
     home.mkdir(exist_ok=True)
     environment = {"PATH": path, "HOME": str(home), "PIP_INDEX_URL": "http://127.0.0.1:1/simple", **variables}
-    command = [sys.executable, str(checkout / "tools" / "bootstrap.py")]
+    command = [sys.executable, str(checkout / "volley" / "bootstrap.py")]
     return subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=120, check=False)
 
 
@@ -96,7 +98,7 @@ def test_the_extras_of_every_accelerator_are_locked_with_their_libraries() -> No
     """Of the one JAX that each environment has."""
     lock = tomllib.loads((PROJECT / "uv.lock").read_text(encoding="utf-8"))
     known = {(one["name"], one["version"]) for one in lock["package"]}
-    extras = next(one for one in lock["package"] if one["name"] == "volley")["optional-dependencies"]
+    extras = next(one for one in lock["package"] if one["name"] == "volley-rl")["optional-dependencies"]
     for environment in bootstrap.ACCELERATED:
         plain = next(one for one in extras[environment] if one["name"] == "jax")
         for accelerator, library in (("gpu", "jax-cuda12-plugin"), ("tpu", "libtpu")):
@@ -124,7 +126,7 @@ def in_a_terminal(checkout: Path, **variables: str) -> tuple[int, TerminalProgra
     executable(checkout.parent / "bin" / "uv", TALKING_UV)
     path = f"{checkout.parent / 'bin'}:/usr/bin:/bin"
     environment = {"PATH": path, "HOME": str(checkout.parent), "TERM": "xterm", **variables}
-    with in_terminal([sys.executable, str(checkout / "tools" / "bootstrap.py")], 40, environment) as program:
+    with in_terminal([sys.executable, str(checkout / "volley" / "bootstrap.py")], 40, environment) as program:
         code = program.process.wait(60)
     return code, program
 
@@ -135,7 +137,7 @@ def test_at_a_terminal_one_line_tells_what_goes_on_and_goes(checkout: Path) -> N
     assert code == 0, program.text()
     for i, name in enumerate(("base", "rollout", "trainer"), 1):
         assert re.search(
-            rf"installing environment {name} \(Python 3\.1\d\) {i} of 3bootstrap: environment {name} is", text
+            rf"installing environment {name} \(Python 3\.1\d\) {i} of 3volley: environment {name} is", text
         )
     assert "s  downloading jaxlib (80.1MiB)" in program.text()
     assert "jaxlib" not in program.screen().text()
@@ -183,7 +185,7 @@ def test_without_uv_and_network_it_says_what_is_missing(checkout: Path) -> None:
     done = run(checkout, "/nonexistent")
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("bootstrap: uv is missing")
+    assert last.startswith("volley: uv is missing")
     assert "package index cannot be reached" in last
     assert "Traceback" not in done.stderr
 
@@ -196,7 +198,7 @@ def test_a_failing_installation_is_told_in_one_line(checkout: Path, tmp_path: Pa
     done = run(checkout, f"{tmp_path / 'bin'}:/usr/bin:/bin")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
-        "bootstrap: environment base could not be installed: the package index cannot be reached"
+        "volley: environment base could not be installed: the package index cannot be reached"
     )
 
 

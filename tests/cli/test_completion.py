@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from volley.__main__ import COMMANDS
+from volley.__main__ import all_commands
 from volley.commands.completion import SHELLS, script_of
 
 _BASH = """
@@ -70,6 +70,6 @@ def test_words_are_completed(
 @pytest.mark.parametrize("shell", SHELLS)
 def test_each_script_is_of_its_shell_and_knows_every_command(shell: str, scripts: dict[str, Path]) -> None:
     text = scripts[shell].read_text(encoding="utf-8")
-    assert all(name in text for name in COMMANDS)
+    assert all(name in text for name in all_commands())
     if shutil.which(shell) is not None:
         subprocess.run([shell, "-n", str(scripts[shell])], check=True, timeout=60)

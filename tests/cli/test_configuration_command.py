@@ -30,23 +30,16 @@ def test_each_key_names_the_file_the_override_or_the_default(
 ) -> None:
     base = write_config(tmp_path / "r")
     over = tmp_path / "over.yaml"
-    over.write_text("trainer: {max_steps: 7}\ngrpo_config: {epsilon: 0.1}\n", encoding="utf-8")
+    over.write_text("trainer: {max_steps: 7}\nalgorithm: {epsilon: 0.1}\n", encoding="utf-8")
     found = shown(capsys, "--config", str(base), "--config", str(over), "run.seed=5")
     assert found["trainer.max_steps"] == {"value": 7, "source": str(over)}
-    assert found["algorithm.epsilon"] == {"value": 0.1, "source": str(over)}  # the key's present name
+    assert found["algorithm.epsilon"] == {"value": 0.1, "source": str(over)}
     assert found["run.seed"] == {"value": 5, "source": "command line"}
     assert found["run.bucket"] == {"value": None, "source": "default"}
     assert found["model.path"]["source"] == str(base / "config.yaml")  # of a folder
     only = shown(capsys, "--config", str(base), "--config", str(over), "--set")
     assert "run.bucket" not in only
     assert only.keys() <= found.keys()
-
-
-def test_keys_that_a_file_of_grl_gives_name_it(capsys: pytest.CaptureFixture[str]) -> None:
-    path = "configs/grl/sokoban_ppo.yaml"
-    found = shown(capsys, "--config", path, "--set")
-    assert {"data.env", "trainer.groups_per_step", "orchestrator.generation.mode"} <= found.keys()
-    assert {row["source"] for row in found.values()} == {path}
 
 
 def test_a_wrong_configuration_is_refused_as_elsewhere(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
-            process.wait(30)
+            assert process.wait(30) == 0
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def volley(capsys: pytest.CaptureFixture[str]) -> Volley:
 def test_a_template_is_written_tried_and_submitted(volley: Volley, url: str, tmp_path: Path) -> None:
     file = tmp_path / "sums.py"
     assert volley("init", str(file))[0] == 0
-    assert volley("init", str(file)) == (2, "", f"volley: {file} exists already (choose another name)\n")
+    assert volley("init", str(file)) == (2, "", f"volley: {file} exists already\n  choose another name\n")
     code, out, _ = volley("submit", str(file), "--url", url)
     assert code == 0
     assert out.splitlines()[:3] == ["sums@1 is submitted", "sums@1 is validating", out.splitlines()[2]]
@@ -92,7 +92,7 @@ def test_settings_and_a_remote_environment_are_submitted(volley: Volley, url: st
         '{"responses_create_params": {"input": "Say x."}, "initial_count": 0, "expected_count": 0}\n', encoding="utf-8"
     )
     settings.write_text("max_turns: 3\n", encoding="utf-8")
-    command = [sys.executable, "-m", "tests.env.nemo_gym_server", str(port := free_port())]
+    command = [sys.executable, "-m", "packages.sandbox.tests.nemo_gym_server", str(port := free_port())]
     with subprocess.Popen(command, cwd=PROJECT) as process:
         try:
             wait_http(f"http://127.0.0.1:{port}/openapi.json")
@@ -103,14 +103,14 @@ def test_settings_and_a_remote_environment_are_submitted(volley: Volley, url: st
         finally:
             process.kill()
     settings.write_text("- a\n", encoding="utf-8")
-    assert "does not hold a mapping" in volley(*whole)[2]
+    assert "holds a list, not a mapping" in volley(*whole)[2]
     assert "a remote environment needs a name" in volley("submit", *remote, "--url", url)[2]
     assert "--remote and --protocol belong together" in volley("submit", *remote[:2], "--url", url)[2]
     code, _, err = volley("submit", "--import-path", "somewhere.envs:Maze", "--url", url)
     assert (code, "is not an environment of a package installed beside the service" in err) == (1, True)
 
 
-SUMS = (PROJECT / "services/env/submissions/templates/sums.py").read_text(encoding="utf-8")
+SUMS = (PROJECT / "packages/sandbox/volley_sandbox/submissions/templates/sums.py").read_text(encoding="utf-8")
 
 
 def packed(path: Path, **files: str) -> Path:
@@ -186,7 +186,7 @@ def test_what_is_no_environment_is_named_before_anything_is_sent(volley: Volley,
     ):
         for command in ("submit", "test"):
             code, out, err = volley(command, str(tmp_path / name))
-            assert (code, out, told in err, len(err.splitlines())) == (2, "", True, 1), err
+            assert (code, out, told in err, len(err.splitlines()) <= 2) == (2, "", True, True), err
 
 
 def test_a_zip_file_and_a_folder_are_tried_without_a_service(tmp_path: Path) -> None:

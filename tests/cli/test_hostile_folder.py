@@ -19,9 +19,9 @@ from typing import Any
 import orjson
 import pytest
 
-from services.trainer.replay import steps as replay
 from tests.support import small_run
 from volley.__main__ import main
+from volley_proof.replay import steps as replay
 
 READERS = {
     "config.yaml": ("status", "access", "verify"),

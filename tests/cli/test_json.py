@@ -24,7 +24,7 @@ from volley.printing import print_lines, print_result, use_json
 from volley.program import run_program
 from volley.runs import addresses
 
-TEMPLATE = PROJECT / "services/env/submissions/templates/sums.py"
+TEMPLATE = PROJECT / "packages/sandbox/volley_sandbox/submissions/templates/sums.py"
 
 
 class Case(NamedTuple):
@@ -78,6 +78,7 @@ SUCCESS: Mapping[str, Case] = {
     "config show": Case("--config {run}/config.yaml"),
     "config schema": Case("", ["properties"]),
     "completion": Case("fish", ["shell", "script"]),
+    "upgrade": Case("", ["version", "command"]),
     "access": Case("{run}", ["services", "variables"]),
 }
 """In this order: the later of `env` need the earlier."""

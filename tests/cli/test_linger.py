@@ -16,12 +16,12 @@ from shared.process.ports import free_port
 from tests.support.stack import SIMULATED as CONFIG
 from tools.chaos.arena import SIMULATED
 from volley.commands import train
-from volley.local.hosts import Place
+from volley.local.hosts import RunHost
 from volley.local.stack import StackSeams
 
 
 @dataclass(frozen=True)
-class EndlessPlace(Place):
+class EndlessPlace(RunHost):
     """A host that lingers without end; `lingers` is set once it begins to."""
 
     lingers: threading.Event = field(default_factory=threading.Event)

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from tests.support.terminal import Screen
 from volley.local.supervisor import ServiceState
+from volley.printing import keep_lost_in, outlive_output
 from volley.reporting.display import shown
 from volley.reporting.live import LiveDisplay
 from volley.reporting.phases import PhaseRow, RunPhases
@@ -296,15 +298,18 @@ class GoneTerminal(io.StringIO):
         return super().write(text)
 
 
-def test_a_terminal_that_is_gone_stops_nothing(clock: Clock) -> None:
+def test_a_terminal_that_is_gone_stops_nothing_and_the_log_gets_the_lines(clock: Clock, tmp_path: Path) -> None:
     written = GoneTerminal()
+    keep_lost_in(tmp_path / "volley.log")
     console = Console(file=written, force_terminal=True, width=100, _environ={"TERM": "xterm-256color"})
     with suppress(ZeroDivisionError), LiveDisplay.opened(15, console, clock) as display:
         start(display, clock)
         written.gone = True
         drive(display, clock, display.refresh)
         raise ZeroDivisionError  # and not the terminal's error
+    outlive_output(False)
     assert "reward" not in written.getvalue()
+    assert "success 97.5%" in (tmp_path / "volley.log").read_text(encoding="utf-8").splitlines()[-1]
 
 
 def test_the_cursor_is_back_after_an_error_of_the_drawing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:

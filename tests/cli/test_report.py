@@ -224,7 +224,7 @@ def test_an_evaluation_of_undone_weights_does_not_count(folder: RunFolder) -> No
     checkpoint = folder.checkpoints / "e000002-s000003"
     checkpoint.mkdir(parents=True)
     state = initial_state(0).starting_epoch(1, keep_reference=False).starting_epoch(2, keep_reference=False)
-    (checkpoint / "state.json").write_bytes(state.to_json(lineage=[(1, 0), (2, 2)], optimizer_files=[]))
+    (checkpoint / "state.json").write_bytes(state.to_json(lineage=[(1, 0), (2, 2)], optimizer_files=[], seal=""))
     (checkpoint / "manifest.json").write_text("{}", encoding="utf-8")
     summary = report.make(folder)
     assert summary["held_out_success_after_rl"] == 0.9

@@ -28,9 +28,10 @@ from shared.run.pinned import relevant
 from shared.run.state import initial_state
 from tests.support.disk import file_size_limit
 from tools.simulated.trainer import NumpyArrays
-from volley.commands import train
+from volley.commands import status, train
 from volley.commands.train import fresh_name
 from volley.layout import PROJECT
+from volley.reporting import report
 from volley.runs import elapsed as worked
 from volley.runs import record as runs
 
@@ -108,29 +109,6 @@ def test_what_may_change_is_said_and_listed_before_it_does(tmp_path: Path) -> No
     record = runs.read_record(folder)
     assert record is not None
     assert record.amendments == ()
-
-
-@pytest.mark.parametrize("is_recorded", [True, False])
-def test_a_run_keeps_the_defaults_that_it_was_started_with(tmp_path: Path, is_recorded: bool) -> None:
-    """Also one whose record is older than the key; a value that is given applies."""
-    key = "orchestrator.generation.eval_share"
-    wanted = loaded(tmp_path)
-    flat = {name: value for name, value in relevant(wanted.config).items() if name != key}
-    flat |= {key: None} if is_recorded else {}
-    claim(wanted)
-    state = initial_state(0).starting_epoch(1, keep_reference=False, settings=flat)
-    checkpoints = CheckpointFolders(tmp_path / "r" / "checkpoints", "r", 3, NumpyArrays())
-    checkpoints.fence(1)
-    checkpoints.save(replace(state, step=4, low=4), CheckpointContents({}, {}, None, {}, None), None)
-    said: list[str] = []
-    for _ in range(2):
-        with runs.claimed(wanted, said.append) as (folder, record, _lock):
-            assert (record.config[key], record.amendments) == (None, ())
-        assert runs.stored(folder.path)[0].config.orchestrator.generation.eval_share is None
-    assert len(said) == 2
-    with runs.claimed(loaded(tmp_path, orchestrator={"generation": {"eval_share": 0.5}})) as (_, record, _lock):
-        assert record.config[key] == 0.5
-        assert [dict(one.changes) for one in record.amendments] == [{key: (None, 0.5)}]
 
 
 def test_a_finished_run_says_so_and_goes_on_with_more_steps(tmp_path: Path) -> None:
@@ -301,6 +279,18 @@ def test_time_that_cannot_be_written_hides_no_other_error(tmp_path: Path) -> Non
         pass
 
 
+def test_why_a_run_has_failed_is_kept_until_it_is_started_again(tmp_path: Path) -> None:
+    with runs.claimed(loaded(tmp_path)) as (folder, record, _), worked.counting(folder, record) as counted:
+        counted.failed = "http://r0 refuses e000001-s000000 for good"
+    found = runs.read_record(folder)
+    assert found is not None
+    assert found.failed == "http://r0 refuses e000001-s000000 for good"
+    assert any(found.failed in line for line in status._hint(folder))
+    assert report.summarize([], [], found)["failed"] == found.failed
+    with runs.claimed(loaded(tmp_path)) as (_, again, _):
+        assert again.failed is None
+
+
 def broken(folder: Path, what: str) -> Path:
     claim(loaded(folder))
     run = folder / "r"
@@ -438,46 +428,6 @@ def test_every_service_renders_with_the_date_of_the_run() -> None:
     config = load(["configs/quickstart.yaml"], ["run.date=2024-07-26", "services.redis_url=redis://127.0.0.1:1"]).config
     for settings in (orchestrator.from_config(config), rollout.from_config(config)):
         assert settings.date == datetime.date(2024, 7, 26)
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_run_of_an_older_version_goes_on_from_random_weights(tmp_path: Path, begun: bool) -> None:
-    model = tmp_path / "m"
-    model.mkdir()
-    (model / "config.json").write_text("{}", encoding="utf-8")
-    wanted = loaded(tmp_path, model={"path": str(model)})
-    with runs.claimed(wanted) as (folder, record, _):
-        pass
-    if begun:
-        folder.ledger.write_text("{}\n", encoding="utf-8")
-    older = {key: value for key, value in record.config.items() if key != "model.initial_weights"}
-    runs.write_record(folder, replace(record, config=older))
-    said = list[str]()
-    with runs.claimed(runs.stored(folder.path)[0], said.append) as (_, again, _):
-        assert load([folder.config]).config.model.initial_weights == "random"
-        assert (again.config["model.initial_weights"], again.amendments) == ("random", ())
-    assert len(said) == 1
-    assert "model.initial_weights=random" in said[0]
-    with runs.claimed(runs.stored(folder.path)[0], said.append):
-        assert load([folder.config]).config.model.initial_weights == "random"
-    assert len(said) == 1
-
-
-@pytest.mark.parametrize("case", ["weights", "said", "recorded"])
-def test_other_runs_do_not_go_on_from_random_weights(tmp_path: Path, case: str) -> None:
-    model = tmp_path / "m"
-    model.mkdir()
-    if case == "weights":
-        (model / "model.safetensors").write_bytes(b"")
-    wanted = loaded(tmp_path, model={"path": str(model)})
-    with runs.claimed(wanted) as (folder, record, _):
-        pass
-    if case != "recorded":
-        older = {key: value for key, value in record.config.items() if key != "model.initial_weights"}
-        runs.write_record(folder, replace(record, config=older))
-    overrides = ["model.initial_weights=folder"] if case == "said" else []
-    with runs.claimed(runs.stored(folder.path, overrides)[0], lambda line: None):
-        assert load([folder.config]).config.model.initial_weights == "folder"
 
 
 @pytest.mark.parametrize("content", ["", "0123456789abcdef", "0" * 49, "no word of ours, " * 3])

@@ -20,6 +20,7 @@ from tests.support.asgi import served
 from volley.commands import status
 from volley.commands.status import _text
 from volley.printing import json_output
+from volley.runs import observing
 
 TRAINER = {
     "phase": "waiting",
@@ -98,6 +99,26 @@ async def test_how_far_the_bucket_follows_is_shown(capsys):
     assert "the run's bucket has nothing yet" in capsys.readouterr().out
 
 
+async def test_machines_short_of_memory_are_named_once_each(capsys):
+    memory = {"host": "h1", "on": "this container", "total": 8 << 30, "available": 1 << 28, "swap_total": 0}
+    memory |= {"swap_free": 0, "waited": 0.24}
+    changed = {
+        "trainer": {"/status": TRAINER | {"host_memory": memory}},
+        "orchestrator": {"/runs": [RUN | {"host_memory": memory | {"available": 2 << 28}}]},
+        "rollout-0": {"/weights": {}, "/get_server_info": {"host_memory": memory | {"host": "h2", "waited": None}}},
+        "env": {},
+    }
+    async with stack(**changed) as urls:
+        await show(*urls.values())
+        shown = capsys.readouterr().out
+        with json_output():
+            await show(*urls.values())
+    told = [line for line in shown.splitlines() if "is short of memory" in line and "(h" in line]
+    assert len(told) == 2
+    assert "of 8.0 GiB are available; programs waited for memory 24% of the last minute" in told[0]
+    assert [f"warning: {one}" for one in orjson.loads(capsys.readouterr().out)["warnings"]][:2] == told
+
+
 async def test_an_engine_without_all_capabilities_is_named(capsys):
     for engine, told in (
         (DeclaredEngine("sglang_jax"), False),
@@ -125,7 +146,8 @@ async def test_addresses_say_what_they_are_and_json_is_for_programs(capsys):
     assert all(s["ready"] for s in told["services"])
 
 
-async def test_a_server_that_makes_tokens_keeps_a_quiet_run_from_being_wedged(capsys):
+async def test_a_server_that_makes_tokens_keeps_a_quiet_run_from_being_wedged(capsys, monkeypatch):
+    monkeypatch.setattr(observing, "_BETWEEN_S", 0.05)
     made = iter(range(100, 10_000, 50))
     engine = {
         "/weights": {},

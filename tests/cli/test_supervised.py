@@ -24,7 +24,7 @@ from volley.local import stack
 from volley.reporting import report
 from volley.reporting.lines import sft_line
 from volley.runs.record import claimed, mark_finished
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3

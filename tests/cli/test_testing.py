@@ -2,34 +2,63 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tools import testing
+from tools.changed import Sources
 from volley.layout import PROJECT
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_no_folder_of_tests_is_forgotten(long: bool) -> None:
-    folders = {path.relative_to(PROJECT / "tests").parts[0] for path in (PROJECT / "tests").rglob("test_*.py")}
-    paths = [path for suite in testing.suites(long=long) for path in suite.paths]
+def test_no_file_of_tests_is_forgotten(long: bool) -> None:
+    paths = [PROJECT / path for suite in testing.suites(long=long) for path in suite.paths]
     assert len(paths) == len(set(paths))
-    assert all((PROJECT / "tests" / path).exists() for path in paths)
-    marked = {folder for folder in folders if is_marked_long(folder)} if long else folders
-    assert marked <= set(paths)
-
-
-def is_marked_long(folder: str) -> bool:
-    return any(
-        "mark.long" in path.read_text(encoding="utf-8") for path in (PROJECT / "tests" / folder).rglob("test_*.py")
-    )
+    assert all(path.exists() for path in paths)
+    files = [*PROJECT.glob("tests/**/test_*.py"), *PROJECT.glob("packages/*/tests/**/test_*.py")]
+    wanted = [file for file in files if not long or "mark.long" in file.read_text(encoding="utf-8")]
+    assert [file for file in wanted if not any(file.is_relative_to(path) for path in paths)] == []
 
 
 def test_the_suites_that_need_jax_have_its_environment() -> None:
     environments = {suite.name: suite.environment for suite in testing.suites(long=False)}
     assert {name: environment for name, environment in environments.items() if environment != "base"} == {
-        "trainer": "trainer",
+        "trainer1": "trainer",
+        "trainer2": "trainer",
         "rollout": "rollout",
     }
+
+
+@pytest.mark.parametrize(
+    ("changed", "reached"),
+    [
+        ("shared/codec.py", {"tests/test_codec.py", "tests/test_run.py"}),
+        ("services/env/app.py", {"tests/test_run.py"}),
+        ("services/env/pages/start.html", {"tests/test_pages.py"}),
+        ("tests/support/runs.py", {"tests/test_run.py"}),
+        ("tests/test_codec.py", {"tests/test_codec.py"}),
+        ("docs/left.md", set()),
+    ],
+)
+def test_a_change_reaches_what_imports_starts_or_reads_it(tmp_path: Path, changed: str, reached: set[str]) -> None:
+    files = {
+        "shared/codec.py": "",
+        "services/env/__main__.py": "",
+        "services/env/app.py": "from shared import codec",
+        "volley/local/stack.py": 'command = ["-m", module]',
+        "volley/__main__.py": 'COMMANDS = ["volley.commands.train"]',
+        "volley/commands/train.py": "import volley.local.stack",
+        "tests/support/runs.py": 'command = ["-m", "volley"]',
+        "tests/test_run.py": "from tests.support import runs",
+        "tests/test_codec.py": "from shared.codec import pack",
+        "tests/test_pages.py": 'page = ROOT / "services/env/pages/start.html"',
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    found = Sources(tmp_path).reached([changed])
+    assert {name for name in found if name.startswith("tests/test_")} == reached
 
 
 def test_the_last_line_sums_up_what_pytest_says() -> None:

@@ -24,7 +24,7 @@ from shared.services_schema import ServicesSection
 from tests.support import small_run
 from volley.__main__ import main
 from volley.runs import addresses
-from volley.verify import command
+from volley_proof.verify import command
 
 SECRET = "a-secret-of-the-reader"
 HEAD = "e000002-s000005"

@@ -111,6 +111,39 @@ def test_no_line_is_lost_while_the_status_is_drawn() -> None:
     assert program.screen().text().splitlines() == [f"line {n}" for n in range(300)]
 
 
+_GOES_ON = """
+import sys
+from contextlib import suppress
+from volley.printing import outlive_output, print_lines, show_status
+outlive_output(True)
+with suppress(OSError):
+    show_status("counting")
+sys.stdin.readline()
+print_lines("a line")
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_a_command_outlives_the_terminal_of_its_status(on_terminal: bool) -> None:
+    own, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", _GOES_ON],
+        cwd=PROJECT,
+        stdin=subprocess.PIPE,
+        stdout=theirs if on_terminal else subprocess.PIPE,
+        stderr=theirs,
+        start_new_session=True,
+    ) as process:
+        os.close(theirs)
+        while b"counting" not in _read(own):
+            assert process.poll() is None
+        os.close(own)
+        out, _ = process.communicate(b"\n", timeout=60)
+    assert process.returncode == 7
+    assert on_terminal or out == b"a line\n"
+
+
 def _read(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 4096)

@@ -26,8 +26,8 @@ from tests.support import small_run
 from tests.support.foreign import environment
 from tests.support.stack import Training, training
 from volley import AsyncClient, Client
+from volley.client.tables import Table
 from volley.layout import PROJECT
-from volley.trajectories.tables import Table
 
 EXTERNAL = """
 class Echo:
@@ -47,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("volley.trajectories.index.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("volley_dashboard.trajectories.index.CACHE", tmp_path / "cache")
     return Path(shutil.copytree(made, tmp_path / "r"))
 
 
@@ -200,7 +200,7 @@ def test_tables_name_the_missing_package(client: Client, monkeypatch: pytest.Mon
     for name in ("pandas", "polars"):
         monkeypatch.setitem(sys.modules, name, None)
     for made in (client.steps().to_pandas, client.trajectories().to_polars):
-        with pytest.raises(ConfigError, match=r"volley\[tables\]"):
+        with pytest.raises(ConfigError, match=r"pip install (pandas|polars)"):
             made()
 
 

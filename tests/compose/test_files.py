@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from shared import config
 from shared.process.ports import free_port
 from shared.services import SERVICES
+from tests.compose import compose_file
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
@@ -37,7 +37,8 @@ def resolved(*arguments: str, **settings: str) -> subprocess.CompletedProcess[st
         or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
     ):
         pytest.skip("no docker compose plugin on this machine")
-    command = ["docker", "compose", "-f", str(ROOT / "compose.yaml"), *arguments, "config", "--format", "json"]
+    file = () if "-f" in arguments else ("-f", str(ROOT / "compose.yaml"))
+    command = ["docker", "compose", *file, *arguments, "config", "--format", "json"]
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("VOLLEY_", "COMPOSE_"))}
     return subprocess.run(command, capture_output=True, encoding="utf-8", env={**kept, **settings}, timeout=30)
 
@@ -52,7 +53,7 @@ def compose() -> dict[str, Any]:
 
 
 def test_the_run_needs_no_profile_and_obs_adds_the_metrics() -> None:
-    services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    services = compose_file.services()
     profiles = {name: service.get("profiles", []) for name, service in services.items()}
     assert {name for name, of in profiles.items() if not of} == LONG_RUNNING | {"prepare", "check", "report"}
     assert {name for name, of in profiles.items() if of == ["obs"]} == OBS
@@ -64,8 +65,7 @@ def test_settings_of_the_example_are_the_defaults(compose: dict[str, Any]) -> No
 
 
 def test_settings_are_listed() -> None:
-    files = [ROOT / "compose.yaml", ROOT / "docker" / "devices.yaml"]
-    used = {name for path in files for name in re.findall(r"\$\{(VOLLEY_\w+)", path.read_text(encoding="utf-8"))}
+    used = set(re.findall(r"\$\{(VOLLEY_\w+)", (ROOT / "compose.yaml").read_text(encoding="utf-8")))
     example = re.findall(r"^(VOLLEY_\w+)=", (ROOT / ".env.example").read_text(encoding="utf-8"), re.MULTILINE)
     documented = re.findall(
         r"^\| `(VOLLEY_\w+)`", (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8"), re.MULTILINE
@@ -85,10 +85,23 @@ def test_gpus_are_reserved_for_trainer_and_rollout_servers_alone(compose: dict[s
     nvidia = {"driver": "nvidia", "capabilities": ["gpu"]}
     assert reserved == {"trainer": [{**nvidia, "device_ids": ["0"]}], "rollout": [{**nvidia, "device_ids": ["1,2"]}]}
     for name in reserved:
-        assert services[name]["image"] == f"volley-{name}-gpu"
+        assert services[name]["image"] == f"volley-{name}-gpu:latest"
         assert services[name]["build"]["args"] == {"EXTRA": f"{name}-gpu"}
     told = {name for name, service in services.items() if "rollout.engine.device=gpu" in (service["command"] or ())}
     assert told == {*SERVICES, "check", "report"}
+
+
+def test_published_images_need_no_other_file(tmp_path: Path) -> None:
+    file = tmp_path / "compose.yaml"
+    file.write_bytes((ROOT / "compose.yaml").read_bytes())
+    done = resolved("-f", str(file), VOLLEY_IMAGES="registry.example/team/", VOLLEY_TAG="1.2.3", VOLLEY_PULL="missing")
+    assert done.returncode == 0, done.stderr
+    services = json.loads(done.stdout)["services"]
+    ours = {name: one for name, one in services.items() if name != "redis"}
+    assert all(one["image"].startswith("registry.example/team/volley-") for one in ours.values())
+    assert all(one["image"].endswith(":1.2.3") and one["pull_policy"] == "missing" for one in ours.values())
+    binds = [mount for one in services.values() for mount in one.get("volumes", ()) if mount["type"] == "bind"]
+    assert binds == []
 
 
 def test_unknown_device_is_named() -> None:
@@ -174,10 +187,12 @@ def test_images_hold_every_package_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
     context = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
-    assert {f"!{name}" for name in packages} <= set(context)
+    assert {"!hatch_build.py", *(f"!{name}" for name in packages)} <= set(context)
     for path in DOCKERFILES:
         lines = path.read_text(encoding="utf-8").splitlines()
         assert {f"COPY {name} {name}" for name in packages} <= set(lines), path.name
+        assert "    sh sync.sh --all-packages " in path.read_text(encoding="utf-8")
+        assert "COPY pyproject.toml uv.lock hatch_build.py docker/sync.sh ./" in lines, "the project's build hook"
     made = (ROOT / "docker" / "sync.sh").read_text(encoding="utf-8")
     assert all(f"{name}/__init__.py" in made for name in packages)
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from shared.services import SERVICES
+from tests.compose import compose_file
 from tests.compose.dashboard import FOLDER, panels, rules
 from tests.fuzz.stack import OPENERS
 from tools.docs import service
@@ -58,7 +59,7 @@ def test_grafana_finds_its_source_and_the_dashboard() -> None:
     (source,) = yaml.safe_load((FOLDER / "datasource.yaml").read_text(encoding="utf-8"))["datasources"]
     assert (source["type"], source["url"], source["isDefault"]) == ("prometheus", "http://prometheus:9090", True)
     (provider,) = yaml.safe_load((FOLDER / "dashboards.yaml").read_text(encoding="utf-8"))["providers"]
-    services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    services = compose_file.services()
     mounts = [mount.split(":")[:2] for mount in services["grafana"]["volumes"]]
     assert ["./docker/observability/grafana.json", f"{provider['options']['path']}/grafana.json"] in mounts
 

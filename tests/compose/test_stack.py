@@ -17,9 +17,9 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
 from shared.services import SERVICES
+from tests.compose import compose_file
 from tests.compose.dashboard import panels, rules
 from tests.docs.commands import first_example
 
@@ -168,7 +168,7 @@ def until(expected: Any, look: Callable[[], Any], timeout_s: float = 120.0) -> N
 
 
 def test_prometheus_scrapes_every_replica_and_every_panel_has_data(stack: ComposeStack) -> None:
-    services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    services = compose_file.services()
     if not has(services["prometheus"]["image"]):
         pytest.skip("the image of Prometheus cannot be had")
     stack("up", "--no-deps", "--no-recreate", "--detach", "--scale", "rollout=3", "rollout", timeout_s=120)

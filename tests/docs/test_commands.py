@@ -19,6 +19,7 @@ from shared import config
 from shared.process.ports import free_port
 from shared.queue.server import embedded_server
 from shared.run.folder import RunFolder
+from tests.compose import compose_file
 from tests.docs.commands import ROOT, blocks, first_example, yaml_of
 from tests.fuzz.driver import in_a_thread
 from tests.fuzz.stack import open_stack, run_config
@@ -29,6 +30,7 @@ from tests.support.stack import SMALL
 from volley.__main__ import parser
 from volley.layout import python_of, variables_of
 from volley.runs import addresses
+from volley.wheel import DISTRIBUTION
 
 BLOCKS = blocks()
 SCRIPTS = [block for block in BLOCKS if block.script]
@@ -112,6 +114,7 @@ def test_the_pages_have_commands_and_each_is_known():
         "sh",
         "sbatch",
         "sky",
+        "uvx",
     }
 
 
@@ -120,6 +123,8 @@ def test_a_line_runs(place, line):
     variables, command = [], shlex.split(line)
     while re.match(r"[A-Z_]+=", command[0]):
         variables.append(command.pop(0))
+    if command[:3] == ["uvx", "--from", DISTRIBUTION]:
+        command = command[3:]
     if command[0] == "make":
         done = subprocess.run(["make", "-n", *command[1:]], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60)
     elif command[0] == "volley" and " ".join(command[1:]).startswith(SHORT):
@@ -167,7 +172,7 @@ def docker(command, variables):
         assert f"ARG {name}" in file.read_text(encoding="utf-8")
         assert f"\n{value} = " in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         return
-    services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    services = compose_file.services()
     assert command[0] == "compose"
     if command[1] == "--profile":
         assert any(service.get("profiles") == [command[2]] for service in services.values())

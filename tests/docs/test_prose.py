@@ -24,11 +24,11 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
                     yield statement.lineno, value.strip()
 
 
-@pytest.mark.parametrize("folder", ["services", "shared", "tools", "volley"])
+@pytest.mark.parametrize("folder", ["packages/*/volley_*", "services", "shared", "tools", "volley"])
 def test_no_docstring_opens_with_a_relative_word(folder: str) -> None:
     found = [
         f"{path.relative_to(PROJECT)}:{line}: {text.splitlines()[0]}"
-        for path in sorted((PROJECT / folder).rglob("*.py"))
+        for path in sorted(PROJECT.glob(f"{folder}/**/*.py"))
         for line, text in docstrings(path)
         if BANNED.match(text)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ import orjson
 import pytest
 
 from services.env.app import open_env
-from services.env.sandbox.limits import SandboxLimits
 from services.env.settings import EnvSettings
-from shared.services_schema import Limits, TokenFiles
+from shared.services_schema import EnvEndpoint, Limits, TokenFiles
 
 ROWS = [
     {
@@ -58,11 +58,12 @@ async def open_service(folder: Path, **changes: Any) -> AsyncIterator[httpx.Asyn
         "limits": Limits(max_body_bytes=10_000),
         "token_files": TokenFiles(),
         "folder": folder,
-        "sandbox": SandboxLimits(),
         "max_sandboxes": 16,
-        "unsandboxed": NAMES,
-        "package_index": "http://127.0.0.1:9/simple",
     }
+    own = {field.name for field in fields(EnvSettings)}
+    section = {name: changes.pop(name) for name in changes.keys() - own}
+    section = {"unsandboxed": NAMES, "package_index": "http://127.0.0.1:9/simple", **section}
+    defaults["section"] = EnvEndpoint(**section)
     async with (
         open_env(EnvSettings(**{**defaults, **changes})) as service,
         httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url="http://env") as client,

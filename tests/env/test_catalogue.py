@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 
-from services.env.app import open_catalogue, try_out_all
-from services.env.catalogue import KINDS, MAX_VARIANTS, Catalogue, CatalogueEntry
+from services.env.app import open_catalogue, open_extension, try_out_all
+from services.env.catalogue import MAX_VARIANTS, Catalogue, CatalogueEntry
 from services.env.environments.games import layouts
+from services.env.environments.kinds import kinds
 from services.env.episode_types import Environment
 from services.env.settings import MAX_BODY, EnvSettings, from_config
 from services.env.threads import ThreadRunner
 from shared.config import load, validate
+from shared.environments import built_in, datasets
 from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
 
 RUNNER = ThreadRunner(2, 60.0, max_waiting=8)
@@ -22,7 +24,7 @@ def register(catalogue: Catalogue, name: str, base: str, config: dict[str, Any])
 
 def opened(chosen: EnvSettings) -> Catalogue:
     """The catalogue of a service that starts."""
-    catalogue = open_catalogue(chosen, RUNNER)
+    catalogue = open_catalogue(chosen, RUNNER, open_extension(chosen, RUNNER))
     try_out_all(chosen, catalogue)
     return catalogue
 
@@ -34,8 +36,13 @@ def environment(catalogue: Catalogue, name: str) -> Environment:
 
 
 def test_an_unknown_environment_is_answered_with_those_there_are() -> None:
-    with pytest.raises(NotFound, match=r"'maze'.*gsm8k, frozen_lake, sokoban"):
+    with pytest.raises(NotFound, match=r"'maze'.*frozen_lake, gymnasium, blocksworld"):
         Catalogue(RUNNER).get("maze")
+
+
+def test_a_run_s_environments_are_known_without_the_service() -> None:
+    assert kinds().keys() == built_in()
+    assert {name for name, kind in kinds().items() if "train" in kind.private} == datasets()
 
 
 def test_a_variant_changes_some_settings_of_its_base() -> None:
@@ -97,7 +104,7 @@ def test_variants_are_bounded() -> None:
         register(catalogue, f"v{i}", "frozen_lake", {})
     with pytest.raises(Unavailable):
         register(catalogue, "one-more", "frozen_lake", {})
-    assert len(catalogue.entries()) == len(KINDS) + MAX_VARIANTS
+    assert len(catalogue.entries()) == len(kinds()) + MAX_VARIANTS
 
 
 def test_a_variant_whose_tasks_are_too_rare_is_refused_when_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +113,7 @@ def test_a_variant_whose_tasks_are_too_rare_is_refused_when_it_is_registered(mon
     rare = {"dim_room": (12, 12), "num_boxes": 4, "min_solution": 100, "max_turns": 100, "max_actions": 1000}
     with pytest.raises(InputError, match=r"sokoban found no layout for train task 0 in \d+ draws .*min_solution"):
         register(catalogue, "rare", "sokoban", rare)
-    assert len(catalogue.entries()) == len(KINDS)
+    assert len(catalogue.entries()) == len(kinds())
 
 
 def test_the_documents_know_how_many_variants_there_may_be() -> None:

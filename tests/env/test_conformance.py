@@ -11,10 +11,10 @@ import orjson
 import pytest
 
 from services.env.api import answers
-from services.env.catalogue import KINDS
-from services.env.environments.games.tetris import Tetris
+from services.env.environments.kinds import kinds
 from services.env.episode_types import Environment, Message, StepResult, assistant
 from shared.errors import NotFound
+from volley_environments.games.tetris import Tetris
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "frozen_lake": ("frozen_lake", {}),
@@ -56,11 +56,11 @@ N_DEMONSTRATIONS = 8
 @pytest.fixture(params=CASES, ids=lambda name: name)
 def build(request: pytest.FixtureRequest) -> Callable[[], Environment]:
     kind, config = CASES[request.param]
-    return lambda: KINDS[kind].build(KINDS[kind].config.model_validate(config))
+    return lambda: kinds()[kind].build(kinds()[kind].config.model_validate(config))
 
 
 def test_every_kind_is_in_the_table() -> None:
-    assert {kind for kind, _ in CASES.values()} | FROM_FILES == KINDS.keys()
+    assert {kind for kind, _ in CASES.values()} | FROM_FILES == kinds().keys()
 
 
 def played(env: Environment, split: str, index: int, seed: int, said: list[Message]) -> list[Any]:

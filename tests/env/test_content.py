@@ -14,10 +14,9 @@ import pytest
 from services.env.catalogue import CatalogueEntry
 from services.env.content import ContentRecord
 from services.env.environments import problem_files
-from services.env.environments.gsm8k.data import read_problems
-from services.env.submissions.store import SubmissionStore
 from shared.errors import ConfigError
 from tests.env.conftest import ROWS, OpenClient
+from volley_environments.gsm8k.data import read_problems
 
 MATH = [{"problem": "1+1", "answer": "2"}]
 CODE = [{"question": "f", "tests": ["assert f(1) == 1"]}]
@@ -124,7 +123,7 @@ async def test_the_version_of_a_package_that_makes_the_tasks_is_recorded(tmp_pat
 
 
 def record_in(folder: Path, **options: bool) -> ContentRecord:
-    return ContentRecord(folder / "environments", SubmissionStore(folder / "environments/submitted"), **options)
+    return ContentRecord(folder / "environments", folder / "environments/submitted", **options)
 
 
 async def test_an_environment_that_joins_later_is_recorded_when_it_does(

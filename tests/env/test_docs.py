@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from services.env import catalogue
+from services.env.environments.kinds import kinds
 from tests.docs.commands import first_example
 from tests.env.conftest import OpenClient
-from tests.env.submitted import decided, play, submit
+from tests.support.submitted import decided, play, submit
 
 DOCS = Path(__file__).parents[2] / "docs" / "builtin-environments.md"
 
@@ -22,6 +22,6 @@ async def test_the_documented_environment_is_taken_and_played(open_client: OpenC
 
 def test_every_setting_is_documented() -> None:
     text = DOCS.read_text(encoding="utf-8")
-    for kind in catalogue.KINDS.values():
+    for kind in kinds().values():
         for name in kind.config.model_fields:
             assert f"`{name}" in text or f"{name}:" in text or f".{name}`" in text, name

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.env.catalogue import KINDS
 from services.env.environments.games import layouts
 from services.env.environments.games.frozen_lake import (
     FrozenLakeConfig,
@@ -22,9 +21,10 @@ from services.env.environments.games.frozen_lake import (
     shortest_path,
     way,
 )
-from services.env.environments.games.sokoban import SokobanConfig
+from services.env.environments.kinds import kinds
 from services.env.episode_types import Environment
 from shared.errors import InputError, RateLimited
+from volley_environments.games.sokoban import SokobanConfig
 
 N_CONFIGS = 15
 MAX_CALLS = 1_500_000
@@ -98,7 +98,7 @@ def legal(dice: random.Random) -> tuple[str, dict[str, Any]]:
 
 
 def built(kind: str, config: dict[str, Any]) -> Environment:
-    return KINDS[kind].build(KINDS[kind].config.model_validate(config))
+    return kinds()[kind].build(kinds()[kind].config.model_validate(config))
 
 
 def slowest(kind: str, config: dict[str, Any]) -> int:

@@ -177,7 +177,7 @@ def test_the_longest_episode_of_the_quickstart_fits_its_context():
     for index in range(200):
         episode = lake.reset("eval", index, 0)
         board = [{"role": "user", "content": episode.game.render()}]
-        first, later = tokenizer.render_prompt(board), tokenizer.render_continuation(board, ended=False)
+        first, later = tokenizer.render_prompt(board), tokenizer.continue_after([], board)
         turns = lake.config.max_turns
         reply = run.grpo_config.max_response_length
         length = max(length, len(first) + (turns - 1) * len(later) + turns * reply)

@@ -11,7 +11,7 @@ import pytest
 from gymnasium.utils import seeding
 
 from services.env.environments.adapters.gymnasium import Gymnasium, GymnasiumConfig
-from services.env.environments.adapters.tabular import Policy
+from services.env.environments.adapters.tabular import GreedyPolicy
 from services.env.episode_types import assistant
 from shared.errors import InputError, NotFound
 
@@ -63,7 +63,7 @@ def test_colours_become_marks() -> None:
 def test_the_policy_is_optimal(name: str) -> None:
     """Its values solve Bellman's equation."""
     inner: Any = gymnasium.make(name).unwrapped
-    policy = Policy(inner.P)
+    policy = GreedyPolicy(inner.P)
     for state, actions in inner.P.items():
         best = max(
             sum(p * (r + (0 if over else 0.99 * policy._values[s])) for p, s, r, over in o) for o in actions.values()

@@ -4,7 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.env.catalogue import KINDS
+from services.env.environments.kinds import kinds
 from shared import codec
 from shared.services_schema import Limits
 from shared.web.access import Role, token_for
@@ -18,7 +18,7 @@ async def test_an_episode_from_listing_to_deletion(open_client: OpenClient) -> N
     """Plays a demonstration through HTTP and gets the reward it promises."""
     async with open_client() as client:
         names = [e["name"] for e in (await client.get("/environments")).json()["environments"]]
-        assert names == list(KINDS)
+        assert names == list(kinds())
         assert (await client.get("/frozen_lake/splits")).json() == ["train", "eval"]
         task = (await client.post("/frozen_lake/task", json={"split": "eval", "index": 0})).json()["task"]
         shown = (await client.post("/frozen_lake/demonstration", json={"split": "eval", "index": 0})).json()["messages"]

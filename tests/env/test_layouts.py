@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from services.env.environments.games.frozen_lake import FrozenLakeConfig, frozen_lake
 from services.env.environments.games.layouts import Effort, Layouts, canonical, seed_of, split_of
-from services.env.environments.games.sokoban import SokobanConfig, sokoban
-from services.env.environments.games.sokoban_level import draw
 from shared.errors import InputError, NotFound, RateLimited, Unavailable
+from volley_environments.games.sokoban import SokobanConfig, sokoban
+from volley_environments.games.sokoban_level import draw
 
 square = (
     st.integers(1, 5)
@@ -55,7 +55,7 @@ def test_evaluation_layouts_are_new_and_distinct(name: str) -> None:
 def test_tasks_do_not_depend_on_order_or_process() -> None:
     program = (
         "from services.env.environments.games.frozen_lake import *\n"
-        "from services.env.environments.games.sokoban import *\n"
+        "from volley_environments.games.sokoban import *\n"
         "for env in (frozen_lake(FrozenLakeConfig()), sokoban(SokobanConfig())):\n"
         "    print(*(env.task(s, i) for s in ('eval', 'train') for i in (7, 2)))"
     )

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from services.env.backend import Backend
-from services.env.backends.processes import InProcesses, ProcessEpisode
+from services.env.backend import EnvironmentBackend
 from services.env.catalogue import Catalogue
 from services.env.episode_types import assistant
 from services.env.threads import ThreadRunner
 from services.env.workers.pool import WorkerPool, WorkerSettings
+from services.env.workers.processes import InProcesses, ProcessEpisode
 from shared.errors import GivenUp, InputError, NotFound, VolleyError
 from tests.env.conftest import OpenClient
 
@@ -36,7 +36,7 @@ async def running(n: int, settings: WorkerSettings = SETTINGS) -> AsyncIterator[
             await asyncio.wait([keeping])
 
 
-def backends(pool: WorkerPool, name: str, config: Mapping[str, Any]) -> tuple[Backend, Backend]:
+def backends(pool: WorkerPool, name: str, config: Mapping[str, Any]) -> tuple[EnvironmentBackend, EnvironmentBackend]:
     """The same environment in processes, and in threads of this one."""
     runner = ThreadRunner(2, 20.0, 64)
     found = Catalogue(runner, {name: config}, pool=pool).get(name).backend
@@ -143,7 +143,7 @@ async def test_a_process_that_does_not_answer_is_killed_and_replaced() -> None:
         assert (await _patiently(there)).worker.pid != episode.worker.pid
 
 
-async def _patiently(there: Backend) -> ProcessEpisode:
+async def _patiently(there: EnvironmentBackend) -> ProcessEpisode:
     """A process may take longer to start than these calls may take."""
     async with asyncio.timeout(60):
         while True:

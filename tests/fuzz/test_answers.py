@@ -46,11 +46,11 @@ ANSWERS: dict[str, dict[str, Any]] = {
         },
     },
 }
-_ECHO: dict[str, Any] = {"tokens": ["a", "b", "c"], "token_logprobs": [None, -0.5, -0.25]}
+_ECHO: dict[str, Any] = {"tokens": ["1", "2", "3"], "token_logprobs": [None, -0.5, -0.25]}
 ANSWERS |= {
-    "scores": {"meta_info": {"input_token_logprobs": [[None, 1, "a"], [-0.5, 2, None]]}},
+    "scores": {"meta_info": {"input_token_logprobs": [[None, 1, "1"], [-0.5, 2, "2"]]}},
     "echo": {"choices": [{"logprobs": _ECHO}]},
-    "prompt_logprobs": {"choices": [{"prompt_logprobs": [None, {"2": {"logprob": -0.5, "rank": 1}}]}]},
+    "prompt_logprobs": {"choices": [{"prompt_logprobs": [None, {"2": {"logprob": -0.5, "decoded_token": "2"}}]}]},
 }
 IDS = np.array([1, 2], np.int32)
 CALLS: dict[str, Callable[[httpx.MockTransport], Any]] = {

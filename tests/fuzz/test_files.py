@@ -65,7 +65,7 @@ def test_manifests(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> Non
 
 STATE = orjson.loads(
     replace(state.initial_state(7), lineage=((1, 0),), reference="e000001-s000000", recent=({"ticket": 1},)).to_json(
-        optimizer_files=[]
+        optimizer_files=[], seal=""
     )
 )
 

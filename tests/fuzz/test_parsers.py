@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.env.api import answers, schemas
-from services.env.catalogue import KINDS, Catalogue
-from services.env.environments.gsm8k.data import Problem
-from services.env.environments.gsm8k.environment import Gsm8kConfig, Gsm8kEpisode
+from services.env.catalogue import Catalogue
+from services.env.environments.kinds import kinds
 from services.env.episode_types import assistant
 from services.orchestrator.mixture.members import offers_in
 from services.rollout.api import generate_body
@@ -33,6 +32,9 @@ from shared.web.http import create_app
 from tests.env.test_catalogue import RUNNER, register
 from tests.fuzz.values import CASES, EXAMPLES, JSON, KEYS, TEXTS, WIRE, changed
 from tests.support.tokenizer import FOLDER
+from volley_environments.gsm8k.data import Problem
+from volley_environments.gsm8k.environment import Gsm8kConfig, Gsm8kEpisode
+from volley_sandbox.api.schemas import RegisterBody
 
 INFO = EngineInfo(512, 256, 4096, 16, (2,), 0.0, 1)
 PROBLEM = Problem("?", "#### 4", "4")
@@ -83,7 +85,7 @@ REGISTER = {"name": "v", "base": "gsm8k", "config": {"tool": "calculator", "max_
 BODIES: list[tuple[type[schemas.Body], dict[str, Any]]] = [
     (schemas.CreateBody, CREATE),
     (schemas.StepBody, STEP),
-    (schemas.RegisterBody, REGISTER),
+    (RegisterBody, REGISTER),
 ]
 
 
@@ -138,7 +140,7 @@ def test_steps_of_a_tool_environment_are_total(text: str, calls: Any) -> None:
 
 
 CONFIGS = {
-    kind: {name: field.default for name, field in KINDS[kind].config.model_fields.items()}
+    kind: {name: field.default for name, field in kinds()[kind].config.model_fields.items()}
     for kind in ("frozen_lake", "sokoban", "blocksworld", "tetris")
 }
 

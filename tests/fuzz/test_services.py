@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from shared.queue.server import embedded_server
-from tests.env.submitted import ADDER
 from tests.fuzz.driver import Fuzzer, in_a_thread
 from tests.fuzz.stack import OPENERS, RUN, TOKEN, open_stack, run_config
 from tests.fuzz.values import CASES
 from tests.support.net import HTTP
+from tests.support.submitted import ADDER
 
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -31,9 +31,9 @@ SAYS = ("<answer>Right || Down</answer>", "#### 42", TAGGED, "")
 
 KNOWN: dict[str, dict[str, list[Any]]] = {
     "env": {
-        "env": ["frozen_lake", "sokoban", "gsm8k", "v1"],
+        "env": ["frozen_lake", "sokoban", "gsm8k", "v1", None],
         "base": ["frozen_lake", "sokoban", "gsm8k", "v1"],
-        "name": ["v1", "v2", "v3", "calculator", *SUBMITTED * 4],
+        "name": ["v1", "v2", "v3", *["calculator"] * 6, *SUBMITTED * 4],
         "arguments": [{"expression": "40+2"}, {}],
         "source": [ADDER, ADDER, "class A: pass", "(" * 50],
         "entry": [None, None, "Adder", "a.b:C"],

@@ -194,6 +194,7 @@ class MemoryQueue:
     limit: int = 4
     void: int = 0
     version: int = 0
+    depth: int = 0
     epoch: int = 1
     ready: bool = True
     away: int = 0
@@ -239,10 +240,11 @@ class MemoryQueue:
 
     async def state(self) -> QueueState:
         await self._reach()
-        zeros = dict.fromkeys(("low", "depth", "done", "dead", "reissued", "duplicates", "strays"), 0)
+        zeros = dict.fromkeys(("low", "done", "dead", "reissued", "duplicates", "strays"), 0)
         return QueueState(
             issued=self.issued,
             version=self.version,
+            depth=self.depth,
             epoch=self.epoch,
             ready=self.ready,
             void=self.void,

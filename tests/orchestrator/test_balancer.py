@@ -8,6 +8,7 @@ import time
 import pytest
 
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
+from shared.clients.rollout import RefusedWeights
 from shared.types import WeightVersion
 from tests.orchestrator.fakes import ScriptedEngine
 
@@ -52,6 +53,25 @@ def test_a_need_raises_the_floor_and_sets_a_ceiling():
     balancer, _ = make((1, 5), (1, 4), (1, 6))
     assert routable(balancer, VersionBounds(min_step=5)) == {"s0", "s2"}
     assert routable(balancer, VersionBounds(min_step=5, max_step=5)) == {"s0"}
+
+
+@pytest.mark.parametrize("state", ["in", "out", "leaving"])
+def test_a_server_with_fresh_weights_never_counts_as_lost(state):
+    balancer, (server,) = make((1, 4))
+    server.refused = RefusedWeights(WeightVersion(1, 5), "lm_head is wrong")
+    server.leaving = state == "leaving"
+    if state == "out":
+        balancer.fail(server, "connection reset")
+    assert balancer.why_never() is None
+    server.version = WeightVersion(1, 3)
+    assert balancer.why_never() == "s0 refuses e000001-s000005 for good: lm_head is wrong"
+
+
+@pytest.mark.parametrize(("refused", "counts"), [((1, 5), False), ((2, 4), False), ((2, 5), True), ((2, 6), True)])
+def test_a_refusal_counts_if_it_is_of_the_newest_weights(refused, counts):
+    balancer, (server,) = make((1, 3), target=(2, 5))
+    server.refused = RefusedWeights(WeightVersion(*refused), "lm_head is wrong")
+    assert bool(balancer.refusals()) == counts
 
 
 def test_after_a_rollback_the_higher_epoch_wins():

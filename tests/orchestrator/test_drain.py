@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from services.orchestrator.episodes.turn import TokenBudget
+from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.servers.balancer import Balancer, ServerLoad
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app

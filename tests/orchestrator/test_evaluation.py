@@ -284,17 +284,6 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_records_of_before_there_were_ends_are_read(tmp_path):
-    old = (
-        '{"step":0,"version_min":"e000001-s000000","version_max":"e000001-s000000","n_tasks":6,'
-        '"success":1.0,"reward_mean":1.0,'
-    )
-    (tmp_path / "evals.jsonl").write_text(
-        old + '"turns_mean":1.0,"tokens":9,"elapsed_s":0.1,"failed":0}\n', encoding="utf-8"
-    )
-    assert not evaluator(tmp_path).due(0)
-
-
 async def test_each_environment_has_a_record_and_the_main_ones_makes_the_step_done(tmp_path):
     others = [HeldOutTasks("adder@2", 3), HeldOutTasks("empty@1", 0)]
     found = evaluator(tmp_path, others=lambda: others)

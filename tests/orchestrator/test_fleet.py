@@ -6,6 +6,7 @@ import time
 from services.orchestrator.servers.balancer import Balancer, VersionBounds
 from services.orchestrator.servers.fleet import DiscoveredServer, Fleet
 from services.orchestrator.servers.holding import ServerHolds
+from services.rollout.weights.failures import MOST_REFUSALS, FailedVersion
 from shared.clients.rollout import RolloutClient
 from shared.errors import QueueUnavailable
 from shared.types import WeightVersion
@@ -66,6 +67,18 @@ async def test_a_dead_server_goes_out_and_comes_back_only_when_ready():
         server.probe_at = 0
         await fleet.refresh()
         assert balancer.why_none() is None
+
+
+async def test_refused_weights_of_a_server_are_known_until_it_does_not_answer():
+    balancer, rollout = Balancer(1), RolloutDouble()
+    refused = FailedVersion("e000001-s000003", 0.0, "lm_head is wrong", MOST_REFUSALS)
+    rollout.refuse(refused)
+    async with served(rollout.app()) as url, fleet_of(balancer, [url]) as fleet:
+        await fleet.refresh()
+        assert balancer.refusals() == {url: "refuses e000001-s000003 for good: lm_head is wrong"}
+    async with fleet_of(balancer, [url]) as fleet:
+        await fleet.refresh()
+    assert balancer.refusals() == {}
 
 
 async def test_a_server_that_does_not_answer_is_out():

@@ -15,7 +15,8 @@ from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.schedule.gate import ReservationGate
-from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
+from services.orchestrator.schedule.reservations import Admission
+from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
@@ -66,7 +67,7 @@ async def test_what_is_slow_holds_everything_before_it_back(slow):
     for _ in range(200):
         await asyncio.sleep(0.005)
         now = {
-            "tickets": len(loop.held),
+            "tickets": len(loop.leased),
             "episodes": len(env.open),
             "requests": len(engine.running),
             "tasks": len(asyncio.all_tasks()),
@@ -111,7 +112,7 @@ async def test_groups_that_cannot_be_published_keep_their_place():
     )
     running = asyncio.ensure_future(loop.run())
     await asyncio.sleep(1)
-    assert queue.issued == len(loop.held) == N_GROUPS
+    assert queue.issued == len(loop.leased) == N_GROUPS
     running.cancel()
     await asyncio.wait([running])
 

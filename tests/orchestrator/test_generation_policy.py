@@ -14,8 +14,9 @@ from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.schedule.filters import group_filters
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.policy import GenerationPolicy, Selection
+from services.orchestrator.schedule.reservations import Admission
 from services.orchestrator.schedule.stragglers import Stragglers
-from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
+from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.status import RunStatus
 from shared.errors import ConfigError, VolleyError
 from shared.generation_schema import (
@@ -86,8 +87,37 @@ PATH = f"{__name__}:keeps_even_tickets"
 )
 async def test_a_filter_sends_the_group_or_its_rule(config, made, rule):
     policy = GenerationPolicy(GenerationSection(filters=GenerationFilters(**config)))
-    sent = Group.decode((await policy.judged(made)).encode())
+    sent = Group.decode((await policy.filter_group(made)).encode())
     assert (sent.rule, bool(sent.trajectories), sent.ticket) == (rule, rule is None, made.ticket)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"reward_nonzero_std": True}, {"min_reward": 0.5}, {"response_diversity": 0.5}, {"reasonable_length": (5, 9)}],
+    ids=str,
+)
+async def test_filters_look_at_the_episodes_in_the_loss(config):
+    """Alone, the last one, which is truncated, makes each of them keep the group."""
+    made = rewarded(1, [0.0, 0.0, 0.0, 1.0])
+    long = np.arange(26, dtype=np.int32)
+    cut = replace(
+        EPISODE, sample_index=3, reward=1.0, status="truncated", token_ids=long, loss_mask=(long > 1).astype(np.uint8)
+    )
+    made = replace(made, trajectories=(*made.trajectories[:3], cut))
+    for mask_truncated in (False, True):
+        policy = GenerationPolicy(GenerationSection(filters=GenerationFilters(**config)), mask_truncated=mask_truncated)
+        assert ((await policy.filter_group(made)).rule is not None) is mask_truncated
+        none_left = replace(made, trajectories=(cut,))
+        assert not mask_truncated or (await policy.filter_group(none_left)).rule is not None
+
+
+def test_the_selection_ranks_by_the_rewards_in_the_loss():
+    groups = [rewarded(1, [0.0, 9.0]), rewarded(2, [0.0, 1.0])]
+    cut = replace(groups[0].trajectories[1], status="truncated")
+    groups[0] = replace(groups[0], trajectories=(groups[0].trajectories[0], cut))
+    for mask_truncated, kept in ((False, 1), (True, 2)):
+        chosen = Selection(2, 0.5, "std", mask_truncated)
+        assert [g.ticket for g in groups if chosen.why(g, groups) is None] == [kept]
 
 
 @pytest.mark.parametrize("path", ["no_such_module:keep", f"{__name__}:missing", f"{__name__}:TERMS"])
@@ -99,7 +129,7 @@ def test_a_filter_that_cannot_be_imported_is_a_configuration_error(path):
 async def test_an_exception_in_a_filter_names_function_and_ticket():
     policy = GenerationPolicy(GenerationSection(filters=GenerationFilters(custom=(f"{__name__}:fails",))))
     with pytest.raises(VolleyError, match=r"fails failed on the group of ticket 3"):
-        await policy.judged(rewarded(3, [1, 0]))
+        await policy.filter_group(rewarded(3, [1, 0]))
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.sampled_from([0.25, 0.5, 0.9]), st.booleans())

@@ -9,9 +9,21 @@ import pytest
 from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.status import RunStatus
-from services.trainer.records import KnownEnvironments
+from services.trainer.record_checks import RecordChecks
 from shared.clients.trainer import TrainerClient
-from shared.errors import AnotherBeginning, ConfigError, InputError, NotFound, VolleyError
+from shared.data_schema import DataSection
+from shared.errors import (
+    AnotherBeginning,
+    ConfigError,
+    Conflict,
+    Forbidden,
+    InputError,
+    NotFound,
+    TooLarge,
+    Unauthorized,
+    VolleyError,
+    WrongMethod,
+)
 from shared.process.ports import free_port
 from shared.run.folder import RunFolder
 from shared.run.mixture import MixtureChange, SplitSizes
@@ -99,6 +111,26 @@ async def test_a_trainer_that_is_away_is_waited_for(tmp_path):
         async with served(records_app(run.path), port=port):
             await asyncio.wait_for(task, 60)
     assert status.waiting is None
+    assert run.evals.read_bytes() == own.evals.read_bytes()
+
+
+@pytest.mark.parametrize("refusal", [Unauthorized, Forbidden, NotFound, WrongMethod, Conflict, TooLarge])
+async def test_a_line_is_sent_again_after_a_refusal_that_is_not_of_the_line(tmp_path, refusal):
+    own, run = folders(tmp_path)
+    own.evals.write_bytes(b'{"step":0}\n{"step":2}\n')
+    app, status, refuses = records_app(run.path), RunStatus(), True
+
+    def check_open():
+        if refuses:
+            raise refusal("not now")
+
+    app.state.records = replace(app.state.records, check_open=check_open)
+    async with served(app) as url, TrainerClient(url) as trainer:
+        task = asyncio.create_task(RecordHandover(trainer, own, status).finish())
+        while not task.done() and not (status.waiting and "not handed over" in status.waiting.why):
+            await asyncio.sleep(0.01)
+        refuses = False
+        await asyncio.wait_for(task, 60)
     assert run.evals.read_bytes() == own.evals.read_bytes()
 
 
@@ -248,8 +280,8 @@ async def test_a_mixture_that_names_an_unknown_environment_is_not_believed(tmp_p
             raise NotFound(f"there is no environment {name}")
 
     app = records_app(run.path)
-    known = KnownEnvironments(["toy"], versions)
-    app.state.records = replace(app.state.records, check_mixture=known.check)
+    checks = RecordChecks(run, "r", DataSection(env="toy"), versions)
+    app.state.records = replace(app.state.records, checks=checks.by_record)
     lines = [MixtureChange(3, {"toy": 1, "adder@2": 1}), MixtureChange(5, {"toy": 1})]
     async with served(app) as url, TrainerClient(url) as trainer:
         await trainer.hand_over("mixture", [line.encode().decode().strip() for line in lines])

@@ -7,28 +7,43 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.failures import EpisodeLost
-from services.orchestrator.episodes.turn import TokenBounds, TokenBudget
+from services.orchestrator.episodes.runner import EpisodeRunner
+from services.orchestrator.episodes.turn import TokenBounds
+from services.orchestrator.status import RunStatus
 from shared import config
 from shared.clients.env import StepReply
 from shared.errors import ConfigError, NotFound
+from shared.models.chat import ChatTokenizer
 from shared.types import ASSISTANT, HISTORY, Group
 from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, runner_of, spec
+from tests.support.looking_back import LOOKING_BACK
+from tests.support.templates import tiny_folder
 from tests.support.tokenizer import tiny_tokenizer
-from volley.reverify.episodes import said
+from volley_proof.reverify.episodes import said
 
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_id
 
 
-def play(env, engine, context, response=8, max_turns=30, *, routing=False):
+def play(env, engine, context, response=8, max_turns=30, *, routing=False, tokenizer=TOKENIZER):
     bounds = TokenBounds(context, response, max_turns, 5.0, 3, drops_oldest=True)
     one = replace(spec(), routing=routing)
-    return asyncio.run(runner_of(env, balancer_of(engine), bounds).run(one, TokenBudget(3)))
+    runner = EpisodeRunner(tokenizer, env, balancer_of(engine), RunStatus(), bounds)
+    return asyncio.run(runner.run(one, TokenBudget(3)))
 
 
 def say(text):
     return Say([*TOKENIZER.encode(text), EOS])
+
+
+@pytest.fixture(scope="module", params=["appending", "reminds in the last message", "system at the last user"])
+def tokenizer(request, tmp_path_factory):
+    if request.param == "appending":
+        return TOKENIZER
+    folder = tmp_path_factory.mktemp("models") / "model"
+    return ChatTokenizer(tiny_folder(folder, chat_template=LOOKING_BACK[request.param]))
 
 
 @given(
@@ -38,13 +53,15 @@ def say(text):
     response=st.integers(1, 16),
 )
 @settings(max_examples=50, deadline=None)
-def test_every_sampled_token_is_stored_once_with_the_ids_that_it_followed(words, observations, context, response):
+def test_every_sampled_token_is_stored_once_with_the_ids_that_it_followed(
+    tokenizer, words, observations, context, response
+):
     env = ScriptedEnv(n_turns=len(words), prompt="play")
     texts = iter(observations)
     steps = iter(range(1, 100))
     env.respond = lambda _: _reply(env, next(steps), next(texts))
     engine = ScriptedEngine([say(word) for word in words])
-    trajectory = play(env, engine, context, response)
+    trajectory = play(env, engine, context, response, routing=True, tokenizer=tokenizer)
 
     trajectory.validate()
     (again,) = Group.decode(Group(1, "e", "t", (replace(trajectory, ticket=1),)).encode()).trajectories
@@ -53,6 +70,7 @@ def test_every_sampled_token_is_stored_once_with_the_ids_that_it_followed(words,
     asked = []
     for one in sequences:
         assert len(one.token_ids) < context
+        assert len(one.routed_experts) == len(one.token_ids) - 1
         turns = [turn for turn in one.turns if turn.role == ASSISTANT]
         assert int(one.loss_mask.sum()) == sum(turn.end - turn.start for turn in turns)
         asked += [
@@ -61,12 +79,12 @@ def test_every_sampled_token_is_stored_once_with_the_ids_that_it_followed(words,
     assert asked == [(p.tolist(), o) for p, o in zip(engine.prompts, engine.outputs, strict=True)]
     assert trajectory.n_sampled == sum(map(len, engine.outputs))
     assert trajectory.reward == len(env.texts)
-    assert said(TOKENIZER, trajectory) == env.texts
+    assert said(tokenizer, trajectory) == env.texts
 
 
 def _reply(env, n, text):
-    over = n >= env.n_turns
-    return StepReply([] if over else [{"role": "user", "content": text}], 1.0, over, False, over)
+    over, role = n >= env.n_turns, "tool" if n % 3 else "user"
+    return StepReply([] if over else [{"role": role, "content": text}], 1.0, over, False, over)
 
 
 def test_the_prompt_and_the_newest_turns_are_kept():
@@ -112,8 +130,8 @@ def test_a_lost_episode_repeats_its_tokens_across_truncations():
             try:
                 return asyncio.run(runner.run(spec(), budget)), engine
             except EpisodeLost as error:
-                budget.spend(error)
-                budget.begin()
+                budget.count_failure(error)
+                budget.start_attempt()
 
     plain, _ = played(())
     repeated, engine = played((4,))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from services.orchestrator.episodes import dispatch, environments
+from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.groups import run_group
-from services.orchestrator.episodes.turn import TokenBudget
 from services.orchestrator.servers import fleet
 from services.orchestrator.servers.balancer import Balancer, VersionBounds
 from services.orchestrator.servers.fleet import DiscoveredServer, Fleet

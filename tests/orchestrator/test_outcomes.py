@@ -13,13 +13,14 @@ import orjson
 import pytest
 
 from services.orchestrator.episodes import dispatch, environments, failures
+from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.groups import run_group
-from services.orchestrator.episodes.turn import TokenBounds, TokenBudget
-from services.orchestrator.sessions import failures as sessions
+from services.orchestrator.episodes.turn import TokenBounds
 from shared import codec, errors
 from shared.clients import teacher
 from shared.clients.env import StepReply
 from shared.errors import DecodeError, RateLimited, VolleyError
+from shared.models import continuation
 from shared.outcomes import ENDS, FAULTS, FILTERS
 from shared.process.telemetry import REGISTRY
 from shared.types import MAX_MESSAGE, Group
@@ -36,6 +37,7 @@ from tests.orchestrator.fakes import (
 )
 from tests.support.tokenizer import tiny_tokenizer
 from tests.support.virtual_time import virtual_time
+from volley_agents.sessions import failures as sessions
 
 PROJECT = Path(__file__).parents[2]
 TOKENIZER = tiny_tokenizer()
@@ -50,7 +52,8 @@ def error_classes():
     """
     bases = {
         node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-        for file in [*PROJECT.glob("services/**/*.py"), *PROJECT.glob("shared/**/*.py")]
+        for folder in ("services", "shared", "packages/*/volley_*")
+        for file in PROJECT.glob(f"{folder}/**/*.py")
         if file.relative_to(PROJECT).parts[:2] != ("services", "cli")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef)
@@ -62,11 +65,13 @@ def error_classes():
 
 
 def test_what_is_done_about_each_class():
-    fails = "ConfigError InputError DecodeError TooLarge PromptTooLong NotFound Expired WrongMethod Forbidden"
+    fails = (
+        "ConfigError InputError DecodeError TooLarge PromptTooLong NotFound ModelNotFound Expired WrongMethod Forbidden"
+    )
     named = {name: error(name) for name in error_classes()}
     assert {name for name, e in named.items() if e.action == "fail"} == {
         *fails.split(),
-        *("Conflict", "Unauthorized"),
+        *("Conflict", "Unauthorized", "HistoryChanged"),
         *("SessionOver", "ContextExceeded", "CallsUsedUp"),
         "MalformedAnswer",
         "PrefixBroken",
@@ -98,6 +103,7 @@ READER = """
 import sys
 import orjson
 import services.orchestrator.app
+import volley_agents.sessions.wiring
 from shared.errors import from_problem
 for body in orjson.loads(sys.stdin.buffer.read()):
     again = from_problem(body["status"], body)
@@ -106,7 +112,7 @@ for body in orjson.loads(sys.stdin.buffer.read()):
 
 
 def test_every_class_survives_the_wire_to_another_process():
-    """The reader is a process of its own that imports nothing but the orchestrator, as in a run."""
+    """The reader is a process of its own that imports nothing but the orchestrator and its recorder, as in a run."""
     sent = [type(error(name))(f"detail of {name}", "a hint") for name in sorted(error_classes())]
     read = subprocess.run(
         [sys.executable, "-c", READER],
@@ -128,7 +134,7 @@ def test_an_unknown_class_becomes_the_nearest_known_one(status, name):
 
 
 def error(name):
-    modules = (errors, failures, teacher, sessions)
+    modules = (errors, failures, teacher, sessions, continuation)
     return next(getattr(module, name) for module in modules if hasattr(module, name))("planted")
 
 
@@ -155,7 +161,7 @@ async def test_an_error_that_stays_fails_the_group_and_is_never_a_reward(place, 
     monkeypatch.setattr(dispatch, "_BACKOFF_S", 0.0)
     monkeypatch.setattr(environments, "_AGAIN_S", 0.0)
     for name, group in (await groups_with(place, 1000)).items():
-        lost = place == "step" and name in ("NotFound", "Conflict")
+        lost = place == "step" and name in ("NotFound", "ModelNotFound", "Conflict")
         assert group.trajectories == ()
         assert str(group.failure).split()[0] == ("EpisodeLost" if lost else name)
 
@@ -164,7 +170,7 @@ async def test_an_error_that_stays_fails_the_group_and_is_never_a_reward(place, 
 @virtual_time
 async def test_an_error_that_passes_costs_an_attempt_if_it_may_pass_and_the_group_otherwise(place):
     for name, group in (await groups_with(place, 1)).items():
-        lost = place == "step" and name in ("NotFound", "Conflict")
+        lost = place == "step" and name in ("NotFound", "ModelNotFound", "Conflict")
         if error(name).transient or lost:
             expected = "EpisodeLost" if lost else name
             assert group.failure is None, name

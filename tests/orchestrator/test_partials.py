@@ -12,7 +12,8 @@ from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.partials import TABLE, PartialRollouts
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.schedule.gate import ReservationGate
-from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
+from services.orchestrator.schedule.reservations import Admission
+from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus

@@ -10,13 +10,15 @@ from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator
 from services.orchestrator.evaluation.records import EvalRecord, append, as_rows
 from services.orchestrator.schedule.gate import ReservationGate
+from services.orchestrator.schedule.reservations import Admission
 from services.orchestrator.schedule.run_schedule import RunSchedule
-from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
+from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.servers import holding
 from services.orchestrator.servers.balancer import ServerLoad
 from services.orchestrator.servers.holding import ServerHolds
 from services.orchestrator.status import RunStatus
-from shared.errors import VolleyError
+from shared.clients.rollout import RefusedWeights
+from shared.errors import VolleyError, WeightsError
 from shared.types import Group, WeightVersion
 from tests.orchestrator.fakes import MemoryQueue, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan
 from tests.support.tokenizer import tiny_tokenizer
@@ -24,7 +26,7 @@ from tests.support.tokenizer import tiny_tokenizer
 HOURS = TokenBounds(context_length=256, max_response_length=16, max_turns=4, timeout_s=7200.0, max_attempts=3)
 TERMS = Admission(batch=2, max_staleness=0, total=100, lease_s=60, patience_s=7200.0)
 PLAN = EvalPlan("demo", 3, 7, every=5, last_step=20)
-FIRST = [EvalRecord(0, "e000001-s000000", "e000001-s000000", 3, 0.0, 0.0, 1.0, 1, 0.1, 0)]
+FIRST = [EvalRecord(0, "e000001-s000000", "e000001-s000000", 3, 0.0, 0.0, 1.0, 1, 0.1, 0, {})]
 
 
 class RunUnderTest:
@@ -160,13 +162,46 @@ async def keep_well(run):
         await asyncio.sleep(0.01)
 
 
+def refusing(run, step, epoch=1):
+    """All servers of the run have step 3 and refuse a later one for good."""
+    run.serve(1, 3)
+    for server in run.balancer.servers:
+        server.refused = RefusedWeights(WeightVersion(epoch, step), "lm_head is wrong")
+
+
+async def test_a_run_whose_servers_all_refuse_the_newest_weights_fails_with_their_reason(tmp_path):
+    run = RunUnderTest(tmp_path, MemoryQueue(version=4, limit=1))
+    refusing(run, 4)
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(60):
+            await run.schedule.follow()
+    assert caught.group_contains(WeightsError, match="engine0 refuses e000001-s000004 for good: lm_head is wrong")
+
+
+@pytest.mark.parametrize("which", ["another server may load them", "older ones", "undone ones", "newer ones come"])
+async def test_a_run_goes_on_while_refused_weights_need_not_stop_it(tmp_path, which):
+    run = RunUnderTest(tmp_path, MemoryQueue(version=4, limit=1))
+    if which == "another server may load them":
+        run.balancer.add(ServerLoad("http://other", ScriptedEngine(version=None), out="it starts"))
+    run.queue.depth = TERMS.batch if which == "newer ones come" else 0
+    refusing(run, 3 if which == "older ones" else 4, epoch=0 if which == "undone ones" else 1)
+    if which == "another server may load them":
+        run.balancer.servers[1].refused = None
+    async with following(run):
+        await until(lambda: run.balancer.n_waiting)
+        assert len(run.balancer.refusals()) == (which in ("another server may load them", "newer ones come"))
+        run.queue.version, run.queue.depth = 5, 0
+        run.serve(1, 5)
+        await until(lambda: 1 in run.queue.published)
+
+
 async def test_training_goes_on_during_an_evaluation(tmp_path):
     run = RunUnderTest(tmp_path, MemoryQueue(version=4, limit=100), holds=True)
     pinned, other = run.balancer.servers[0], ScriptedEngine(version=WeightVersion(1, 4))
     run.balancer.add(ServerLoad("http://other", other, version=other.version))
     run.serve(1, 4)
     async with following(run):
-        await until(lambda: {11, 12} <= {*run.loop.held})  # groups for a step after the one to be measured
+        await until(lambda: {11, 12} <= {*run.loop.leased})  # groups for a step after the one to be measured
         assert max(run.queue.published) == 5 * TERMS.batch
         pinned.engine.holds_greedy = True
         run.queue.version = 5
@@ -193,7 +228,7 @@ async def test_training_waits_at_the_next_step_to_be_measured(tmp_path):
     async with following(run):
         await until(lambda: run.records)
         await until(lambda: 10 * TERMS.batch in run.queue.published)
-        await until(lambda: len(run.loop.held) >= 2)
+        await until(lambda: len(run.loop.leased) >= 2)
         await asyncio.sleep(0.3)
         assert max(run.queue.published) == 10 * TERMS.batch
 

@@ -13,10 +13,10 @@ import pytest
 
 from services.orchestrator import disk
 from services.orchestrator.episodes import teacher as episode_teacher
+from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.teacher import EpisodeTeaching, TeachingBudget, TeachingByEnvironment
-from services.orchestrator.episodes.turn import TokenBudget
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
 from shared.clients.teacher import TeacherAway, TeacherFailed, TeacherRefused, TeacherUnusable

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.schedule.gate import ReservationGate
-from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
+from services.orchestrator.schedule.reservations import Admission
+from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.errors import VolleyError
@@ -177,7 +178,7 @@ async def test_groups_that_one_event_broke_count_once():
     queue = MemoryQueue(limit=32)
     loop, _, _ = loop_of(queue, run=run, n_groups=32)
     task = asyncio.ensure_future(run_until(loop, lambda: len(queue.published) == 32))
-    while len(loop.held) < 32:
+    while len(loop.leased) < 32:
         await asyncio.sleep(0.001)
     restart.set()
     await task
@@ -206,7 +207,7 @@ async def test_an_earlier_ticket_is_worked_on_while_later_groups_wait_for_an_eva
     loop.publishable_step = 1
 
     def is_made_again():
-        if {1, 2} <= queue.published.keys() and len(loop.held) >= 2 and not undone:
+        if {1, 2} <= queue.published.keys() and len(loop.leased) >= 2 and not undone:
             undone.append(queue.published.pop(1))  # the trainer went back to an older checkpoint
             queue.given_back.append(1)
         return bool(undone) and 1 in queue.published

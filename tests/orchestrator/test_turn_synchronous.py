@@ -9,8 +9,9 @@ from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.lockstep import TurnBarrier
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.policy import GenerationPolicy
+from services.orchestrator.schedule.reservations import Admission
 from services.orchestrator.schedule.rounds import RoundAdmission
-from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
+from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.clients.env import StepReply

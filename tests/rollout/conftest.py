@@ -10,6 +10,7 @@ from services.rollout.engines.sglang_jax.client import open_engine
 from tests.rollout.server import RolloutProcess, running_server
 from tests.support import models
 from tests.support.tokenizer import FOLDER
+from tests.support.torch_client import torch  # noqa: F401
 
 CONFIG = models.tiny_config()
 WEIGHTS = models.random_weights(CONFIG, 3)

@@ -11,12 +11,14 @@ import jax
 import numpy as np
 
 from services.rollout.engines.sglang_jax import boot, worker
+from services.rollout.engines.sglang_jax.scheduling.adapters import EngineWeights
 from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
 
 
 class Stubborn(RolloutScheduler):
-    def swap(self, leaves: list, version: str, mode: str) -> dict:
-        return super().swap(leaves if self.version is None else self.runner.model_state_leaves, version, mode)
+    def swap(self, weights: EngineWeights, version: str, mode: str) -> dict:
+        kept = weights if self.version is None else weights._replace(leaves=self.runner.model_state_leaves)
+        return super().swap(kept, version, mode)
 
     def flush(self) -> None:
         first, *rest = self.runner.model_state_leaves

@@ -1,4 +1,4 @@
-"""Adapters are served merged into the base that the server holds; the base is part of what weights are."""
+"""Adapters are served beside the base that the engine holds; the base is part of what weights are."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
+from sgl_jax.srt.layers.linear import LinearBase
 
 from services.rollout.engines.arrays.arrival import Arrival
-from services.rollout.engines.arrays.opening import BaseCache
 from services.rollout.engines.sglang_jax.loading.checksum import checksum
-from services.rollout.engines.sglang_jax.loading.layout import hugging_face, to_engine
-from services.rollout.engines.sglang_jax.loading.staging import load_leaves
+from services.rollout.engines.sglang_jax.loading.layout import to_engine
+from services.rollout.engines.sglang_jax.loading.staging import HeldBase, LoadedArrays, load_leaves
 from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.checkpoint import examine
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Forbidden, WeightsError
+from shared.models.adapter import a_name, b_name, weights_of
 from shared.models.config import ModelConfig
+from shared.models.weight_files import UNMERGED
 from shared.run.checkpoint_files import Adapter
 from tests.support import models
 from tests.support.engine import FakeEngine
@@ -39,53 +42,103 @@ def first(root: Path, version: str = "e000001-s000001", seed: int = 0) -> tuple[
     return models.write_adapter(root, version, CONFIG, models.random_adapter(CONFIG, 1), adapter), adapter
 
 
-def effective(config: dict, weights: models.Weights, tree: models.Weights, scale: float) -> models.Weights:
-    """Float64 under Hugging Face's names."""
-    found = {name: value.astype(np.float64) for name, value in models.to_tunix(weights, config).items()}
-    for name in tree:
-        if name.endswith("_lora_a"):
-            a, b = tree[name].astype(np.float64), tree[f"{name[:-1]}b"].astype(np.float64)
-            flat = a.reshape(-1, a.shape[-1]) @ b.reshape(b.shape[0], -1)
-            found[name.removesuffix("_lora_a")] += scale * flat.reshape(found[name.removesuffix("_lora_a")].shape)
-    return {name: read() for name, read in hugging_face({k: lambda v=v: v for k, v in found.items()}).items()}
-
-
 def runner() -> SimpleNamespace:
-    """What `load_leaves` knows of the engine: the names and shapes of its weights."""
+    """Runner with the names and shapes of an engine's weights, and their layers, for `load_leaves`."""
     names = {"model.embed_tokens.embedding": (8, 8), "lm_head.embedding": (8, 8), "model.norm.scale": (8,)}
+    layer = SimpleNamespace(self_attn=SimpleNamespace(), mlp=SimpleNamespace())
+    mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     for tensor, value in WEIGHTS.items():
         if tensor.startswith("model.layers"):
             shape = value.T.shape if value.ndim == 2 else value.shape
             names[tensor.removesuffix(".weight") + (".weight" if value.ndim == 2 else ".scale")] = shape
+            part, name = tensor.split(".")[3:5]
+            if value.ndim == 2:
+                with jax.set_mesh(mesh):
+                    linear = LinearBase(
+                        *shape, mesh, use_bias=False, params_dtype=jnp.float32, kernel_axes=(None, None)
+                    )
+                setattr(getattr(layer, part), name, linear)
     leaves, tree = jax.tree.flatten({name: jnp.zeros(shape) for name, shape in names.items()})
-    model = SimpleNamespace(head_dim=4)
-    return SimpleNamespace(model_state_leaves=leaves, _model_state_def=tree, model_config=model)
+    model = SimpleNamespace(model=SimpleNamespace(layers=[layer]))
+    return SimpleNamespace(
+        model=model, model_state_leaves=leaves, _model_state_def=tree, model_config=SimpleNamespace(head_dim=4)
+    )
 
 
-def load(weights: StagedWeights, bases: BaseCache) -> dict[str, np.ndarray]:
-    leaves, found, _ = load_leaves(runner(), weights, Arrival(lambda: None, is_complete=True), bases)
-    assert found == checksum(leaves)
-    return {name: np.asarray(v) for name, v in zip(sorted(names_of(runner())), leaves, strict=True)}
+def load(weights: StagedWeights, base: HeldBase | None = None) -> LoadedArrays:
+    found = load_leaves(runner(), weights, Arrival(lambda: None, is_complete=True), base)
+    assert found.checksum == checksum(found.weights.arrays)
+    return found
 
 
 def names_of(one: SimpleNamespace) -> list[str]:
     return list(jax.tree.unflatten(one._model_state_def, one.model_state_leaves))
 
 
-def test_the_engine_loads_the_base_once_and_every_adapter_into_it(tmp_path: Path) -> None:
+def test_the_engine_loads_the_base_once_and_adapters_beside_it(tmp_path: Path) -> None:
     folder, adapter = first(tmp_path)
     again = models.random_adapter(CONFIG, 2)
     second = models.write_adapter(tmp_path, "e000001-s000002", CONFIG, again, adapter)
-    bases, one = BaseCache(), examine(folder, MODEL, "test")
+    one, base = examine(folder, MODEL, "test"), None
+    as_hf = {k: lambda v=v: v for k, v in WEIGHTS.items()}
     shapes = {name: value.shape for name, value in zip(names_of(runner()), runner().model_state_leaves, strict=True)}
+    expected = dict(to_engine(as_hf, shapes, 4))
     for checkpoint, tree in ((folder, models.random_adapter(CONFIG, 1)), (second, again)):
-        found = load(examine(checkpoint, MODEL, "test"), bases)
+        found = load(examine(checkpoint, MODEL, "test"), base)
+        assert base is None or found.weights.leaves is base.leaves
+        base = found.base
         shutil.rmtree(adapter.base.folder(tmp_path) / "params", ignore_errors=True)  # it is not read a second time
-        as_hf = {k: lambda v=v: v for k, v in effective(CONFIG, WEIGHTS, tree, 2.0).items()}
-        for name, expected in to_engine(as_hf, shapes, 4):
-            np.testing.assert_allclose(found[name], expected, atol=1e-6)
+        for name, value in zip(sorted(names_of(runner())), found.weights.leaves, strict=True):
+            np.testing.assert_array_equal(value, expected[name])
+        for name in weights_of(tree):
+            a, b, scale = found.weights.adapters[
+                f"model.{name.replace('.attn.', '.self_attn.').rpartition('.')[0]}.weight"
+            ]
+            np.testing.assert_array_equal(a, tree[a_name(name)].reshape(-1, 2))
+            np.testing.assert_array_equal(b, tree[b_name(name)].reshape(2, -1))
+            assert scale == 2
     with pytest.raises(WeightsError, match=r"missing|No such file"):
-        load(one, BaseCache())
+        load(one)
+
+
+def test_a_base_that_lost_a_bit_is_loaded_again(tmp_path: Path) -> None:
+    folder, _ = first(tmp_path)
+    held = load(examine(folder, MODEL, "test")).base
+    assert held is not None
+    flipped = [held.leaves[0].at[0].add(1), *held.leaves[1:]]
+    again = load(examine(folder, MODEL, "test"), held._replace(leaves=flipped)).base
+    assert again is not None
+    assert again.checksum == held.checksum
+
+
+def write_unmerged(folder: Path, tree: models.Weights, **given: np.ndarray) -> StagedWeights:
+    models.write_hf(folder, CONFIG, WEIGHTS)
+    save_file({**tree, **given}, folder / UNMERGED)
+    return examine(folder, MODEL, "test", "t-1")
+
+
+def test_adapters_in_a_hugging_face_folder_are_those_of_a_checkpoint(tmp_path: Path) -> None:
+    checkpoint, _ = first(tmp_path)
+    tree, scale = models.random_adapter(CONFIG, 1), np.float32(2)
+    found, expected = load(write_unmerged(tmp_path / "hf", tree, scale=scale)), load(examine(checkpoint, MODEL, "test"))
+    assert found.checksum == expected.checksum
+    assert found.weights.adapters.keys() == expected.weights.adapters.keys()
+    jax.tree.map(np.testing.assert_array_equal, found.weights, expected.weights)
+    models.write_hf(tmp_path / "base", CONFIG, WEIGHTS)
+    assert load(examine(tmp_path / "base", MODEL, "test")).weights.adapters == {}
+    with pytest.raises(WeightsError, match="holds no number scale"):
+        load(write_unmerged(tmp_path / "hf", tree))
+
+
+def test_adapters_in_a_hugging_face_folder_are_part_of_its_digest_and_lie_in_it(tmp_path: Path) -> None:
+    tree = models.random_adapter(CONFIG, 1)
+    digest = write_unmerged(tmp_path / "hf", tree, scale=np.float32(2)).digest
+    file = tmp_path / "hf" / UNMERGED
+    file.rename(tmp_path / "elsewhere")
+    assert examine(tmp_path / "hf", MODEL, "test", "t-1").digest != digest
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Forbidden):
+        examine(tmp_path / "hf", MODEL, "test", "t-1")
 
 
 @pytest.mark.parametrize("lie", ["half", "shape", "base"])
@@ -101,7 +154,7 @@ def test_adapters_that_do_not_fit_are_refused(lie: str, tmp_path: Path) -> None:
         tree["layers.7.mlp.up_proj.kernel_lora_a"] = tree["layers.7.mlp.up_proj.kernel_lora_b"] = tree[name]
     folder = models.write_adapter(tmp_path, "e000001-s000002", CONFIG, tree, adapter)
     with pytest.raises((WeightsError, ValueError), match=r"not an adapter"):
-        load(examine(folder, MODEL, "test"), BaseCache())
+        load(examine(folder, MODEL, "test"))
 
 
 def test_a_damaged_base_is_refused(tmp_path: Path) -> None:
@@ -111,7 +164,7 @@ def test_a_damaged_base_is_refused(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     with pytest.raises(WeightsError, match="digest of"):
-        load(examine(folder, MODEL, "test"), BaseCache())
+        load(examine(folder, MODEL, "test"))
 
 
 async def test_adapters_of_another_base_are_refused_until_the_run_is_begun_anew(tmp_path: Path) -> None:
@@ -121,10 +174,12 @@ async def test_adapters_of_another_base_are_refused_until_the_run_is_begun_anew(
     await updates.update(str(folder), None)
     other, theirs = first(tmp_path, "e000001-s000002", seed=5)
     assert theirs.base.digest != adapter.base.digest
-    with pytest.raises(WeightsError, match=f"of the base {theirs.base.digest}, this server's is {adapter.base.digest}"):
+    with pytest.raises(
+        WeightsError, match=f"builds on base {theirs.base.digest}, but this server has {adapter.base.digest}"
+    ):
         await updates.update(str(other), None)
     full = models.write_checkpoint(tmp_path, "e000001-s000003", CONFIG, WEIGHTS)
-    with pytest.raises(WeightsError, match="of the base nothing"):
+    with pytest.raises(WeightsError, match="builds on base nothing"):
         await updates.update(str(full), None)
     assert updates.current == "e000001-s000001"
     for gone in (folder, other, full):
@@ -161,7 +216,7 @@ def test_a_load_that_fails_leaves_no_arrays_to_the_garbage_collection(tmp_path: 
     gc.disable()
     try:
         with suppress(WeightsError):
-            load_leaves(engine, weights, Arrival(lambda: None, is_complete=True), BaseCache())
+            load_leaves(engine, weights, Arrival(lambda: None, is_complete=True))
             pytest.fail("it was loaded")
         assert len(jax.live_arrays()) <= before
     finally:

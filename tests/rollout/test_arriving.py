@@ -16,7 +16,6 @@ import pytest
 import pytest_asyncio
 
 from services.rollout.engines.arrays.arrival import Arrival
-from services.rollout.engines.arrays.opening import BaseCache
 from services.rollout.engines.base import Engine, EngineSpec
 from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.engines.sglang_jax.loading.staging import load_leaves
@@ -211,7 +210,7 @@ def test_a_load_that_has_failed_does_not_wait_for_the_next_array(tmp_path: Path)
 
     def load() -> None:
         try:
-            load_leaves(runner, weights, Arrival(lambda: None, is_complete=False), BaseCache())
+            load_leaves(runner, weights, Arrival(lambda: None, is_complete=False))
         except WeightsError as error:
             failures.append(error)
 

@@ -102,8 +102,9 @@ async def test_the_server_describes_itself(http: httpx.AsyncClient) -> None:
     assert model["architectures"] == ["Qwen3ForCausalLM"]
     assert model["weight_version"] == VERSION
     assert (await http.get("/get_weight_version")).json() == {"weight_version": VERSION}
-    server = (await http.get("/server_info")).json()
-    assert server == (await http.get("/get_server_info")).json()
+    server, again = [(await http.get(path)).json() for path in ("/server_info", "/get_server_info")]
+    assert server.pop("host_memory").keys() == again.pop("host_memory").keys()  # its figures change all the time
+    assert server == again
     assert (server["tp_size"], server["dp_size"], server["disaggregation_mode"]) == (1, 1, "null")
     assert server["internal_states"] == [server["internal_state"]]
 

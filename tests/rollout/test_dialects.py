@@ -290,3 +290,32 @@ def test_a_format_beside_tools_allows_the_json_or_a_call(tmp_path: Path) -> None
     grammar = render(Asked(messages=tuple(QUESTION), schema=schema), tokenizer).grammar
     assert accepts(grammar, 'One and {"one"}.</think>\n\n{"sum": 2}')
     assert not accepts(grammar, '{"sum": 2}')
+
+
+LONG = "play " * 40_000
+LONG_PROMPTS: dict[str, Any] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": LONG}]},
+    "/v1/completions": {"prompt": [LONG]},
+    "/v1/responses": {"input": LONG},
+    "/v1/messages": {"max_tokens": 1, "messages": [{"role": "user", "content": LONG}]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": LONG}]},
+    "/generate": {"text": LONG},
+}
+
+
+@pytest.mark.parametrize("path", LONG_PROMPTS)
+async def test_a_text_that_cannot_fit_the_context_is_refused_untokenized(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    tokenized, encode = list[int](), ChatTokenizer._encoded
+
+    def watched(self: ChatTokenizer, text: str) -> Any:
+        encoding = encode(self, text)
+        tokenized.append(len(text))
+        return encoding
+
+    monkeypatch.setattr(ChatTokenizer, "_encoded", watched)
+    model = {} if path == "/generate" else {"model": "m"}
+    answer = await server.http.post(path, json={**model, **LONG_PROMPTS[path]})
+    assert (answer.status_code, "maximum context length" in answer.text) == (400, True)
+    assert max(tokenized, default=0) < len(LONG)

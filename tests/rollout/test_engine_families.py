@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,36 +18,40 @@ from services.rollout.weights.checkpoint import examine
 from shared.errors import WeightsError
 from shared.models.config import ModelConfig
 from shared.run.checkpoint_files import Probe
+from tests.rollout.test_transformers import PENALTIES, compare
 from tests.support import decoder_reference, families, models
+from tests.support.torch_client import Torch
+from volley.layout import PROJECT, python_of
 
 SIZES = {"max_running_requests": 4, "context_length": 64, "max_prefill_tokens": 64, "max_total_tokens": 256}
 VERSION = "e000001-s000001"
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """The model of every family, with the trainer's log-probabilities of its case's tokens."""
+    root, made = tmp_path_factory.mktemp("families"), dict[str, Path]()
+    for name in families.NAMES:
+        case = families.case(name)
+        made[name] = models.write_hf(root / name, case.written, case.weights)
+        np.save(made[name] / "ids.npy", case.ids)
+    command = [python_of("trainer"), "-m", "tests.support.trainer_scores", *made.values()]
+    subprocess.run(command, cwd=PROJECT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=True)
+    return made
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama-tied",
-        "llama-scaled",
-        "qwen2",
-        "qwen3-moe",
-        "gemma2",
-        "gemma3",
-        "mistral-windowed",
-        "qwen2-moe",
-        "deepseek-v3",
-        "moonlight",
-    ],
-)
-async def test_the_engine_computes_what_transformers_computes(name: str, tmp_path: Path) -> None:
-    """The log-probabilities of the folder's weights are those that transformers gave; of an update, those of the
-    reference. An update of other weights than its probe's is refused, and the ones before go on serving.
+@pytest.mark.parametrize("name", families.NAMES)
+async def test_the_engine_computes_what_transformers_computes(
+    name: str, folders: Mapping[str, Path], torch: Torch, tmp_path: Path
+) -> None:
+    """With the folder's weights, ids and log-probabilities are those of transformers, and the trainer's; of an update,
+    those of the reference. An update of other weights than its probe's is refused, and the ones before go on serving.
     """
-    case = families.case(name)
-    folder = models.write_hf(tmp_path / "hf", case.written, case.weights)
+    case, folder = families.case(name), folders[name]
     later = models.random_weights(case.config, 9)
-    probe = Probe(tuple(case.ids.tolist()), tuple(_scores(later, case)), 1e-6)
+    scores = tuple(_scores(later, case))
+    probe = Probe(tuple(case.ids.tolist()), scores, (1e-6,) * len(scores))
     root = tmp_path / "checkpoints"
     checkpoint = models.write_checkpoint(root, VERSION, case.config, later, probe=probe, model=case.written)
     staged = examine(checkpoint, ModelConfig.parse(case.written), "test")
@@ -53,6 +60,11 @@ async def test_the_engine_computes_what_transformers_computes(name: str, tmp_pat
         prompt = case.ids[:40]
         sampling = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
         before = await engine.generate(GenerateRequest("a", prompt, sampling))
+        for options in ({}, PENALTIES):
+            await compare(engine, torch, str(folder), [prompt.tolist(), case.ids[3:20].tolist()], 16, **options)
+        scored, trained = (await engine.score(case.ids)).logprobs, np.load(folder / "logprobs.npy")
+        np.testing.assert_allclose(scored, case.logprobs, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(scored, trained, rtol=0, atol=1e-5)
         with pytest.raises(WeightsError, match="fingerprint"):
             await engine.stage(wrong)
         loaded = await engine.stage(staged)

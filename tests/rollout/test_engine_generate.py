@@ -213,16 +213,18 @@ def test_a_pause_can_end_everything(server: RolloutProcess, prompts: list[list[i
 
 
 @pytest.mark.parametrize(
-    ("ids", "n", "named"),
+    ("ids", "n", "named", "status"),
     [
-        ([5, 512, 6], 4, "input_ids[1] is 512"),
-        ([5, -1], 4, "input_ids[1] is -1"),
-        ([], 4, "empty"),
-        ([5] * 250, 6, "250 prompt tokens"),
+        ([5, 512, 6], 4, "input_ids[1] is 512", 422),
+        ([5, -1], 4, "input_ids[1] is -1", 422),
+        ([], 4, "empty", 422),
+        ([5] * 250, 6, "250 in the messages", 400),
     ],
 )
-def test_impossible_requests_name_what_is_wrong(server: RolloutProcess, ids: list[int], n: int, named: str) -> None:
-    assert named in server.generate(ids, n, status=422)["detail"]
+def test_impossible_requests_name_what_is_wrong(
+    server: RolloutProcess, ids: list[int], n: int, named: str, status: int
+) -> None:
+    assert named in server.generate(ids, n, status=status)["detail"]
 
 
 def test_the_last_position_of_the_context_can_be_used(server: RolloutProcess) -> None:

@@ -24,10 +24,10 @@ from services.rollout import metrics
 from services.rollout.engines.base import EngineSpec
 from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.engines.sglang_jax.link import frame
-from services.rollout.engines.sglang_jax.worker import named
+from services.rollout.engines.sglang_jax.worker import _as_weights_error, named
 from services.rollout.engines.staged import StagedWeights
 from services.rollout.weights.updater import WeightUpdater
-from shared.errors import ConfigError, EngineDied, Unavailable, VolleyError
+from shared.errors import ConfigError, DeviceFailed, EngineDied, OutOfMemory, Unavailable, VolleyError, WeightsError
 from shared.models.config import ModelConfig
 from shared.process.exit_codes import AGAIN, FAILED, REFUSED, exit_code
 from shared.process.ports import free_port
@@ -217,6 +217,21 @@ def test_a_fault_of_a_device_may_pass_and_a_defect_does_not() -> None:
     assert (exit_code(fault), "CUDA_ERROR_ILLEGAL_INSTRUCTION" in str(fault)) == (AGAIN, True)
     assert exit_code(named(RuntimeError("a defect"))) == FAILED
     assert exit_code(named(ConfigError("a mesh of 3"))) == REFUSED
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(24, "Too many open files"), Unavailable),
+        (RuntimeError("can't start new thread"), Unavailable),
+        (JaxRuntimeError("INTERNAL: a device is lost"), DeviceFailed),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), OutOfMemory),
+        (MemoryError("no room"), OutOfMemory),
+        (ValueError("a shape is wrong"), WeightsError),
+    ],
+)
+def test_a_fault_of_the_machine_is_no_refusal_of_the_weights(error: Exception, kind: type[VolleyError]) -> None:
+    assert type(_as_weights_error(error, "e000001-s000001")) is kind
 
 
 TALKING = """

@@ -77,7 +77,7 @@ def test_a_wrong_body_is_named(body: dict[str, Any], named: str) -> None:
         ({"max_new_tokens": 0}, "max_new_tokens"),
         (
             {"max_new_tokens": 254},
-            "2 prompt tokens and max_new_tokens 254 exceed the context: together they may be at most 255",
+            "maximum context length is 255 tokens. However, you requested 256 tokens .2 in the messages, 254",
         ),
         ({"temperature": -1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
@@ -157,7 +157,10 @@ def test_a_prompt_is_scored_beside_its_continuation_if_a_position_is_given() -> 
     [
         ({"input_ids": []}, "empty"),
         ({"input_ids": [1, 600]}, "outside the vocabulary"),
-        ({"input_ids": [1] * 256}, "256 tokens exceed the context: at most 255"),
+        (
+            {"input_ids": [1] * 256},
+            "maximum context length is 255 tokens. However, your messages resulted in 256 tokens",
+        ),
         ({"logprob_start_len": 3}, "logprob_start_len must be an integer from 0 to 2"),
         ({"logprob_start_len": -1}, "logprob_start_len must be"),
         ({"return_logprob": None}, "without return_logprob asks for nothing"),

@@ -240,9 +240,9 @@ async def test_every_declared_end_ends_a_turn_and_is_not_in_its_text(engine: Rec
     folder = shutil.copytree(SETTINGS.engine.model_path, tmp_path / "model")
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 37]}', encoding="utf-8")
     async with client_of(engine, tmp_path, str(folder)) as http:
-        answer = (await http.post(TEXT, json={"prompt": [34], "max_tokens": 6})).json()
+        choice = (await http.post(TEXT, json={"prompt": [34], "max_tokens": 6})).json()["choices"][0]
     assert engine.sampling.stop_token_ids == (2, 37)
-    assert (answer["choices"][0]["text"], answer["choices"][0]["token_ids"]) == ("AB", [35, 36, 37])
+    assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("AB", "stop", [35, 36, 37])
 
 
 async def test_ignore_eos_goes_on_after_the_end_of_a_turn(http: httpx.AsyncClient, engine: Recorded) -> None:
@@ -250,14 +250,6 @@ async def test_ignore_eos_goes_on_after_the_end_of_a_turn(http: httpx.AsyncClien
     assert (engine.sampling.ignore_eos, engine.sampling.stop_token_ids) == (True, (9,))
     assert await told(http, CHAT, ignore_eos=False) == (200, "")
     assert (engine.sampling.ignore_eos, engine.sampling.stop_token_ids) == (False, (2,))
-
-
-async def test_every_end_token_of_the_model_ends_an_answer(engine: Recorded, tmp_path: Path) -> None:
-    folder = shutil.copytree(SETTINGS.engine.model_path, tmp_path / "model")
-    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 37]}', encoding="utf-8")
-    async with client_of(engine, tmp_path, str(folder)) as http:
-        choice = (await http.post(TEXT, json={"prompt": [34], "max_tokens": 6})).json()["choices"][0]
-    assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("AB", "stop", [35, 36, 37])
 
 
 async def test_special_tokens_are_left_out_of_the_text_on_request(http: httpx.AsyncClient) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -130,7 +131,7 @@ CASES: dict[str, tuple[Ask, type[openai.APIStatusError], int, str]] = {
     "large chunks": (lambda s: s.post(pieces(32)), openai.APIStatusError, 413, "max_body_bytes"),
     "larger chunks": (lambda s: s.post(pieces(2**10), "/completions"), openai.APIStatusError, 413, "max_body_bytes"),
     "wrong field": (lambda s: s.chat(temperature=-1), openai.UnprocessableEntityError, 422, "temperature"),
-    "long answer": (lambda s: s.chat(max_tokens=999), openai.UnprocessableEntityError, 422, "context"),
+    "long answer": (lambda s: s.chat(max_tokens=999), openai.BadRequestError, 400, "context"),
     "no room": (without_room, openai.RateLimitError, 429, "256 requests"),
     "large head": (
         lambda s: s.chat(extra_headers={"x": "y" * 2**17}),
@@ -157,6 +158,64 @@ async def test_openais_client_tells_what_was_wrong(case: str, tmp_path: Path) ->
     assert caught.value.type is not None
     if status in (429, 503):
         assert int(caught.value.response.headers["retry-after"]) >= 1
+
+
+async def long_prompt(client: openai.AsyncOpenAI, api: str) -> Any:
+    if api == "responses":
+        return await client.responses.create(model="m", input=LONG)
+    if api == "completions":
+        return await client.completions.create(model="m", prompt=LONG)
+    return await client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": LONG}], stream=api == "stream"
+    )
+
+
+LONG = "word " * 400
+TOO_LONG = r"prompt is too long: \d+ tokens > 255 maximum"
+
+
+@pytest.mark.parametrize("api", ["chat", "stream", "completions", "responses"])
+async def test_agents_of_openai_learn_that_the_prompt_is_too_long(api: str, tmp_path: Path) -> None:
+    """The code is what the SDK's users ask for, the text what LiteLLM searches for."""
+    async with rollout(tmp_path) as server, server.client("service") as client:
+        with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 255 tokens") as caught:
+            await long_prompt(client, api)
+    assert (caught.value.code, caught.value.type) == ("context_length_exceeded", "invalid_request_error")
+
+
+async def test_agents_of_anthropic_and_sglang_learn_it_in_their_words(tmp_path: Path) -> None:
+    async with rollout(tmp_path) as server:
+        messages: Any = [{"role": "user", "content": LONG}]
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key=secret("service"), max_retries=0) as client:
+            with pytest.raises(anthropic.BadRequestError, match=TOO_LONG) as caught:
+                await client.messages.create(model="m", max_tokens=9, messages=messages)
+            assert caught.value.body["error"]["type"] == "invalid_request_error"
+            messages[0]["content"] = "hi"
+            with pytest.raises(anthropic.BadRequestError, match=r"`max_tokens` exceed context limit: \d+ \+ 300 > 255"):
+                await client.messages.create(model="m", max_tokens=300, messages=messages)
+        async with httpx.AsyncClient(base_url=server.url, headers={"x-api-key": secret("service")}) as http:
+            for fields, told in (
+                ({"text": LONG}, "is longer than the model's context length (255 tokens)."),
+                ({"text": "hi", "sampling_params": {"max_new_tokens": 300}}, "model's maximum context length of 255"),
+            ):
+                answer = await http.post("/generate", json=fields)
+                assert (answer.status_code, told in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
+@pytest.mark.parametrize(
+    ("case", "code"),
+    [("wrong token", "invalid_api_key"), ("no room", "rate_limit_exceeded"), ("stopping", "unavailable")]
+    + [("other route", None), ("wrong field", None), ("large head", None)],
+)
+async def test_an_error_has_the_code_of_openai_if_there_is_one(case: str, code: str | None, tmp_path: Path) -> None:
+    async with rollout(tmp_path) as server:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await CASES[case][0](server)
+        assert (caught.value.code, "urn:" in str(caught.value.type)) == (code, False)
+        async with server.client("service") as client:
+            with pytest.raises(openai.NotFoundError) as caught:
+                await client.models.retrieve("gpt-4o")
+    assert caught.value.code == "model_not_found"
 
 
 async def test_anthropics_client_sends_its_token_in_its_own_header(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ async def test_a_client_that_leaves_ends_its_request(tmp_path: Path) -> None:
 
 async def test_errors_before_and_in_a_stream_reach_the_client(tmp_path: Path) -> None:
     async with running(tmp_path, delay_s=0.5) as server:
-        with pytest.raises(openai.UnprocessableEntityError, match="context"):
+        with pytest.raises(openai.BadRequestError, match="context"):
             await server.client.chat.completions.create(**HI, stream=True, max_tokens=9999)
         server.engine.dies = True
         stream = await server.client.chat.completions.create(**HI, stream=True)

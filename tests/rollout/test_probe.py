@@ -89,11 +89,16 @@ def keeping(dtype: str) -> decoder_reference.Round | None:
 
 
 @cache
-def told_by_the_trainer(name: str, dtype: str) -> tuple[np.ndarray, float]:
-    """The right weights' log-probabilities, and how far the model's own arithmetic is from them."""
+def told_by_the_trainer(name: str, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """The right weights' log-probabilities, and by how much rounding moves each of them."""
     config, weights = model(name)
     expected = score(rounded(weights) if dtype == "bfloat16" else weights, config)
-    return expected, float(np.abs(score(weights, config, keeping(dtype)) - expected).mean())
+    return expected, noise_of(weights, config, expected, dtype)
+
+
+def noise_of(weights: Weights, config: Config, expected: np.ndarray, dtype: str) -> np.ndarray:
+    own = np.abs(score(weights, config, keeping(dtype)) - expected)
+    return np.hypot(own, np.median(own)).astype(np.float32)
 
 
 def judge(name: str, dtype: str, weights: Weights, config: Config) -> None:
@@ -143,9 +148,23 @@ def test_a_change_below_the_rounding_is_seen_in_float32_only(name: str) -> None:
         judge(name, "float32", older, config)
 
 
+def test_adapters_that_were_rounded_with_their_base_are_refused() -> None:
+    """A step of training moves weights by less than bfloat16 resolves; the probe's reference does not round it away."""
+    config, weights = model("tied")
+    tree = models.random_adapter(config, 1)
+    tree = {name: value * (1e-3 if name.endswith("_lora_b") else 1.0) for name, value in tree.items()}
+    base = models.to_tunix(rounded(weights), config)
+    merged = models.merged(base, tree, 2.0)
+    expected = score(merged, config)
+    noise = np.full(expected.shape, 1e-6, np.float32)
+    check_probe(expected.astype(np.float32), expected, noise, "float32")
+    with pytest.raises(WeightsError, match="fingerprint"):
+        check_probe(score(rounded(merged), config), expected, noise, "float32")
+
+
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 def test_a_number_that_is_none_is_refused(wrong: float) -> None:
-    for noise in (None, 0.1):
+    for noise in (None, np.full(2, 0.1, np.float32)):
         with pytest.raises(WeightsError, match="fingerprint"):
             check_probe(np.array([-1.0, wrong], np.float32), np.array([-1.0, -2.0], np.float32), noise, "bfloat16")
 
@@ -154,6 +173,21 @@ def test_probes_of_earlier_versions_are_judged_by_a_fixed_bound() -> None:
     expected = np.full(15, -6.0, np.float32)
     check_probe(expected + 0.15, expected, None, "bfloat16")
     check_probe(expected + 5e-4, expected, None, "float32")
+
+
+@pytest.mark.parametrize("outlier", [0.6, 15.0])
+def test_no_few_tokens_decide(outlier: float) -> None:
+    """Trained models have tokens that rounding moves many times as far as the others."""
+    expected, noise = np.full(63, -6.0, np.float32), np.full(63, 0.05, np.float32)
+    found = expected + noise
+    found[[3, 40]] += outlier
+    check_probe(found, expected, noise, "bfloat16")
+    with pytest.raises(WeightsError, match="fingerprint"):
+        check_probe(expected + 3 * noise, expected, noise, "bfloat16")
+
+
+def test_probes_without_noise_are_refused_beyond_the_fixed_bound() -> None:
+    expected = np.full(15, -6.0, np.float32)
     with pytest.raises(WeightsError, match="fingerprint"):
         check_probe(expected + 0.25, expected, None, "bfloat16")
 
@@ -163,7 +197,7 @@ async def test_the_real_engine_in_bfloat16_refuses_what_is_planted(tmp_path: Pat
     """64 tokens in four batches of 16: the later ones attend to what the earlier ones wrote."""
     config, weights = model("tied")
     expected = score(rounded(weights), config)
-    noise = float(np.abs(score(weights, config, decoder_reference.bfloat16) - expected).mean())
+    noise = noise_of(weights, config, expected, "bfloat16")
     sizes = {"max_running_requests": 16, "context_length": 128, "max_prefill_tokens": 64, "max_total_tokens": 512}
     spec = EngineSpec(str(models.write_hf(tmp_path / "model", config)), load_weights=False, dtype="bfloat16", **sizes)
     ids = np.array(probe_ids(config), np.int32)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from services.rollout.engines.sglang_jax.scheduling.gpu_products import grouped_products
 from services.rollout.engines.sglang_jax.scheduling.products import (
     expert_products,
     float32_logits,
     linear_through_float32,
 )
+from volley_engines.gpu import grouped_products
 
 rng = np.random.default_rng(0)
 mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(AxisType.Explicit, AxisType.Explicit))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,7 +47,7 @@ from tests.support.engine import SETTINGS, FakeEngine
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
 MODEL = ModelConfig.parse(CONFIG)
-PROBE = Probe((1, 2, 3), (-0.5, -1.5), 1e-3)
+PROBE = Probe((1, 2, 3), (-0.5, -1.5), (1e-3, 1e-3))
 V = [f"e000001-s00000{step}" for step in range(6)]
 HUGE = WeightTree((ManifestLeaf("w", (9 * 2**21,), "float32"),), (Chunk("0" * 64, 2**23),) * 9)
 """72 MiB, of which there is not a byte."""
@@ -148,6 +149,18 @@ async def test_what_serves_or_is_staged_is_not_loaded_again(updates, engine, tra
     await updates.update(offer, None)
     await updates.update(offer, None)
     assert engine.loaded == [V[1]]
+
+
+@pytest.mark.parametrize("other", [V[1], V[2]], ids=["of the same name", "of a later version"])
+async def test_a_push_of_weights_that_were_refused_for_good_reads_nothing(updates, engine, trainer, other):
+    offer, engine.refuses = trainer.offer(V[1]), {V[1]: itertools.repeat(WeightsError("lm_head is wrong"))}
+    for _ in range(5):
+        with pytest.raises(WeightsError, match="lm_head is wrong"):
+            await updates.update(offer, None)
+    assert len(engine.staging) == 3
+    engine.refuses = {}
+    await updates.update(trainer.offer(other, 1, beginning="second"), None)
+    assert (updates.current, updates.refused) == (other, None)
 
 
 async def test_what_serves_is_passed_on_and_older_chunks_are_not(updates, trainer):

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.arrays.arrival import Arrival
-from services.rollout.engines.arrays.opening import BaseCache
 from services.rollout.engines.arrays.restore import CheckpointLeaf, open_checkpoint, open_hugging_face
 from services.rollout.engines.sglang_jax.loading.staging import load_leaves
 from services.rollout.engines.staged import StagedWeights
@@ -250,7 +249,7 @@ def test_more_than_the_model_is_not_read_into_memory() -> None:
     files = (ManifestFile("params/d", 2**40, "0" * 64),)
     weights = StagedWeights("/nowhere", VERSION, "", below="params", files=files)
     with pytest.raises(WeightsError, match="more than a model of 16 numbers"):
-        load_leaves(runner, weights, Arrival(lambda: None, is_complete=True), BaseCache())
+        load_leaves(runner, weights, Arrival(lambda: None, is_complete=True))
 
 
 def test_an_array_larger_than_any_of_the_model_is_not_read(tmp_path: Path) -> None:
@@ -266,7 +265,7 @@ def test_an_array_larger_than_any_of_the_model_is_not_read(tmp_path: Path) -> No
     )
     runner = SimpleNamespace(**one_leaf(np.zeros((4, 4), np.float32)))
     with pytest.raises(WeightsError, match="larger than any array"):
-        load_leaves(runner, weights, Arrival(lambda: None, is_complete=True), BaseCache())
+        load_leaves(runner, weights, Arrival(lambda: None, is_complete=True))
 
 
 def one_leaf(value: np.ndarray) -> dict[str, Any]:

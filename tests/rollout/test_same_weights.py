@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from services.rollout.engines.sglang_jax.loading import checksum, staging
+from services.rollout.engines.sglang_jax.loading.staging import LoadedArrays
+from services.rollout.engines.sglang_jax.scheduling.adapters import EngineWeights
 from services.rollout.engines.sglang_jax.worker import EngineWorker
 from services.rollout.engines.staged import StagedWeights
 from tests.rollout.server import wait_until
@@ -27,10 +29,11 @@ class Scheduler:
     """Swaps what it is given, as the real one does."""
 
     def __init__(self) -> None:
-        self.version, self.runner = "base", SimpleNamespace(model_state_leaves=[])
+        self.version, self.runner = "base", SimpleNamespace()
+        self.step = SimpleNamespace(weights=EngineWeights([], {}))
 
-    def swap(self, leaves: list, version: str, mode: str) -> dict:
-        self.runner.model_state_leaves, self.version = leaves, version
+    def swap(self, weights: EngineWeights, version: str, mode: str) -> dict:
+        self.step.weights, self.version = weights, version
         return {"continued": 0, "aborted": 0}
 
 
@@ -43,9 +46,9 @@ class Engine:
         monkeypatch.setattr(staging, "load_leaves", self._load)
         monkeypatch.setattr(checksum, "checksum", lambda leaves: f"checksum of {leaves}")
 
-    def _load(self, *_) -> tuple[list, str, dict]:
+    def _load(self, *_) -> LoadedArrays:
         self.n_loaded += 1
-        return list(ARRAYS), checksum.checksum(list(ARRAYS)), {"read_s": 1.0}
+        return LoadedArrays(EngineWeights(list(ARRAYS), {}), checksum.checksum(list(ARRAYS)), {"read_s": 1.0}, None)
 
     def stage(self, version: str, digest: str, kind: str = "chunks") -> dict:
         n = len(self.link.sent)
@@ -72,10 +75,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 def test_the_weights_that_serve_become_another_version_without_a_load(engine):
     first = engine.serve("v1", "same")
-    arrays = engine.scheduler.runner.model_state_leaves
+    arrays = engine.scheduler.step.weights.leaves
     again = engine.serve("v2", "same")
     assert (engine.n_loaded, engine.scheduler.version) == (1, "v2")
-    assert engine.scheduler.runner.model_state_leaves is arrays
+    assert engine.scheduler.step.weights.leaves is arrays
     assert again["checksum"] == first["checksum"]
     engine.serve("v3", "other")
     assert engine.n_loaded == 2
@@ -83,21 +86,21 @@ def test_the_weights_that_serve_become_another_version_without_a_load(engine):
 
 def test_arrays_that_are_not_those_that_were_committed_are_loaded_anew(engine):
     engine.serve("v1", "same")
-    engine.scheduler.runner.model_state_leaves = ["array a", "another"]
+    engine.scheduler.step.weights = EngineWeights(["array a", "another"], {})
     engine.serve("v2", "same")
     assert engine.n_loaded == 2
-    assert engine.scheduler.runner.model_state_leaves == ARRAYS
+    assert engine.scheduler.step.weights.leaves == ARRAYS
 
 
 def test_arrays_that_lost_a_bit_are_loaded_anew(engine):
     """The very arrays, with other contents: an audit distrusts them, and the watcher stages their version again."""
     engine.serve("v1", "same")
-    engine.scheduler.runner.model_state_leaves[0] = flipped = "array A"
-    assert engine.worker._known[0][0] is flipped
+    engine.scheduler.step.weights.leaves[0] = flipped = "array A"
+    assert engine.worker._known.weights.leaves[0] is flipped
     again = engine.serve("v1", "same")
     assert engine.n_loaded == 2
     assert again["checksum"] == f"checksum of {ARRAYS}"
-    assert engine.scheduler.runner.model_state_leaves == ARRAYS
+    assert engine.scheduler.step.weights.leaves == ARRAYS
 
 
 def test_only_digests_of_published_weights_are_compared(engine):

@@ -165,7 +165,7 @@ def test_a_wrong_model_is_named(model: Path, run: Path, temporary: Path) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (ServeOptions(api_key="short"), "--api-key"),
+        (ServeOptions(api_key="short"), "API key"),
         (ServeOptions(weights_root=Path("/nowhere")), "--weights-root"),
         (ServeOptions(host="192.0.2.1"), "--host"),
         (ServeOptions(port=99_999), "--port"),
@@ -221,7 +221,7 @@ def test_one_command_serves_until_ctrl_c(model: Path, tmp_path: Path) -> None:
         assert process.stdout is not None
         lines = iter(process.stdout.readline, "")
         loading = next(line for line in lines if line.startswith("loading"))
-        assert _is_held(RunFolder(Path(loading.split("log: ")[1].strip(" )\n")).parent))
+        assert _is_held(RunFolder(Path(loading.split("log: ")[1].strip(" )\n")).parent.parent))
         url = next(line for line in lines if line.startswith("ready after")).split(" at ")[1].split()[0]
         token = next(lines).removeprefix("token: ").strip()
         body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}

@@ -21,7 +21,6 @@ from shared.errors import ConfigError, WeightsError
 from shared.models.config import ModelConfig
 from shared.run.checkpoint_files import Adapter, Probe
 from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING, POOL, RolloutProcess, running_server
-from tests.rollout.test_adapters import effective
 from tests.support import decoder_reference, models
 
 TP = 4
@@ -123,7 +122,7 @@ async def serve_adapters(engine: Engine, prompts: list[list[int]], root: Path) -
     adapter = Adapter(2, 4.0, models.write_base(root, CONFIG, base))
     for step in (1, 2):
         tree, version = models.random_adapter(CONFIG, step), f"e000009-s{step:06d}"
-        merged = effective(CONFIG, base, tree, adapter.scale)
+        merged = models.merged(models.to_tunix(base, CONFIG), tree, adapter.scale)
         probe = probe_of(merged, prompts[0])
         await serve(engine, models.write_adapter(root, version, CONFIG, tree, adapter, probe))
         (answer,) = await generated(engine, prompts[1:2])

@@ -1,8 +1,10 @@
 """From disk to the engine, over a fake engine: order, idempotence, what failed versions do."""
 
 import asyncio
+import itertools
 import shutil
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ import pytest
 
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.engines.base import GenerateRequest, SamplingParams
+from services.rollout.weights import failures as load_failures
 from services.rollout.weights.holds import VersionHolds
 from services.rollout.weights.serving import Serving
-from services.rollout.weights.turns import MAX_WAITING
+from services.rollout.weights.update_lock import MAX_WAITING
 from services.rollout.weights.updater import WeightUpdater
-from shared.errors import Conflict, Forbidden, Unavailable, WeightsError
+from shared.errors import Conflict, DeviceFailed, Forbidden, OutOfMemory, Unavailable, VolleyError, WeightsError
 from shared.models.config import ModelConfig
 from shared.published.manifest import Chunk, WeightOffer
 from shared.run.checkpoint_files import BAD, MANIFEST, Probe
@@ -63,7 +66,7 @@ async def test_a_version_that_fails_is_reported_and_not_hammered(
     updates: WeightUpdater, engine: FakeEngine, tmp_path: Path
 ) -> None:
     publish(tmp_path, "e000001-s000001")
-    engine.broken = {"e000001-s000001"}
+    engine.refuses = {"e000001-s000001": itertools.repeat(WeightsError("e000001-s000001 is broken"))}
     with pytest.raises(WeightsError):
         await updates.catch_up()
     await updates.catch_up()
@@ -71,6 +74,66 @@ async def test_a_version_that_fails_is_reported_and_not_hammered(
     publish(tmp_path, "e000001-s000002")
     await updates.catch_up()
     assert (updates.current, updates.why_not_ready()) == ("e000001-s000002", None)
+
+
+@pytest.mark.parametrize(
+    ("failures", "tries"),
+    [
+        ([WeightsError("0.0771 nats"), WeightsError("0.0772 nats"), WeightsError("0.0771 nats")], 3),
+        ([WeightsError("lm_head is wrong"), OutOfMemory("lm_head is wrong"), WeightsError("lm_head is wrong")], 6),
+        ([WeightsError("chunk a is wrong"), WeightsError("chunk b is wrong")], 6),
+        ([OutOfMemory("no room")], 6),
+        (
+            [
+                DeviceFailed("INTERNAL: device 0 is lost at 0x7f01"),
+                DeviceFailed("INTERNAL: device 0 is lost at 0x7f02"),
+            ],
+            3,
+        ),
+        ([Unavailable("Too many open files")], 6),
+    ],
+    ids=["the same reason", "it may have been memory", "other reasons", "memory", "a lost device", "files"],
+)
+async def test_weights_refused_three_times_for_one_reason_are_not_read_again_by_this_process(
+    updates: WeightUpdater,
+    engine: FakeEngine,
+    tmp_path: Path,
+    failures: list[VolleyError],
+    tries: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load_failures, "RETRY_BAD_S", 0.0)
+    publish(tmp_path, "e000001-s000001")
+    engine.refuses = {"e000001-s000001": itertools.cycle(failures)}
+    for _ in range(6):
+        with suppress(VolleyError):
+            await updates.catch_up()
+    assert len(engine.staging) == tries
+    refused = updates.refused
+    assert (refused is not None and refused.version == "e000001-s000001") == (tries == 3)
+    engine.refuses = {}
+    await updates.catch_up()
+    assert (updates.current is None) == (tries == 3)
+    await WeightUpdater(engine, tmp_path, MODEL, "test").catch_up()
+    assert engine.loaded[-1:] == ["e000001-s000001"]  # a server that was started again begins to count anew
+    publish(tmp_path, "e000001-s000002")
+    await updates.catch_up()
+    assert (updates.current, updates.refused) == ("e000001-s000002", None)
+
+
+async def test_other_weights_of_a_refused_name_are_loaded(
+    updates: WeightUpdater, engine: FakeEngine, tmp_path: Path
+) -> None:
+    """As of a run that was begun anew from an empty folder."""
+    folder = publish(tmp_path, "e000001-s000001")
+    engine.refuses = {folder.name: itertools.repeat(WeightsError("lm_head is wrong"))}
+    with pytest.raises(WeightsError):
+        await updates.catch_up()
+    engine.refuses = {}
+    shutil.rmtree(folder)
+    publish(tmp_path, folder.name, seed=1)
+    await updates.catch_up()
+    assert (updates.current, updates.refused) == (folder.name, None)
 
 
 async def test_a_push_and_the_watcher_may_meet(updates: WeightUpdater, engine: FakeEngine, tmp_path: Path) -> None:
@@ -233,12 +296,12 @@ async def test_a_version_is_not_called_bad_for_what_befell_its_update(
 async def test_waiting_for_a_turn_has_its_own_bound(
     updates: WeightUpdater, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.rollout.weights.turns.WAIT_S", 0.05)
+    monkeypatch.setattr("services.rollout.weights.update_lock.WAIT_S", 0.05)
     engine.stages = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         group.create_task(updates.update(str(publish(tmp_path, "e000001-s000001")), None))
         await asyncio.sleep(0)
-        with pytest.raises(Unavailable, match="did not get its turn"):
+        with pytest.raises(Unavailable, match="did not start"):
             await updates.update(str(publish(tmp_path, "e000001-s000002")), None)
         engine.stages.set()
     await updates.update(str(tmp_path / "e000001-s000002"), None)
@@ -262,7 +325,7 @@ async def test_an_engine_that_keeps_old_weights_serves_nothing(
 
 @pytest.mark.parametrize(
     ("fault", "value"),
-    [("arrays", "others"), ("version", "e000001-s000000"), ("logprobs", np.array([-0.5, -1.51], np.float32))],
+    [("arrays", "others"), ("version", "e000001-s000000"), ("logprobs", np.array([-0.51, -1.51], np.float32))],
 )
 async def test_weights_that_change_while_they_serve_are_found_and_loaded_again(
     updates: WeightUpdater, engine: FakeEngine, tmp_path: Path, fault: str, value: Any
@@ -289,7 +352,7 @@ async def test_updates_that_wait_are_few(updates: WeightUpdater, engine: FakeEng
         tasks = [group.create_task(updates.update(str(folder), None)) for folder in folders[:MAX_WAITING]]
         await asyncio.sleep(0.05)
         for folder in folders[MAX_WAITING:]:
-            with pytest.raises(Unavailable, match="wait already"):
+            with pytest.raises(Unavailable, match="already waiting"):
                 await updates.stage(str(folder))
         engine.stages.set()
     assert [task.result()[0].version for task in tasks] == engine.loaded

@@ -8,26 +8,27 @@ import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
 
-from services.env.api import environments, openenv
+from services.env.api import environments
 from services.env.api import routes as env
 from services.orchestrator import routes as orchestrator
 from services.rollout.api import control, generate, openai
 from services.rollout.api import routes as rollout
 from services.trainer import routes as trainer
 from services.trainer.publishing import routes as publishing
-from services.trainer.tinker import records as tinker_records
-from services.trainer.tinker import routes as tinker
 from shared import config
 from shared.errors import ConfigError
 from shared.services_schema import Limits, TokenFiles
 from shared.web.access import AccessTokens, Role, RoleTable, read_secret, read_tokens, token_for
 from shared.web.http import COMMON_ROLES, create_app
+from shared.web.routes import added_routes
 from tests.support.tokens import write_private, write_tokens
+from volley_tinker.server import records as tinker_records
+from volley_tinker.server import routes as tinker
 
 SERVICES = {
     "env": (
-        [environments.router, openenv.router, env.router],
-        {**environments.ROLES, **openenv.ROLES, **env.ROLES},
+        [environments.router, env.router],
+        {**environments.ROLES, **env.ROLES},
     ),
     "orchestrator": ([orchestrator.router], orchestrator.ROLES),
     "rollout": (
@@ -55,6 +56,8 @@ env           admin   PUT /environments/{name}
 env           viewer  GET /environments/{name}/logs
 env           admin   POST /environments/{name}/activate
 env           admin   POST /environments/{name}/retire
+env           service GET /tools
+env           service POST /tools/{name}/call
 env           anyone  GET /openenv/{env}/health
 env           viewer  GET /openenv/{env}/metadata
 env           viewer  GET /openenv/{env}/schema
@@ -194,10 +197,11 @@ def routes_of(app: FastAPI, routers: Sequence[APIRouter]) -> set[str]:
 @pytest.mark.parametrize("service", SERVICES)
 def test_every_route_has_the_role_of_the_table(service: str) -> None:
     expected = {route: role for name, role, route in TABLE if name in ("common", service)}
-    assert routes_of(make_app(service), SERVICES[service][0]) == {
+    added, (routers, roles) = [*added_routes(service)], SERVICES[service]
+    assert routes_of(make_app(service), [*routers, *(one.router for one in added)]) == {
         route for route in expected if not route.startswith("WS ")
     }
-    assert {**COMMON_ROLES, **SERVICES[service][1]} == expected
+    assert {**COMMON_ROLES, **roles, **{key: role for one in added for key, role in one.roles.items()}} == expected
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,13 @@ def test_any_text_survives(text):
 def test_a_continuation_is_what_the_template_would_have_written(first, answer, second):
     ids = TOKENIZER.render_prompt([user(first)])
     ids += [*TOKENIZER.encode(answer), TOKENIZER.eos_id]
-    ids += TOKENIZER.render_continuation([user(second)], ended=True)
+    ids += TOKENIZER.continue_after(ids, [user(second)])
     assert TOKENIZER.decode(ids) == TOKENIZER.decode(TOKENIZER.render_prompt([user(first), said(answer), user(second)]))
 
 
 def test_an_unfinished_turn_is_closed_by_the_environment():
-    open_end = TOKENIZER.render_continuation([user("x")], ended=False)
-    assert open_end == [TOKENIZER.eos_id, *TOKENIZER.render_continuation([user("x")], ended=True)]
+    open_end = TOKENIZER.continue_after([], [user("x")])
+    assert open_end == [TOKENIZER.eos_id, *TOKENIZER.continue_after([TOKENIZER.eos_id], [user("x")])]
 
 
 @given(st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4))
@@ -53,7 +53,7 @@ def test_a_demonstration_equals_the_rollout_it_demonstrates(turns):
     expected_mask = [0] * len(expected)
     for index, (_, answer) in enumerate(turns):
         sampled = [*TOKENIZER.encode(answer), TOKENIZER.eos_id]
-        glue = TOKENIZER.render_continuation([user(turns[index + 1][0])], ended=True) if index + 1 < len(turns) else []
+        glue = TOKENIZER.continue_after(sampled, [user(turns[index + 1][0])]) if index + 1 < len(turns) else []
         expected += sampled + glue
         expected_mask += [1] * len(sampled) + [0] * len(glue)
     assert (ids, mask) == (expected, expected_mask)
@@ -86,7 +86,7 @@ def test_a_template_may_close_turns_with_another_special_token_than_eos(tmp_path
     gemma = ChatTokenizer(tmp_path)
     assert gemma.token(gemma.eos_id) == "<|stop|>"
     ids = [*gemma.render_prompt([user("a")]), *gemma.encode("b"), gemma.eos_id]
-    ids += gemma.render_continuation([user("c")], ended=True)
+    ids += gemma.continue_after(ids, [user("c")])
     assert ids == gemma.render_prompt([user("a"), said("b"), user("c")])
     with pytest.raises(InputError, match="System role not supported"):
         gemma.render_prompt([{"role": "system", "content": "x"}, user("a")])
@@ -235,7 +235,7 @@ def test_every_declared_end_ends_a_turn(tmp_path):
 
 def test_a_header_that_ends_a_turn_is_not_repeated(tmp_path):
     """GLM's way: a turn has no end of its own."""
-    template = CHATML.replace("<|im_end|>\n", "").replace("<|im_start|>{{", "<|endoftext|>{{")
+    template = CHATML.replace("<|im_end|>\n", "").replace("<|im_start|>", "<|endoftext|>")
     tokenizer = of_template(tmp_path / "model", template)
     write_json(tmp_path / "model" / "generation_config.json", {"eos_token_id": [0]})
     tokenizer = ChatTokenizer(tmp_path / "model")
@@ -485,7 +485,7 @@ def test_a_role_that_the_template_leaves_out_is_refused(tmp_path, role):
     with pytest.raises(InputError, match=f"leaves out messages of role {role}"):
         tokenizer.render_demonstration([*messages, said("b")])
     with pytest.raises(InputError, match=f"leaves out messages of role {role}"):
-        tokenizer.render_continuation([left_out], ended=True)
+        tokenizer.continue_after([], [left_out])
 
 
 SYSTEM = {"role": "system", "content": "loud"}
@@ -502,10 +502,11 @@ HOISTED = (  # DeepSeek's way
 @pytest.mark.parametrize("messages", [[SYSTEM], [user("q2"), SYSTEM], [SYSTEM, user("loud")]])
 def test_a_later_message_that_the_template_leaves_out_is_refused(tmp_path, template, messages):
     tokenizer = of_template(tmp_path / "model", template)
+    refused = "leaves out messages of role system" if template == FIRST_ONLY else "changes earlier messages"
     assert tokenizer.render_demonstration([SYSTEM, user("q"), said("a")])
-    with pytest.raises(InputError, match="leaves out messages of role system"):
+    with pytest.raises(InputError, match=refused):
         tokenizer.render_demonstration([user("q"), said("a"), *messages, said("b")])
-    with pytest.raises(InputError, match="leaves out messages of role system"):
+    with pytest.raises(InputError, match=refused):
         tokenizer.continue_after([*tokenizer.encode("a"), tokenizer.eos_id], messages)
 
 

@@ -40,7 +40,7 @@ def random_arrays(rng) -> dict[str, np.ndarray]:
 
 def a_manifest(tmp_path: Path, **changes) -> PublishedManifest:
     tree = tree_of(ChunkFolder(tmp_path / "chunks"), {"w": np.arange(100, dtype=np.float32)})
-    probe = Probe((1, 2), (-0.5,), 1e-3)
+    probe = Probe((1, 2), (-0.5,), (1e-3,))
     return replace(PublishedManifest("r", "b", "e000001-s000002", tree, {"hidden_size": 8}, probe, 1.0), **changes)
 
 

@@ -21,7 +21,7 @@ from shared.process import telemetry
 from shared.services_schema import Limits, ServicesSection
 from shared.web import serving
 from shared.web.access import AccessTokens, Role
-from shared.web.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection
+from shared.web.connection import MAX_FIELD_BYTES, MAX_HEAD_BYTES, MAX_HEADERS, Connection
 from shared.web.http import create_app
 from shared.web.limits import RateLimiter
 from tests.support.asgi import served
@@ -166,6 +166,27 @@ async def test_a_large_head_is_refused(sent: bytes):
         client = await connect()
         await client.send(sent)
         refused(await client.rest(), 431, "the head of the request exceeds 65536 bytes or 100 headers|a value")
+
+
+@pytest.mark.parametrize("step", [1000, 2**16])
+@pytest.mark.parametrize(
+    ("before", "after", "status"),
+    [
+        (b"GET /health?", b" HTTP/1.1\r\nHost: x\r\n", 431),
+        (GET + b"X: ", b"\r\n", 431),
+        (GET + b"CooKie: ", b"\r\n", 200),
+    ],
+    ids=["target", "header", "cookies"],
+)
+async def test_only_cookies_may_be_longer_than_a_header(before: bytes, after: bytes, status: int, step: int):
+    """Browsers send those of all services of a machine, and none is read; the target may arrive in parts."""
+    sent = before + b"y" * (MAX_FIELD_BYTES + 1) + after + b"Connection: close\r\n\r\n"
+    async with serving_demo() as connect:
+        client = await connect()
+        for at in range(0, len(sent), step):
+            await client.send(sent[at : at + step])
+            await asyncio.sleep(0)
+        assert (await client.rest()).startswith(b"HTTP/1.1 %d " % status)
 
 
 @pytest.mark.parametrize(

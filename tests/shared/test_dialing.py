@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
-from services.env.backends.remote import address
 from shared.clients.dialing import open_socket
 from shared.queue.client import connect
+from volley_sandbox.backends.remote import address
 
 HOST = "two-addresses.test"
 DEADLINE_S = 2.5

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("services", "shared", "tools", "tests", "docker", "configs")
+FOLDERS = ("services", "shared", "volley", "packages", "tools", "tests", "docker", "configs")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 OPENERS = {"fdopen", "NamedTemporaryFile", "TemporaryFile", "SpooledTemporaryFile"}
 RUNNERS = {"run", "Popen", "check_output", "create_subprocess_exec"}

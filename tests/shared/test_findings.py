@@ -16,6 +16,8 @@ from shared.schema import RunConfig
 
 ALONE = {"grpo_config__num_generations": 1}
 DISTILLED, TEACHER = "on_policy_distillation", {"services__orchestrator__teacher__url": "http://t"}
+VLLM = {"rollout__engine__kind": "vllm", "rollout__engine__url": "http://v"}
+LORA_IN_BFLOAT16 = {"trainer__lora": {"rank": 2}, "model__dtype": "bfloat16"}
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -66,6 +68,7 @@ def test_defaults_mean_what_they_say():
             {"services__orchestrator__teachers": {"e": {"url": "http://t"}}},
             "services.orchestrator.teachers.e.url=http://t has no effect",
         ),
+        (VLLM | LORA_IN_BFLOAT16, "rollout.engine.kind=vllm serves adapters merged into bfloat16 weights"),
         ({"rollout__sampling__top_p": 0.9}, "rollout.sampling.top_p=0.9: the engine samples from"),
         ({"rollout__sampling__top_k": 50}, "rollout.sampling.top_k=50: the engine samples from"),
         ({"trainer__filters__zero_variance": True, "algorithm__name": "ppo"}, "trainer.filters.zero_variance=true"),
@@ -92,6 +95,9 @@ def test_each_is_named_once_by_its_key(given: dict[str, Any], begins: str):
     [
         {"algorithm__sampler_is": "token", "grpo_config__num_iterations": 2},
         {"algorithm__name": "gspo-token"},
+        LORA_IN_BFLOAT16,
+        VLLM | LORA_IN_BFLOAT16 | {"model__dtype": "float32"},
+        VLLM | LORA_IN_BFLOAT16 | {"algorithm__sampler_is": "token", "grpo_config__num_iterations": 2},
         {"algorithm__name": DISTILLED, **TEACHER},
         {"algorithm__teacher_kl_coef": 0.1, **TEACHER},
         {"algorithm__name": "cispo", "algorithm__sampler_is": "token"},

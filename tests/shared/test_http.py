@@ -125,7 +125,9 @@ async def test_openais_clients_are_told_what_is_wrong(path, token, status, messa
     body = answer.json()
     assert (answer.status_code, body["status"]) == (status, status)
     assert body["error"].pop("message").startswith(message)
-    assert body["error"] == {"type": body["type"], "param": None, "code": None}
+    kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}
+    code = "invalid_api_key" if status == 401 else None
+    assert body["error"] == {"type": kinds.get(status, "invalid_request_error"), "param": None, "code": code}
     assert "error" not in plain.json()
 
 

@@ -17,6 +17,8 @@ from tests.support.tokenizer import FOLDER
 
 ROOT = Path(__file__).parents[2]
 OURS = {"services", "shared"}
+CONFIGURED = {"volley_tinker", "volley_dashboard", "volley_engines", "volley_tunix"}
+"""Packages that add to the configuration: their sections, keys and kinds."""
 WEB = {"annotated_doc", "anyio", "click", "fastapi", "httptools", "opentelemetry", "starlette", "uvicorn", "uvloop"}
 FORMS = {"python_multipart", "sniffio"}
 """Five milliseconds: Starlette and anyio import them where they are; the packages mcp and openai bring them."""
@@ -24,16 +26,16 @@ MODELS = {"annotated_types", "pydantic", "pydantic_core", "typing_extensions", "
 WIRE = {"blake3", "msgpack", "numpy", "orjson", "prometheus_client"}
 CONFIGURATION = {"antlr4", "attr", "omegaconf", "yaml"}
 """0.05 s of CPU time."""
-COMMON = OURS | WEB | FORMS | MODELS | WIRE | CONFIGURATION
+COMMON = OURS | CONFIGURED | WEB | FORMS | MODELS | WIRE | CONFIGURATION
 SOCKETS = {"websockets"}
 GYMNASIUM = {"cloudpickle", "farama_notifications", "gymnasium"}
 CLIENTS = {"aiohappyeyeballs", "aiohttp", "aiosignal", "attr", "frozenlist", "idna", "multidict", "propcache", "yarl"}
 QUEUE = {"cryptography", "hiredis", "redis", "zstandard"}
 CHAT = {"jinja2", "markupsafe", "tokenizers"}
 ALLOWED = {
-    ("env", "sokoban"): COMMON | SOCKETS,
-    ("env", "frozen_lake"): COMMON | SOCKETS | GYMNASIUM,
-    ("orchestrator", "frozen_lake"): COMMON | CLIENTS | QUEUE | CHAT,
+    ("env", "sokoban"): COMMON | SOCKETS | {"volley_environments", "volley_sandbox"},
+    ("env", "frozen_lake"): COMMON | SOCKETS | GYMNASIUM | {"volley_environments", "volley_sandbox"},
+    ("orchestrator", "frozen_lake"): COMMON | CLIENTS | QUEUE | CHAT | {"volley_agents"},
 }
 """By service and environment, the packages it may import; who adds one has looked what its import costs."""
 LINE = re.compile(r"import time:\s*\d+ \|\s*\d+ \|( +)(\S+)$")

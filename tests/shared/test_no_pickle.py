@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted(path for folder in ("services", "shared", "docker", "tests") for path in (ROOT / folder).rglob("*.py"))
+FOLDERS = ("services", "shared", "volley", "packages", "docker", "tests")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 MODULES = {
     "pickle",
     "_pickle",
@@ -36,9 +37,11 @@ CALLS = {
     "recv_pyobj",
 }
 EXCEPTIONS = {
-    "tests/env/tools/test_arithmetic.py: eval": "Python's own arithmetic is the reference for the calculator's",
-    "services/env/sandbox/inside/host.py: exec": "runs submitted code, in a process that can do nothing but answer",
-    "services/env/environments/code/inside.py: exec": "runs a data set's tests, in a sandbox",
+    "packages/sandbox/tests/tools/test_arithmetic.py: eval": "the reference for the calculator's arithmetic",
+    "packages/sandbox/volley_sandbox/sandbox/inside/host.py: exec": "runs submitted code, in a sandbox",
+    "packages/environments/volley_environments/code/inside.py: exec": "runs a data set's tests, in a sandbox",
+    "packages/dashboard/volley_dashboard/tracking/tracker_program.py: pandas": "makes trackio's tables, and reads none",
+    "tests/cli/test_python_source.py: exec": "runs the source that was taken out of a made-up program",
     "tests/support/hostile.py: pickle": "makes the payloads that must not be unpickled",
     "tests/support/hostile.py: allow_pickle=True": "the same, as a numpy file",
 }

@@ -71,7 +71,7 @@ async def by_curl(url: str, n_bytes: int, chunked: bool) -> tuple[int, bytes]:
 
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
-    app = create_app("demo", limits=LIMITS, tokens=None, ready=lambda: None, roles={"POST /size": Role.ANYONE})
+    app = create_app("demo", limits=LIMITS, tokens=None, ready=lambda: None, roles={"POST /size": Role.SERVICE})
 
     @app.post("/size")
     async def size() -> None: ...

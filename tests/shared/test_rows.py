@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from services.env.environments.gsm8k.data import read_problems
 from shared.errors import ConfigError
 from shared.files import rows as module
 from shared.files.rows import rows
+from volley_environments.gsm8k.data import read_problems
 
 ROWS: list[dict[str, Any]] = [
     {"question": "1+1?", "answer": "2 #### 2"},
@@ -69,7 +69,7 @@ def test_a_row_has_the_place_it_stands_at(tmp_path: Path):
         (bz2.compress(b"1"), "compressed with bzip2 .*unpack it"),
         (lzma.compress(b"1"), "compressed with xz"),
         (b"PK\x03\x04", "a zip file"),
-        (b"PAR1....PAR1", r"Parquet or Arrow, not JSON .*read_table"),
+        (b"PAR1....PAR1", "cannot be read: .*Parquet"),
         (gzip.compress(b"PAR1....PAR1"), "Parquet"),
         (json.dumps({"data": ROWS}, indent=1).encode(), "one JSON value, not one record per line"),
         (b'{"a": NaN}', "line 1 is not JSON"),

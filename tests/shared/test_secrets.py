@@ -4,19 +4,24 @@ whatever goes wrong.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib
 import logging
+import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from sqlite3 import Connection
 
 import httpx
 import pytest
 import yaml
 
+from services.orchestrator import store as records_store
 from shared.clients.base import HttpClient
-from shared.errors import VolleyError
+from shared.errors import ConfigError, VolleyError
 from shared.process import telemetry
 from shared.process.ports import free_port
 from shared.queue.server import ServerSpec
@@ -26,6 +31,8 @@ from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.net import wait_http
 from tests.support.tokens import write_private, write_tokens
+from volley.run_arguments import api_key_of
+from volley_tinker import futures
 
 ROOT = Path(__file__).parents[2]
 TOKENS = {role: f"{role}-token-of-a-test" for role in ("viewer", "service", "admin")}
@@ -128,3 +135,29 @@ async def test_a_bug_tells_no_token(caplog: pytest.LogCaptureFixture):
 def test_objects_that_hold_secrets_do_not_show_them(tmp_path: Path):
     tokens = read_tokens(write_tokens(tmp_path))
     expect_no_secret(repr(tokens), str(tokens), repr(HttpClient("http://x", token=TOKENS["admin"])))
+
+
+@pytest.mark.parametrize("open_database", [futures.connect, lambda path: records_store._opened(path, "")])
+def test_databases_of_requests_and_keys_are_private(tmp_path: Path, open_database: Callable[[Path], Connection]):
+    for folder, is_old in ((tmp_path / "new", False), (tmp_path / "old", True)):
+        folder.mkdir()
+        path = folder / "requests.sqlite"
+        if is_old:  # as an earlier version left it, after a crash
+            for end in ("", "-wal", "-shm"):
+                path.with_name(path.name + end).touch(0o644)
+        with contextlib.closing(open_database(path)) as database:
+            database.execute("CREATE TABLE more (one)")
+            modes = {one.name: stat.S_IMODE(one.stat().st_mode) for one in folder.iterdir()}
+        assert modes == dict.fromkeys(["requests.sqlite", "requests.sqlite-wal", "requests.sqlite-shm"], 0o600)
+
+
+@pytest.mark.parametrize("name", ["volley.commands.serve", "volley_tinker.command"])
+def test_an_api_key_is_read_from_a_private_file(tmp_path: Path, name: str):
+    parser = argparse.ArgumentParser()
+    importlib.import_module(name).add(parser)
+    arguments = parser.parse_args(["MODEL", "--api-key-file", str(write_private(tmp_path / "key", "tml-secret"))])
+    assert api_key_of(arguments) == "tml-secret"
+    (tmp_path / "key").chmod(0o644)
+    with pytest.raises(ConfigError, match=r"--api-key-file: .*0644"):
+        api_key_of(arguments)
+    assert api_key_of(parser.parse_args(["MODEL"])) is None

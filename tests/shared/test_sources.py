@@ -38,6 +38,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("env", ["./project", "project/", "./project:game:Game"])
+def test_a_folder_is_packed_as_it_would_be_submitted(here: Path, env: str) -> None:
+    (here / "project").mkdir()
+    (here / "project/game.py").write_text("class Game: ...\n", encoding="utf-8")
+    (here / "project/rows.jsonl").write_text("{}\n", encoding="utf-8")
+    data = loaded(here, {"env": env}).config.data
+    source = data.sources[data.env]
+    assert source.entry == ("game:Game" if ":" in env else None)
+    content, archive = content_of(FoundSource(source.path, source.entry))
+    assert archive
+    assert zipfile.ZipFile(io.BytesIO(content)).namelist() == ["game.py", "rows.jsonl"]
+
+
 @pytest.mark.parametrize(
     ("env", "told"),
     [
@@ -137,7 +150,6 @@ def test_an_installed_package_brings_what_it_declares_to_need(tmp_path: Path) ->
         ("os:system", "there is no package 'os'"),
         ("sys:exit", "there is no package 'sys'"),
         ("folder/of/mine", "neither an environment's name nor"),
-        ("./mine_of_tests", "/mine_of_tests is a folder"),
     ],
 )
 def test_what_is_not_there_is_told(here: Path, env: str, told: str) -> None:

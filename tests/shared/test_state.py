@@ -17,7 +17,7 @@ type Lineage = tuple[tuple[int, int], ...]
 
 
 def written(folder: Path, state: TrainerState, **extra: object) -> Path:
-    (folder / states.STATE).write_bytes(state.to_json(**{"optimizer_files": [], **extra}))
+    (folder / states.STATE).write_bytes(state.to_json(**{"optimizer_files": [], "seal": "", **extra}))
     return folder
 
 
@@ -30,7 +30,7 @@ def with_lines(n: int, per_step: int) -> TrainerState:
         )
         for i in range(n)
     )
-    return begun.at(n // per_step, TicketProgress(n), issued=n, done=False, chain=Chain(0), recent=lines)
+    return begun.at(n // per_step, TicketProgress(n), issued=n, done=False, chain=Chain(), recent=lines)
 
 
 def test_a_state_of_as_many_lines_as_a_configuration_allows_is_read_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,17 @@ import pytest
 
 from shared.clients.keys import read_key
 from shared.clients.teacher import TeacherAway, TeacherClient, TeacherFailed, TeacherRefused, TeacherUnusable
+from shared.clients.token_texts import is_same
 from shared.errors import ConfigError, RateLimited, Unavailable, VolleyError
+from shared.models.chat import ChatTokenizer
 from shared.server_schema import TeacherServer
 from tests.support.engine import RolloutDouble
-from tests.support.tokenizer import tiny_tokenizer
+from tests.support.tokenizer import FOLDER, tiny_tokenizer
 
 IDS, START = np.array([40, 50, 60, 70, 80], np.int32), 2
 TOLD = [-0.5, -1.25, -3.0]
 TEXT = tiny_tokenizer().token
+TEXTS = [TEXT(int(token)) for token in IDS]
 URL = "http://teacher"
 
 
@@ -45,31 +49,34 @@ async def asked(transport: httpx.AsyncBaseTransport, key: str | None = None, **s
 
 def sglang(logprobs: list[Any] = TOLD, ids: list[Any] | None = None, texts: list[Any] | None = None) -> dict[str, Any]:
     ids = IDS[START:].tolist() if ids is None else ids
-    texts = [None] * len(ids) if texts is None else texts
+    texts = TEXTS[START:][: len(ids)] if texts is None else texts
     rows = [[None, int(IDS[START - 1]), None], *map(list, zip(logprobs, ids, texts, strict=True))]
     return {"output_ids": [], "meta_info": {"prompt_tokens": 5, "input_token_logprobs": rows}}
 
 
 def echo(logprobs: list[Any] = TOLD, texts: list[str] | None = None) -> dict[str, Any]:
     """Prompt and one generated token, as OpenAI's legacy endpoint echoes them."""
-    texts = [TEXT(int(t)) for t in IDS] if texts is None else texts
+    texts = TEXTS if texts is None else texts
     told = {"token_logprobs": [None, -9.0, *logprobs, -7.0], "tokens": [*texts, " more"]}
     return {"choices": [{"text": "x", "logprobs": told}]}
 
 
-def of_prompt(logprobs: list[Any] = TOLD, ids: np.ndarray = IDS) -> dict[str, Any]:
+def of_prompt(
+    logprobs: list[Any] = TOLD, ids: np.ndarray = IDS, texts: list[str] | list[None] | None = None
+) -> dict[str, Any]:
     """vLLM's `prompt_logprobs`, with a more likely token beside each."""
+    other = {"999": {"logprob": -0.1, "rank": 1, "decoded_token": "x"}}
     tables = [
-        None if p is None else {str(t): {"logprob": p, "rank": 2}, "999": {"logprob": -0.1, "rank": 1}}
-        for p, t in zip([None, -9.0, *logprobs], ids.tolist(), strict=True)
+        None if p is None else {str(t): {"logprob": p, "rank": 2, "decoded_token": text}, **other}
+        for p, t, text in zip([None, -9.0, *logprobs], ids.tolist(), texts or TEXTS, strict=True)
     ]
     return {"choices": [{"text": "x", "logprobs": None, "prompt_logprobs": tables}]}
 
 
 @pytest.mark.parametrize(
-    ("body", "model"), [(sglang(), None), (sglang(texts=[TEXT(int(t)) for t in IDS[START:]]), None), (echo(), "m"),
-                        (echo(texts=[f"token_id:{t}" for t in IDS]), "m"), (of_prompt(), "m")],
-)  # fmt: skip
+    ("body", "model"),
+    [(sglang(), None), (sglang(texts=[TEXTS[START], None, ""]), None), (echo(), "m"), (of_prompt(), "m")],
+)
 async def test_every_shape_of_an_answer_is_read(body: Any, model: str | None) -> None:
     found = await asked(Answering(body), model=model)
     assert found.dtype == np.float32
@@ -94,7 +101,6 @@ async def test_what_is_asked_is_what_servers_take() -> None:
     body = json.loads(transport.asked[0].content)
     assert body == {
         "model": "m", "prompt": IDS.tolist(), "max_tokens": 1, "temperature": 1, "prompt_logprobs": 0,
-        "return_tokens_as_token_ids": True,
     }  # fmt: skip
 
 
@@ -120,8 +126,14 @@ async def test_volleys_own_server_is_a_teacher() -> None:
         (sglang(ids=[60, 71, 80]), None, TeacherRefused, "another vocabulary"),
         (sglang(texts=["alpha", "beta", "gamma"]), None, TeacherRefused, "another vocabulary"),
         (echo(texts=["a", "b", "alpha", "beta", "gamma"]), "m", TeacherRefused, "another vocabulary"),
-        (echo(texts=[f"token_id:{t + 1}" for t in IDS]), "m", TeacherRefused, "another vocabulary"),
+        (sglang(texts=[TEXTS[2], TEXTS[4], TEXTS[3]]), None, TeacherRefused, "another vocabulary: token 70 is"),
         (of_prompt(ids=IDS + 1), "m", TeacherRefused, "another vocabulary"),
+        (of_prompt(texts=[*TEXTS[:4], "Ġzebra"]), "m", TeacherRefused, "token 80 is 'Ġzebra' there and"),
+        (sglang(texts=[None] * 3), None, TeacherRefused, "no texts of tokens"),
+        (echo(texts=[f"token_id:{t}" for t in IDS]), "m", TeacherRefused, "no texts of tokens"),
+        (of_prompt(texts=[None] * 5), "m", TeacherRefused, "no texts of tokens"),
+        (sglang(texts=["", "�", ""]), None, TeacherUnusable, "do not show"),
+        (echo(texts=TEXTS[:3]), "m", TeacherUnusable, "2 texts of 3 tokens"),
         ({"choices": [{"logprobs": None}]}, "m", TeacherUnusable, "holds no log-probabilities"),
         ({"choices": []}, "m", TeacherUnusable, "holds no log-probabilities"),
         ({"meta_info": {}}, None, TeacherUnusable, "holds no log-probabilities"),
@@ -132,6 +144,53 @@ async def test_volleys_own_server_is_a_teacher() -> None:
 async def test_what_is_not_whole_is_no_data(body: Any, model: str | None, kind: type[VolleyError], named: str) -> None:
     with pytest.raises(kind, match=named):
         await asked(Answering(body), model=model)
+
+
+async def test_parts_of_characters_alone_are_no_proof_of_a_vocabulary() -> None:
+    transport = Answering(sglang(texts=["�", "“", "âĢ"]))
+    async with TeacherClient(TeacherServer(url=URL), lambda _: "�", transport=transport) as teacher:
+        with pytest.raises(TeacherUnusable, match="do not show"):
+            await teacher.logprobs(IDS, START)
+
+
+async def test_parts_of_characters_are_taken_from_a_teacher_that_had_our_tokens() -> None:
+    transport = Answering(sglang())
+    async with TeacherClient(TeacherServer(url=URL), TEXT, transport=transport) as teacher:
+        await teacher.logprobs(IDS, START)
+        transport.body = sglang(texts=["", "�", ""])
+        assert (await teacher.logprobs(IDS, START)).tolist() == TOLD
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "same"),
+    [
+        ("Ġthat", " that", True), ("▁that", "that", True), ("that", " that", True), ("ĊĊ", "\n\n", True),
+        ("▁▁", " ", True), ("<0x0A>", "\n", True), ("Ã©", "é", True), ("bytes:\\xe2\\x80\\x9c", "“", True),
+        ("<|im_end|>", "<|im_end|>", True), (").", ") .", True), ("�that", " that", True), ("你好", "你好", True),
+        ("�", "�", None), ("“", "�", None), ("’s", "�s", True), ("âĢ", "�", None),
+        ("Ġâ", " �", None), ("é", " �", None), ("", " that", None),
+        ("�", " that", None), ("", "�", None), ("<0xE2>", "�", True), ("x", "", None),
+        ("Ġthis", " that", False), ("\n", "\n\n", False), (" ", "\n", False), (" ", "that", False), ("a", "\n", False),
+        ("再见", "你好", False), ("->", "=>", False), ("apple", "�", False), ("<0x41>", "�", False), ("t", "�s", False),
+        ("<|endoftext|>", "<|im_end|>", False), ("That", "that", False), ("<think>", "<tool_call>", False),
+    ],
+)  # fmt: skip
+def test_texts_of_a_token(theirs: str, ours: str, same: bool | None) -> None:
+    assert is_same(theirs, ours) is same
+
+
+@pytest.mark.parametrize("write", [lambda piece, text: piece, lambda piece, text: text], ids=["pieces", "decoded"])
+@pytest.mark.parametrize("folder", ["tiny", "quickstart"])
+def test_a_vocabulary_is_its_own_and_no_shifted_one(folder: str, write: Any) -> None:
+    """As vLLM writes tokens, and as SGLang does: no token is taken for another one, and hardly any shows nothing."""
+    tokenizer = ChatTokenizer(FOLDER.parent / folder)
+    pieces = json.loads((FOLDER.parent / folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    of_ids = {i: (write(piece, tokenizer.token(i)), tokenizer.token(i)) for piece, i in pieces.items()}
+    assert all(is_same(*pair) is not False for pair in of_ids.values())
+    assert np.mean([is_same(*pair) is True for pair in of_ids.values()]) > 0.7
+    ids = sorted(of_ids)
+    shifted = [is_same(of_ids[a][0], of_ids[b][1]) for a, b in itertools.pairwise(ids)]
+    assert np.mean([same is False for same in shifted]) > 0.6
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,15 @@ WEDGES = {
             "rollout-0 has e000003-s000010 and has not loaded step 12, which is published",
         ],
     ),
+    "a server that refuses an update": (
+        [
+            trainer(),
+            orchestrator(BEHIND, **NEEDS_SERVER),
+            replace(ROLLOUT, facts={"refused": {"version": "e000003-s000012", "reason": "lm_head is wrong"}}),
+            ENV,
+        ],
+        ["trainer waits", "orchestrator waits", "rollout-0 refuses weights e000003-s000012 for good: lm_head is wrong"],
+    ),
     "the teacher is away": (
         [trainer(), orchestrator(waits={"teacher": 9}), ROLLOUT, ENV],
         ["trainer waits", "orchestrator waits for the teacher (9 episodes)"],
@@ -221,6 +230,31 @@ def test_a_queue_that_is_full_because_the_trainer_is_slow_is_no_wedge_until_it_l
     assert judge([seen[0], orchestrator(waiting=FULL, quiet_s=BUSY_S)]).state == "wedged"
 
 
+@pytest.mark.parametrize("phase", ["loading", "warm start", "training", "saving"])
+def test_a_trainer_whose_own_report_changes_is_at_work_however_long_it_takes(phase):
+    waiting = orchestrator(waiting=FULL, quiet_s=BUSY_S * 3)
+    assert judge([trainer(phase=phase, waits=[], quiet_s=BUSY_S - 1), waiting, ROLLOUT, ENV]).state == "running"
+    assert judge([trainer(phase=phase, waits=[], quiet_s=BUSY_S), waiting, ROLLOUT, ENV]).state == "wedged"
+    assert judge([waiting]).state == "running"  # its orchestrator alone cannot tell
+
+
+@pytest.mark.parametrize(
+    ("rollout", "state"),
+    [
+        (replace(ROLLOUT, facts={"internal_state": {"running": 4}}, tokens_per_s=0.5), "running"),
+        (
+            replace(ROLLOUT, facts={"arriving": "e000003-s000012"}, not_ready="no weights", waits_on="trainer"),
+            "running",
+        ),
+        (replace(ROLLOUT, facts={"arriving": None}, not_ready="no weights", waits_on="trainer"), "wedged"),
+    ],
+    ids=["samples tokens", "loads weights", "does neither"],
+)
+def test_a_server_that_samples_or_loads_is_at_work(rollout, state):
+    quiet_s = BUSY_S * 3 if rollout.tokens_per_s else BUSY_S - 1
+    assert judge([trainer(), orchestrator(waits={"rollout": 4}, quiet_s=quiet_s), rollout, ENV]).state == state
+
+
 def test_an_evaluation_behind_another_orchestrators_is_no_wedge_until_it_lasts_very_long():
     seen = [trainer(), orchestrator(waits={"peer": 1}, evaluating_step=5, quiet_s=QUIET_S * 2), ROLLOUT, ENV]
     verdict = judge(seen)
@@ -230,6 +264,11 @@ def test_an_evaluation_behind_another_orchestrators_is_no_wedge_until_it_lasts_v
         == "orchestrator waits for another orchestrator of the run, which evaluates, to evaluate step 5"
     )
     assert judge([seen[0], orchestrator(waits={"peer": 1}, quiet_s=BUSY_S)]).state == "wedged"
+
+
+def test_servers_that_have_not_registered_may_wait_for_a_trainer_that_was_not_asked():
+    """As the orchestrator sees a run whose trainer takes minutes to start."""
+    assert judge([orchestrator(servers=[], quiet_s=QUIET_S, **NEEDS_SERVER)]).state == "running"
 
 
 def test_a_trainer_that_was_not_asked_may_be_at_work():

@@ -77,7 +77,11 @@ def test_a_state_that_was_removed_is_named(folder):
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "params/d/0"])
 @pytest.mark.parametrize("special", ["fifo", "socket", "folder", "loop"])
 def test_what_is_no_file_is_named_and_nobody_waits_for_it(folder, name, special):
-    (folder / "state.json").write_bytes(states.initial_state(7).to_json(optimizer_files=[]))
+    manifest = checkpoint_files.read_manifest(folder)
+    sealed = states.initial_state(7).to_json(optimizer_files=[], seal=checkpoint_files.seal(manifest))
+    (folder / "state.json").write_bytes(sealed)
+    state = checkpoint_files.digest(folder / "state.json")
+    checkpoint_files.write_manifest(folder, dataclasses.replace(manifest, state=state))
     (folder / "optimizer").mkdir()
     states.verify(folder)
     (folder / name).unlink()

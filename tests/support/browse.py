@@ -39,6 +39,7 @@ def main(program: str, link: str, folder: str) -> None:
         page.goto(f"{base}/#/run/r/ticket/e000009-s000006.90001.1")
         look(page, ".turn", "hostile", folder, seen)
         seen["title"] = page.title()
+        seen["raw"] = page.evaluate("/[\\u202e\\u001b]/.test(document.body.innerText)")
         page.goto(f"{base}/#/run/r/ticket/e000009-s000006.90001.0")
         look(page, ".turn", "long", folder, seen)
         walk(page, seen)

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.files.buckets import Bucket
 from shared.process.ports import free_port
 from tests.support.net import wait_http
+from volley_bucket.objects import Bucket
 
 
 @contextmanager

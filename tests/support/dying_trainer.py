@@ -16,10 +16,10 @@ from typing import Any
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.loop.ledger import LedgerFile
 from shared.boot import main
-from shared.files.buckets import Bucket
 from shared.queue.queue import TicketQueue
 from shared.run.commits import CommitLog
 from tools.simulated.trainer import open_service
+from volley_bucket.objects import Bucket
 
 CALLS: dict[str, tuple[type, str]] = {
     "record": (CommitLog, "append"),

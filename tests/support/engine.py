@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,10 @@ from services.rollout.engines.base import (
 )
 from services.rollout.engines.staged import CommitMode, CommitResult, Live, LoadedWeights, StagedWeights
 from services.rollout.settings import RolloutSettings
+from services.rollout.weights.failures import FailedVersion
 from services.rollout.weights.serving import Serving
 from services.rollout.weights.updater import WeightUpdater
-from shared.errors import Conflict, WeightsError
+from shared.errors import Conflict, VolleyError
 from shared.models.config import ModelConfig
 from shared.run.checkpoint_files import copy_files
 from shared.services_schema import Limits, TokenFiles
@@ -55,7 +56,7 @@ class FakeEngine:
     delay_s: how long an answer takes.
     hold: while set, requests wait.
     tokens: what each token of a stream waits for.
-    broken: versions that fail to load.
+    refuses: errors of loading a version, in turn.
     stubborn: acknowledges commits, labels tokens as told, and keeps computing with the arrays it has.
     on_stage: called before files are read, which waits for `stages`.
     on_read: called when all have been read.
@@ -69,7 +70,7 @@ class FakeEngine:
     delay_s: float = 0.0
     hold: bool = False
     tokens: asyncio.Semaphore | None = None
-    broken: set[str] = field(default_factory=set[str])
+    refuses: Mapping[str, Iterator[VolleyError]] = field(default_factory=dict[str, Iterator[VolleyError]])
     stubborn: bool = False
     on_stage: Callable[[], None] = lambda: None
     on_read: Callable[[], None] = lambda: None
@@ -148,8 +149,8 @@ class FakeEngine:
             copy_files(Path(weights.folder), weights.below, weights.files, weights.version, lambda name: copies[name])
             self.n_read.update({name: len(copy.getvalue()) for name, copy in copies.items()})
         self.on_read()
-        if weights.version in self.broken:
-            raise WeightsError(f"{weights.version} is broken")
+        if weights.version in self.refuses:
+            raise next(self.refuses[weights.version])
         self.loaded.append(weights.version)
         self.staged = f"arrays of {weights.digest}"
         return LoadedWeights(self.staged, {"restore_s": 0.0})
@@ -214,6 +215,10 @@ class RolloutDouble:
             await asyncio.sleep(0.01)
         if self._updates.current is None or version > self._updates.current:
             self.serve(version)
+
+    def refuse(self, version: FailedVersion) -> None:
+        """As if the version had failed to load."""
+        self._updates._failures.last = version
 
     def silence(self, seconds: float) -> None:
         """The service answers, and takes no requests while its engine has been silent for so long."""

@@ -22,6 +22,8 @@ FOLDER = Path(__file__).resolve().parents[2] / ".cache" / "foreign"
 INSTALL_S = 600.0
 SHOWN = 600
 """Characters of the installer's output that a skipped test gives as its reason."""
+TORCH = ("torch==2.13.0", "transformers==5.24.0", "peft==0.21.2")
+"""Requirements of the references of models, adapters and optimizers."""
 
 
 def environment(name: str, requirements: Sequence[str]) -> Path:
@@ -43,6 +45,11 @@ def environment(name: str, requirements: Sequence[str]) -> Path:
                 _run(name, command)
             complete.touch()
     return python
+
+
+def torch() -> Path:
+    """Return the Python that has torch, transformers and PEFT. Skips the test if it cannot be made."""
+    return environment("torch", TORCH)
 
 
 def _commands(folder: Path, requirements: Sequence[str]) -> Sequence[Sequence[str]]:

@@ -42,10 +42,14 @@ type Lie = Callable[[RunFolder, random.Random], object]
 NEWEST = WeightVersion(2, 5)
 
 
-def make(folder: Path) -> Path:
-    """A run with evaluations and samples: two incarnations, five steps, a failed and a stale ticket."""
+def make(folder: Path, prepare: Callable[[RunFolder], object] = lambda run: None) -> Path:
+    """A run with evaluations and samples: two incarnations, five steps, a failed and a stale ticket.
+
+    `prepare` adds files before the first incarnation.
+    """
     write_config(folder)
     run = RunFolder(folder)
+    prepare(run)
 
     async def first(trainer: Incarnation) -> None:
         _evaluated(run, WeightVersion(1, 0), 0.25)
@@ -136,13 +140,13 @@ class Remake:
         told = dict(self._change)
         if "lines" not in self._left and in_lineage(version, head.lineage):
             ledger, metrics = lines(self._run.ledger), {m["version"]: m for m in lines(self._run.metrics)}
-            chain = Chain(0)
+            chain = Chain()
             for step in range(1, version.step + 1):
                 mine = [x for x in ledger if x["disposition"] == "trained" and x["step"] == step]
                 chain = chain.trained(mine, next(m for m in metrics.values() if m["step"] == step))
             ended = [x for x in ledger if x["disposition"] != "trained"]
             known = [x for x in ended if x["ticket"] <= raw["low"] or x["ticket"] in raw["done"]]
-            told["chain"] = {"since": 0, "steps": chain.steps, "voids": chain.ended(known).voids}
+            told["chain"] = {"steps": chain.steps, "voids": chain.ended(known).voids}
             mine = {x["ticket"]: x for x in ledger if x["disposition"] == "trained"}
             told["recent"] = [mine.get(x["ticket"], x) for x in raw["recent"]]
             told["metrics"] = [metrics.get(m["version"], m) for m in raw["metrics"]]
@@ -307,7 +311,7 @@ LIES: tuple[Lie, ...] = (
 )
 
 
-def _set_everywhere(run: RunFolder, key: str, value: Any) -> dict[str, Any]:
+def set_everywhere(run: RunFolder, key: str, value: Any) -> dict[str, Any]:
     """In config.yaml and run.json; returns what the states have to say."""
     tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
     *path, last = key.split(".")
@@ -333,7 +337,7 @@ SETTINGS: Mapping[str, Any] = {
 
 
 def lie_about_setting(run: RunFolder, key: str, left: frozenset[Part]) -> None:
-    change = _set_everywhere(run, key, SETTINGS[key])
+    change = set_everywhere(run, key, SETTINGS[key])
     Remake(run, left, change)()
 
 

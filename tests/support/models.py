@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from shared.models import names
+from shared.models.adapter import a_name, b_name, weights_of
 from shared.models.families import families
 from shared.run.checkpoint_files import (
     Adapter,
@@ -223,6 +225,15 @@ def random_adapter(config: Mapping[str, Any], seed: int, rank: int = 2) -> Weigh
             a, b = (*value.shape[:n_in], rank), (rank, *value.shape[n_in:])
             made |= {f"{name}_lora_{half}": 0.2 * rng.standard_normal(s) for half, s in (("a", a), ("b", b))}
     return {name: value.astype(np.float32) for name, value in made.items()}
+
+
+def merged(weights: Weights, tree: Weights, scale: float) -> Weights:
+    """Effective weights of adapters on a base, both under the trainer's names, in float64 under Hugging Face's."""
+    found = {name: value.astype(np.float64) for name, value in weights.items()}
+    for name in weights_of(tree):
+        a, b = (tree[of(name)].astype(np.float64) for of in (a_name, b_name))
+        found[name] += scale * (a.reshape(-1, a.shape[-1]) @ b.reshape(len(b), -1)).reshape(found[name].shape)
+    return {names.hf_name(name): names.to_hf(name, value) for name, value in found.items()}
 
 
 def write_base(root: Path, config: Mapping[str, Any], weights: Weights) -> BaseWeights:

@@ -47,7 +47,7 @@ from shared.run import archive, checkpoint_files, pinned
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
 from shared.types import Group, WeightVersion
-from volley.verify import command
+from volley_proof.verify import command
 
 _TRACEBACKS = (
     ArithmeticError,

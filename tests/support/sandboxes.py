@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.env.sandbox.sandboxes import Sandboxes
 from shared.errors import Forbidden
+from volley_sandbox.sandbox.sandboxes import Sandboxes
 
 
 async def why_no_programs() -> str:

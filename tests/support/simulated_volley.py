@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from tools.chaos.arena import SIMULATED
-from volley.commands import node, train
+from volley.commands import train
 from volley.local.stack import StackSeams
 from volley.program import run_program
+from volley_launch import node
 
 SEAMS = StackSeams(SIMULATED)
 

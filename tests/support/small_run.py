@@ -29,7 +29,6 @@ from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics, of_groups
 from services.trainer.models.arrays import CheckpointContents, RestoredCheckpoint
 from services.trainer.publishing.publications import PublishedVersion
-from services.trainer.replay.log_queue import bounds_of, log_of
 from services.trainer.settings import filter_options
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import StepLog
@@ -48,6 +47,7 @@ from shared.schema import RunConfig
 from shared.types import Branch, Group, Lineage, Trajectory, VersionSpan, WeightVersion
 from tools.simulated.trainer import NumpyArrays
 from volley.runs.record import claimed, mark_finished
+from volley_proof.replay.log_queue import bounds_of, log_of
 
 RUN, BATCH, SIZE, ETA, STEPS = "r", 2, 2, 1, 5
 HUGE = 1e6
@@ -245,11 +245,12 @@ class Incarnation:
             lambda: "anew",
             log=None if fork is None or log is None else bounds_of(fork, self.backend, log),
         )
-        rules = AdmissionRules("arrival", ETA, 32, 96, SIZE, filter_options(run.trainer.filters))
-        settings, original = pinned.relevant(run), pinned.original(folder / "run.json")
+        filters = filter_options(run.trainer.filters, run.algorithm.mask_truncated)
+        rules = AdmissionRules("arrival", ETA, 32, 96, SIZE, filters)
+        settings = pinned.relevant(run)
         self.worker = TrainerWorker(
             replace(
-                TrainPlan(steps, BATCH, 1, 5.0, 0, False, rules, settings, original, None, on_nonfinite, env="toy"),
+                TrainPlan(steps, BATCH, 1, 5.0, 0, False, rules, settings, None, on_nonfinite, env="toy"),
                 forks=fork.points if fork else (),
                 free=forks.FREE if fork else (),
             ),

@@ -5,8 +5,10 @@ trainer: output, services, and what is left of them.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shared.run.folder import RunFolder
-from volley.layout import PROJECT
+from volley.layout import PROJECT, python_of
 
 SMALL = "tests/system/small.yaml"
 SIMULATED = "configs/chaos.yaml"
@@ -162,6 +164,18 @@ def _volley(folder: Path, simulated: bool, *arguments: str) -> Iterator[Training
         yield running
     finally:
         running.end()
+
+
+def random_model(folder: Path) -> Path:
+    """Copy of the tiny model with random weights, written where safetensors is installed."""
+    shutil.copytree(PROJECT / "configs/models/tiny", folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    program = (
+        "import json, sys; from pathlib import Path; from tests.support import models;"
+        "config = json.loads(sys.argv[2]); models.write_hf(Path(sys.argv[1]), config, models.random_weights(config, 5))"
+    )
+    subprocess.run([python_of("rollout"), "-c", program, folder, json.dumps(config)], cwd=PROJECT, check=True)
+    return folder
 
 
 def _parent(pid: int) -> int:

@@ -27,7 +27,7 @@ from tools.chaos.arena import Arena, RecoveryTimeout, open_arena
 from volley.layout import PROJECT
 from volley.local.supervisor import RestartPolicy
 from volley.runs.record import claimed, stored
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 NAME = "small"
 _STEPS = 3

@@ -15,7 +15,7 @@ from shared.run.checkpoint_files import BASE, read_manifest, versions
 from tests.support.stack import training
 from volley.layout import PROJECT
 from volley.reporting import jsonl
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 N_STEPS, N_GROUPS = 5, 2
 

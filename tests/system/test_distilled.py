@@ -21,7 +21,7 @@ from shared.types import Group
 from tests.support import answering
 from tests.support.stack import PROJECT, training
 from tests.support.teacher import told
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -18,7 +18,7 @@ from shared.types import Group
 from tests.support.stack import training
 from volley.layout import PROJECT
 from volley.reporting import jsonl
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 N_STEPS = 3
 

@@ -22,7 +22,7 @@ from shared.run.state import TrainerState, newest_state
 from volley.layout import PROJECT
 from volley.reporting import jsonl, report
 from volley.runs.record import RunRecord, read_record
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 PROGRAM = """
 import pathlib, sys

@@ -27,7 +27,7 @@ from tests.support.stack import Training, training
 from tools.openenv import ECHO_SERVER
 from tools.openenv.installed import openenv_python
 from volley.runs import addresses
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

@@ -18,8 +18,8 @@ from shared.run.folder import RunFolder
 from tests.support import answering
 from tests.support.stack import Training, training
 from volley.printing import json_output
-from volley.reverify import command as reverify
-from volley.verify.command import verify
+from volley_proof.reverify import command as reverify
+from volley_proof.verify.command import verify
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

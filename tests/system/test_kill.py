@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.stack import Training, training
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 N_STEPS, N_GROUPS = 8, 2
 

@@ -20,7 +20,7 @@ from shared.web.access import Role, token_for
 from tests.support.stack import training
 from volley.reporting import jsonl, report
 from volley.runs import addresses
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 N_STEPS = 12
 SETTINGS = (

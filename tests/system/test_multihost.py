@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.stack import training
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 N_STEPS, N_GROUPS = 5, 2
 TWO = ("services.trainer.num_processes=2", "trainer.mesh.shape=[4,1]")

@@ -13,7 +13,7 @@ from shared.run import archive
 from shared.run.folder import RunFolder
 from shared.types import Group
 from tests.support.stack import continued, training
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 SETTINGS = (
     "run.seed=5",

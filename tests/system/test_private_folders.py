@@ -18,10 +18,10 @@ from shared.process.ports import free_port
 from shared.queue.server import ServerSpec, embedded_server
 from shared.run.folder import RunFolder
 from tests.support.net import HTTP
-from volley.commands.replay import replayed
 from volley.layout import PROJECT, python_of, variables_of
 from volley.reporting import jsonl
-from volley.verify.command import verify
+from volley_proof.commands.replay import replayed
+from volley_proof.verify.command import verify
 
 pytestmark = pytest.mark.timeout(600)
 CONFIG, N_STEPS = PROJECT / "tests/system/small.yaml", 6

@@ -16,7 +16,7 @@ from tests.system.removal import back, further, kill_all, remove, running
 from tools.chaos import logs
 from tools.chaos.arena import Arena
 from volley.runs.record import stored
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 CACHES = (
     ".secrets",

@@ -19,7 +19,7 @@ from tests.support.collector import Collector, SeenSpan, collecting
 from tests.support.stack import SMALL, Training, training
 from volley.layout import PROJECT
 from volley.reporting import jsonl
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 N_STEPS = 3
 

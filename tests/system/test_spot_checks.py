@@ -16,7 +16,7 @@ from tests.support.net import wait_http
 from tests.support.stack import Training, training
 from volley.layout import PROJECT, python_of, variables_of
 from volley.reporting import jsonl
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 SETTINGS = (
     "trainer.max_steps=400",

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.stack import continued, training
 from volley.reporting import jsonl
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 pytestmark = pytest.mark.timeout(400)
 simulated_and_real = pytest.mark.parametrize("simulated", [True, pytest.param(False, marks=pytest.mark.long)])
@@ -111,7 +111,7 @@ def expect_refusal(folder: Path, override: str, code: int, named: str, *more: st
     with training(folder, override, *more) as run:
         assert run.wait(120) == code, run.text()
         errors = run.errors.read_text(encoding="utf-8")
-        assert errors.count("\n") == 1, errors
+        assert errors.count("\n") <= 2, errors  # the error and its hint
         assert errors.startswith("volley: ")
         assert named in errors
         assert run.leftovers() == []

@@ -19,9 +19,9 @@ from tests.docs.commands import first_example
 from tests.support.net import HTTP
 from tests.support.stack import Training, training
 from volley.printing import json_output
-from volley.reverify import command as reverify
 from volley.runs import addresses
-from volley.verify.command import verify
+from volley_proof.reverify import command as reverify
+from volley_proof.verify.command import verify
 
 N_STEPS = 40  # on a loaded machine validation takes as long as twenty steps
 LATE_S = 300.0

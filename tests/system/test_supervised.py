@@ -15,7 +15,7 @@ from shared.run.checkpoint_files import newest, read_manifest
 from shared.run.folder import RunFolder
 from tests.support.stack import Training, training
 from volley.reporting import jsonl
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 SFT = (

@@ -16,6 +16,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 
 if importlib.util.find_spec("tunix"):
     from tests.support.redis import redis, redis_server, redis_url  # noqa: F401
+    from tests.support.torch_client import torch  # noqa: F401
     from tests.trainer.fakes import bench  # noqa: F401
 
     collect_ignore_glob = []

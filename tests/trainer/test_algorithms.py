@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
-from services.trainer.algorithms.ppo import Ppo
-from services.trainer.algorithms.registry import algorithm
+from services.trainer.algorithms.ppo import Ppo, WithCritic
+from services.trainer.algorithms.registry import ALGORITHMS, algorithm, taught
 from services.trainer.algorithms.terms.advantages import gae, returns_to_go, whitened
-from services.trainer.algorithms.terms.algorithm import Episode
+from services.trainer.algorithms.terms.algorithm import EpisodeTokens
 from services.trainer.algorithms.terms.rewards import of_tokens, turn_of_tokens
 from shared import algorithm_schema as schema
 from shared.algorithm_base import PolicyGradientSection, RewardNormalization
@@ -48,11 +49,11 @@ def trajectory(reward: float, *, turns: Sequence[float] = (), task: int = 1, **c
     return replace(made, **changes)
 
 
-def episodes(*rewards: float) -> list[Episode]:
-    return [Episode(trajectory(reward)) for reward in rewards]
+def episodes(*rewards: float) -> list[EpisodeTokens]:
+    return [EpisodeTokens(trajectory(reward)) for reward in rewards]
 
 
-def advantages(section: PolicyGradientSection, *groups: Sequence[Episode]) -> list[list[np.ndarray]]:
+def advantages(section: PolicyGradientSection, *groups: Sequence[EpisodeTokens]) -> list[list[np.ndarray]]:
     return algorithm(section, 1, 8).advantages(groups)
 
 
@@ -78,7 +79,7 @@ def test_every_sampled_token_has_its_episodes_advantage_against_its_group(sectio
 
 
 def test_by_turn_a_token_has_what_was_rewarded_from_its_turn_on():
-    group = [Episode(trajectory(1.0, turns=(1.0, 0.0))), Episode(trajectory(1.0, turns=(0.0, 1.0)))]
+    group = [EpisodeTokens(trajectory(1.0, turns=(1.0, 0.0))), EpisodeTokens(trajectory(1.0, turns=(0.0, 1.0)))]
     section = schema.DrGrpoSection(name="drgrpo", credit="turn")
     (first, second) = advantages(section, group)[0]
     for (start, end), a, b in zip(MODEL_TURNS, (0.0, -0.5), (0.0, 0.5), strict=True):
@@ -89,7 +90,7 @@ def test_by_turn_a_token_has_what_was_rewarded_from_its_turn_on():
 def test_an_episode_with_fewer_turns_is_compared_where_it_had_one():
     short = trajectory(0.0, versions=(VersionSpan(VERSION, 4, 7),))
     short = replace(short, loss_mask=np.where(np.arange(N) < 7, short.loss_mask, 0).astype(np.uint8))
-    group = [Episode(trajectory(2.0, turns=(1.0, 1.0))), Episode(short)]
+    group = [EpisodeTokens(trajectory(2.0, turns=(1.0, 1.0))), EpisodeTokens(short)]
     found = advantages(schema.DrGrpoSection(name="drgrpo", credit="turn"), group)[0]
     assert (found[0][4], found[0][9], found[1][4]) == (1.0, 0.0, -1.0)
 
@@ -115,7 +116,7 @@ def test_overlong_episodes_lose_linearly():
         name="dapo", advantage_estimator="drgrpo", overlong_length=10, overlong_buffer=4, overlong_penalty=2.0
     )
     short = replace(trajectory(1.0), loss_mask=np.where(np.arange(N) < 7, SAMPLED, 0).astype(np.uint8))
-    found = advantages(section, [Episode(trajectory(1.0)), Episode(short)])[0]
+    found = advantages(section, [EpisodeTokens(trajectory(1.0)), EpisodeTokens(short)])[0]
     # 8 sampled tokens are 2 beyond 6, half of the buffer: 1 of the penalty's 2.
     assert (found[0][4], found[1][4]) == (-0.5, 0.5)
 
@@ -123,7 +124,7 @@ def test_overlong_episodes_lose_linearly():
 def test_a_penalty_in_the_reward_is_k1_to_the_reference():
     section = schema.DrGrpoSection(name="drgrpo", beta=0.5, kl_in="reward")
     near, far = (np.where(SAMPLED, -1.0 - d, 0).astype(np.float32) for d in (0.0, 0.25))
-    group = [Episode(trajectory(1.0), reference=near), Episode(trajectory(1.0), reference=far)]
+    group = [EpisodeTokens(trajectory(1.0), reference=near), EpisodeTokens(trajectory(1.0), reference=far)]
     found = advantages(section, group)[0]
     assert found[0][4] == pytest.approx(0.5 * 8 * 0.25 / 2)
     assert found[1][4] == -found[0][4]
@@ -131,7 +132,7 @@ def test_a_penalty_in_the_reward_is_k1_to_the_reference():
 
 def test_rewards_are_normalized_over_those_that_belong_together():
     rewards = [np.array([1.0, 0.0]), np.array([3.0, 0.0])]
-    groups = [[Episode(trajectory(r, task=i)) for r in one] for i, one in enumerate(rewards)]
+    groups = [[EpisodeTokens(trajectory(r, task=i)) for r in one] for i, one in enumerate(rewards)]
     every = np.concatenate(rewards)
     for grouping, pools in (("state", rewards), ("batch", [every, every]), ("inductive", [every, every])):
         how = RewardNormalization(grouping=grouping, method="mean_std")
@@ -189,7 +190,7 @@ def test_gae_is_the_papers_over_the_sampled_tokens(seed: int, length: int, gamma
 def test_ppo_rewards_and_values_make_advantages_and_returns():
     made = Ppo(schema.PpoSection(name="ppo", whiten_advantages=False, gamma=0.9, gae_lambda=0.8), 1, 8)
     values = np.where(SAMPLED, np.linspace(0, 1, N), 0).astype(np.float32)
-    group = [Episode(trajectory(1.0, turns=(0.25, 0.75)), values=values)]
+    group = [EpisodeTokens(trajectory(1.0, turns=(0.25, 0.75)), values=values)]
     rewards = np.zeros(8)
     rewards[-1] = 1.0
     wanted = gae_of_the_paper(rewards, values[SAMPLED].astype(np.float64), 0.9, 0.8)
@@ -241,7 +242,7 @@ def test_a_normalized_reward_of_a_failed_episode_is_at_its_last_sampled_token(na
     else:
         section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
         made = algorithm(section, 1, 8)
-    group = [Episode(trajectory(r), values=np.zeros(N, np.float32)) for r in (0.0, 0.0, 1.0, 1.0)]
+    group = [EpisodeTokens(trajectory(r), values=np.zeros(N, np.float32)) for r in (0.0, 0.0, 1.0, 1.0)]
     found = [one.tokens for one in made.token_rewards([group])[0]]
     for one, sign in zip(found, (-1, -1, 1, 1), strict=True):
         assert np.flatnonzero(one).tolist() == [N - 1]
@@ -261,13 +262,50 @@ def test_normalizing_enormous_rewards_keeps_their_proportions():
     assert all(np.isfinite(one).all() for one in whitened(huge, [np.ones(1, bool), np.ones(2, bool)]))
 
 
-def test_episodes_that_do_not_count_move_no_other_when_advantages_are_whitened():
-    cut = trajectory(-9.0, status="truncated")
-    section = schema.PpoSection(name="ppo", mask_truncated=True)
-    values = np.where(SAMPLED, 0.5, 0.0).astype(np.float32)
-    group = [Episode(trajectory(r), values=values) for r in (1.0, 0.0)]
-    alone = Ppo(section, 1, 8).advantages([group])[0]
-    beside = Ppo(section, 1, 8).advantages([[*group, Episode(cut, values=values)]])[0]
-    for a, b in zip(alone, beside, strict=False):
-        np.testing.assert_allclose(a, b, rtol=1e-9)
-    assert not beside[2].any()
+OF_NAME = {"gdpo": {"reward_components": {"a": 1.0, "b": 2.0}}, "mopd": {"outcome_coef": 1.0}}
+WITHOUT_REWARD = ("gdpo", "on_policy_distillation")
+NORMALIZED = {"reward_normalization": {"grouping": "batch", "method": "mean_std"}}
+OF_REWARDS = ({"credit": "turn"}, NORMALIZED, {"beta": 0.1, "kl_in": "reward"})
+CASES = [
+    (name, more)
+    for name in ALGORITHMS
+    for more in ({}, {"teacher_kl_coef": 0.5}, *(() if name in WITHOUT_REWARD else OF_REWARDS))
+]
+
+
+@pytest.mark.parametrize(("name", "more"), CASES)
+def test_an_episode_outside_the_loss_is_in_no_statistic(name: str, more: dict):
+    """Advantages and the critic's targets are those of a step without it, whatever its reward; its own are 0."""
+    keys = {"name": name, "mask_truncated": True, **OF_NAME.get(name, {}), **more}
+    section, rng = TypeAdapter(schema.AlgorithmSection).validate_python(keys), np.random.default_rng(3)
+    inner = algorithm(section, 1, 8)
+    made = [taught(inner, section).advantages, *([inner.returns] if isinstance(inner, WithCritic) else ())]
+
+    def scored(reward: float, status: str) -> EpisodeTokens:
+        known = [np.where(SAMPLED, -rng.random(N), 0).astype(np.float32) for _ in range(4)]
+        components = {"a": reward, "b": float(rng.random())}
+        one = trajectory(reward, turns=(reward / 2, 0), reward_components=components, status=status)
+        return EpisodeTokens(replace(one, teacher_logprobs=known[0]), *known[1:])
+
+    for cut in ([], [9.0], [9.0, -1e6]):
+        trained = [[scored(r, "completed") for r in rewards] for rewards in ((1.0, 0.0, 0.5), (0.0, 1.0))]
+        others = [scored(r, "truncated") for r in cut]
+        whole = [[*others, *trained[0]], others or trained[0], [*trained[1], *others]]
+        alone = [trained[0], trained[1]] if others else [trained[0], trained[0], trained[1]]
+        every = [e.trajectory.status == "completed" for group in whole for e in group]
+        for compute in made:
+            found = np.array([a for group in compute(whole) for a in group])
+            assert not found[~np.array(every)].any()
+            np.testing.assert_array_equal(found[every], [a for group in compute(alone) for a in group])
+
+
+@pytest.mark.parametrize(("name", "left"), [("grpo", (1.0, 0.0, 0.5)), ("rloo", (1.0, 0.0, 0.5)), ("rloo", (1.0,))])
+def test_a_group_is_compared_among_the_episodes_in_the_loss(name: str, left: tuple[float, ...]):
+    section = TypeAdapter(schema.AlgorithmSection).validate_python({"name": name, "mask_truncated": True})
+    (found,) = advantages(section, [*episodes(*left), EpisodeTokens(trajectory(-3.0, status="truncated"))])
+    r, n = np.array(left, np.float64), len(left)
+    if name == "grpo":
+        wanted = (r - r.mean()) / (np.sqrt(((r - r.mean()) ** 2).sum() / (n - 1)) + 1e-6)
+    else:
+        wanted = r - np.array([(r.sum() - x) / (n - 1) for x in r]) if n > 1 else np.zeros(1)
+    np.testing.assert_allclose([one[4] for one in found], [*wanted, 0.0], rtol=1e-12)

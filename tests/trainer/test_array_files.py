@@ -15,7 +15,7 @@ from shared.errors import WeightsError
 from shared.run.array_files import open_arrays
 from shared.run.folder import RunFolder
 from tests.trainer.test_parameters import made as checkpoints
-from volley.verify import parameters as proof
+from volley_proof.verify import parameters as proof
 
 GOOD: dict[str, Any] = {
     "shape": [4],

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.registry import algorithm
-from services.trainer.algorithms.terms.algorithm import Episode
+from services.trainer.algorithms.terms.algorithm import EpisodeTokens
 from services.trainer.algorithms.terms.rewards import of_tokens, turn_of_tokens
 from services.trainer.batches.batch import (
     BatchLayout,
@@ -256,7 +256,7 @@ def test_arrays_of_an_episode_go_to_its_rows_and_back():
     assert stored(rows, "reference") is None
 
 
-def conversation(reward: float, turns: Sequence[float] = (0.0, 0.0, 0.0), **changes) -> Episode:
+def conversation(reward: float, turns: Sequence[float] = (0.0, 0.0, 0.0), **changes) -> EpisodeTokens:
     """Sequence 0: prompt, turn 0, turn 1 (2 tokens each); a branch after turn 0: its own turn 1 of 3 tokens."""
     mask, own = np.array([0, 0, 1, 1, 0, 1, 1], np.uint8), np.array([0, 1, 1, 1], np.uint8)
     logprobs = [np.where(m, -1.0, 0).astype(np.float32) for m in (mask, own)]
@@ -270,11 +270,11 @@ def conversation(reward: float, turns: Sequence[float] = (0.0, 0.0, 0.0), **chan
         branches=(branch,),
     )  # fmt: skip
     made.validate()
-    return Episode(replace(made, **changes))
+    return EpisodeTokens(replace(made, **changes))
 
 
-def plain(episode: Episode) -> Episode:
-    return Episode(replace(episode.trajectory, branches=()))
+def plain(episode: EpisodeTokens) -> EpisodeTokens:
+    return EpisodeTokens(replace(episode.trajectory, branches=()))
 
 
 SAMPLED = np.array([0, 0, 1, 1, 0, 1, 1, 0, 1, 1, 1], bool)
@@ -357,7 +357,7 @@ def test_a_teacher_grades_the_tokens_of_all_sequences():
         branches=(replace(one.branches[0], teacher_logprobs=one.branches[0].logprobs * 3),),
     )  # fmt: skip
     section = schema.OnPolicyDistillationSection(name="on_policy_distillation", gamma=1.0)
-    (found,) = algorithm(section, 1, 8).advantages([[Episode(taught)]])[0]
+    (found,) = algorithm(section, 1, 8).advantages([[EpisodeTokens(taught)]])[0]
     assert found[SAMPLED].tolist() == [-4, -3, -2, -1, -6, -4, -2]
 
 

@@ -14,13 +14,13 @@ import pytest
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.models.arrays import CheckpointContents, RestoredCheckpoint
-from services.trainer.replay.recorded import RecordedStep
 from shared.errors import ConfigError, Fenced, StorageFull, Unavailable, WeightsError
 from shared.run import checkpoint_files, ledger
 from shared.run.checkpoint_files import Probe
 from shared.run.state import TrainerState, initial_state
 from shared.types import WeightVersion
 from tests.support.disk import file_size_limit
+from volley_proof.replay.recorded import RecordedStep
 
 PARAMS = {"layers.0.attn.q_proj.w": jnp.arange(24.0).reshape(2, 3, 4), "final_norm.w": jnp.ones(3)}
 OPTIMIZER = {"step": jnp.array(4, jnp.uint32), "opt_state.0.mu.final_norm.w": jnp.full(3, 0.1)}
@@ -213,7 +213,7 @@ def test_room_is_looked_for_before_anything_is_written(checkpoints: CheckpointFo
 
 def test_saves_that_failed_hold_none_of_their_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(logging.getLogger("absl"), "disabled", True)  # pytest keeps what it logs, and the tracebacks
-    n, arrays, made = 12, OrbaxArrays(), list[weakref.ref[jax.Array]]()
+    n, arrays, made = 8, OrbaxArrays(), list[weakref.ref[jax.Array]]()
     with file_size_limit(2**16):
         for i in range(n):
             tree = {f"layers.{k}.w": jnp.full(2**16, i, jnp.float32) for k in range(4)}
@@ -295,7 +295,8 @@ def test_a_checkpoint_that_could_not_be_read_again_replaces_none(checkpoints: Ch
 
 def evaluated(checkpoints: CheckpointFolders, version: str, success: float, **more: object) -> None:
     """A line of evals.jsonl as the orchestrator writes it."""
-    row = {"step": 0, "version_min": version, "version_max": version, "success": success, "reward_mean": 0.5, **more}
+    row = {"step": 0, "version_min": version, "version_max": version, "success": success, "reward_mean": 0.5}
+    row |= {"n_tasks": 10, "failed": 0, **more}
     with (checkpoints.root.parent / "evals.jsonl").open("ab") as file:
         file.write(orjson.dumps(row) + b"\n")
 

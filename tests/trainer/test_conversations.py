@@ -308,7 +308,7 @@ def test_what_is_no_conversation_says_why(record: Any, why: str):
         ),
         (
             {"prompt": "go", "chosen": [{"role": "system", "content": "s"}, SAID], "rejected": TALK},
-            "which of them is the",
+            "both `prompt` and `chosen` start",
         ),
         (
             {"prompt": "go", "chosen": [{"role": "system", "content": "s"}, *TALK], "rejected": TALK},

@@ -18,7 +18,7 @@ from shared.types import WeightVersion
 from tests.trainer.process import BATCH, deterministic, producing, trainer
 from tools.simulated.trainer import NumpyArrays, SimulatedBackend
 from volley.runs.record import claimed, mark_finished
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 STEPS = 24
 """Every kill lets a step or more pass; of those in a checkpoint, up to two of its intervals."""

@@ -22,7 +22,7 @@ from shared.types import WeightVersion
 from tests.support import lies
 from tests.support.small_run import RUN, STEPS, Incarnation, write_config
 from tools.simulated.trainer import NumpyArrays
-from volley.verify import command
+from volley_proof.verify import command
 
 
 @pytest.fixture

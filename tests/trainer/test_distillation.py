@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.registry import algorithm, taught
-from services.trainer.algorithms.terms.algorithm import Episode
+from services.trainer.algorithms.terms.algorithm import EpisodeTokens
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.rewards import reverse_kl
 from services.trainer.batches.batch import Batch
@@ -38,10 +38,10 @@ def shown(group: Group, seed: int = 0) -> Group:
 
 
 GROUP = shown(support.group(1, VERSION, n=4))
-EPISODES = [Episode(one) for one in GROUP.trajectories]
+EPISODES = [EpisodeTokens(one) for one in GROUP.trajectories]
 
 
-def kl_of(episode: Episode) -> np.ndarray:
+def kl_of(episode: EpisodeTokens) -> np.ndarray:
     one = episode.trajectory
     student = one.logprobs if episode.old is None else episode.old
     assert one.teacher_logprobs is not None
@@ -114,7 +114,7 @@ def test_its_gradient_is_that_of_the_exact_reverse_kl_in_expectation() -> None:
     tokens = [replace(one, logprobs=one.loss_mask * np.float32(a), teacher_logprobs=one.loss_mask * np.float32(b))
               for a, b in zip(log_p, log_q, strict=True)]  # fmt: skip
     made = algorithm(ALONE, 1, 8)
-    advantages = np.array([a[4] for a in made.advantages([[Episode(t) for t in tokens]])[0]], np.float32)
+    advantages = np.array([a[4] for a in made.advantages([[EpisodeTokens(t) for t in tokens]])[0]], np.float32)
     column = np.ones((7, 1), np.float32)
     batch = Batch(
         ids=column.astype(np.int32), targets=np.arange(7, dtype=np.int32)[:, None], mask=column,

@@ -9,7 +9,7 @@ import pytest
 
 from services.trainer.algorithms.registry import algorithm
 from services.trainer.algorithms.sao import Sao
-from services.trainer.algorithms.terms.algorithm import Episode
+from services.trainer.algorithms.terms.algorithm import EpisodeTokens
 from shared import algorithm_schema as schema
 from tests.trainer.test_algorithms import SAMPLED, N, advantages, episodes, gae_of_the_paper, trajectory
 
@@ -54,7 +54,9 @@ def test_maxrls_gradient_is_that_of_the_truncated_likelihood_in_expectation():
 def test_gdpo_normalizes_each_reward_before_it_adds_them():
     parts = {"goal": np.array([1.0, 0.0, 0.0, 1.0]), "form": np.array([0.1, 0.3, 0.2, 0.2]), "idle": np.ones(4)}
     weights = {"goal": 1.0, "form": 2.0, "idle": 5.0}
-    each = [Episode(trajectory(0.0, reward_components={k: float(v[i]) for k, v in parts.items()})) for i in range(4)]
+    each = [
+        EpisodeTokens(trajectory(0.0, reward_components={k: float(v[i]) for k, v in parts.items()})) for i in range(4)
+    ]
     section = schema.GdpoSection(name="gdpo", reward_components=weights)
     found = np.array([one[4] for group in advantages(section, each[:2], each[2:]) for one in group])
 
@@ -66,18 +68,9 @@ def test_gdpo_normalizes_each_reward_before_it_adds_them():
     np.testing.assert_allclose(found, (total - np.mean(total)) / (np.std(total) + 1e-6), rtol=1e-9)
 
 
-def test_an_episode_left_out_of_the_loss_does_not_move_gdpos_normalization():
-    parts = [{"a": 1.0}, {"a": 0.0}]
-    section = schema.GdpoSection(name="gdpo", reward_components={"a": 1.0}, mask_truncated=True)
-    group = [Episode(trajectory(0.0, reward_components=one)) for one in parts]
-    cut = [Episode(trajectory(0.0, reward_components={"a": x}, status="truncated")) for x in (9.0, -9.0)]
-    alone, beside = advantages(section, group)[0], advantages(section, group, cut)[0]
-    np.testing.assert_allclose(alone, beside)
-
-
 def test_saos_lambda_follows_the_length_and_the_critics_target_is_the_return():
     values = np.where(SAMPLED, np.linspace(0, 1, N), 0).astype(np.float32)
-    group = [Episode(trajectory(1.0), values=values)]
+    group = [EpisodeTokens(trajectory(1.0), values=values)]
     made = Sao(SAO, 1, 8)
     rewards = np.zeros(8)
     rewards[-1] = 1.0
@@ -92,7 +85,7 @@ def test_saos_lambda_follows_the_length_and_the_critics_target_is_the_return():
 def test_mopds_advantage_is_the_teachers_and_that_of_rewards():
     rng = np.random.default_rng(0)
     teacher, old = (np.where(SAMPLED, -rng.random(N), 0).astype(np.float32) for _ in range(2))
-    group = [Episode(trajectory(r, teacher_logprobs=teacher), old=old) for r in (1.0, 0.0)]
+    group = [EpisodeTokens(trajectory(r, teacher_logprobs=teacher), old=old) for r in (1.0, 0.0)]
     section = schema.MopdSection(name="mopd", teacher_kl_coef=0.5, advantage_estimator="drgrpo")
     taught = 0.5 * (teacher.astype(np.float64) - old)
     np.testing.assert_allclose(advantages(section, group)[0][0], taught)

@@ -90,7 +90,7 @@ def test_shares_are_of_groups_and_of_sampled_tokens():
     short, long = replace(flat(1)), mixed(2)
     short = replace(short, trajectories=(short.trajectories[0],))
     n_short, n_long = (sum(t.n_sampled for t in g.trajectories) for g in (short, long))
-    found = shares_without_variance([short, long])
+    found = shares_without_variance([short, long], mask_truncated=False)
     assert found == {"zero_variance_groups": 0.5, "zero_variance_tokens": n_short / (n_short + n_long)}
     assert 0 < found["zero_variance_tokens"] < 0.5
 
@@ -119,6 +119,21 @@ def test_groups_without_variance_are_trained_on_unless_the_run_says_otherwise():
     assert dropped is not None
     assert (dropped.rule, dropped.detail, dropped.is_defect) == ("zero_variance", "all 2 rewards are 1", False)
     assert buffer(ZERO_VARIANCE).offer(entry(mixed(1))) is None
+
+
+def test_variance_is_that_of_the_episodes_in_the_loss():
+    """The only other reward is of a truncated episode; or all are truncated."""
+    one, all_of_it = spoilt(1, status="truncated"), replace(mixed(2))
+    cut = tuple(replace(t, status="truncated") for t in all_of_it.trajectories)
+    for made in (one, replace(all_of_it, trajectories=cut)):
+        assert buffer(ZERO_VARIANCE).offer(entry(made)) is None
+        dropped = buffer(replace(ZERO_VARIANCE, mask_truncated=True)).offer(entry(made))
+        assert dropped is not None
+        assert dropped.rule == "zero_variance"
+        shares = [
+            shares_without_variance([made], mask_truncated=mask)["zero_variance_groups"] for mask in (False, True)
+        ]
+        assert shares == [0.0, 1.0]
 
 
 @given(st.lists(st.booleans(), min_size=8, max_size=16), st.randoms())

@@ -47,11 +47,13 @@ TURNS = {
     "<|im_end|>",
     "nested": HEADER + BEGIN + BEGIN + "{{ m.content }}" + END + "<|im_end|>" + END,
     "empty": HEADER + BEGIN + END + BLOCK,
-    "without space": HEADER + "{%- generation -%} \n " + SAID + " {%- endgeneration -%} \n",
+    "without space": HEADER.replace("\n", "{{ '\\n' }}")
+    + "{%- generation -%} \n "
+    + SAID
+    + " {%- endgeneration -%} \n",
     "in a macro": HEADER + "{% macro said(m) %}" + BLOCK + "{% endmacro %}{{ said(m) }}",
     "around a variable": HEADER + BEGIN + "{% set s %}{{ m.content }}{% endset %}{{ s }}<|im_end|>" + END,
-    "around the next header": "{% if loop.index0 == 1 %}" + HEADER + "{% endif %}" + BEGIN + SAID + "\n"
-    "{% if not loop.last %}" + HEADER + "{% endif %}" + END,
+    "with what follows": HEADER + BEGIN + SAID + "\n" + END,
 }
 OPTIONS = {"return_dict": True, "return_assistant_tokens_mask": True}
 

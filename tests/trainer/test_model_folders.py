@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.trainer.backend.tunix import check_vocabulary
+from services.trainer.backend.assembly import check_vocabulary
 from services.trainer.learner.scoring import params_of
 from services.trainer.models import family
 from services.trainer.models.initial_weights import FileLeaves, leaves_of

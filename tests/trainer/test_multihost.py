@@ -16,15 +16,15 @@ import orjson
 import pytest
 import yaml
 
+from services.trainer.backend.memory import described
 from services.trainer.batches.batch import BatchLayout
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.models.options import ModelOptions
-from services.trainer.multihost.connection import Connection, greet, welcome
+from services.trainer.multihost.connection import PeerConnection, greet, welcome
 from services.trainer.multihost.options import GroupOptions, group_options
 from services.trainer.multihost.processes import Follower, Leader, follow, stream, together
 from services.trainer.multihost.publications import FollowingPublications, LeadingPublications
-from services.trainer.planning.plan import plan
 from services.trainer.publishing.publications import ModelToPublish, Publications
 from shared import config
 from shared.errors import ConfigError, Forbidden, NonFinite, ProcessesMissing, ProcessLost, StorageFull, VolleyError
@@ -266,7 +266,7 @@ def test_garbage_at_the_door_is_turned_away(data: bytes):
 def test_a_message_that_is_none_ends_the_connection():
     ours, theirs = socket.socketpair()
     lost: list[str] = []
-    connection = Connection(theirs, 1)
+    connection = PeerConnection(theirs, 1)
     connection.watch(lambda peer, reason: lost.append(reason))
     ours.sendall((3).to_bytes(8, "big") + b"\x01\x02\x03")
     assert connection.receive("calls", 10) is None
@@ -346,11 +346,11 @@ def test_processes_that_cannot_be_are_refused(tmp_path: Path, overrides: tuple[s
 def test_what_is_planned_is_one_line():
     layout, memory = BatchLayout((16,), 8, 0), MemoryEstimate({"parameters": 3 << 20}, {}, {}, 0, 0)
     model = ModelOptions(Path(), "float32", "none", (4, 1), ("fsdp", "tp"), 0)
-    assert plan(model, layout, 16, memory) == (
+    assert described(model, layout, 16, memory) == (
         "mesh fsdp 4 x tp 1: 4 cpu devices; 3 MiB on each; 16 sequences a step, 8 a micro-batch"
     )
     packed = replace(layout, tokens=64, shards=4)
-    assert plan(model, packed, 16, memory).endswith("16 sequences a step, micro-batches of 64 tokens")
+    assert described(model, packed, 16, memory).endswith("16 sequences a step, micro-batches of 64 tokens")
 
 
 STEPS = 4

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 import pytest
 
-from services.trainer.backend.tunix import TunixBackend
+from services.trainer.backend.policy import PolicyBackend
 from services.trainer.checkpoints import parameters
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
@@ -29,8 +29,8 @@ from shared.run.folder import RunFolder
 from shared.run.state import initial_state
 from tests.support import models
 from tests.trainer.test_policy import CONFIG_1, OPTIONS, START, WEIGHTS, held, ppo_options
-from volley.verify import parameters as proof
-from volley.verify.checkpoints import RetainedCheckpoint
+from volley_proof.verify import parameters as proof
+from volley_proof.verify.checkpoints import RetainedCheckpoint
 
 RNG = np.random.default_rng(3)
 
@@ -132,7 +132,7 @@ def test_a_trainer_tells_what_its_checkpoint_holds(
     folders.fence(1)
     models.write_hf(tmp_path / "model", CONFIG_1, WEIGHTS)
     model = ModelOptions(tmp_path / "model", "float32", "none", (1, 1), ("fsdp", "tp"), 0, lora=lora)
-    one, again = (TunixBackend(model, ModelConfig.parse(CONFIG_1), options, folders) for _ in range(2))
+    one, again = (PolicyBackend(model, ModelConfig.parse(CONFIG_1), options, folders) for _ in range(2))
     state = initial_state(0).starting_epoch(1, keep_reference=False)
     one.restore()
     one.build()

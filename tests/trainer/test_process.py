@@ -20,7 +20,7 @@ from shared.queue.server import embedded_server, prepare, running
 from tests.trainer.process import BATCH, SIMULATED, producing, trainer
 from tools.simulated.trainer import NumpyArrays
 from volley.runs.record import claimed, mark_finished
-from volley.verify.command import verify
+from volley_proof.verify.command import verify
 
 STEPS = 5
 LATE = {"trainer__checkpointing_options": {"save_interval_steps": 3}, "grpo_config__off_policy_steps": 2}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from services.trainer.publishing import publications
-from services.trainer.publishing.beginning import beginning
 from services.trainer.publishing.publications import ModelToPublish, Publications, PublishedVersion
+from services.trainer.publishing.run_id import run_id
 from shared.errors import NotFound
 from shared.published.chunks import ChunkFolder, reads
 from shared.published.manifest import PublishedManifest
@@ -179,16 +179,16 @@ def test_a_beginning_outlives_trainers_and_not_the_folder(tmp_path):
 @pytest.mark.parametrize("lost", [["published"], [".beginning"], ["published", ".beginning"]])
 def test_a_beginning_outlives_its_files_while_there_is_a_log(tmp_path, lost):
     folder = RunFolder(tmp_path)
-    known = beginning(folder.published)
+    known = run_id(folder.published)
     folder.recorded_beginning.write_text(known, encoding="utf-8")  # by the orchestrator
     (folder.archive / "e000001").mkdir(parents=True)
     (folder.archive / "e000001/s000001.json").write_bytes(b"{}")
     for name in lost:
         remove(tmp_path / name)
-    assert beginning(folder.published) == known
+    assert run_id(folder.published) == known
     assert folder.beginning.read_text(encoding="utf-8") == known
     (folder.published / "beginning").write_bytes(b"")
-    assert beginning(folder.published) == known
+    assert run_id(folder.published) == known
 
 
 def remove(path):

@@ -14,11 +14,9 @@ from services.trainer.learner.optimizer import make_optimizer
 from services.trainer.learner.scoring import Reference, objective, params_of
 from services.trainer.learner.train_step import Learner
 from services.trainer.models.family import make_mesh
-from services.trainer.planning import memory
 from tests.support import models
 from tests.trainer import test_policy, test_supervised
 from tests.trainer.support import model_of
-from tests.trainer.test_memory import MODEL, POLICY, SHAPE, N
 
 OPTIONS, START, WEIGHTS = test_policy.OPTIONS, test_policy.START, test_policy.WEIGHTS
 LATER = models.random_weights(test_policy.CONFIG_1, seed=7)
@@ -69,16 +67,3 @@ def test_preferences_are_learned_bit_by_bit_as_with_it_on_the_devices() -> None:
         preferences = Preferences(model, options, 0.1, None, offload=offload)
         told.append([preferences.update(pairs), preferences.update(pairs), preferences.evaluate(pairs)])
     assert told[0] == told[1]
-
-
-def test_the_estimate_has_it_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which a CPU's devices are as well: nothing is saved there."""
-    on_device, aside = (memory.estimate(SHAPE, MODEL, replace(POLICY, offload_reference=off)) for off in (False, True))
-    assert (aside.kept["reference"], aside.host_reference) == (0, 4 * N)
-    assert aside.peak == on_device.peak
-    assert aside.to_mib()["reference on the host"] == on_device.to_mib()["reference"]
-    elsewhere = [replace(one, on_host=False) for one in (on_device, aside)]
-    assert elsewhere[0].peak - elsewhere[1].peak == 4 * N
-    hints = memory.knobs(SHAPE, MODEL, POLICY, None, elsewhere[0])
-    assert ("trainer.offload_reference=true", 4 * N) in hints
-    assert "trainer.offload_reference=true" not in dict(memory.knobs(SHAPE, MODEL, POLICY, None, on_device))

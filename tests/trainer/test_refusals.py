@@ -24,7 +24,7 @@ from tests.support import small_run
 from tests.support.small_run import Incarnation
 from tests.trainer.fakes import Bench, stopped
 from volley.runs.record import claimed
-from volley.verify import command
+from volley_proof.verify import command
 
 
 def refusals(folder: Path) -> list[dict[str, Any]]:

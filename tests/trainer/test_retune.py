@@ -6,12 +6,11 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import orjson
 import pytest
 
 from shared.config import load
 from shared.errors import ConfigError
-from shared.run import commits, pinned
+from shared.run import pinned
 from shared.run import state as states
 from shared.run.checkpoint_files import newest
 from shared.schema import RunConfig
@@ -73,40 +72,3 @@ def test_what_may_not_change_ends_the_trainer_before_it_begins(folder: Path) -> 
     with pytest.raises(ConfigError, match=r"run\.seed \(was 0, now 1\) may not change"):
         go_on(folder, "run.seed=1")
     assert sorted(folder.rglob("*")) == before
-
-
-def older(folder: Path) -> None:
-    """The newest checkpoint as it was written before settings and a line for each checkpoint were recorded."""
-    from dataclasses import replace
-
-    from shared.run.checkpoint_files import MANIFEST, digest, read_manifest, write_manifest
-
-    found = newest(folder / "checkpoints")
-    assert found is not None
-    raw = orjson.loads((found / states.STATE).read_bytes())
-    del raw["settings"], raw["files"]
-    for version in commits.versions(folder / "archive"):
-        commits.path_of(folder / "archive", version).unlink()
-    (found / states.STATE).write_bytes(orjson.dumps(raw))
-    write_manifest(found, replace(read_manifest(found / MANIFEST), state=digest(found / states.STATE)))
-    (folder / "checkpoints.jsonl").unlink()
-
-
-def test_an_older_checkpoint_is_held_to_what_the_run_was_started_with(folder: Path) -> None:
-    older(folder)
-    assert head(folder).settings == ()
-    began = pinned.relevant(configured(folder))
-    amendment = {"time": 0.0, "from_step": STEPS, "changes": {"trainer.max_steps": [STEPS, 7]}}
-    record = {"config": {**began, "trainer.max_steps": 7}, "amendments": [amendment]}
-    (folder / "run.json").write_bytes(orjson.dumps(record))
-    with pytest.raises(ConfigError, match=r"run\.seed \(was 0, now 1\)"):
-        go_on(folder, "run.seed=1")
-    go_on(folder, "trainer.max_steps=7")
-    assert head(folder).settings == ((1, began), (3, {"trainer.max_steps": 7}))
-
-
-def test_an_older_checkpoint_of_which_nothing_tells_is_taken_as_it_is(folder: Path) -> None:
-    older(folder)
-    (folder / "run.json").unlink()
-    go_on(folder, "trainer.max_steps=7")
-    assert head(folder).settings == ((1, pinned.relevant(configured(folder, "trainer.max_steps=7"))),)

@@ -18,7 +18,7 @@ from shared.types import Trajectory, VersionSpan, WeightVersion
 from tests.support import decoder_reference
 from tests.trainer.support import group, model_of
 from tests.trainer.test_policy import CONFIG_1, OPTIONS, START, WEIGHTS
-from volley.dashboard.advice import advise
+from volley_dashboard.page.advice import advise
 
 A, B = "http://a:8102", "http://b:8102"
 EVERY = replace(OPTIONS, spot_checks=1.0)

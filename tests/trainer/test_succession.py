@@ -22,7 +22,7 @@ from shared.run import state as states
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.support.small_run import BATCH, ETA, RUN, STEPS, Incarnation, group, write_config
-from volley.verify import command
+from volley_proof.verify import command
 
 
 class TrainerRun:

@@ -17,7 +17,6 @@ import orjson
 import pytest
 
 from services.trainer.algorithms.dpo import pair_terms, weighted_likelihood
-from services.trainer.backend.tunix import ModelOptions
 from services.trainer.batches.batch import BatchLayout
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
@@ -32,6 +31,7 @@ from services.trainer.metrics.supervised import SupervisedMetrics
 from services.trainer.models.arrays import CheckpointContents, RestoredCheckpoint
 from services.trainer.models.initial_weights import leaves_of
 from services.trainer.models.lora import LoraOptions
+from services.trainer.models.options import ModelOptions
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import StepLog
 from services.trainer.supervised.backend import SupervisedBackend

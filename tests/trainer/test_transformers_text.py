@@ -13,6 +13,7 @@ import transformers
 
 from shared.errors import ConfigError, InputError
 from shared.models.chat import ChatTokenizer
+from shared.models.continuation import HistoryChanged
 from shared.models.messages import read_messages, with_reasoning
 from tests.support.templates import model_folder, published, tiny_folder, write_json
 
@@ -199,7 +200,8 @@ def test_demonstrations_are_what_transformers_renders(name, pairs):
         whole = theirs(reference, name, messages, tools, return_dict=False)
         found = ours(tokenizer.render_demonstration, messages, tools or ())
         if isinstance(found, InputError):
-            assert whole is None or is_left_out(reference, name, messages, tools), (case, found)
+            changed = isinstance(found, HistoryChanged) and name.startswith("gptoss")  # the end of an answer
+            assert whole is None or changed or is_left_out(reference, name, messages, tools), (case, found)
             continue
         assert whole is not None, case
         ids, n = found[0], len(found[0])

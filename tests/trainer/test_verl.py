@@ -16,7 +16,7 @@ import pytest
 
 from services.trainer.algorithms.registry import algorithm
 from services.trainer.algorithms.terms.advantages import gae
-from services.trainer.algorithms.terms.algorithm import Episode
+from services.trainer.algorithms.terms.algorithm import EpisodeTokens
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.batches.batch import Batch
 from shared import algorithm_schema as schema
@@ -59,7 +59,7 @@ def test_a_loss_and_its_gradient_are_verls(name: str):
 )
 def test_advantages_of_a_group_are_verls(name: str, section: PolicyGradientSection):
     rewards = FOUND["advantages"]["rewards"]
-    groups = [[Episode(trajectory(r)) for r in part] for part in (rewards[:2], rewards[2:])]
+    groups = [[EpisodeTokens(trajectory(r)) for r in part] for part in (rewards[:2], rewards[2:])]
     found = [one[4] for group in advantages(section, *groups) for one in group]
     np.testing.assert_allclose(found, FOUND["advantages"][name], rtol=1e-6)
 
@@ -68,13 +68,13 @@ def test_advantages_normalized_over_the_step_are_verls_but_for_its_degrees_of_fr
     """verl divides by the deviation with ddof=1 over the step's 36 tokens."""
     rewards, n = FOUND["advantages"]["rewards"], GIVEN["mask"].size
     baseline = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", baseline="group")
-    groups = [[Episode(trajectory(r)) for r in part] for part in (rewards[:2], rewards[2:])]
+    groups = [[EpisodeTokens(trajectory(r)) for r in part] for part in (rewards[:2], rewards[2:])]
     found = np.array([one[4] for group in advantages(baseline, *groups) for one in group])
     wanted = FOUND["advantages"]["reinforce_plus_plus_baseline"]
     np.testing.assert_allclose(found * np.sqrt((n - 1) / n), wanted, rtol=1e-5)
 
     parts = FOUND["advantages"]["gdpo"]["components"]
-    each = [Episode(trajectory(0.0, reward_components={k: v[i] for k, v in parts.items()})) for i in range(4)]
+    each = [EpisodeTokens(trajectory(0.0, reward_components={k: v[i] for k, v in parts.items()})) for i in range(4)]
     section = schema.GdpoSection(name="gdpo", reward_components={"goal": 1.0, "format": 0.5})
     found = np.array([one[4] for group in advantages(section, each[:2], each[2:]) for one in group])
     np.testing.assert_allclose(found * np.sqrt((n - 1) / n), FOUND["advantages"]["gdpo"]["advantages"], rtol=1e-5)

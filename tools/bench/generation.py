@@ -19,7 +19,8 @@ from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.policy import GenerationPolicy
-from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
+from services.orchestrator.schedule.reservations import Admission
+from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
 from services.orchestrator.servers.concurrency import AdaptiveConcurrency
 from services.orchestrator.servers.slots import Slots
@@ -186,7 +187,7 @@ async def _adapting(concurrency: AdaptiveConcurrency, servers: list[SimulatedSer
 
 async def _noticing(loop: TicketLoop, trainer: SimulatedTrainer) -> None:
     while True:
-        loop.saw(await trainer.state(), loop.held)
+        loop.update_queue_state(await trainer.state(), loop.leased)
         await asyncio.sleep(0.25)
 
 

@@ -63,7 +63,7 @@ _MOVED = 0.01
 _N_ROUNDS = 5
 _RUN = "publishing"
 _PULLED = "volley_rollout_pulled_bytes_total"
-_PROBE = Probe(tuple(range(1, 65)), (-10.0,) * 63, 1e3)
+_PROBE = Probe(tuple(range(1, 65)), (-10.0,) * 63, (1e3,) * 63)
 """Probe with as many tokens as a trainer's. Its result is not checked; only its time counts."""
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from services.trainer import options as from_run
-from services.trainer.backend.tunix import TunixBackend
+from services.trainer.backend.policy import PolicyBackend
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.groups.group_buffer import ReadyGroup, ready_group
@@ -62,9 +62,9 @@ class LoggedRun:
         self.archive, self.log = Archive(folder / "archive", "bench"), CommitLog(folder / "archive", "bench")
         self.states: list[TrainerState] = []
 
-    def backend(self) -> TunixBackend:
+    def backend(self) -> PolicyBackend:
         """Backend as in a process that has just started, except that JAX is loaded."""
-        return TunixBackend(*self._parts, CheckpointFolders(self._folder / "checkpoints", "bench", 3, OrbaxArrays()))
+        return PolicyBackend(*self._parts, CheckpointFolders(self._folder / "checkpoints", "bench", 3, OrbaxArrays()))
 
     def make(self, steps: Sequence[Sequence[ReadyGroup]]) -> float:
         """Make and log the steps. Returns the seconds of the fastest."""

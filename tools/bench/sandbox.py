@@ -13,10 +13,10 @@ import subprocess
 import sys
 import time
 
-from services.env.sandbox.limits import EnvironmentProgram, ScriptProgram
-from services.env.sandbox.sandbox import Sandbox
-from services.env.sandbox.sandboxes import Sandboxes
 from tools.bench.result import BenchResult, emit, seconds_per_call
+from volley_sandbox.sandbox.limits import EnvironmentProgram, ScriptProgram
+from volley_sandbox.sandbox.sandbox import Sandbox
+from volley_sandbox.sandbox.sandboxes import Sandboxes
 
 N_STARTS, N_CALLS, N_LOOPS = 100, 1000, 8
 SOURCE = """

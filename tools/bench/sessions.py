@@ -24,12 +24,9 @@ import numpy as np
 import orjson
 import uvloop
 
-from services.orchestrator.episodes.turn import SamplingSpec, TokenBounds, TokenBudget, TurnSampler
+from services.orchestrator.episodes.budget import TokenBudget
+from services.orchestrator.episodes.turn import SamplingSpec, TokenBounds, TurnSampler
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
-from services.orchestrator.sessions import routes
-from services.orchestrator.sessions.calls import CallSampler
-from services.orchestrator.sessions.session import RunningSample
-from services.orchestrator.sessions.sessions import Sessions
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening
 from shared.clients.rollout import EngineLoad, Generation, ServerWeights
@@ -40,6 +37,10 @@ from shared.types import VersionSpan, WeightVersion
 from shared.web.http import create_app
 from shared.web.serving import make_server
 from tools.bench.result import BenchResult, emit
+from volley_agents.sessions import routes
+from volley_agents.sessions.calls import CallSampler
+from volley_agents.sessions.session import RunningSample
+from volley_agents.sessions.sessions import Sessions
 
 N_SESSIONS, N_CALLS, N_TOKENS = 2048, 2, 32
 _MODEL = Path(__file__).parents[2] / "configs" / "models" / "tiny"
@@ -101,7 +102,7 @@ async def serve(port: int, folder: Path) -> None:
     sampler = TurnSampler(balancer, status, tokenizer.end_ids, bounds)
     calls = CallSampler(tokenizer, sampler, bounds, status, "tiny")
     app = create_app("orchestrator", limits=Limits(), tokens=None, ready=lambda: None, roles=routes.ROLES)
-    app.state.sessions = routes.SessionsState(sessions, calls, tokenizer, "")
+    app.state.sessions = routes.SessionsState(sessions, calls, "")
     app.include_router(routes.router)
     keys, before = list[str](), _resident()
 

@@ -29,11 +29,11 @@ from tools.chaos.plan import Amounts, Round
 from tools.chaos.proxy import Proxy
 from tools.chaos.siege import SiegeLog, inject_rounds
 from tools.chaos.verdict import Evidence, judge, spread
-from volley.commands import replay
 from volley.layout import PROJECT
 from volley.local.supervisor import Supervision
 from volley.runs.record import claimed
-from volley.verify.command import verify
+from volley_proof.commands import replay
+from volley_proof.verify.command import verify
 
 _SIMULATED, _REAL = PROJECT / "configs/chaos.yaml", PROJECT / "configs/chaos_real.yaml"
 _DEADLINE_S, _REAL_DEADLINE_S = 180.0, 300.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from shared.errors import VolleyError
 from shared.process.events import CRASHED, FORCED, parse
 from shared.process.exit_codes import AGAIN, FAILED
-from volley.local.supervisor import ProcessEnd
+from volley.local.supervisor import ServiceExit
 
 _TRACEBACK = "Traceback (most recent call last):"
 _BORDER = " |+-"
@@ -23,7 +23,7 @@ def crashes(folder: Path) -> list[str]:
     return [f"{path.stem}: {what}" for path in sorted(folder.glob("*.log")) for what in _of(path)]
 
 
-def deaths(ends: Iterable[ProcessEnd]) -> list[str]:
+def deaths(ends: Iterable[ServiceExit]) -> list[str]:
     """One sentence per process that hung, or ended with an unexpected code."""
     return [str(end) for end in ends if end.hung_s is not None or end.code not in _EXPECTED]
 

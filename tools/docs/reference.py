@@ -17,7 +17,7 @@ from typing import Any
 from shared import errors
 from shared.services import SERVICES
 from tools.docs.keys import chapters
-from volley.__main__ import COMMANDS, parser
+from volley.__main__ import all_commands, parser
 from volley.commands.configuration import schema
 
 _ERROR = re.compile(r"^ *[│├└─ ]*(\w+)  +(.+?)(?:  +\d{3})?$", re.MULTILINE)
@@ -60,7 +60,7 @@ def commands() -> str:
     os.environ["COLUMNS"] = "100"
     return "\n\n".join(
         f"### `{part.prog}`\n\n```text\n{part.format_help().strip()}\n```"
-        for name in COMMANDS
+        for name in all_commands()
         for part in _parsers(_choices(parser(name))[name])
     )
 

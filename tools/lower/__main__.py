@@ -34,7 +34,7 @@ _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class TpuGeneration:
     """A generation of TPUs: memory of a chip in bytes, and slices by libtpu's names."""
 
     memory: int
@@ -49,9 +49,9 @@ class Generation:
 
 
 GENERATIONS = {
-    "v5e": Generation(DEVICES["v5e"].memory, _FLAT),
-    "v6e": Generation(DEVICES["v6e"].memory, _FLAT),
-    "v5p": Generation(DEVICES["v5p"].memory, _CUBES),
+    "v5e": TpuGeneration(DEVICES["v5e"].memory, _FLAT),
+    "v6e": TpuGeneration(DEVICES["v6e"].memory, _FLAT),
+    "v5p": TpuGeneration(DEVICES["v5p"].memory, _CUBES),
 }
 
 

@@ -24,11 +24,11 @@ from services.trainer import options
 from services.trainer.learner.optimizer import make_optimizer
 from services.trainer.learner.policy import PolicyOptions
 from services.trainer.learner.scoring import divided, objective, params_of
+from services.trainer.learner.shapes import micro_batch
 from services.trainer.learner.train_step import ROW_AXES, Params, applied, gradient
 from services.trainer.models.family import Model, abstract
 from services.trainer.models.options import ModelOptions
 from services.trainer.models.splash import uses_splash
-from services.trainer.planning import memory
 from services.trainer.settings import TokenLimits
 from shared import config
 from shared.models.config import ModelConfig
@@ -67,7 +67,7 @@ def programs(
     optimizer = make_optimizer(policy.optimizer)
     entropy = "gradient" if policy.algorithm.needs.entropy else "value"
     of_batch = gradient(objective(shapes, policy.algorithm.loss, policy.temperature, entropy))
-    batch = _as_shapes(memory.micro_batch(described, model, policy, policy.layout.rows), mesh, ROW_AXES)
+    batch = _as_shapes(micro_batch(described, model, policy, policy.layout.rows), mesh, ROW_AXES)
     state = _optimizer_state(optimizer, trained, mesh)
     like, of_state = (jax.tree.map(lambda x: x.sharding, tree) for tree in (trained, state))
     waiting = {"optimizer": _bytes(state)}

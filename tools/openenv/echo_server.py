@@ -22,7 +22,7 @@ class EchoObservation(Observation):
     text: str
 
 
-class EchoEnvironment(Environment[EchoAction, EchoObservation, State]):
+class RepeatingEnvironment(Environment[EchoAction, EchoObservation, State]):
     """The first observation is the seed. An episode ends after N_STEPS steps; the last has reward 1."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
@@ -48,6 +48,6 @@ class EchoEnvironment(Environment[EchoAction, EchoObservation, State]):
 
 if __name__ == "__main__":
     app = create_app(
-        EchoEnvironment, EchoAction, EchoObservation, env_name="echo", max_concurrent_envs=int(sys.argv[2])
+        RepeatingEnvironment, EchoAction, EchoObservation, env_name="echo", max_concurrent_envs=int(sys.argv[2])
     )
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")

@@ -14,7 +14,8 @@ from shared.process.imports import uncollected
 with uncollected():  # as the service itself
     from pydantic import BaseModel, ConfigDict
 
-    from services.env import app, catalogue
+    from services.env import app
+    from services.env.environments.kinds import EnvironmentKind, kinds
     from services.env.episode_types import Demonstration, Info, Message, StepResult, check_task, user
     from shared import boot
     from shared.boot import RunningService
@@ -69,8 +70,7 @@ class EchoEnvironment:
 
 @asynccontextmanager
 async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
-    kinds = {**catalogue.KINDS, "echo": catalogue.EnvironmentKind(EchoConfig, EchoEnvironment)}
-    catalogue.KINDS = kinds
+    kinds()["echo"] = EnvironmentKind(EchoConfig, EchoEnvironment)
     async with app.open_service(config) as service:
         yield service
 

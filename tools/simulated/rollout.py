@@ -53,7 +53,7 @@ _FIRST_TEXT_ID = 10
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningRequest:
     """A running request: tokens drawn so far, and their versions."""
 
     ids: list[int] = field(default_factory=list[int])
@@ -87,7 +87,7 @@ class SimulatedEngine:
     staged: _Weights | None = None
     paused: bool = False
     output_tokens: int = 0
-    _running: dict[str, _Running] = field(default_factory=dict[str, _Running])
+    _running: dict[str, _RunningRequest] = field(default_factory=dict[str, _RunningRequest])
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> GenerateResult:
@@ -97,7 +97,7 @@ class SimulatedEngine:
         if request.rid in self._running:
             raise Conflict(f"a request {request.rid!r} is running", "give every request its own rid")
         ids, logprobs = draw(request.input_ids, request.sampling, self.info)
-        running = self._running[request.rid] = _Running()
+        running = self._running[request.rid] = _RunningRequest()
         try:
             while len(running.ids) < len(ids) and not running.aborted:
                 await asyncio.sleep(_TOKEN_S)
@@ -113,7 +113,7 @@ class SimulatedEngine:
             del self._running[request.rid]
         return self._result(request, running, logprobs[: len(running.ids)])
 
-    def _result(self, request: GenerateRequest, running: _Running, logprobs: np.ndarray) -> GenerateResult:
+    def _result(self, request: GenerateRequest, running: _RunningRequest, logprobs: np.ndarray) -> GenerateResult:
         ids, stops = running.ids, {*request.sampling.stop_token_ids, *self.info.eos_token_ids}
         if running.aborted:
             finish = FinishReason("abort", message="aborted")

@@ -17,8 +17,8 @@ from volley.client.records import RunEvent, RunRecords, RunTail, Trajectories
 if TYPE_CHECKING:
     from shared.clients.base import HttpClient
     from shared.clients.env import EnvClient
-    from volley.dashboard.runs import RunFiles
-    from volley.trajectories.tables import Table
+    from volley.client.tables import Table
+    from volley.reporting.run_reader import RunReader
 
 type RoleName = Literal["viewer", "service", "admin"]
 
@@ -311,7 +311,7 @@ class AsyncClient:
 
         Args:
             filters: text, env, task, end, success, failed, failure, ticket, and step, reward, tokens, staleness with
-                `_min` or `_max`, as `volley.trajectories.index.Filters` describes them.
+                `_min` or `_max`, as the options of `volley trajectories --help` describe them.
         """
         return await asyncio.to_thread(self._read().trajectories, filters)
 
@@ -345,7 +345,7 @@ class AsyncClient:
         self._records.check()
         return self._records
 
-    def _files(self) -> RunFiles:
+    def _files(self) -> RunReader:
         return self._read().files
 
     def _env(self, role: RoleName) -> EnvClient:

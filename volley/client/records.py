@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from shared.types import Trajectory
-    from volley.dashboard.runs import RunFiles
-    from volley.trajectories.archived import ArchivedEpisodes
-    from volley.trajectories.tables import Table
+    from volley.client.tables import Table
+    from volley.reporting.run_reader import RunReader
 
+type Row = Mapping[str, Any]
 type EventKind = Literal["step", "evaluation", "supervised", "ticket"]
 
 
@@ -28,13 +28,37 @@ class RunEvent:
     record: Mapping[str, Any]
 
 
+class EpisodeArchive(Protocol):
+    """Archived episodes of a run, which the part `trajectories` of an installed package opens (shared.packages).
+
+    `damaged` names archived files that cannot be read, with the reason.
+    """
+
+    run: str
+
+    @property
+    def damaged(self) -> Mapping[str, str]: ...
+
+    def find(self, filters: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the rows that meet the filters. Raises ConfigError for a wrong filter."""
+        ...
+
+    def read(self, rows: Iterable[Row]) -> Iterator[tuple[Row, Trajectory]]: ...
+
+    def records(self, rows: Iterable[Row], *, tokens: bool = False) -> Iterator[dict[str, Any]]: ...
+
+    def export(self, path: Path, rows: Iterable[Row], *, tokens: bool = False) -> int: ...
+
+    def ticket(self, ticket: int, version: str = "") -> dict[str, Any]: ...
+
+
 class Trajectories:
     """Episodes that met the filters, by step, version, ticket and sample; `rows` has a row of the index for each.
 
     `damaged` names archived files that could not be read, with the reason.
     """
 
-    def __init__(self, archived: ArchivedEpisodes, rows: Table) -> None:
+    def __init__(self, archived: EpisodeArchive, rows: Table) -> None:
         self._archived, self.rows = archived, rows
         self.damaged: Mapping[str, str] = dict(archived.damaged)
 
@@ -74,12 +98,10 @@ class Trajectories:
 
     def export(self, path: Path | str, *, tokens: bool = False) -> int:
         """Write the records to a .jsonl or .parquet file; return their number. Raises ConfigError, StorageFull."""
-        from volley.trajectories import files
-
-        return files.write(Path(path), self.records(tokens=tokens))
+        return self._archived.export(Path(path), self.rows, tokens=tokens)
 
     def _records_table(self) -> Table:
-        from volley.trajectories.tables import Table
+        from volley.client.tables import Table
 
         return Table([_plain(record) for record in self.records(tokens=True)])
 
@@ -108,13 +130,13 @@ class RunRecords:
             raise ConfigError(f"{self._path} is not the folder of a run", "it holds no config.yaml")
 
     @cached_property
-    def files(self) -> RunFiles:
+    def files(self) -> RunReader:
         from shared.errors import ConfigError
         from shared.run.folder import RunFolder
-        from volley.dashboard.runs import RunFiles
+        from volley.reporting.run_reader import RunReader
 
         folder = RunFolder(self._path.absolute())
-        found = RunFiles(folder.name, folder)
+        found = RunReader(folder.name, folder)
         if found.problem is not None:
             raise ConfigError(f"{folder.path}: {found.problem}", "if the folder is yours and this is right: trust=True")
         return found
@@ -126,35 +148,30 @@ class RunRecords:
 
     def table(self, kind: Literal["train", "evals", "sft"]) -> Table:
         """Return the lines that count, the last one of each step and environment, ordered by step."""
-        from volley.trajectories.tables import Table
+        from volley.client.tables import Table
 
         return Table(getattr(self.files.snapshot(), kind))
 
     def ledger(self) -> Table:
+        from volley.client.tables import Table
         from volley.reporting.jsonl import read
-        from volley.trajectories.tables import Table
 
         return Table(read(self.files.folder.ledger))
 
     def trajectories(self, filters: Mapping[str, Any]) -> Trajectories:
         """Return the archived episodes that meet the filters. Raises ConfigError for a wrong filter."""
-        from volley.trajectories.archived import ArchivedEpisodes
-        from volley.trajectories.index import Filters
-        from volley.trajectories.tables import Table
+        from volley.client.tables import Table
 
-        wanted = Filters.of(filters)
-        archived = ArchivedEpisodes(self.files.folder)
-        for _ in archived.refresh():
-            pass
-        return Trajectories(archived, Table(archived.rows(wanted)))
+        archived = self._archived()
+        return Trajectories(archived, Table(archived.find(filters)))
 
     def ticket(self, ticket: int, version: str) -> dict[str, Any]:
-        from volley.trajectories.archived import ArchivedEpisodes
+        return self._archived().ticket(ticket, version)
 
-        archived = ArchivedEpisodes(self.files.folder)
-        for _ in archived.refresh():
-            pass
-        return archived.ticket(ticket, version)
+    def _archived(self) -> EpisodeArchive:
+        from shared import packages
+
+        return packages.part("trajectories")(self.files.folder)
 
 
 class RunTail:
@@ -171,7 +188,7 @@ class RunTail:
         self._tails = [(kind, JsonlTail(path, from_end=not from_start)) for kind, path in paths]
 
     def has_ended(self) -> bool:
-        """Tell if no process on this machine works on the run. Ask before `new`, so that no line is missed."""
+        """Return True if no process on this machine works on the run. Ask before `new`, so that no line is missed."""
         from volley.runs.record import read_record
 
         record = read_record(self._files.folder)

@@ -17,7 +17,7 @@ from volley.client.asynchronous import AsyncClient, AsyncSession, end_after
 from volley.client.records import RunEvent, Trajectories
 
 if TYPE_CHECKING:
-    from volley.trajectories.tables import Table
+    from volley.client.tables import Table
 
 
 class _LoopThread:

@@ -15,6 +15,7 @@ from typing import Any
 from shared.errors import ServiceUnreachable
 from shared.run.folder import RunFolder
 from shared.services_schema import TokenFiles
+from shared.visible import quoted
 from volley.printing import is_json, print_for_shell, print_result
 from volley.run_arguments import add_run_dir
 from volley.runs import addresses, identity
@@ -45,13 +46,11 @@ def main(run_dir: Path) -> int:
         print_result(_described(folder, found, answering))
         return 0 if answering else 1
     if identity.is_elsewhere(known):
-        raise ServiceUnreachable(
-            identity.elsewhere_message(folder), f"`volley up {shlex.quote(str(run_dir))}` continues it"
-        )
+        raise ServiceUnreachable(identity.elsewhere_message(folder), f"`volley up {quoted(run_dir)}` continues it")
     if not answering:
         raise ServiceUnreachable(
             f"run {folder.name} is not running: none of its services answers ({', '.join(found.urls.values())})",
-            f"`volley up {shlex.quote(str(run_dir))}` continues it",
+            f"`volley up {quoted(run_dir)}` continues it",
         )
     print_for_shell(*(f"export {name}={shlex.quote(value)}" for name, value in variables(folder, found).items()))
     return 0

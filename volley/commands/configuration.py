@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shared import config, moved_keys
+from shared import config
+from shared.config import LoadedConfig
+from shared.config_files import read_tree
+from shared.errors import ConfigError
+from shared.models.config import ModelConfig
 from shared.run.folder import RunFolder
-from shared.schema import RunConfig
+from shared.run_config import run_model
+from volley.planning import automatic
 from volley.printing import format_json, join_lines, print_result
 
 _DEFAULT, _LINE = "default", "command line"
@@ -47,31 +53,32 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def schema() -> dict[str, Any]:
-    found = RunConfig.model_json_schema()
+    found = run_model().model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Volley run", **found}
 
 
 def sources(paths: Sequence[str], overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return `{"value", "source"}` of each key of the validated configuration. Raises ConfigError."""
+    runs = [RunFolder(Path(path)) for path in paths if Path(path).is_dir()]
     files = [RunFolder(Path(path)).config if Path(path).is_dir() else Path(path) for path in paths]
-    loaded = config.load(files, overrides)
+    loaded = _fitted(config.load(files, overrides))
     named: dict[str, str] = {}
     for path in files:
-        tree = moved_keys.in_tree(config.read_run(path)[0])
-        named |= {key: str(path) for key, _ in _leaves(tree)}
+        named |= {key: str(path) for key, _ in _leaves(read_tree(path, "config file"))}
     for override in overrides:
-        tree = moved_keys.in_tree(_tree_of(override))
-        named |= {key: _LINE for key, _ in _leaves(tree)}
+        named[override.partition("=")[0]] = _LINE
+    chosen = {key: why for run in runs for key, why in automatic.reasons(run).items()} | dict(loaded.choices)
+    named |= {key: f"chosen: {why}" for key, why in chosen.items() if named.get(key) != _LINE}
     values = dict(_leaves(loaded.config.model_dump(mode="json")))
     return {key: {"value": value, "source": _source(key, named)} for key, value in values.items()}
 
 
-def _tree_of(override: str) -> dict[str, Any]:
-    key = override.partition("=")[0]
-    tree: Any = None
-    for part in reversed(key.split(".")):
-        tree = {part: tree}
-    return tree
+def _fitted(loaded: LoadedConfig) -> LoadedConfig:
+    """Choose values that are left out, if the model is here."""
+    folder = Path(loaded.config.model.path)
+    with suppress(ConfigError):
+        return automatic.fit(loaded, ModelConfig.read(folder)) if folder.is_dir() else loaded
+    return loaded
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,20 +15,22 @@ from typing import Literal
 
 import orjson
 
+from shared import packages
 from shared.errors import ConfigError, VolleyError
+from shared.process import host_memory
 from shared.process.uv import find_uv
 from shared.services import SERVICES
-from volley.layout import python_of
+from volley.layout import installing, is_unmade, python_of
 from volley.local.accelerators import Kind, backend, find_accelerators
 from volley.printing import join_lines, print_result
 from volley.reporting.working import working
+from volley.wheel import DISTRIBUTION
 
 type Level = Literal["ok", "note", "problem"]
 
-_PACKAGES = {"base": "volley", "rollout": "sglang-jax", "trainer": "google-tunix"}
+_PACKAGES = {"base": DISTRIBUTION, "rollout": "sglang-jax", "trainer": "google-tunix"}
 _LEAST_FREE, _LEAST_MEMORY = 5 * 2**30, 4 * 2**30
 _ASK_S = 60
-_SANDBOX = "services.env.sandbox.probing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +73,23 @@ def _machine() -> Iterator[Finding]:
         yield Finding("machine", "problem", text, "use Linux, or a container with it")
         return
     yield Finding("machine", "ok", text)
-    memory = _available_memory()
+    memory = host_memory.measure().available
     level: Level = "ok" if memory >= _LEAST_MEMORY else "note"
     yield Finding("memory", level, f"{memory / 2**30:.1f} GiB available", "" if level == "ok" else "end other programs")
 
 
-def _available_memory() -> int:
-    """Memory that programs can still take, in bytes."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-
-
 def _environments() -> Iterator[Finding]:
     for name, package in _PACKAGES.items():
+        if is_unmade(name):
+            yield Finding(f"environment {name}", "note", "not made yet", "the first command that needs it makes it")
+            continue
         try:
             python = python_of(name)
             asked = f"import importlib.metadata as m, sys; print(m.version({package!r}), sys.version.split()[0])"
             found = _output([str(python), "-c", asked]).split()
             yield Finding(f"environment {name}", "ok", f"{package} {found[0]}, Python {found[1]}")
         except (VolleyError, OSError, subprocess.SubprocessError, IndexError):
-            yield Finding(f"environment {name}", "problem", f"{package} is not installed there", "make install")
+            yield Finding(f"environment {name}", "problem", f"{package} is not installed there", installing())
 
 
 def _tools() -> Iterator[Finding]:
@@ -103,7 +102,7 @@ def _tools() -> Iterator[Finding]:
 
         yield Finding("Redis", "ok", f"embedded: {server.find_binary()}")
     except (VolleyError, ImportError, OSError) as error:
-        yield Finding("Redis", "problem", str(error), "make install, or set services.redis_url")
+        yield Finding("Redis", "problem", str(error), f"{installing()}, or set services.redis_url")
     docker = shutil.which("docker")
     yield Finding("Docker", "ok" if docker else "note", docker or "not installed: only `docker compose` needs it")
 
@@ -123,7 +122,7 @@ def _accelerators() -> Iterator[Finding]:
             shared = "; a run's trainer and rollout servers share it" if (kind, len(found.names)) == ("gpu", 1) else ""
             yield Finding(name, "ok", f"{len(found.names)}, and JAX has {installed}{shared}")
         else:
-            fix = f"VOLLEY_ACCELERATOR={kind} make install"
+            fix = installing(kind)
             yield Finding(name, "problem", f"{len(found.names)}, but JAX is installed for CPUs only", fix)
 
 
@@ -138,7 +137,7 @@ def _backends(kind: Kind) -> str:
 
 def _sandbox() -> Iterator[Finding]:
     try:
-        tier = orjson.loads(_output([str(python_of("base")), "-P", "-m", _SANDBOX]))
+        tier = orjson.loads(_output([str(python_of("base")), "-P", "-m", packages.program("sandbox_tier")]))
     except (VolleyError, OSError, subprocess.SubprocessError, orjson.JSONDecodeError) as error:
         yield Finding("sandbox", "problem", f"cannot be started: {error}", "see docs/sandbox.md")
         return

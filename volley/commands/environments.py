@@ -9,27 +9,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from shared import packages
 from shared.clients.env import EnvClient
-from shared.config import load
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
-from shared.visible import visible
+from shared.visible import quoted, visible
 from shared.web.access import Role, read_token, token_for
-from volley.layout import CACHE, PROJECT, TEMPLATES, python_of, variables_of
-from volley.printing import join_lines, print_lines, print_result
+from volley.printing import join_lines, one_line, print_lines, print_result
 from volley.reporting.working import working
 from volley.run_arguments import add_trust
 from volley.runs import addresses
 from volley.submissions.source import EnvSource, read_content, settings_of
+from volley.submissions.trial import validated
 from volley.submissions.waiting import decided
 
 _WAIT_S = 600.0
@@ -60,7 +57,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(required=True, metavar="COMMAND")
     init = parts.add_parser("init", help="write an environment template")
     init.add_argument("file", type=Path, metavar="FILE.py")
-    init.add_argument("--template", choices=TEMPLATES, default="sums", help="template to copy (default: sums)")
+    init.add_argument(
+        "--template", choices=templates() or None, default="sums", help="template to copy (default: sums)"
+    )
     init.set_defaults(part=_run_init)
     test = parts.add_parser("test", help="validate a file or folder on this machine, as the service would")
     test.add_argument("file", type=Path, metavar="FILE", help=_FILE_HELP)
@@ -199,22 +198,22 @@ def _target_of(arguments: argparse.Namespace) -> EnvTarget:
     return EnvTarget(arguments.run, arguments.url, arguments.token_file, arguments.ca_file)
 
 
+def templates() -> Mapping[str, Path]:
+    """Files that `volley env init` copies, by name: environments, and an agent. Raises ConfigError."""
+    files = packages.part("environment_templates", required=False)
+    return files() if files is not None else {}
+
+
 def init(file: Path, template: str) -> int:
     """Write a template. Raises ConfigError if the file exists."""
     try:
         with file.open("x", encoding="utf-8") as out:
-            out.write(TEMPLATES[template].read_text(encoding="utf-8"))
+            out.write(templates()[template].read_text(encoding="utf-8"))
     except FileExistsError:
         raise ConfigError(f"{file} exists already", "choose another name") from None
-    steps = [f"try it:    volley env test {file}", f"submit it: volley env submit {file} --weight 1"]
-    if template == "verifiers":
-        steps = [f"start it:  uv run --with YOUR-PACKAGE {file} YOUR_MODULE; how to submit it stands in it"]
+    steps = [f"try it:    volley env test {quoted(file)}", f"submit it: volley env submit {quoted(file)} --weight 1"]
     print_result({"file": file, "template": template}, join_lines([f"wrote {file}", *steps]))
     return 0
-
-
-_ANY_RUN = {"model": {"path": "none"}, "data": {"env": "sokoban"}}
-"""Required keys of a configuration besides settings of the environment service."""
 
 
 def test(file: Path, entry: str | None, config: Path | None, settings: Sequence[str]) -> int:
@@ -226,23 +225,13 @@ def test(file: Path, entry: str | None, config: Path | None, settings: Sequence[
     if others := [setting for setting in settings if not setting.startswith("services.env.")]:
         raise ConfigError(f"{others[0]} is no setting of the environment service", "write services.env.KEY=VALUE")
     content = read_content(file)
-    asked = {"name": content.name or "environment", "archive": content.archive, "entry": entry}
-    section = load([], settings, given=_ANY_RUN).config.services.env
-    asked |= {"config": dict(settings_of(config)), "section": section.model_dump(mode="json", exclude_unset=True)}
-    command = [str(python_of("base")), "-m", "services.env.submissions.check", str(CACHE), orjson.dumps(asked).decode()]
     with working(f"testing {file}"):
-        ended = subprocess.run(
-            command,
-            cwd=PROJECT,
-            env=variables_of("base", cpu=True),
-            input=content.data,
-            stdout=subprocess.PIPE,
-            check=False,
+        code, report = validated(
+            content, entry, settings_of(config), settings, seen=lambda check: print_lines(*_check_lines(check))
         )
-    if ended.stdout:
-        report = orjson.loads(ended.stdout)
-        print_result(report, join_lines(_report_lines(report)))
-    return ended.returncode
+    if report is not None:
+        print_result(report, join_lines(_notes(report)))
+    return code
 
 
 def submit(target: EnvTarget, source: EnvSource, name: str | None, *, weight: float, replace: bool, wait: bool) -> int:
@@ -260,7 +249,7 @@ async def _submit(target: EnvTarget, body: Mapping[str, Any], replace: bool, wai
         row = await decided(client, row["name"], row["state"], _WAIT_S, print_lines)
         lines = _report_lines(row.get("report"))
         if row["state"] == "canary":
-            lines.append(f"live runs play it now and then; `volley env show {body['name']}` shows its results")
+            lines.append(f"live runs play it now and then; `volley env show {quoted(body['name'])}` shows its results")
         print_result(row, join_lines(lines))
         return 1 if row["state"] == "rejected" else 0
 
@@ -338,11 +327,19 @@ async def _asked[T](target: EnvTarget, ask: Callable[[EnvClient], Awaitable[T]])
 
 
 def _report_lines(report: Mapping[str, Any] | None) -> list[str]:
-    lines: list[str] = []
-    for check in report["checks"] if report else ():
-        hint = f" ({check['hint']})" if check["hint"] and not check["ok"] else ""
-        lines.append(f"  {'ok  ' if check['ok'] else 'FAIL'}  {check['name']}: {check['detail']}{hint}")
-    lines += [f"  note  {warning}" for warning in report["warnings"]] if report else []
-    if report and report["log"]:
-        lines += ["  it printed:", *(f"    {line}" for line in report["log"].splitlines()[-20:])]
-    return lines
+    if not report:
+        return []
+    return [*(line for check in report["checks"] for line in _check_lines(check)), *_notes(report)]
+
+
+def _check_lines(check: Mapping[str, Any]) -> list[str]:
+    lines = [f"  {'ok  ' if check['ok'] else 'FAIL'}  {check['name']}: {one_line(check['detail'])}"]
+    return [*lines, f"        {check['hint']}"] if check["hint"] and not check["ok"] else lines
+
+
+def _notes(report: Mapping[str, Any]) -> list[str]:
+    """Warnings, and what the environment printed besides the errors that a failed check shows."""
+    shown = " ".join(check["detail"] for check in report["checks"] if not check["ok"])
+    log = [line for line in report["log"].splitlines() if line.partition(": ")[2] not in shown and line not in shown]
+    lines = [f"  note  {warning}" for warning in report["warnings"]]
+    return [*lines, "  it printed:", *(f"    {line}" for line in log[-20:])] if log else lines

@@ -10,9 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from shared.run.folder import RunFolder
 from shared.services import SERVICES
 from volley.commands import train
 from volley.local import stack
+from volley.local.scratch import scratch_folder
 from volley.local.supervisor import ServiceFailed
 from volley.printing import is_json, print_lines, print_result
 from volley.reporting import jsonl
@@ -170,15 +170,13 @@ def _configured(target: str, paths: Sequence[str], overrides: Sequence[str]) -> 
 def _scratch(loaded: LoadedConfig) -> Iterator[Path]:
     """Make a temporary folder next to the runs, on the disk that has room for checkpoints. Raises ConfigError."""
     beside = loaded.config.run.dir
-    try:
-        beside.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".eval-", dir=beside.absolute()))
-    except OSError as error:
-        raise ConfigError(f"run.dir={beside}: {error.strerror}", "choose another with run.dir=…") from error
-    try:
+    with ExitStack() as opened:
+        try:
+            beside.mkdir(parents=True, exist_ok=True)
+            folder = opened.enter_context(scratch_folder(".eval-", beside))
+        except OSError as error:
+            raise ConfigError(f"run.dir={beside}: {error.strerror}", "choose another with run.dir=…") from error
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _measured(loaded: LoadedConfig, seams: stack.StackSeams) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:

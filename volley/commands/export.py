@@ -40,6 +40,6 @@ def main(run_dir: Path, folder: Path, version: str, *, adapter: bool = False) ->
     with working(f"exporting to {folder}"):
         result = trainer_program.run("services.trainer.checkpoints.export", arguments, variables)
     lines = [f"{folder} holds {result['version']} of {run_dir}: {result['tensors']} tensors, {result['dtype']}"]
-    lines += [f"warning: {warning}"] if (warning := result.get("warning")) else []
+    lines += [f"{level}: {text}" for level in ("warning", "note") if (text := result.get(level))]
     print_result({"folder": folder, **result}, join_lines(lines))
     return 0

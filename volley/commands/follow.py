@@ -18,16 +18,15 @@ from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
 from shared.web.access import Role, token_for
 from volley.commands import train
-from volley.dashboard.beside import in_browser
 from volley.local import stack
+from volley.local.sidecars import sidecars
 from volley.printing import print_lines
 from volley.reporting import report
 from volley.reporting.display import shown
-from volley.reporting.progress import RecordTails, print_text
+from volley.reporting.progress import RecordTails
 from volley.runs.addresses import followed
 from volley.runs.elapsed import counting
 from volley.runs.record import claimed, read_record
-from volley.tracking.beside import tracked
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -65,9 +64,5 @@ async def _watch(loaded: LoadedConfig, folder: RunFolder) -> None:
     print_lines(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
     running = stack.LocalStack(urls, token_for(services.token_files, Role.VIEWER), services.tls.ca_file, [])
     async with train.stopping_on_signal():
-        with (
-            in_browser(folder, print_lines, wanted=loaded.config.run.dashboard),
-            tracked(folder, loaded.config.run.trackers, print_text),
-            shown(loaded.config.trainer.max_steps) as display,
-        ):
+        with sidecars(folder, loaded.config), shown(loaded.config.trainer.max_steps) as display:
             await train.follow(running, folder, display, RecordTails(folder))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from volley.commands import train
 from volley.layout import PROJECT
 
-CONFIG = "configs/quickstart.yaml"
+CONFIG = str(PROJECT / "configs" / "quickstart.yaml")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -17,5 +16,4 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises as `train.main`."""
-    os.chdir(PROJECT)
     return train.main([CONFIG], train.fresh_name([CONFIG], arguments.overrides), prove=True)

@@ -7,15 +7,12 @@ import asyncio
 import datetime
 import json
 import re
-import shlex
 import socket
-import tempfile
 import time
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -33,14 +30,17 @@ from shared.run import trust
 from shared.run.folder import RunFolder
 from shared.services import SERVICES
 from shared.services_schema import Endpoint
+from shared.visible import quoted
 from shared.web.access import MIN_TOKEN
 from volley.commands.train import Stopped, stopping_on_signal
 from volley.layout import python_of, variables_of
+from volley.local.accelerators import check_device
 from volley.local.processes import ProcessSpec, Reaper
+from volley.local.scratch import scratch_folder
 from volley.local.supervisor import SupervisedProcess, keep_running
 from volley.printing import print_lines as say
 from volley.printing import print_result
-from volley.run_arguments import add_trust
+from volley.run_arguments import add_api_key, add_trust, api_key_of
 from volley.runs.record import secret
 
 _NAME, _MODULE = "serve", "services.rollout.standalone"
@@ -60,7 +60,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int | None = None
     dtype: str | None = None
-    device: str = "cpu"
+    device: Literal["cpu", "tpu", "gpu"] = "cpu"
     context_length: int | None = None
     weights_root: Path | None = None
     api_key: str | None = None
@@ -93,7 +93,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--weights-root", type=Path, metavar="FOLDER", help="allow /update_weights_from_disk to load folders below it"
     )
     access = parser.add_mutually_exclusive_group()
-    access.add_argument("--api-key", metavar="TOKEN", help="token that clients send (default: a random one)")
+    add_api_key(access, "token that clients send (default: a random one)")
     access.add_argument("--no-token", action="store_true", help="answer every caller, for clients that send no token")
     add_trust(parser)
     parser.add_argument(
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         context_length=arguments.context_length,
         weights_root=arguments.weights_root,
-        api_key="" if arguments.no_token else arguments.api_key,
+        api_key="" if arguments.no_token else api_key_of(arguments),
         overrides=arguments.overrides,
     )
     return main(arguments.target, options)
@@ -133,8 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
 def main(target: str, options: ServeOptions) -> int:
     """Serve the model until a signal. Returns the exit code. Raises VolleyError if it cannot start or ends early."""
     python_of(_INFO.environment)
-    with tempfile.TemporaryDirectory(prefix="volley-serve-") as temporary:
-        served = prepare(target, options, Path(temporary))
+    with scratch_folder("volley-serve-") as temporary:
+        served = prepare(target, options, temporary)
         with listening(served.loaded.config.services.rollout) as listener:
             return until_stopped(_serve(served, listener))
 
@@ -144,8 +144,7 @@ def until_stopped(serving: Coroutine[Any, Any, None]) -> int:
     try:
         asyncio.run(serving)
     except Stopped as stopped:
-        with suppress(OSError):
-            say(f"stopped by {stopped}")
+        say(f"stopped by {stopped}")
         return 0 if stopped.exit_code == 130 else stopped.exit_code
     except BaseExceptionGroup as group:
         raise first_error(group) from None
@@ -153,11 +152,14 @@ def until_stopped(serving: Coroutine[Any, Any, None]) -> int:
 
 
 def prepare(target: str, options: ServeOptions, temporary: Path) -> ServedModel:
-    """Check the model and the address, and write the service's files below `temporary`. Raises ConfigError."""
+    """Check device, model and address, and write the service's files below `temporary`. Raises ConfigError."""
     folder = RunFolder(temporary / _NAME)
     folder.secrets.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.logs.mkdir(exist_ok=True)
     if options.weights_root is not None and not options.weights_root.is_dir():
         raise ConfigError(f"--weights-root {options.weights_root} is no folder", "create it first")
+    if options.device != "cpu":
+        check_device(options.device, [_INFO.environment], "--device")
     path, port = _model_path(target), find_port(options.host, options.port, _INFO.port)
     token_files, token = _tokens(options, folder)
     dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
@@ -233,7 +235,7 @@ def _tokens(options: ServeOptions, folder: RunFolder) -> tuple[dict[str, str], s
         return {}, None
     if key is not None and (len(key) < MIN_TOKEN or not key.isascii() or not key.isprintable() or " " in key):
         raise ConfigError(
-            f"--api-key must have {MIN_TOKEN} or more ASCII characters, without blanks",
+            f"the API key must have {MIN_TOKEN} or more ASCII characters, without blanks",
             "leave it out for a random one, or say --no-token",
         )
     files = {"admin": secret(folder, "token_admin", key), "service": secret(folder, "token_service")}
@@ -258,7 +260,7 @@ def listening(endpoint: Endpoint) -> socket.socket:
 
 async def _serve(served: ServedModel, listener: socket.socket) -> None:
     """Run the service until a signal. Raises Stopped, VolleyError, or a group of them."""
-    engine, url, log = served.loaded.config.rollout.engine, served.url, served.folder.path / "rollout.log"
+    engine, url, log = served.loaded.config.rollout.engine, served.url, served.folder.logs / "rollout.log"
     limits = served.loaded.config.services.limits
     spec = ProcessSpec(
         _INFO.name,
@@ -302,14 +304,14 @@ async def is_ready(url: str) -> bool:
 def ready_lines(served: ServedModel, after_s: float) -> list[str]:
     """Lines that say how to reach the server, with a request to copy."""
     engine, model = served.loaded.config.rollout.engine, served.loaded.config.model
-    header = f' -H "Authorization: Bearer {served.token}"' if served.token else ""
+    header = f" -H {quoted(f'Authorization: Bearer {served.token}')}" if served.token else ""
     path, body = _example(served.model)
     lines = [
         f"ready after {after_s:.0f} s: {served.name} at {served.url}"
         f" ({model.dtype} on {engine.device}, {engine.context_length} tokens of context)",
         f"token: {served.token}" if served.token else "no token: every caller has full access",
         "",
-        f'curl {served.url}{path}{header} -H "Content-Type: application/json" -d {shlex.quote(json.dumps(body))}',
+        f'curl {quoted(served.url + path)}{header} -H "Content-Type: application/json" -d {quoted(json.dumps(body))}',
         "",
         f"OpenAI clients: OPENAI_BASE_URL={served.url}/v1 OPENAI_API_KEY={served.token or 'none'}",
         f"all routes: {served.url}/docs    stop: Ctrl-C",

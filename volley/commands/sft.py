@@ -81,11 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main(mode: Literal["sft", "dpo"], arguments: SftArguments, seams: stack.StackSeams = stack.REAL) -> int:
     """Start or continue the run. Raises VolleyError; otherwise returns the exit code."""
-    return train.start_or_continue(config.rooted(_configured(mode, arguments), Path.cwd()), seams)
+    return train.start_or_continue(config.rooted(configured(mode, arguments), Path.cwd()), seams)
 
 
-def _configured(mode: Literal["sft", "dpo"], given: SftArguments) -> LoadedConfig:
-    """Raises ConfigError."""
+def configured(mode: Literal["sft", "dpo"], given: SftArguments) -> LoadedConfig:
+    """Return the configuration of the arguments. Raises ConfigError."""
     tree: dict[str, Any] = {"mode": mode, "sft": {}}
     if given.data:
         tree["sft"]["train"] = [str(path) for path in given.data]

@@ -19,7 +19,7 @@ from volley.printing import clear_screen, join_lines, print_result
 from volley.reporting.environments import format_mixture
 from volley.run_arguments import add_trust
 from volley.runs import addresses
-from volley.runs.observing import TIMEOUT_S, ServiceStatus, described, observe, of_run, state_of
+from volley.runs.observing import TIMEOUT_S, ServiceStatus, described, observe, of_run, state_of, warnings_of
 from volley.runs.record import read_record
 
 _KEYS = ("current", "staged", "state", "step", "version", "epoch", "phase")
@@ -101,6 +101,8 @@ def _hint(folder: RunFolder | None) -> list[str]:
     record = None if folder is None else read_record(folder)
     if record is not None and record.finished:
         return ["it is finished: `volley report` shows its results, `volley up` with more steps continues it"]
+    if record is not None and record.failed:
+        return [f"it has failed: {record.failed}", "once that is mended, `volley up` continues it"]
     return ["`volley up` continues it; `volley report` shows its results"]
 
 
@@ -119,18 +121,18 @@ def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str] =
     circle = ", they wait in a circle" if verdict.cycle else ""
     state = "the state of the run is unknown" if verdict.state == "unknown" else f"the run is {verdict.state}"
     chain = [f"  ← {sentence}" for sentence in verdict.chain]
+    warnings = [f"warning: {one}" for one in warnings_of(seen)]
     return join_lines(
-        [*lines, f"{state}{quiet}{circle}", *chain, *_mixture(seen), *_memory(seen), *_bucket(seen), *hint]
+        [*lines, f"{state}{quiet}{circle}", *chain, *warnings, *_mixture(seen), *_memory(seen), *_bucket(seen), *hint]
     )
 
 
 def _mixture(seen: Sequence[ServiceReport]) -> list[str]:
-    """The run's environments if there are several, reasons for inactive ones, and warnings."""
+    """The run's environments if there are several, and reasons for inactive ones."""
     rows = next((one.facts["mixture"] for one in seen if one.facts.get("mixture")), [])
     shown = format_mixture(rows)
     reasons = [f"  {row['env']} is {row['state']}: {row['reason']}" for row in rows if row.get("reason")]
-    warnings = [f"warning: {one}" for report in seen for one in report.facts.get("warnings") or ()]
-    return [*([f"mixture: {shown}"] if shown else []), *reasons, *warnings]
+    return [*([f"mixture: {shown}"] if shown else []), *reasons]
 
 
 def _memory(seen: Sequence[ServiceReport]) -> list[str]:

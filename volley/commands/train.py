@@ -16,8 +16,10 @@ from pathlib import Path
 
 from shared import config
 from shared.config import LoadedConfig
+from shared.environments import check_environments
 from shared.errors import ConfigError, VolleyError, first_error
 from shared.files.reading import open_file
+from shared.files.rows import check_data_file
 from shared.findings import beyond_positions, findings
 from shared.models.config import ModelConfig
 from shared.models.hub import check_weights, model_folder
@@ -25,13 +27,18 @@ from shared.run import commits, wedge
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
 from shared.services import kind_of
+from shared.visible import quoted
+from volley import own_data
 from volley.commands import sft_run
-from volley.dashboard.beside import in_browser
 from volley.local import external, stack
+from volley.local.accelerators import check_device
 from volley.local.processes import Reaper
+from volley.local.sidecars import sidecars
 from volley.local.supervisor import RestartPolicy, Say, Seen, ServiceFailed, ServiceState, unseen
+from volley.planning import automatic
+from volley.printing import keep_lost_in, print_result
 from volley.printing import print_lines as say
-from volley.printing import print_result
+from volley.proof import prove as prove_folder
 from volley.reporting import closing, report
 from volley.reporting.display import shown
 from volley.reporting.progress import Activity, ProgressDisplay, RecordTails, print_text
@@ -40,11 +47,11 @@ from volley.runs.answers import fetch_status
 from volley.runs.elapsed import counting
 from volley.runs.observing import ServiceStatus, ask_all, unready
 from volley.runs.record import RunClaim, RunRecord, claimed, mark_finished, read_record, stored
-from volley.tracking.beside import tracked
-from volley.verify import command
 
 _POLL_S = 0.3
-_GOING = ("running", "evaluating")
+_GOING = ("running", "evaluating", "finished")
+_SAVED = ("done", "refused")
+"""Phases of a trainer that has written its last checkpoint."""
 
 
 type Work = Callable[[stack.LocalStack], Awaitable[None]]
@@ -68,19 +75,23 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "rest",
         nargs="*",
-        metavar="RUN_DIR | key.path=value",
-        help="folder of a run to continue; settings that override the files",
+        metavar="MODEL | RUN_DIR | key.path=value",
+        help="model to train (with --data), or folder of a run to continue; settings that override the files",
     )
+    own_data.add(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError if neither a run's folder nor a configuration is given, and as `main`."""
+    if (loaded := own_data.configured(arguments, arguments.rest)) is not None:
+        return start_or_continue(config.rooted(loaded, Path.cwd()), stack.REAL)
     if arguments.config:
         return main(arguments.config, arguments.rest)
     if not arguments.rest or "=" in Path(arguments.rest[0]).name:
         raise ConfigError(
             "neither a run's folder nor --config is given",
-            "run `volley train --config FILE.yaml` or `volley up RUN_DIR`",
+            "run `volley train MODEL --data FILE --reward FILE.py`, `volley train --config FILE.yaml`, or `volley up"
+            " RUN_DIR`",
         )
     return resume(Path(arguments.rest[0]), arguments.rest[1:])
 
@@ -102,32 +113,35 @@ def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = st
     if record.finished and not overrides:
         config, more = loaded.config, ""
         if not config.is_supervised:
-            more = f"; `volley up {run_dir} {MAX_STEPS}=N`, N above {config.trainer.max_steps}, continues it"
+            more = f"; `volley up {quoted(run_dir)} {MAX_STEPS}=N`, N above {config.trainer.max_steps}, continues it"
         say(f"run {config.run.name} is finished{more}")
         return report.main(run_dir)
     return start_or_continue(loaded, seams)
 
 
 def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False) -> int:
-    """Start or continue the run of this configuration, of any mode. Raises as `main`."""
-    model = check_inputs(loaded)
+    """Start or continue the run of this configuration, of any mode. Raises as `main`.
+
+    If standard output closes meanwhile, the run goes on, and logs/volley.log gets its lines.
+    """
+    loaded, model = prepared(loaded)
     supervised = loaded.config.is_supervised
     watch = sft_run.follow if supervised else follow
     with claimed(loaded) as claim:
+        automatic.record(loaded, claim.folder)
+        keep_lost_in(claim.folder.logs / "volley.log")
         folder, max_steps = claim.folder, 0 if supervised else loaded.config.trainer.max_steps
         tails, started = RecordTails(folder), dict[str, ServiceState]()
-        again = "Starting it again on all hosts" if seams.place else f"`volley up {folder.path}`"
+        again = "Starting it again on all hosts" if seams.place else f"`volley up {quoted(folder.path)}`"
         try:
-            with (
-                in_browser(folder, say, wanted=loaded.config.run.dashboard),
-                tracked(folder, loaded.config.run.trackers, print_text),
-                shown(max_steps) as display,
-            ):
+            with sidecars(folder, loaded.config), shown(max_steps) as display:
 
                 def seen(name: str, state: ServiceState) -> None:
                     started[name] = state
                     display.service(name, state)
 
+                for line in automatic.lines(loaded):
+                    display.say(f"chosen: {line}")
                 for finding in [*loaded.notes, *findings(loaded.config), *_of_the_model(loaded, model)]:
                     display.say(f"note: {finding}")
 
@@ -138,13 +152,11 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
 
                 record = supervise(loaded, claim, work, display.say, seams, seen)
         except Stopped as stopped:
-            with suppress(OSError):  # standard output may be gone
-                print_text(_interrupted(f"stopped by {stopped}", folder, max_steps, started, again))
+            print_text(_interrupted(f"stopped by {stopped}", folder, max_steps, started, again))
             return stopped.exit_code
         except VolleyError:
             if commits.newest(folder) is not None:  # else there is nothing to continue from
-                with suppress(OSError):
-                    print_text(_interrupted("ended early", folder, max_steps, started, again))
+                print_text(_interrupted("ended early", folder, max_steps, started, again))
             raise
         return sft_run.finish(folder, record) if supervised else finish(folder, record, prove=prove)
 
@@ -176,7 +188,12 @@ def supervise(
         try:
             asyncio.run(_supervised(loaded, claim, work, say, seams, seen))
         except BaseExceptionGroup as group:
-            raise first_error(group) from None
+            error = first_error(group)
+            worked.failed = error.detail if isinstance(error, VolleyError) else None
+            raise error from None
+        except VolleyError as error:
+            worked.failed = error.detail
+            raise
     return worked.record()
 
 
@@ -186,18 +203,45 @@ def _of_the_model(loaded: LoadedConfig, folder: Path) -> list[str]:
 
     notes: list[str | None] = []
     with suppress(ConfigError):
-        notes.append(beyond_positions(loaded.config, ModelConfig.read(folder)))
+        model = ModelConfig.read(folder)
+        notes.append(beyond_positions(loaded.config, model))
+        if (lacking := automatic.shortages(loaded, model).get("host")) is not None:
+            notes.append(f"{lacking.detail}; change: {lacking.hint}")
     with suppress(ConfigError):
         notes.append(read_tokenizer(folder).note)
     return [note for note in notes if note is not None]
 
 
+def prepared(loaded: LoadedConfig) -> tuple[LoadedConfig, Path]:
+    """Check what a run needs, and choose values that are left out. Returns the model's folder too.
+
+    A model that cannot be read is left to the services to refuse. Raises VolleyError, also if the training or a rollout
+    server does not fit into memory.
+    """
+    folder = check_inputs(loaded)
+    try:
+        model = ModelConfig.read(folder)
+    except ConfigError:
+        return loaded, folder
+    loaded = automatic.fit(loaded, model)
+    lacking = automatic.shortages(loaded, model)
+    lacking.pop("host", None)  # whose sum has a margin: a note says so
+    if lacking:
+        hints = " and ".join(one.hint or "" for one in lacking.values())
+        raise ConfigError("; ".join(one.detail for one in lacking.values()), hints)
+    return loaded, folder
+
+
 def check_inputs(loaded: LoadedConfig) -> Path:
-    """Check configuration, files and external services before anything starts. Returns the model's folder.
+    """Check configuration, devices, files and external services before anything starts. Returns the model's folder.
 
     Raises VolleyError.
     """
     findings(loaded.config)
+    check_environments(loaded.config)
+    device, counts = loaded.config.rollout.engine.device, loaded.config.local_processes()
+    if device != "cpu" and (counts["trainer"] or counts["rollout"]):
+        check_device(device, ())
     for key in ("train", "eval"):
         path: Path | None = getattr(loaded.config.data, key)
         if path is not None and loaded.config.services.env.url is None:  # else the file is on that service's host
@@ -211,6 +255,8 @@ def check_inputs(loaded: LoadedConfig) -> Path:
     for path in (*loaded.config.sft.train, *loaded.config.sft.eval) if learns else ():
         if not path.exists():
             raise ConfigError(f"{path}: no such file or folder", "name files of conversations, or folders with them")
+        if not path.is_dir():
+            check_data_file(path)
     model = loaded.config.model.path
     if "@" in model and not Path(model).is_dir():
         survey.check(RunFolder(Path(model.rpartition("@")[0]).absolute()))
@@ -224,14 +270,19 @@ def fresh_name(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """Add a run.name that no finished run has, unless the user gave a name."""
     if any(override.startswith("run.name=") for override in overrides):
         return list(overrides)
-    run = config.load(paths, overrides).config.run
+    return [*overrides, f"run.name={freshly_named(config.load(paths, overrides)).config.run.name}"]
+
+
+def freshly_named(loaded: LoadedConfig) -> LoadedConfig:
+    """Set a run.name that no finished run has: its own, or one with a number."""
+    run = loaded.config.run
     names = [run.name, *(f"{run.name}-{n}" for n in range(2, 1000))]
     unfinished = (name for name in names if not is_finished(RunFolder(run.dir / name)))
-    return [*overrides, f"run.name={next(unfinished)}"]
+    return config.changed(loaded, {"run.name": next(unfinished)})
 
 
 def is_finished(folder: RunFolder) -> bool:
-    """Tell if the folder holds a finished run."""
+    """Return True if the folder holds a finished run."""
     record = read_record(folder)
     return record is not None and record.finished
 
@@ -240,7 +291,8 @@ def finish(folder: RunFolder, record: RunRecord, *, prove: bool = False) -> int:
     """Report a finished run. Returns the exit code: 1 if `prove` is set and verification fails."""
     mark_finished(folder, record)
     summary = report.make(folder)
-    proof = command.verify(folder) if prove else None
+    found = prove_folder(folder.path) if prove else None
+    proof = None if found is None else found.result
     value = summary if proof is None else {**summary, "verify": proof}
     print_result(value, lambda: report.format_report(summary, folder))
     print_text(closing.sentence(folder, summary, proof))
@@ -267,7 +319,10 @@ async def _supervised(
 
 
 async def follow(running: stack.LocalStack, folder: RunFolder, display: ProgressDisplay, tails: RecordTails) -> None:
-    """Show progress until the orchestrator reports the run finished. Raises ServiceFailed if it reports a failure."""
+    """Show progress until the run is finished and its last checkpoint written.
+
+    Raises ServiceFailed if the orchestrator reports a failure.
+    """
     news, plan = time.monotonic(), ""
     async with running.client("orchestrator") as orchestrator, running.client("trainer") as trainer:
         while True:
@@ -281,7 +336,7 @@ async def follow(running: stack.LocalStack, folder: RunFolder, display: Progress
             for kind, record in tails.new():
                 display.record(kind, record)
                 news = time.monotonic()
-            if state == "finished":
+            if state == "finished" and (await fetch_status(trainer, "/status")).get("phase") in _SAVED:
                 return
             if state not in _GOING and (refused := await _refused(running)):
                 raise ServiceFailed(f"run {folder.name} has stopped: {refused}")

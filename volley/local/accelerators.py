@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from shared.errors import ConfigError, VolleyError
 from shared.schema import RunConfig
 from shared.services import SERVICES
-from volley.layout import python_of
+from volley.layout import installing, python_of
 from volley.local.sharing import divide, given_share, is_shared, variable
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ type Kind = Literal["tpu", "gpu"]
 
 _VISIBLE: Mapping[Kind, str] = {"tpu": "TPU_VISIBLE_CHIPS", "gpu": "CUDA_VISIBLE_DEVICES"}
 _NAMES: Mapping[Kind, str] = {"tpu": r"\d+", "gpu": r"\d+|(GPU|MIG)-[\w/-]+"}
+_DEVICE = "rollout.engine.device"
 _HIDDEN = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES with which a program sees no GPU."""
 _GOOGLE = "0x1ae0"
@@ -198,8 +199,27 @@ def check_backend(kind: Kind, environment: str) -> None:
     if not installed and not has_own:
         raise ConfigError(
             f"rollout.engine.device={kind}, and JAX of the environment {environment} is installed for CPUs only",
-            f"VOLLEY_ACCELERATOR={kind} make install",
+            installing(kind),
         )
+
+
+def _not_here(kind: Kind, key: str = _DEVICE) -> ConfigError:
+    return ConfigError(
+        f"{key} {kind}: this machine has no {kind.upper()} that can be seen",
+        f"cpu uses the CPU; {_VISIBLE[kind]} names those that were not found, and hides all if it is empty or -1",
+    )
+
+
+def check_device(kind: Kind, environments: Iterable[str], key: str = _DEVICE) -> None:
+    """Raise ConfigError if this machine has no such accelerator, or JAX of a virtual environment cannot use it.
+
+    Args:
+        key: how the user names the device.
+    """
+    if not find_accelerators(kind, os.environ).names:
+        raise _not_here(kind, key)
+    for environment in environments:
+        check_backend(kind, environment)
 
 
 def shares(
@@ -226,6 +246,8 @@ def shares(
     if device == "gpu" and is_shared(config, len(here.names), n_engines, n_trainers):
         return _of_one_gpu(config, here, trainers, servers)
     needed = dict.fromkeys(trainers, part) | dict.fromkeys(servers, tp_size)
+    if needed and not here.names:
+        raise _not_here(device)
     if sum(needed.values()) > len(here.names):
         raise ConfigError(
             f"this machine has {len(here.names)} {device.upper()}s for the run, and it needs {sum(needed.values())}:"

@@ -25,6 +25,7 @@ from shared.errors import (
 from shared.schema import RunConfig
 from shared.services import SERVICES, ServiceInfo, kind_of
 from shared.services_schema import ServicesSection
+from shared.visible import quoted
 from shared.web.access import Role, token_for
 
 _TIMEOUT_S = 10.0
@@ -148,7 +149,8 @@ async def _offers_environments(client: HttpClient, config: RunConfig) -> None:
             hint = error.hint
             if (source := config.data.sources.get(env)) is not None:
                 name = env.partition("@")[0]
-                hint = f"submit it there first: volley env submit {source.path} --name {name} --url {client.base_url}"
+                command = quoted("volley", "env", "submit", source.path, "--name", name, "--url", client.base_url)
+                hint = f"submit it there first: {command}"
             raise ConfigError(f"{key}: services.env.url: {client.base_url} says: {error.detail}", hint) from error
         row: Mapping[str, Any] = next((one for one in listed if one["name"] == env), {})
         _same_rewards(client, config, env, row.get("rewards"))

@@ -23,7 +23,7 @@ _ENV, _ORCHESTRATOR, _TRAINER, _COORDINATOR, _REDIS, _ROLLOUT = 1, 3, 4, 5, 6, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunHost:
     """One host of several, as `volley.local.stack` needs it.
 
     The other hosts reach its services at `address`. `counts` are its processes by service. With `redis_port` it runs
@@ -82,15 +82,15 @@ class Hosts:
         scheme = "https" if services.tls.cert_file else "http"
         return cls(addresses, n_trainers, services.rollout_replicas, first_port, secrets, scheme)
 
-    def place(self, i: int) -> Place:
+    def place(self, i: int) -> RunHost:
         """Return the place of host `i`. Raises ConfigError if there is no such host."""
         if not 0 <= i < len(self.addresses):
             raise ConfigError(f"--index {i}: there are {len(self.addresses)} hosts", "the first host has the index 0")
         if i == 0:
             counts = {"env": 1, "orchestrator": 1, "trainer": 1}
-            return Place(self.addresses[0], counts, self.first_port + _REDIS, self.secrets / "redis_password")
+            return RunHost(self.addresses[0], counts, self.first_port + _REDIS, self.secrets / "redis_password")
         counts = {"trainer": 1} if i < self.n_trainers else {"rollout": self.n_rollout}
-        return Place(self.addresses[i], counts)
+        return RunHost(self.addresses[i], counts)
 
     def layer(self, i: int) -> dict[str, Any]:
         """Return the layer of host `i` over the run's configuration: addresses, ports, secrets, the trainer's process.

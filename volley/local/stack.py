@@ -32,7 +32,7 @@ from shared.services_schema import ServicesSection, TokenFiles
 from shared.web.access import Role, read_token, token_for
 from volley.layout import python_of, variables_of
 from volley.local import accelerators, external, ports
-from volley.local.hosts import Place
+from volley.local.hosts import RunHost
 from volley.local.processes import ProcessSpec, Reaper
 from volley.local.supervisor import (
     RestartPolicy,
@@ -79,7 +79,7 @@ class StackSeams:
 
     modules: Mapping[str, str] = field(default_factory=dict[str, str])
     reach: Callable[[str, str], str] = lambda name, url: url
-    place: Place | None = None
+    place: RunHost | None = None
 
 
 REAL = StackSeams()
@@ -268,7 +268,7 @@ class _Builder:
         return services.model_copy(update=update)
 
 
-def _prepared_redis(folder: RunFolder, place: Place | None) -> redis_server.ServerSpec:
+def _prepared_redis(folder: RunFolder, place: RunHost | None) -> redis_server.ServerSpec:
     """Raises ConfigError."""
     if place is None or place.redis_password is None:
         return redis_server.prepare(folder.redis)

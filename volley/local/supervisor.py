@@ -90,7 +90,7 @@ class SupervisedProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessEnd:
+class ServiceExit:
     """Unexpected end of a process.
 
     `code`: exit code, negative for a signal. `hung_s`: set if it was killed after so many seconds without an answer.
@@ -134,7 +134,7 @@ class Supervision:
         self._progress, self._clock = progress, clock
         self.up = asyncio.Event()
         self.child: Child | None = None
-        self.ends: list[ProcessEnd] = []
+        self.ends: list[ServiceExit] = []
         self._restarts: deque[tuple[float, int]] = deque()  # when, in seconds of service, and at which progress
         self._served_s = 0.0
 
@@ -167,7 +167,7 @@ class Supervision:
             if not is_mended:
                 await self._before_restart(child, end)
 
-    async def _until_up(self, child: Child) -> ProcessEnd | None:
+    async def _until_up(self, child: Child) -> ServiceExit | None:
         """Wait until the process answers; return its end if it ends first. Kill it if it does not answer in time."""
         deadline, hung_s = time.monotonic() + self.member.start_s, None
         while child.exit_code is None and not await self.member.probe():
@@ -177,12 +177,12 @@ class Supervision:
                 await child.wait()
             await asyncio.sleep(_PROBE_EVERY_S)
         if child.exit_code is not None:
-            return ProcessEnd(self.name, child.exit_code, hung_s, answered=False)
+            return ServiceExit(self.name, child.exit_code, hung_s, answered=False)
         self.up.set()
         self._seen(self.name, "up")
         return None
 
-    async def _until_end(self, child: Child) -> ProcessEnd:
+    async def _until_end(self, child: Child) -> ServiceExit:
         """Wait until the process ends, kill it if it hangs, and add its service time."""
         began = self._clock()
         async with asyncio.TaskGroup() as group:
@@ -191,7 +191,7 @@ class Supervision:
             hung_s = self._patience.hung_s if watch.done() else None
             watch.cancel()
         self._served_s += self._clock() - began
-        return ProcessEnd(self.name, code, hung_s)
+        return ServiceExit(self.name, code, hung_s)
 
     async def _watch(self, child: Child) -> None:
         """Kill the process if it hangs. Counts failed probes, not clock time: the supervisor may be paused itself."""
@@ -210,7 +210,7 @@ class Supervision:
         except TimeoutError:
             return False
 
-    async def _before_restart(self, child: Child, end: ProcessEnd) -> None:
+    async def _before_restart(self, child: Child, end: ServiceExit) -> None:
         if end.code == REFUSED:
             raise ConfigError(last_error(child.spec.log, child.log_start) or f"{self.name} refuses its configuration")
         if not (self.up.is_set() or end.is_outage):
@@ -276,5 +276,5 @@ def _log_end(child: Child) -> str:
     return f": {found} (log: {child.spec.log})" if found else f" (log: {child.spec.log})"
 
 
-def _hint(end: ProcessEnd) -> str:
+def _hint(end: ServiceExit) -> str:
     return SIGKILL_HINT if end.hung_s is None and signal_of(end.code) == signal.SIGKILL else ""

@@ -7,15 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from shared.errors import ConfigError
+from shared.planning.training import Platform
 from shared.process.host_memory import host_limit
 from volley.local.accelerators import Kind, find_accelerators, find_gpu, tpu_generation
 from volley.local.sharing import given_share, variable
 from volley.planning.quantities import parse_bytes
-
-type Platform = Literal["cpu", "tpu", "gpu"]
 
 _GIB, _MIB = 2**30, 2**20
 _GPU_SHARE, _TPU_SHARE = 0.75, 0.98

@@ -11,17 +11,16 @@ from shared.errors import ConfigError
 from shared.models.adapter import is_adapter
 from shared.models.config import ModelConfig
 from shared.models.parameters import parameters
+from shared.planning import trainer
 from shared.planning.training import MemoryEstimate
 from shared.run.group_size import check_group
 from shared.schema import RunConfig
 from volley.local.sharing import divide, is_shared
-from volley.planning import server, trainer
+from volley.planning import host, server
 from volley.planning.devices import Devices
+from volley.planning.host import HostEstimate
 from volley.planning.quantities import show_bytes
 from volley.planning.server import ServerEstimate
-
-PROCESS_BYTES = 250 * 2**20
-"""Memory of a trainer's or a rollout server's process before it loads anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class PlannedDevices:
             return self
         if not is_shared(config, 1, n, 1):
             raise ConfigError(
-                "processes share one GPU only with trainer.mesh.shape=[1,1] and rollout.engine.tp_size=1",
+                "sharing one GPU requires trainer.mesh.shape=[1,1] and rollout.engine.tp_size=1",
                 "trainer.mesh.shape=[1,1] with rollout.engine.tp_size=1",
             )
         found = divide(config, model, kind.memory, n, 1, os.environ)
@@ -60,12 +59,16 @@ class PlannedDevices:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Memory of a configuration on devices, and its problems by the part of the run that has them."""
+    """Memory of a configuration on devices, and its problems by the part of the run that has them.
+
+    `host` is the sum of all processes, if the devices are the processors of one machine.
+    """
 
     devices: PlannedDevices
     trainer: MemoryEstimate | None = None
     server: ServerEstimate | None = None
     n_servers: int = 0
+    host: HostEstimate | None = None
     problems: Mapping[str, Obstacle] = field(default_factory=dict[str, Obstacle])
 
 
@@ -83,7 +86,7 @@ def evaluate(config: RunConfig, model: ModelConfig, devices: PlannedDevices) -> 
     except ConfigError as error:
         problems["group"] = Obstacle(error.detail, error.hint)
     try:
-        estimate = trainer.estimate(config, model, devices.trainer.type)
+        estimate = trainer.estimate(config, model, devices.trainer.type.platform)
     except ConfigError as error:
         problems["micro-batches"] = Obstacle(error.detail, error.hint)
     problems |= _of_mesh(config, model, devices.trainer) | _of_parts(config, model, devices.trainer)
@@ -94,9 +97,12 @@ def evaluate(config: RunConfig, model: ModelConfig, devices: PlannedDevices) -> 
         n_servers = servers_of(config, devices.servers)
         serving = server.estimate(config, model, devices.servers.type)
         problems |= _of_servers(config, model, devices.servers, serving)
-    if estimate is not None and not problems:
-        problems |= _of_host(config, devices, estimate, serving, n_servers)
-    return Evaluation(devices, estimate, serving, n_servers, problems)
+    on_host = None
+    if estimate is not None and devices.trainer.type.platform == "cpu":
+        own = None if config.services.rollout_urls else serving
+        on_host = host.estimate(model, config.rollout.engine, devices.trainer.type.memory, estimate, own, n_servers)
+        problems |= {} if problems else _of_host(on_host)
+    return Evaluation(devices, estimate, serving, n_servers, on_host, problems)
 
 
 def servers_of(config: RunConfig, devices: Devices) -> int:
@@ -163,13 +169,12 @@ def _of_parts(config: RunConfig, model: ModelConfig, devices: Devices) -> dict[s
 
 def _of_training(found: MemoryEstimate, devices: Devices) -> dict[str, Obstacle]:
     kind = devices.type
-    limit = kind.usable - (PROCESS_BYTES if kind.platform == "cpu" else 0)
-    if found.peak <= limit:
+    if found.peak <= kind.usable:
         return {}
     return {
         "training": Obstacle(
             f"training takes {show_bytes(found.peak)} on each device ({found.largest_phase}), and {kind.limit} has"
-            f" {show_bytes(limit)} for it"
+            f" {show_bytes(kind.usable)} for it"
         )
     }
 
@@ -251,23 +256,16 @@ def _rounded(n: int) -> int:
     return n // 1024 * 1024 if n > 16 * 1024 else n
 
 
-def _of_host(
-    config: RunConfig,
-    devices: PlannedDevices,
-    training: MemoryEstimate,
-    serving: ServerEstimate | None,
-    n_servers: int,
-) -> dict[str, Obstacle]:
+def _of_host(found: HostEstimate) -> dict[str, Obstacle]:
     """Compare the sum of all processes on a CPU with this machine's memory."""
-    if devices.trainer.type.platform != "cpu" or serving is None or config.services.rollout_urls:
+    if found.total <= found.memory:
         return {}
-    of_servers = n_servers * (serving.total + PROCESS_BYTES)
-    total, limit = training.peak + PROCESS_BYTES + of_servers, devices.trainer.type.usable
-    if total <= limit:
-        return {}
+    n, of_servers = found.n_servers, show_bytes(found.server * found.n_servers)
+    servers = f" and {n} rollout server{'s' * (n > 1)} {of_servers}" if n else ""
+    rest = f"the run's other processes {show_bytes(found.services)} and the system {show_bytes(found.system)}"
     return {
         "host": Obstacle(
-            f"the trainer takes {show_bytes(training.peak + PROCESS_BYTES)} and {n_servers} rollout"
-            f" server{'s' * (n_servers > 1)} {show_bytes(of_servers)}, and this machine has {show_bytes(limit)}"
+            f"the trainer takes {show_bytes(found.trainer)}{servers}, {rest}, and this machine has"
+            f" {show_bytes(found.memory)}"
         )
     }

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
-import yaml
-
-from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
-from shared.planning.micro_batch import rows_of_rl, supervised_rows
+from shared.planning.remedies import (
+    Settings,
+    described,
+    of_training,
+    of_training_together,
+    savings,
+    ways,
+    with_settings,
+)
 from shared.schema import RunConfig
 from volley.planning.devices import Devices
 from volley.planning.evaluation import PlannedDevices, evaluate
 
-type Settings = tuple[str, ...]
-
 _LARGEST_MESH = 512
-_REMATS = ("none", "block", "decoder")
 _GROWTH = 8  # doublings of a mesh or of tp_size that are tried
 _SHORTEST = 256  # tokens of a context that is proposed
 
@@ -36,28 +37,26 @@ class Search:
     problems: frozenset[str] = field(default=frozenset())
 
     def find(self, part: str) -> str:
-        """Describe settings that solve the problem of `part`: each alone if some do, else the first set that does."""
+        """Describe the two settings that solve the problem of `part` best: alone, together, or by a larger mesh."""
         run = self.loaded.config
         if part == "mesh":
             return self._mesh(run)
-        singles: dict[str, Settings] = {}  # by key: the first value that suffices changes least
-        for one in _singles(part, run):
-            key = one[0].partition("=")[0]
-            if key not in singles and (found := self._solution(part, one)):
-                singles[key] = found
-        ways = [_joined(one) for one in singles.values()] or self._first(part, _sets(part, run))
-        if part == "training" and self.devices.trainer.type.platform != "cpu":
-            ways += self._first(part, _larger_meshes(run, self.devices.trainer))
-        return " or ".join(ways) or "a smaller model, or more or larger devices"
+        training, servers = part in ("training", "host"), part in ("pool", "host")
+        singles = [*(of_training(run) if training else ()), *(_of_servers(run) if servers else ())]
+        sets = of_training_together(run, _smallest_pool(run) if servers else ()) if training else iter(())
 
-    def _first(self, part: str, tries: Iterable[Settings]) -> list[str]:
-        """Describe the first settings that solve the problem."""
-        return [*islice((_joined(found) for one in tries if (found := self._solution(part, one))), 1)]
+        def tried(settings: Settings) -> Settings | None:
+            return self._solution(part, settings)
+
+        found = ways(tried, singles, sets)
+        if part == "training" and self.devices.trainer.type.platform != "cpu" and len(found) < 2:
+            found += ways(tried, (), _larger_meshes(run, self.devices.trainer))
+        return described(found) or "a smaller model, or more or larger devices"
 
     def _solution(self, part: str, settings: Settings) -> Settings | None:
         """Settings that solve the problem and make no other: the given ones, if need be with a smaller pool."""
         try:
-            found = evaluate(self._with(settings).config, self.model, self.devices).problems
+            found = evaluate(with_settings(self.loaded, settings).config, self.model, self.devices).problems
         except ConfigError:
             return None
         if part == "pool" and part in found and (hint := found[part].hint) is not None:
@@ -69,63 +68,16 @@ class Search:
         for mesh in _meshes(run, self.devices.trainer.count or run.trainer.mesh.n_devices):
             for one in (mesh, (*mesh, f"trainer.train_micro_batch_size={_shape(mesh)[0]}")):
                 try:
-                    found = evaluate(self._with(one).config, self.model, self.devices).problems.keys()
+                    found = evaluate(with_settings(self.loaded, one).config, self.model, self.devices).problems.keys()
                 except ConfigError:
                     continue
                 if found & {"mesh", "micro-batches"}:
                     continue
                 if "training" not in found:
-                    return _joined(one)
-                inner = replace(self, loaded=self._with(one))
-                return f"{_joined(one)} with {inner.find('training')}"
+                    return described([one])
+                inner = replace(self, loaded=with_settings(self.loaded, one))
+                return f"{described([one])} with {inner.find('training')}"
         return "trainer.mesh.shape=[1,1]"
-
-    def _with(self, settings: Settings) -> LoadedConfig:
-        """Return the configuration with these settings. Raises ConfigError."""
-        pairs = (one.split("=", 1) for one in settings)
-        return config.changed(self.loaded, {key: yaml.safe_load(value) for key, value in pairs})
-
-
-def _joined(settings: Settings) -> str:
-    return " with ".join(settings)
-
-
-def _singles(part: str, run: RunConfig) -> Iterator[Settings]:
-    """Settings to try alone, those of a key that change least first."""
-    if part in ("training", "host"):
-        yield from _of_training(run)
-    if part in ("pool", "host"):
-        yield from _of_servers(run)
-
-
-def _of_training(run: RunConfig) -> Iterator[Settings]:
-    trainer = run.trainer
-    yield from _smaller_batches(run)
-    for remat in _REMATS[_REMATS.index(run.model.remat) + 1 :]:
-        yield (f"model.remat={remat}",)
-    if not trainer.offload_reference:
-        yield ("trainer.offload_reference=true",)
-    if run.model.dtype == "float32":
-        yield ("model.dtype=bfloat16",)
-    if not run.is_supervised and run.algorithm.beta:
-        yield ("algorithm.beta=0",)
-    if trainer.lora is None:
-        yield ("trainer.lora.rank=16",)
-
-
-def _smaller_batches(run: RunConfig) -> Iterator[Settings]:
-    """Halve the micro-batch until every shard of fsdp has one row."""
-    trainer, shards = run.trainer, run.trainer.mesh.sizes.get("fsdp", 1)
-    if trainer.micro_batch_tokens is not None:
-        tokens, least = trainer.micro_batch_tokens // 2, shards * max(trainer.length_buckets)
-        while tokens >= least:
-            yield (f"trainer.micro_batch_tokens={tokens}",)
-            tokens //= 2
-        return
-    rows = trainer.train_micro_batch_size or (supervised_rows(run) if run.is_supervised else rows_of_rl(run))
-    while rows // 2 >= shards:
-        rows = rows // 2 // shards * shards
-        yield (f"trainer.train_micro_batch_size={rows}",)
 
 
 def _of_servers(run: RunConfig) -> Iterator[Settings]:
@@ -133,6 +85,7 @@ def _of_servers(run: RunConfig) -> Iterator[Settings]:
     if engine.device != "cpu":
         for i in range(1, _GROWTH):
             yield (f"rollout.engine.tp_size={engine.tp_size << i}",)
+    yield from _smallest_pool(run)
     if run.model.dtype == "float32":
         yield ("model.dtype=bfloat16",)
     length = engine.context_length
@@ -143,26 +96,11 @@ def _of_servers(run: RunConfig) -> Iterator[Settings]:
         yield (f"services.rollout_replicas={n}",)
 
 
-def _sets(part: str, run: RunConfig) -> Iterator[Settings]:
-    """Settings to try together, those that cost least first."""
-    if part not in ("training", "host"):
-        return
-    known: Settings = ()
-    for one in (*[*_smaller_batches(run)][-1:], *_savings(run)):
-        known = (*known, *one)
-        yield known
-    if run.trainer.lora is None:
-        known = (*known, "trainer.lora.rank=16")
-        yield known
-    if not run.is_supervised and run.sft.trains:  # a warm start trains all weights
-        yield (*known, "sft.max_steps=0")
-
-
-def _savings(run: RunConfig) -> Iterator[Settings]:
-    if run.model.remat != "decoder":
-        yield ("model.remat=decoder",)
-    if run.model.dtype == "float32":
-        yield ("model.dtype=bfloat16",)
+def _smallest_pool(run: RunConfig) -> Iterator[Settings]:
+    """Size a CPU's pool for the running requests alone, so that no conversation stays cached between its turns."""
+    engine = run.rollout.engine
+    if engine.device == "cpu" and engine.max_total_tokens is None and not run.is_supervised:
+        yield (f"rollout.engine.max_total_tokens={engine.max_running_requests * engine.context_length}",)
 
 
 def _larger_meshes(run: RunConfig, devices: Devices) -> Iterator[Settings]:
@@ -170,14 +108,14 @@ def _larger_meshes(run: RunConfig, devices: Devices) -> Iterator[Settings]:
     now = run.services.trainer.num_processes
     packs = run.trainer.micro_batch_tokens is not None
     key = "trainer.micro_batch_tokens" if packs else "trainer.train_micro_batch_size"
-    savings = tuple(one for several in _savings(run) for one in several)
+    saved = tuple(one for several in savings(run) for one in several)
     for mesh in _meshes(run, devices.count or _LARGEST_MESH, larger=True):
         size = _shape(mesh)[0] * (max(run.trainer.length_buckets) if packs else 1)
         hosts = math.ceil(math.prod(_shape(mesh)) / devices.type.per_host)
         several = (*mesh, f"services.trainer.num_processes={hosts}") if hosts > now else mesh
         yield several
         yield (*several, f"{key}={size}")
-        yield (*several, f"{key}={size}", *savings)
+        yield (*several, f"{key}={size}", *saved)
 
 
 def _meshes(run: RunConfig, most: int, *, larger: bool = False) -> Iterator[Settings]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shared.models.config import ModelConfig
+from shared.models.parameters import parameters
 from shared.planning.serving import of_run
+from shared.planning.training import ITEM_SIZES
 from shared.schema import RunConfig
 from volley.planning.devices import DeviceType
 
@@ -16,7 +18,8 @@ class ServerEstimate:
 
     Attributes:
         weights: of the serving version.
-        arriving: a second copy of the weights, while a new version is loaded beside the serving one.
+        arriving: a second copy of the weights, while a new version is loaded beside the serving one; on a CPU also the
+            largest array as it was read.
         step: intermediate values of the largest prefill or decode.
         token: keys and values of one token in the pool.
         pool_tokens: size of the pool in tokens; 0 or less if there is no room for one.
@@ -51,13 +54,15 @@ class ServerEstimate:
 def estimate(config: RunConfig, model: ModelConfig, device: DeviceType) -> ServerEstimate:
     """Estimate the memory of one server of the run on such devices; on a CPU, that of all its processes together."""
     engine, found = config.rollout.engine, of_run(config, model, device.platform)
+    arriving = found.weights
     if device.platform == "cpu":
-        most = (device.usable - 2 * found.weights - found.step) // found.token
+        arriving += ITEM_SIZES[config.model.dtype] * max(one.n for one in parameters(model).values())
+        most = (device.usable - found.weights - arriving - found.step) // found.token
         pool = found.default_pool(engine.max_running_requests, engine.context_length, device.memory)
     else:
         pool = found.accelerator_pool(engine.max_running_requests, engine.context_length, device.usable)
         most = found.largest_pool(device.usable, full=engine.max_total_tokens is not None)
     pool = engine.max_total_tokens or pool
     return ServerEstimate(
-        found.weights, found.weights, found.step, found.token, pool, most, device.usable, engine.context_length
+        found.weights, arriving, found.step, found.token, pool, most, device.usable, engine.context_length
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared.run.folder import RunFolder
+from shared.visible import quoted
 from volley.reporting.intervals import SuccessRate
 from volley.reporting.lines import duration
 
@@ -72,7 +72,7 @@ def _groups(folder: RunFolder, summary: Mapping[str, Any], proof: Mapping[str, A
         return [f"{_counted(trained, 'group')} trained" + (f", {others}" if others else "")]
     if not proof["ok"]:
         violations = _counted(len(proof["violations"]), "violation")
-        return [f"the proof FAILED with {violations}, which `volley verify {shlex.quote(str(folder.path))}` names"]
+        return [f"the proof FAILED with {violations}, which `volley verify {quoted(folder.path)}` names"]
     clauses = [
         f"{_counted(trained, 'group')} trained exactly once",
         *([others] if others else []),

@@ -1,8 +1,8 @@
 """Live display on a terminal.
 
 Permanent lines, and below them rows of current activity, redrawn four times a second. The only module that imports
-rich. However the display closes, it removes the rows and restores the cursor. If the terminal is gone, it shows nothing
-and raises nothing.
+rich. However the display closes, it removes the rows and restores the cursor. If the terminal is gone, permanent lines
+go to the run's log (`volley.printing.keep_lines`), and nothing is raised.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rich.text import Text
 
 from shared.visible import visible
 from volley.local.supervisor import ServiceState
+from volley.printing import keep_lines
 from volley.reporting.phases import PhaseRow, RunPhases
 from volley.reporting.progress import Activity, Record, RecordKind
 
@@ -75,15 +76,14 @@ class LiveDisplay:
                 console.file.flush()
 
     def say(self, line: str) -> None:
-        with self._writing():
-            self._console.print(Text(visible(line)), soft_wrap=True)
+        self._print(line, Text(visible(line)))
 
     def service(self, name: str, state: ServiceState) -> None:
-        with self._writing():
+        with self._lock:
             self._stay(self._phases.service(name, state))
 
     def record(self, kind: RecordKind, record: Record) -> None:
-        with self._writing():
+        with self._lock:
             self._stay(self._phases.record(kind, record))
 
     def activity(self, activity: Activity) -> None:
@@ -146,8 +146,15 @@ class LiveDisplay:
             text = Text(visible(line))
             text.stylize("green", 0, 1)
             text.stylize("bold", 2, 12)
-            self._console.print(text, soft_wrap=True)
+            self._print(line, text)
         self.refresh()
+
+    def _print(self, line: str, text: Text) -> None:
+        """Print a permanent line, or keep it elsewhere if the terminal is gone."""
+        with self._writing():
+            self._console.print(text, soft_wrap=True)
+        if self._console.quiet:
+            keep_lines(line)
 
 
 def _bar(row: PhaseRow, width: int) -> ProgressBar | Text:

@@ -111,7 +111,7 @@ class PlainLines:
 
 
 def is_terminal() -> bool:
-    """Tell if lines go to a terminal that can move its cursor."""
+    """Return True if lines go to a terminal that can move its cursor."""
     return not is_json() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 

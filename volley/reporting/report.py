@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -28,12 +28,13 @@ from volley.printing import join_lines, print_result
 from volley.reporting import closing, environments, jsonl, supervised
 from volley.reporting.curve import curve
 from volley.reporting.intervals import SuccessRate, success_rates
+from volley.reporting.plots import plots
 from volley.reporting.progress import print_text
 from volley.run_arguments import add_run_dir
 from volley.runs import engines, survey
 from volley.runs.record import RunRecord, read_record, write_json
 
-_MAIN, _UNNAMED = "data.env", "main environment"
+_MAIN, _UNNAMED, _ENGINE = "data.env", "main environment", "rollout.engine.kind"
 _COMPONENT = "reward/"
 
 type Rows = Sequence[Mapping[str, Any]]
@@ -84,7 +85,15 @@ def format_report(summary: Mapping[str, Any], folder: RunFolder) -> str:
 
 
 def make(folder: RunFolder) -> dict[str, Any]:
-    """Write summary.json and the plot; return the summary."""
+    """Write summary.json and, if a package draws it, the plot; return the summary."""
+    summary, draw = read(folder)
+    write_json(folder.summary, summary)
+    draw()
+    return summary
+
+
+def read(folder: RunFolder) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Return the summary, and a function that draws the plot. Writes nothing."""
     head = commits.newest(folder)
     steps = by_step(counted.of_steps(jsonl.read(folder.metrics), head))
     evals = environments.by_environment(counted.of_weights(jsonl.read(folder.evals), head))
@@ -94,14 +103,15 @@ def make(folder: RunFolder) -> dict[str, Any]:
     curves = environments.curves(steps, evals, _main_environment(record))
     summary |= {"tickets": dispositions(lines, head), "episodes": outcomes(steps, lines, head)}
     summary |= {"environments": [one.summary() for one in curves], "best": _best(folder, head)}
-    summary |= {"engines": [_engine(one) for one in engines.read(folder)]}
+    summary |= {"engines": [_engine(one) for one in engines.read(folder, _engine_kind(record))]}
     summary |= {"forked_from": fork.origin if (fork := forks.read(folder)) else None}
-    write_json(folder.summary, summary)
-    from volley.reporting import plot
 
-    changed = [one.from_step for one in record.amendments] if record else []
-    plot.draw(folder.plot, folder.name, steps, environments.of_main(evals), changed, curves)
-    return summary
+    def draw() -> None:
+        changed = [one.from_step for one in record.amendments] if record else []
+        if found := plots():
+            found.draw(folder.plot, folder.name, steps, environments.of_main(evals), changed, curves)
+
+    return summary, draw
 
 
 def by_step(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -119,6 +129,7 @@ def summarize(steps: Rows, evals: Rows, record: RunRecord | None) -> dict[str, A
         "steps": int(final.get("step", 0)),
         "max_steps": record.config.get(MAX_STEPS) if record else None,
         "finished": record.finished if record else None,
+        "failed": record.failed if record else None,
         "elapsed_sec": round(record.elapsed_s if record else _span(steps), 1),
         "held_out_success_before_rl": before.get("success"),
         "held_out_success_after_rl": after.get("success"),
@@ -220,8 +231,9 @@ def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str
         ("groups", _counted(summary["tickets"])),
         *environments.table_rows(summary["environments"]),
         *_outcome_rows(summary["episodes"]),
+        *([("failed", str(summary["failed"]))] if summary.get("failed") else []),
         ("elapsed", f"{summary['elapsed_sec']:.1f} s"),
-        ("plot", str(folder.plot)),
+        *([("plot", str(folder.plot))] if folder.plot.exists() else []),
         ("summary", str(folder.summary)),
     ]
     labels = max(len(label) for label, _ in rows)
@@ -252,6 +264,11 @@ def _best_rows(best: Mapping[str, Any] | None) -> list[tuple[str, str]]:
 def _main_environment(record: RunRecord | None) -> str:
     """Name of the main environment, from run.json."""
     return str(record.config.get(_MAIN) or _UNNAMED) if record else _UNNAMED
+
+
+def _engine_kind(record: RunRecord | None) -> str | None:
+    kind = record.config.get(_ENGINE) if record else None
+    return kind if isinstance(kind, str) else None
 
 
 def _component_rows(components: Mapping[str, Sequence[float]]) -> list[tuple[str, str]]:

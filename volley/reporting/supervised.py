@@ -30,7 +30,7 @@ type Rows = Sequence[Mapping[str, Any]]
 
 
 def is_supervised(folder: RunFolder) -> bool:
-    """Tell if run.json records a supervised run."""
+    """Return True if run.json records a supervised run."""
     record = read_record(folder)
     return record is not None and record.config.get("mode") in ("sft", "dpo")
 

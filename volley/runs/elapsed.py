@@ -19,13 +19,15 @@ _BEAT_S = 2.0
 
 
 class ElapsedTime:
-    """The run's record, with the seconds since this object was made added."""
+    """The run's record, with the seconds since this object was made added, and why the run failed, if it did."""
 
     def __init__(self, record: RunRecord) -> None:
         self._record, self._started = record, time.monotonic()
+        self.failed: str | None = None
 
     def record(self) -> RunRecord:
-        return dataclasses.replace(self._record, elapsed_s=self._record.elapsed_s + time.monotonic() - self._started)
+        elapsed_s = self._record.elapsed_s + time.monotonic() - self._started
+        return dataclasses.replace(self._record, elapsed_s=elapsed_s, failed=self.failed)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Engines of the rollout servers that a run's hand-overs name; older runs name none."""
+"""Engines of a run's rollout servers: that of its settings, and further ones that hand-overs name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from shared.run.folder import RunFolder
 _MOST = 20
 
 
-def read(folder: RunFolder) -> list[DeclaredEngine]:
-    """Each engine once, in the order of the lines, at most 20. Lines and files that cannot be read name none."""
-    found = dict[DeclaredEngine, None]()
+def read(folder: RunFolder, kind: str | None) -> list[DeclaredEngine]:
+    """Each engine once, that of `kind` first, at most 20. Lines and files that cannot be read name none.
+
+    A hand-over can add an engine, or take a capability away; that the engine of the settings lacks one, it cannot deny.
+
+    Args:
+        kind: `rollout.engine.kind` in the run's settings; None if they cannot be read.
+    """
+    found = {} if kind is None else dict.fromkeys([DeclaredEngine.of_kind(kind)])
     try:
         for line in whole_lines(folder.handovers):
             found |= dict.fromkeys(_of_line(line))
@@ -27,9 +33,9 @@ def read(folder: RunFolder) -> list[DeclaredEngine]:
     return [*found][:_MOST]
 
 
-def unproven(folder: RunFolder) -> list[str]:
+def unproven(folder: RunFolder, kind: str) -> list[str]:
     """Sentences on engines whose weights cannot be checked."""
-    return [one.unproven for one in read(folder) if one.unproven is not None]
+    return [one.unproven for one in read(folder, kind) if one.unproven is not None]
 
 
 def _of_line(line: bytes) -> list[DeclaredEngine]:

@@ -15,7 +15,7 @@ from shared.run.folder import RunFolder
 from shared.services import SERVICES, kind_of
 from shared.web.access import Role, token_for
 from volley.runs.addresses import Addresses
-from volley.runs.beginning import name_of
+from volley.runs.first_start import name_of
 
 STRANGER = "another run's service answers there"
 _TIMEOUT_S = 3.0
@@ -39,7 +39,7 @@ async def find_answering(folder: RunFolder, found: Addresses) -> dict[str, bool]
 
 
 def is_elsewhere(known: Mapping[str, bool]) -> bool:
-    """Tell if every service that answers belongs to another run."""
+    """Return True if every service that answers belongs to another run."""
     return bool(known) and not any(known.values())
 
 
@@ -48,7 +48,7 @@ def elsewhere_message(folder: RunFolder) -> str:
 
 
 async def _ours(folder: RunFolder, found: Addresses, name: str, url: str) -> bool:
-    """Tell if a service belongs to the run. Raises ServiceUnreachable if nothing answers."""
+    """Return True if a service belongs to the run. Raises ServiceUnreachable if nothing answers."""
     info, token, readable = SERVICES.get(kind_of(name)), None, False
     with suppress(ConfigError):
         token, readable = token_for(found.token_files, Role.VIEWER), True

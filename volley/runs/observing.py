@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from shared.clients.base import HttpClient
 from shared.errors import ServiceUnreachable, VolleyError
+from shared.process import host_memory
+from shared.process.host_memory import HostMemory
 from shared.run import wedge
 from shared.run.folder import RunFolder
 from shared.run.wedge import ServiceReport, Verdict
@@ -20,6 +23,7 @@ from volley.runs.addresses import Addresses
 
 TIMEOUT_S = 5.0
 _BETWEEN_S = 1.0  # between two readings of a server's token count
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _LOOKS = 10  # a long prefill, a compilation or loading weights samples no tokens for a while
 
 
@@ -71,10 +75,23 @@ async def of_run(folder: RunFolder) -> tuple[list[ServiceReport], Verdict]:
     return seen, Verdict("stopped", (identity.elsewhere_message(folder),))
 
 
+def warnings_of(seen: Sequence[ServiceReport]) -> list[str]:
+    """Return the services' own warnings, and one for each machine or container that is short of memory.
+
+    This machine counts if it has services, because a service that waits for memory does not answer.
+    """
+    found = [str(one) for report in seen for one in report.facts.get("warnings") or ()]
+    reports = [report.facts.get("host_memory") for report in seen]
+    if any(urlsplit(report.url).hostname in _LOOPBACK for report in seen):
+        reports.append(host_memory.report())
+    hosts = {(one.host, one.on): one for raw in reports if (one := HostMemory.from_json(raw)) is not None}
+    return list(dict.fromkeys([*found, *filter(None, (one.shortage() for one in hosts.values()))]))
+
+
 def described(seen: Sequence[ServiceReport], verdict: Verdict) -> dict[str, Any]:
     """Describe an observation as JSON."""
     services = [asdict(one) | {"ready": state_of(one) == "ready"} for one in seen]
-    return {**asdict(verdict), "services": services}
+    return {**asdict(verdict), "warnings": warnings_of(seen), "services": services}
 
 
 def _services(found: Addresses) -> list[ServiceStatus]:

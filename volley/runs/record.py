@@ -32,15 +32,15 @@ from shared.files.storage import replace, storage
 from shared.models import content
 from shared.models.hub import keep
 from shared.models.origin import LATEST
-from shared.models.weight_files import KEY
 from shared.run import commits, pinned, trust
 from shared.run.checkpoint_files import MANIFEST
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
+from shared.visible import quoted
 from volley import reaper
 from volley.layout import PROJECT
 from volley.printing import print_lines
-from volley.runs import beginning
+from volley.runs import first_start
 from volley.session_files import write_private
 
 _ORPHANS_S = reaper.GRACE_S + reaper.KILLED_S + 10.0
@@ -67,7 +67,7 @@ class RunRecord:
 
     `config`: settings in force (see shared.run.pinned), after `amendments`. `cwd`: folder in which the run was
     started. `final`: last version of a finished run. `origin`: version of another run that it was started from (see
-    shared.models.origin).
+    shared.models.origin). `failed`: why the run has ended by a failure; None while it works, or after a stop.
     """
 
     digest: str
@@ -81,6 +81,7 @@ class RunRecord:
     amendments: tuple[Amendment, ...] = ()
     final: str | None = None
     origin: Mapping[str, str] | None = None
+    failed: str | None = None
 
 
 _RECORD = TypeAdapter(RunRecord)
@@ -117,18 +118,10 @@ def claimed(
             loaded = config.changed(loaded, {"model.path": origin.path})
         record = read_record(folder)
         loaded = dated(loaded, record)
-        if record is not None and beginning.is_from_random(loaded, folder, record.config):
-            say(
-                f"run {folder.name} was started by an older version of Volley from random weights, because model "
-                f"folder {loaded.config.model.path} holds none; it continues with {KEY}=random"
-            )
-            loaded = config.changed(loaded, {KEY: "random"})
-            write_record(folder, dataclasses.replace(record, config={**record.config, KEY: "random"}))
-        loaded = beginning.with_content(loaded, folder, {} if record is None else record.config)
-        if record is not None and (record.finished or _has_begun(folder)):
-            loaded = beginning.with_former_defaults(loaded, _in_force(record, commits.newest(folder)), say)
+        loaded = first_start.with_content(loaded, folder, {} if record is None else record.config)
         record = _continued(folder, loaded, say, free) or _new(loaded)
-        record = dataclasses.replace(record, origin=None if origin is None else dataclasses.asdict(origin))
+        described = None if origin is None else dataclasses.asdict(origin)
+        record = dataclasses.replace(record, origin=described, failed=None)
         replace(folder.config, loaded.to_yaml().encode())
         write_record(folder, record)
         trust.mark(folder)
@@ -156,16 +149,20 @@ def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[LoadedConfig, 
     """
     folder = RunFolder(run_dir.absolute())
     if not folder.path.is_dir():
+        is_file = run_dir.suffix in (".yaml", ".yml") or run_dir.is_file()
         raise ConfigError(
-            f"{run_dir}: no such folder", "give a run's folder to continue the run, or --config FILE.yaml to start one"
+            f"{run_dir}: {'is a file, not a run' if run_dir.is_file() else 'no such folder'}",
+            f"did you mean --config {quoted(run_dir)}?"
+            if is_file
+            else "give a run's folder to continue the run, or --config FILE.yaml to start one",
         )
     record = read_record(folder)
     for path in (folder.record, folder.config):
         if not path.exists():
             raise ConfigError(
                 f"{run_dir} is not a run that can be continued: its {path.name} is missing",
-                f"to continue it, use `volley train --config FILE.yaml run.dir={folder.path.parent}"
-                f" run.name={folder.name}` with the configuration it was started with",
+                f"to continue it, use `volley train --config FILE.yaml {quoted(f'run.dir={folder.path.parent}')}"
+                f" {quoted(f'run.name={folder.name}')}` with the configuration it was started with",
             )
     if record is None:
         raise ConfigError(
@@ -264,7 +261,7 @@ def _continued(
 
 
 def _has_begun(folder: RunFolder) -> bool:
-    """Tell if the run has a checkpoint, an ended ticket, a step or an evaluation made with its configuration."""
+    """Return True if the run has a checkpoint, an ended ticket, a step or an evaluation made with its configuration."""
     files = (folder.ledger, folder.metrics, folder.evals)
     return any(file.exists() and file.stat().st_size for file in files) or any(folder.checkpoints.rglob(MANIFEST))
 
@@ -277,18 +274,18 @@ def _amended(
     step = head.step if head else 0
     was, where = _in_force(record, head), f"run {folder.name} in {folder.path}"
     try:
-        content.check(beginning.content_of(was), beginning.content_of(now), loaded.config.model.path)
+        content.check(first_start.content_of(was), first_start.content_of(now), loaded.config.model.path)
         found = pinned.permitted(was, now, step=step, free=free)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error.detail}", error.hint) from None
     if record.finished and loaded.config.is_supervised:
-        other = f"run.name=… model.path={folder.path}@{LATEST}"
+        other = "run.name=… " + quoted(f"model.path={folder.path}@{LATEST}")
         raise ConfigError(f"{where} is finished", f"continue from its weights in another run: {other}")
     if record.finished and (head is None or loaded.config.trainer.max_steps <= step):
         raise ConfigError(
             f"{where} is finished",
-            f"extend it with `volley up {folder.path} {pinned.MAX_STEPS}=N`, N above {step}, or choose another"
-            f" run.name=…; `volley report {folder.path}` shows it",
+            f"extend it with `volley up {quoted(folder.path)} {pinned.MAX_STEPS}=N`, N above {step}, or choose another"
+            f" run.name=…; `volley report {quoted(folder.path)}` shows it",
         )
     for change in found:
         say(f"{change} from step {step} on")
@@ -299,13 +296,13 @@ def _amended(
 
 
 def _in_force(record: RunRecord, head: TrainerState | None) -> Mapping[str, Any]:
-    """Settings of the newest checkpoint, or those of the run's start if an older version made the checkpoint."""
+    """Settings of the newest checkpoint, or those of the run's start without one."""
     recorded = pinned.in_force(head.settings, head.epoch) if head else {}
     return _content(record) | (recorded or pinned.undone(record.config, [one.changes for one in record.amendments]))
 
 
 def _content(record: RunRecord) -> dict[str, Any]:
-    """Digests of the model's files, which checkpoints of older versions do not hold."""
+    """Digests of the model's files, which checkpoints of services started by hand do not hold."""
     return {key: value for key, value in record.config.items() if key.startswith(pinned.CONTENT)}
 
 
@@ -334,7 +331,7 @@ def _new(loaded: LoadedConfig) -> RunRecord:
 
 def _versions() -> dict[str, str]:
     """Versions of Volley, Python, and the libraries in the lock file."""
-    found = {"volley": version("volley"), "python": sys.version.split()[0]}
+    found = {"volley": version("volley-rl"), "python": sys.version.split()[0]}
     lock = PROJECT / "uv.lock"
     if lock.exists():
         import tomllib

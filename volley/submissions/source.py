@@ -100,6 +100,8 @@ def read_content(path: Path) -> Content:
         if not path.is_file():
             problem = "is neither a file nor a folder" if path.exists() else "does not exist"
             raise ConfigError(f"{path} {problem}", "name a Python file, a .zip, a .whl or a folder")
+        if path.suffix not in ("", ".py", *_ARCHIVES):
+            raise ConfigError(f"{path} is no environment", "name a Python file, a .zip, a .whl or a folder")
         with path.open("rb") as file:
             return _recognised(str(path), path.stem, file.read(MAX_BYTES + 1), is_archive=path.suffix in _ARCHIVES)
     except OSError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from shared.clients.env import EnvClient
 from shared.errors import InputError, Unavailable
+from shared.visible import quoted
 
 _POLL_S = 0.3
 
@@ -30,7 +31,9 @@ async def decided(
         if state not in ("submitted", "validating"):
             return row
         await asyncio.sleep(_POLL_S)
-    raise Unavailable(f"{name} is still {state} after {wait_s:g} s", f"`volley env show {name}` shows its state")
+    raise Unavailable(
+        f"{name} is still {state} after {wait_s:g} s", f"`volley env show {quoted(name)}` shows its state"
+    )
 
 
 def check_accepted(row: Mapping[str, Any]) -> None:

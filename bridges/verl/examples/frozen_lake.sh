@@ -23,7 +23,7 @@ head -c 24 /dev/urandom | base64 | tr -d '/+=' > "$VOLLEY_TOKEN_FILE_ADMIN"
 
 .venvs/base/bin/python -m services.env --config "$folder/run.yaml" > "$folder/env.log" 2>&1 &
 .venvs/base/bin/volley serve "$model" --port 8102 --context-length 2048 --weights-root "$folder/weights" \
-  --api-key "$(cat "$VOLLEY_TOKEN_FILE_ADMIN")" > "$folder/server.log" 2>&1 &
+  --api-key-file "$VOLLEY_TOKEN_FILE_ADMIN" > "$folder/server.log" 2>&1 &
 trap 'kill $(jobs -p); wait' EXIT
 for url in "$env_url" "$server"; do
   for _ in $(seq 120); do curl -sf "$url/ready" > /dev/null && continue 2; sleep 1; done

@@ -6,33 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from services.env.backend import FinishedEpisode
+from services.env.backend import AgentSpec, FinishedEpisode
 from services.env.episode_slots import EpisodeSlot
 from services.env.episode_types import Fault, StepResult
-from services.env.sandbox.answers import AgentSpec
-from services.env.submissions.record import Report, SubmittedVersion
-
-
-class ToolShown(BaseModel):
-    """`parameters` is the JSON schema of the arguments."""
-
-    name: str
-    description: str
-    parameters: dict[str, Any]
-
-
-class ToolsListed(BaseModel):
-    """`tool_use` holds the limits of calls."""
-
-    tools: list[ToolShown]
-    tool_use: dict[str, Any]
-
-
-class ToolAnswered(BaseModel):
-    """`text` is the answer that a model reads; `ok` says that the call was carried out."""
-
-    text: str
-    ok: bool
 
 
 class Described(BaseModel):
@@ -55,34 +31,6 @@ class Described(BaseModel):
     trouble: str | None = None
     rewards: dict[str, Any] | None = None
     data: dict[str, Any] | None = None
-
-
-class SubmittedShown(Described):
-    """One version of a submitted environment, in full.
-
-    `failures` has a row for each turn at which its live episodes failed: how many reached the turn, and how many failed
-    there.
-    """
-
-    splits: dict[str, int]
-    protocol: str
-    entry: str | None
-    digest: str
-    size: int
-    submitted_at: float
-    history: list[dict[str, Any]]
-    report: Report | None
-    failures: list[dict[str, Any]] = []
-
-
-class VersionsShown(BaseModel):
-    name: str
-    versions: list[SubmittedShown]
-
-
-class LogShown(BaseModel):
-    name: str
-    log: str
 
 
 class InstalledShown(BaseModel):
@@ -199,11 +147,3 @@ def stepped(result: StepResult) -> dict[str, Any]:
         "truncated": result.truncated,
         "info": {**result.info.extra, **known},
     }
-
-
-def submitted(version: SubmittedVersion) -> dict[str, Any]:
-    """One version as `SubmittedShown`."""
-    fields = version.model_dump(
-        mode="json", include={"splits", "protocol", "entry", "digest", "size", "history", "report"}
-    )
-    return {**version.describe(), **fields, "submitted_at": version.history[0].at}

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from services.env.api.answers import Counted, Created, Named, RunShown, Shown, Stepped, created, stepped
 from services.env.api.schemas import CreateBody, FinishBody, RunBody, RunQuery, SplitBody, StepBody, TaskBody, read
 from services.env.api.state import state_of
-from services.env.backend import Backend, ModelAddress
+from services.env.backend import EnvironmentBackend, ModelAddress
 from services.env.episode_slots import EpisodeRequest
 from shared.web.access import Role
 from shared.web.edge import DirectRoute
@@ -153,7 +153,7 @@ for _path, _handler, _body, _answer in (
         )
 
 
-def _backend(request: Request, env: str) -> Backend:
+def _backend(request: Request, env: str) -> EnvironmentBackend:
     return state_of(request).catalogue.get(env).backend
 
 

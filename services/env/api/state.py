@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fastapi import Request
 
 from services.env.catalogue import Catalogue
 from services.env.content import ContentRecord
 from services.env.episodes import Episodes
-from services.env.rewards.rewards import Rewards
-from services.env.submissions.submissions import Submissions
-from services.env.tools.toolset import ToolSet
-
-MAX_TRIALS = 8
-"""Concurrent requests that try tools; each may start a sandbox or call another server."""
+from services.env.extension import Extension
 
 
 @dataclass(frozen=True, slots=True)
 class EnvState:
-    """Shared state, stored in `app.state.env`.
-
-    `tools` are those that any environment can have; `tool_places` bounds concurrent requests that try tools; `content`
-    records the content that environments were first played with.
-    """
+    """Shared state, stored in `app.state.env`. `content` records what environments were first played with."""
 
     catalogue: Catalogue
     episodes: Episodes
-    submissions: Submissions
-    rewards: Rewards
-    tools: ToolSet
     content: ContentRecord
-    tool_places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TRIALS))
+    extension: Extension
+
+    def trouble(self, name: str) -> str | None:
+        """Say why an environment's episodes fail or hang at present; None if they do not."""
+        stuck = self.catalogue.get(name).backend.why_stuck() if self.catalogue.has(name) else None
+        found = (stuck, self.episodes.waiting().get(name), self.extension.trouble(name))
+        return "; ".join(one for one in found if one) or None
 
 
 def state_of(request: Request) -> EnvState:

@@ -12,9 +12,10 @@ import random
 import time
 
 from services.orchestrator import metrics
+from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.teacher import Teaching
-from services.orchestrator.episodes.turn import SamplingSpec, TokenBudget
+from services.orchestrator.episodes.turn import SamplingSpec
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.servers.slots import Purpose, Slots
 from services.orchestrator.status import RunStatus
@@ -64,7 +65,7 @@ class Dispatcher:
                 spec.barrier.leave()
 
     async def _episode(self, spec: SamplingSpec, purpose: Purpose) -> Trajectory:
-        budget, began = TokenBudget(self._max_attempts), time.time()
+        budget, began, failed_turns = TokenBudget(self._max_attempts), time.time(), set[int]()
         await self._balancer.wait_routable(spec.need)  # an evaluation that keeps weights back may need the slot
         async with self._slots.taken(purpose):
             tracing.record("wait for a slot", tracing.here(), began)
@@ -76,8 +77,8 @@ class Dispatcher:
                         return trajectory
                 except VolleyError as error:
                     self._status.episode_failed(spec.env, error)
-                    if budget.turn not in budget.failed_at:  # a sample that fails again at the same turn counts once
-                        budget.failed_at.add(budget.turn)
+                    if budget.turn not in failed_turns:  # a sample that fails again at the same turn counts once
+                        failed_turns.add(budget.turn)
                         self._status.attempt_failed(spec.env, budget.turn, budget.reward, error)
                     error.add_note(f"in {spec.env} at turn {budget.turn}")
                     _log.warning(
@@ -87,12 +88,12 @@ class Dispatcher:
                         attempt=budget.used,
                         error=str(error),
                     )
-                    budget.spend(error)
-                    n = budget.used + budget.outages
+                    budget.count_failure(error)
+                    n = budget.used + budget.outages.n
                     await asyncio.sleep(min(_BACKOFF_CAP_S, _BACKOFF_S * 2**n) * random.uniform(0.5, 1.0))
 
     async def _attempt(self, spec: SamplingSpec, budget: TokenBudget, purpose: Purpose) -> Trajectory:
-        budget.begin()
+        budget.start_attempt()
         if budget.failures:
             await self._runner.environment_ready()
         await self._balancer.wait_routable(spec.need)

@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Protocol
 
+from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.failures import EpisodeLost
-from services.orchestrator.episodes.turn import SamplingSpec, TokenBudget
+from services.orchestrator.episodes.turn import SamplingSpec
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening, StepReply
 from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
@@ -90,7 +91,7 @@ class EnvironmentCalls:
             return await self._repeat(call, spec, budget)
         except (NotFound, Conflict) as error:
             if sum(budget.failures.values()) > failed:
-                budget.prepaid = True
+                budget.is_next_counted = True
             raise EpisodeLost(f"the environment lost episode {episode_id}: {error.detail}") from error
 
     async def _repeat[T](
@@ -117,8 +118,8 @@ class EnvironmentCalls:
                     with budget.outage():
                         await self.ready()
             except Unavailable as error:
-                budget.spend(error, clock() - began)
-                await asyncio.sleep(min(_MOST_S, _AGAIN_S * 2**budget.outages))
+                budget.count_failure(error, clock() - began)
+                await asyncio.sleep(min(_MOST_S, _AGAIN_S * 2**budget.outages.n))
                 with budget.outage():
                     await self.ready()
 

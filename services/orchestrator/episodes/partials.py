@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from services.orchestrator.episodes.turn import SampledTurn, SamplingSpec, TokenBudget
+from services.orchestrator.episodes.budget import SampledTurn, TokenBudget
+from services.orchestrator.episodes.turn import SamplingSpec
 from services.orchestrator.servers.balancer import VersionBounds
 from shared import codec, routing
 from shared.clients.rollout import Generation

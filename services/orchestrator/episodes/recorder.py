@@ -4,7 +4,9 @@ Invariants
 - Only appends: the model's ids are kept as sampled; the environment's new text is tokenized once and appended.
 - Exact prefix: the prompt of a turn starts with exactly the prompt of the turn before and the ids sampled after it.
   `prompt` checks this every turn against the copy it returned.
-- Left truncation begins another sequence: the prompt, and then ids of the turns that are kept, copied and not sampled.
+- Left truncation starts another sequence: the prompt, and then ids of the turns that are kept, copied and not sampled.
+- If the chat template renders earlier messages differently than before, another sequence starts too. It shares the
+  common prefix with the one before; the rest of its prompt is not sampled.
 - Mask and log-probability are nonzero only on sampled tokens, and version spans cover exactly those.
 - The experts of a position, if recorded, are those of the first request that computed it: for a sampled token, those it
   was sampled with.
@@ -36,18 +38,21 @@ class Recorder:
     """
 
     def __init__(self, prompt_ids: Sequence[int] | np.ndarray, n_routed: int = 0) -> None:
-        self._ids = np.asarray(prompt_ids, np.int32)
+        # The present sequence; `_last_prompt` is what `prompt` last returned.
+        self._ids = self._last_prompt = np.asarray(prompt_ids, np.int32)
         self._mask = np.zeros(len(prompt_ids), np.uint8)
         self._logprobs = np.zeros(len(prompt_ids), np.float32)
-        self._prompt_len = len(prompt_ids)
-        self._sent = self._ids
         self._spans: list[VersionSpan] = []
         self._routed: list[np.ndarray] = []
         self._n_routed = n_routed
         self._turns = [Turn(0, len(prompt_ids), PROMPT)]
-        self._starts: list[int] = []
-        self._shared = 0
-        self._truncated: list[Branch] = []
+        self._turn_starts: list[int] = []  # of the assistant's turns
+        self._parent, self._shared = 0, 0
+        self._n_prompt, self._prompt_of = len(prompt_ids), 0  # its prompt's length, and the sequence that stores it
+        # The sequences before it, and what belongs to the whole episode.
+        self._ended: list[Branch] = []
+        self._ended_n_routed: list[int] = []
+        self._prompt_len = len(prompt_ids)
         self._components: dict[str, float] = {}
         self._faults: Counter[str] = Counter()
 
@@ -56,11 +61,11 @@ class Recorder:
 
     def prompt(self) -> np.ndarray:
         """Return int32 [T], read-only: all ids so far, for the model to continue. Raises PrefixBroken."""
-        if not np.array_equal(self._ids[: len(self._sent)], self._sent):
-            raise PrefixBroken(f"the first {len(self._sent)} ids changed between two turns")
-        self._sent = self._ids.copy()
-        self._sent.flags.writeable = False
-        return self._sent
+        if not np.array_equal(self._ids[: len(self._last_prompt)], self._last_prompt):
+            raise PrefixBroken(f"the first {len(self._last_prompt)} ids changed between two turns")
+        self._last_prompt = self._ids.copy()
+        self._last_prompt.flags.writeable = False
+        return self._last_prompt
 
     @property
     def n_routed(self) -> int:
@@ -81,7 +86,7 @@ class Recorder:
     ) -> None:
         """End the assistant turn that started at position `start`, with the environment's result."""
         self._turns.append(Turn(start, len(self), ASSISTANT, reward))
-        self._starts.append(start)
+        self._turn_starts.append(start)
         self._faults.update(fault for fault in faults if fault is not None)
         self._add_components(components)
 
@@ -99,31 +104,45 @@ class Recorder:
 
     def lengths_without_oldest(self) -> list[int]:
         """Length of the present sequence without its 0, 1, … oldest assistant turns; the newest is always kept."""
-        return [len(self) - (start - self._prompt_len) for start in [self._prompt_len, *self._starts[1:]]]
+        return [len(self) - (start - self._n_prompt) for start in [self._n_prompt, *self._turn_starts[1:]]]
 
     @property
     def n_tree_tokens(self) -> int:
         """Number of tokens of all sequences, each counted whole."""
-        return len(self) + sum(one.shared + len(one.token_ids) for one in self._truncated)
+        return len(self) + sum(one.shared + len(one.token_ids) for one in self._ended)
 
     @property
-    def n_truncations(self) -> int:
-        return len(self._truncated)
+    def n_branches(self) -> int:
+        return len(self._ended)
 
     def drop_oldest(self, n: int) -> None:
         """Continue in another sequence: the prompt, and everything from assistant turn `n` on, counted from 0.
 
         It follows an assistant turn, and leaves at least that one.
         """
-        self._truncated.append(self._sequence())
-        n_prompt, start = self._prompt_len, self._starts[n]
-        self._ids = np.concatenate([self._ids[:n_prompt], self._ids[start:]])
-        self._mask, self._logprobs = np.zeros(len(self), np.uint8), np.zeros(len(self), np.float32)
-        self._sent, self._spans, self._shared = self._ids, [], n_prompt
-        first = self._truncated[0].routed_experts
-        self._routed, self._n_routed = [], 0 if first is None else min(n_prompt, len(first))
-        self._turns = [Turn(n_prompt, len(self), HISTORY)]
-        self._starts = [at - start + n_prompt for at in self._starts[n:]]
+        head, start = self._n_prompt, self._turn_starts[n]
+        self._start_sequence(np.concatenate([self._ids[:head], self._ids[start:]]), self._prompt_of, head)
+        self._turn_starts = [at - start + head for at in self._turn_starts[n:]]
+
+    def start_over(self, prompt_ids: Sequence[int]) -> None:
+        """Continue in another sequence. Args: prompt_ids: the whole conversation so far, rendered anew."""
+        ids = np.asarray(prompt_ids, np.int32)
+        n = min(len(ids) - 1, len(self))
+        differ = np.flatnonzero(ids[:n] != self._ids[:n])
+        self._n_prompt, self._prompt_of = len(ids), len(self._ended) + 1
+        self._start_sequence(ids, len(self._ended), int(differ[0]) if len(differ) else n)
+        self._turn_starts = []
+
+    def _start_sequence(self, ids: np.ndarray, parent: int, shared: int) -> None:
+        """Start another sequence with these ids, of which the first `shared` are those of sequence `parent`."""
+        self._ended.append(self._present_sequence())
+        self._ended_n_routed.append(self.n_routed)
+        self._routed, self._n_routed = [], min(shared, self._ended_n_routed[parent])
+        self._parent, self._shared = (parent, shared) if shared else (-1, 0)
+        self._ids = self._last_prompt = ids
+        self._mask, self._logprobs = np.zeros(len(ids), np.uint8), np.zeros(len(ids), np.float32)
+        self._spans = []
+        self._turns = [Turn(shared, len(ids), HISTORY)]
 
     def sampled_since(self, start: int) -> Generation:
         """Return what was sampled from position `start` on, as one generation; versions are positions in it."""
@@ -149,7 +168,7 @@ class Recorder:
         timings: Mapping[str, float],
     ) -> Trajectory:
         """Return the finished record; the reward is the sum over the turns."""
-        first, *branches = [*self._truncated, self._sequence()]
+        first, *branches = [*self._ended, self._present_sequence()]
         return Trajectory(
             ticket=ticket,
             sample_index=sample_index,
@@ -174,10 +193,10 @@ class Recorder:
             branches=tuple(branches),
         )
 
-    def _sequence(self) -> Branch:
-        """Return the present sequence; its parent is the first one."""
+    def _present_sequence(self) -> Branch:
+        """Return the present sequence."""
         return Branch(
-            parent=0,
+            parent=self._parent,
             shared=self._shared,
             token_ids=self._ids[self._shared :],
             loss_mask=self._mask[self._shared :],

@@ -11,23 +11,25 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.environments import EnvironmentCalls, Environments
 from services.orchestrator.episodes.failures import EpisodeTimeout, PromptTooLong
 from services.orchestrator.episodes.partials import PartialRollouts
 from services.orchestrator.episodes.recorder import Recorder
-from services.orchestrator.episodes.turn import EpisodeState, SamplingSpec, TokenBounds, TokenBudget, TurnSampler
+from services.orchestrator.episodes.turn import EpisodeState, SamplingSpec, TokenBounds, TurnSampler
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening, StepReply
 from shared.errors import Unavailable, VolleyError
 from shared.models.chat import ChatTokenizer
-from shared.outcomes import End, end_of_turn
+from shared.models.continuation import HistoryChanged
+from shared.outcomes import End, Fault, end_of_turn
 from shared.process import tracing
-from shared.types import MAX_BRANCHES, MAX_MESSAGE, MAX_TREE_TOKENS, Message, Status, Trajectory
+from shared.types import ASSISTANT, MAX_BRANCHES, MAX_MESSAGE, MAX_TREE_TOKENS, Message, Status, Trajectory
 
 _LONG_TEXT = 20_000  # characters; tokenizing more would block the event loop
 
@@ -47,6 +49,20 @@ class _Ended:
     success: bool
     status: Status
     end: End
+
+
+@dataclass(slots=True)
+class _RunningEpisode:
+    """An episode: the model's side, the environment's side, the messages of both so far.
+
+    `env_s` are the seconds in calls of the environment service, `request_id` starts the ids of these calls.
+    """
+
+    sampling: EpisodeState
+    opening: Opening
+    request_id: str
+    messages: list[Message]
+    env_s: float
 
 
 class EpisodeRunner:
@@ -83,27 +99,35 @@ class EpisodeRunner:
             ) from None
 
     async def _run(self, spec: SamplingSpec, budget: TokenBudget) -> Trajectory:
+        """Run the episode from where an earlier process stopped, if one did."""
         started = time.monotonic()
-        left = None if self._agents is None else await self._agents.resume(spec, budget)
-        left = left or await self._partials.resume(spec, budget, self._sampler.is_usable)
-        if isinstance(left, Trajectory):
-            return left
-        request_id = left or uuid.uuid4().hex
-        opening = await self._calls.open(spec, request_id, budget, is_kept=left is not None)
+        resumed = None if self._agents is None else await self._agents.resume(spec, budget)
+        resumed = resumed or await self._partials.resume(spec, budget, self._sampler.is_usable)
+        if isinstance(resumed, Trajectory):
+            return resumed
+        request_id = resumed or uuid.uuid4().hex
+        opening = await self._calls.open(spec, request_id, budget, is_kept=resumed is not None)
         if opening.agent:
             return await self._run_agent(spec, budget, opening, request_id)
+        return await self._run_model(spec, budget, opening, request_id, started)
+
+    async def _run_model(
+        self, spec: SamplingSpec, budget: TokenBudget, opening: Opening, request_id: str, started: float
+    ) -> Trajectory:
+        """Let the model answer the environment until the episode ends. Args: started: time of the call of `open`."""
         env_s = time.monotonic() - started
         try:
-            episode = EpisodeState(spec, budget, Recorder(await self._prompt(opening)))
-            ended, step_s = await self._play(episode, opening, request_id)
+            sampling = EpisodeState(spec, budget, Recorder(await self._prompt(opening)))
+            episode = _RunningEpisode(sampling, opening, request_id, list(opening.messages), env_s)
+            ended = await self._run_turns(episode)
         except asyncio.CancelledError:
             await self._partials.save_turn(spec, budget, request_id)
             raise
         finally:
             if not self._partials.keeps(spec):
                 await self._calls.delete(opening.episode_id)
-        timings = {"env_s": env_s + step_s, "generate_s": episode.generate_s, "total_s": time.monotonic() - started}
-        trajectory = episode.recorder.trajectory(
+        total_s = time.monotonic() - started
+        trajectory = sampling.recorder.trajectory(
             ticket=spec.ticket,
             sample_index=spec.sample_index,
             attempt=budget.used,
@@ -113,7 +137,7 @@ class EpisodeRunner:
             status=ended.status,
             end=ended.end,
             failures=budget.failures,
-            timings=timings,
+            timings={"env_s": episode.env_s, "generate_s": sampling.generate_s, "total_s": total_s},
         )
         trajectory.validate()
         await self._partials.save_finished(spec, trajectory)
@@ -125,7 +149,7 @@ class EpisodeRunner:
         """Let an agent play. Its episode survives only a stop of this process, so that it continues afterwards."""
         try:
             if self._agents is None:
-                raise Unavailable(f"{spec.env} is played by an agent, and this orchestrator records none")
+                raise Unavailable(f"{spec.env} is played by an agent, and this orchestrator has no recorder")
             trajectory = await self._agents.run(spec, budget, opening, request_id)
         except asyncio.CancelledError:
             is_late = budget.timer is not None and budget.timer.expired()
@@ -143,50 +167,72 @@ class EpisodeRunner:
         """Wait until the environment service accepts requests; only that or cancellation ends it."""
         await self._calls.ready()
 
-    async def _play(self, episode: EpisodeState, opening: Opening, request_id: str) -> tuple[_Ended, float]:
-        """Play turns until the end; return how it ended, and the seconds spent in the environment."""
-        env_s, n_turns, ended = 0.0, 0, None
+    async def _run_turns(self, episode: _RunningEpisode) -> _Ended:
+        number, ended = 0, None
         while ended is None:
-            n_turns += 1
-            with tracing.span("turn", {"volley.turn": n_turns}):
-                ended, took_s = await self._turn(episode, opening, request_id, n_turns)
-            env_s += took_s
-        return ended, env_s
+            number += 1
+            with tracing.span("turn", {"volley.turn": number}):
+                ended = await self._turn(episode, number)
+        return ended
 
-    async def _turn(
-        self, episode: EpisodeState, opening: Opening, request_id: str, number: int
-    ) -> tuple[_Ended | None, float]:
-        """Play one turn; return how the episode ended, None if it goes on, and the seconds in the environment."""
-        recorder, start = episode.recorder, len(episode.recorder)
-        episode.budget.turn = number
-        sampled = await self._sampler.turn(episode)
-        await self._partials.save_turn(episode.spec, episode.budget, request_id)
-        stepped = time.monotonic()
+    async def _turn(self, episode: _RunningEpisode, number: int) -> _Ended | None:
+        """Sample an answer, send it to the environment, and record both; None if the episode goes on."""
+        sampling, recorder, start = episode.sampling, episode.sampling.recorder, len(episode.sampling.recorder)
+        sampling.budget.turn = number
+        sampled = await self._sampler.turn(sampling)
+        await self._partials.save_turn(sampling.spec, sampling.budget, episode.request_id)
         text = self._tokenizer.message_text(sampled)[:MAX_MESSAGE]
-        result = await self._step(episode, opening.episode_id, f"{request_id}-{number}", text)
-        env_s = time.monotonic() - stepped
-        self._status.turn_answered(episode.spec.env, number, episode.budget.reward)
-        episode.budget.reward += result.reward
+        result = await self._step(episode, number, text)
+        self._status.turn_answered(sampling.spec.env, number, sampling.budget.reward)
+        sampling.budget.reward += result.reward
         cut = self._cut(sampled, len(recorder))
-        recorder.end_turn(
-            start, result.reward, result.reward_components, [result.fault, "length" if cut == "length" else None]
-        )
+        faults: list[Fault | None] = [result.fault, "length" if cut == "length" else None]
+        recorder.end_turn(start, result.reward, result.reward_components, faults)
         if result.terminated:
             status: Status = "truncated" if cut else "completed"
-            return _Ended(result.success, status, end_of_turn(result.fault, cut=cut)), env_s
+            return _Ended(result.success, status, end_of_turn(result.fault, cut=cut))
         if result.truncated:
-            return _Ended(result.success, "truncated", "turns"), env_s
+            return _Ended(result.success, "truncated", "turns")
         if number >= self._bounds.max_turns:
-            solved, finish_s = await self._finish(episode, opening, request_id)
-            return _Ended(result.success or solved, "truncated", "turns"), env_s + finish_s
-        ids = await self._continuation(sampled, result.messages)
-        if not self._makes_room(episode, len(ids)):
-            solved, finish_s = await self._finish(episode, opening, request_id)
-            return _Ended(result.success or solved, "truncated", "context"), env_s + finish_s
-        recorder.add_environment(ids, str(result.messages[0]["role"]) if result.messages else "user")
-        return None, env_s
+            return _Ended(await self._finish(episode) or result.success, "truncated", "turns")
+        episode.messages.append({"role": ASSISTANT, "content": text})
+        if not await self._continue(episode, sampled, result.messages):
+            return _Ended(await self._finish(episode) or result.success, "truncated", "context")
+        episode.messages.extend(result.messages)
+        return None
 
-    def _makes_room(self, episode: EpisodeState, n_new: int) -> bool:
+    async def _continue(self, episode: _RunningEpisode, sampled: Sequence[int], messages: Sequence[Message]) -> bool:
+        """Record the environment's messages; False if the context has no room for them and a turn."""
+        known, tools = episode.messages, episode.opening.tools
+        try:
+            ids = await _tokenized(
+                [*known, *messages], lambda: self._tokenizer.continue_after(sampled, messages, known, tools)
+            )
+        except HistoryChanged:
+            return await self._continue_rendered(episode, [*known, *messages])
+        if self._make_room(episode.sampling, len(ids)):
+            role = str(messages[0]["role"]) if messages else "user"
+            episode.sampling.recorder.add_environment(ids, role)
+            return True
+        return False
+
+    async def _continue_rendered(self, episode: _RunningEpisode, messages: Sequence[Message]) -> bool:
+        """Continue in another sequence, because the chat template changes earlier messages; False without room."""
+        tools = episode.opening.tools
+        ids = await _tokenized(messages, lambda: self._tokenizer.render_prompt(messages, tools))
+        recorder = episode.sampling.recorder
+        if self._bounds.room(len(ids)) <= 0 or self._is_full(recorder):
+            return False
+        recorder.start_over(ids)
+        episode.sampling.draw += 1
+        return True
+
+    def _is_full(self, recorder: Recorder) -> bool:
+        """True if an episode can have no other sequence."""
+        most = MAX_TREE_TOKENS - self._bounds.context_length
+        return recorder.n_branches >= MAX_BRANCHES or recorder.n_tree_tokens > most
+
+    def _make_room(self, episode: EpisodeState, n_new: int) -> bool:
         """Make room for a turn after `n_new` more tokens, if the oldest turns may be dropped; False if there is none.
 
         Turns are dropped until a whole answer fits, or only the newest is left.
@@ -195,9 +241,7 @@ class EpisodeRunner:
         rooms = [bounds.room(length + n_new) for length in recorder.lengths_without_oldest()]
         wanted = min(bounds.max_response_length, rooms[-1])
         n = next(i for i, room in enumerate(rooms) if room >= wanted) if bounds.drops_oldest else 0
-        if n and (
-            recorder.n_truncations >= MAX_BRANCHES or recorder.n_tree_tokens + bounds.context_length > MAX_TREE_TOKENS
-        ):
+        if n and self._is_full(recorder):
             n = 0
         if rooms[n] > 0 and n:
             recorder.drop_oldest(n)
@@ -221,30 +265,29 @@ class EpisodeRunner:
             )
         return ids
 
-    async def _continuation(self, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        return await _tokenized(messages, lambda: self._tokenizer.continue_after(sampled, messages))
-
-    async def _step(self, episode: EpisodeState, episode_id: str, request_id: str, text: str) -> StepReply:
+    async def _step(self, episode: _RunningEpisode, number: int, text: str) -> StepReply:
         """Send the model's text; text beyond the service's limit was cut, as it is no failure. Raises EpisodeLost."""
-        calls = self._calls
-        return await calls.call(
-            episode.spec, episode.budget, episode_id, lambda: calls.environments.step(episode_id, request_id, text)
-        )
+        id_, request_id = episode.opening.episode_id, f"{episode.request_id}-{number}"
+        return await self._call(episode, lambda: self._calls.environments.step(id_, request_id, text))
 
-    async def _finish(self, episode: EpisodeState, opening: Opening, request_id: str) -> tuple[bool, float]:
+    async def _finish(self, episode: _RunningEpisode) -> bool:
         """Add the final reward of an episode that one of our limits ends, if the environment scores the end.
 
-        Returns True if the task is solved, and the seconds it took. Raises EpisodeLost.
+        Returns True if the task is solved. Raises EpisodeLost.
         """
-        if not opening.scored_at_end:
-            return False, 0.0
-        began, episode_id, calls = time.monotonic(), opening.episode_id, self._calls
-        finish_id = f"{request_id}-finish"
-        found = await calls.call(
-            episode.spec, episode.budget, episode_id, lambda: calls.environments.finish(episode_id, finish_id)
-        )
-        episode.recorder.add_reward(found.reward, found.reward_components)
-        return found.success, time.monotonic() - began
+        if not episode.opening.scored_at_end:
+            return False
+        id_, request_id = episode.opening.episode_id, f"{episode.request_id}-finish"
+        found = await self._call(episode, lambda: self._calls.environments.finish(id_, request_id))
+        episode.sampling.recorder.add_reward(found.reward, found.reward_components)
+        return found.success
+
+    async def _call(self, episode: _RunningEpisode, call: Callable[[], Awaitable[StepReply]]) -> StepReply:
+        """Call the environment service, and add the time to the episode's."""
+        began, sampling = time.monotonic(), episode.sampling
+        reply = await self._calls.call(sampling.spec, sampling.budget, episode.opening.episode_id, call)
+        episode.env_s += time.monotonic() - began
+        return reply
 
 
 async def _tokenized(messages: Sequence[Message], render: Callable[[], list[int]]) -> list[int]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from services.orchestrator import metrics
 from services.orchestrator.disk import retry_while_disk_full
-from services.orchestrator.episodes.turn import TokenBudget
+from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.status import RunStatus
 from shared.clients.teacher import TeacherAway, TeacherRefused
 from shared.errors import RateLimited, StorageUnavailable, VolleyError
@@ -136,7 +136,7 @@ class EpisodeTeaching:
                 break
             except VolleyError as error:
                 _log.warning("the teacher failed an episode", error=str(error), attempt=budget.used + 1)
-                budget.spend(error)
+                budget.count_failure(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MOST_S)
         made = np.zeros(len(sequence.token_ids), np.float32)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import blake3
 
 from services.orchestrator import metrics
+from services.orchestrator.episodes.budget import SampledTurn, TokenBudget
 from services.orchestrator.episodes.failures import WrongVersion
 from services.orchestrator.episodes.lockstep import TurnBarrier
 from services.orchestrator.episodes.recorder import Recorder
@@ -31,8 +31,6 @@ from shared.types import WeightVersion
 _ABORT_S = 2.0
 _MOST_EMPTY = 64
 """Most answers in a row without a token, for one turn."""
-_MOST_OUTAGES = 10
-"""Most outages that a sample meets without getting further: its own request or action may be what ends the service."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,104 +70,6 @@ class SamplingSpec:
     need: VersionBounds
     routing: bool = False
     barrier: TurnBarrier | None = None
-
-
-@dataclass(slots=True)
-class SampledTurn:
-    """Parts that were sampled in a turn, and a digest of the ids before it; `stored_parts` of them are on disk."""
-
-    before: bytes
-    parts: list[Generation] = field(default_factory=list[Generation])
-    stored_parts: int = 0
-
-
-@dataclass(slots=True)
-class TokenBudget:
-    """Attempts of one sample over all its turns and restarts: the only retry limit, so that retries are never nested.
-
-    `failures` counts failures by error class. `used` are the attempts that failed; `outages` are counted apart, and
-    from zero whenever the sample gets further than before (`furthest`: a turn, and tokens sampled until then).
-    `prepaid`: the next failure belongs to one already counted. For the present attempt, `n_sampled` is its number of
-    sampled tokens, `turn` its turn (0 is the reset), `reward` its reward before that turn, and `timer` its deadline.
-    `failed_at` are the turns at which earlier attempts failed, `sampled` the turns sampled so far, `drawn` those of
-    agents by their ids and draw.
-    """
-
-    max_attempts: int
-    used: int = 0
-    outages: int = 0
-    furthest: tuple[int, int] = (0, 0)
-    failures: Counter[str] = field(default_factory=Counter[str])
-    n_sampled: int = 0
-    turn: int = 0
-    reward: float = 0.0
-    failed_at: set[int] = field(default_factory=set[int])
-    sampled: list[SampledTurn] = field(default_factory=list[SampledTurn])
-    drawn: dict[bytes, SampledTurn] = field(default_factory=dict[bytes, SampledTurn])
-    prepaid: bool = False
-    timer: asyncio.Timeout | None = None
-
-    def begin(self) -> None:
-        """Start another attempt."""
-        self.n_sampled, self.turn, self.reward = 0, 0, 0.0
-
-    def progressed(self) -> None:
-        """Forget earlier outages if the sample has got further than ever before."""
-        if (place := (self.turn, self.n_sampled)) > self.furthest:
-            self.furthest, self.outages = place, 0
-
-    @property
-    def is_spent(self) -> bool:
-        """True if no failure may follow."""
-        return self.used >= self.max_attempts or self.outages >= _MOST_OUTAGES
-
-    def spend(self, error: VolleyError, took_s: float = 0.0) -> None:
-        """Count a failure; raise it again if it was the last attempt or cannot be retried.
-
-        An outage costs no attempt, and extends the attempt's deadline by the seconds that the failed request took.
-        """
-        if self.prepaid:
-            self.prepaid = False
-            return
-        if self.is_spent:
-            raise error
-        name = type(error).__name__
-        self.failures[name] += 1
-        metrics.FAILED_ATTEMPTS.labels(name).inc()
-        metrics.FAILED_TOKENS.labels(name).observe(self.n_sampled)
-        if error.outage:
-            self.outages += 1
-            self._extend(took_s)
-        else:
-            self.used = self.used + 1 if error.transient else self.max_attempts
-        if self.is_spent:
-            raise error
-
-    def _extend(self, seconds: float) -> None:
-        if self.timer is not None and (due := self.timer.when()) is not None:
-            _is_moved(self.timer, due + seconds)
-
-    @contextmanager
-    def outage(self) -> Iterator[None]:
-        """Extend the attempt's deadline by the time spent inside, waiting for a service."""
-        timer, due = self.timer, self.timer and self.timer.when()
-        if timer is None or due is None or not _is_moved(timer, None):
-            yield
-            return
-        began = asyncio.get_running_loop().time()
-        try:
-            yield
-        finally:
-            _is_moved(timer, due + asyncio.get_running_loop().time() - began)
-
-
-def _is_moved(timer: asyncio.Timeout, when: float | None) -> bool:
-    """Move a deadline; False if its attempt has ended, which an agent's call may outlive."""
-    try:
-        timer.reschedule(when)
-    except RuntimeError:
-        return False
-    return True
 
 
 @dataclass(slots=True)
@@ -217,27 +117,27 @@ class TurnSampler:
             with episode.budget.outage():
                 await episode.spec.barrier.turn()
         recorder, start = episode.recorder, len(episode.recorder)
-        sampled, limit = self._sampled(episode), self._bounds.max_response_length
+        turn, limit = self._turn_to_repeat(episode), self._bounds.max_response_length
         limit = min(limit, episode.max_new_tokens or limit)
-        n = n_empty = 0
+        n_parts = n_empty = 0
         while n_empty < _MOST_EMPTY:
-            left = min(limit - (len(recorder) - start), self._bounds.room(len(recorder)))
-            if left <= 0:
+            room = min(limit - (len(recorder) - start), self._bounds.room(len(recorder)))
+            if room <= 0:
                 return recorder.ids_since(start)
-            if n == len(sampled.parts):
-                sampled.parts.append(await self._part(episode, left))
-            generation = sampled.parts[n]
+            if n_parts == len(turn.parts):
+                turn.parts.append(await self._sample_part(episode, room))
+            generation = turn.parts[n_parts]
             recorder.add_sampled(generation)
             episode.budget.n_sampled += len(generation.output_ids)
             episode.budget.progressed()
-            n, n_empty = n + 1, 0 if len(generation.output_ids) else n_empty + 1
+            n_parts, n_empty = n_parts + 1, 0 if len(generation.output_ids) else n_empty + 1
             self._status.moved()
             ids = recorder.ids_since(start)
             if generation.finish_reason != "abort" or (ids and ids[-1] in self._end_ids):
                 return ids
         raise Unavailable(f"a turn was cut short {_MOST_EMPTY} times before a token was sampled")
 
-    def _sampled(self, episode: EpisodeState) -> SampledTurn:
+    def _turn_to_repeat(self, episode: EpisodeState) -> SampledTurn:
         """Return an earlier attempt's sample of this turn, if it continues the same ids; else a turn without parts.
 
         If failures depend on the answer, sampling another answer instead would bias the sample.
@@ -255,7 +155,8 @@ class TurnSampler:
         """True if tokens of these weights may still be trained on."""
         return version.step >= (need.min_step or 0) and not self._balancer.is_undone(version)
 
-    async def _part(self, episode: EpisodeState, max_new_tokens: int) -> Generation:
+    async def _sample_part(self, episode: EpisodeState, max_new_tokens: int) -> Generation:
+        """Sample one part of the turn: choose a server, and another one after a failure, while the budget allows."""
         recorder, clock = episode.recorder, asyncio.get_running_loop().time
         while True:
             started = clock()
@@ -266,29 +167,30 @@ class TurnSampler:
                     async with self._balancer.server(episode.spec.need, episode.server_url) as server:
                         episode.server_url = server.url
                         with self._status.waits_on("rollout"):
-                            generation = await self._ask(server, episode, max_new_tokens)
+                            generation = await self._generate(server, episode, max_new_tokens)
                     span.set({"server.address": server.url, **_described(generation)})
                     return generation
             except RateLimited as error:
                 await asyncio.sleep(error.retry_after_s)
             except VolleyError as error:
-                episode.budget.spend(error, clock() - started)
+                episode.budget.count_failure(error, clock() - started)
             finally:
                 elapsed = clock() - started
                 episode.generate_s += elapsed
                 metrics.GENERATE_SECONDS.observe(elapsed)
 
-    async def _ask(self, server: ServerLoad, episode: EpisodeState, max_new_tokens: int) -> Generation:
+    async def _generate(self, server: ServerLoad, episode: EpisodeState, max_new_tokens: int) -> Generation:
+        """Send one request to one server, and tell the balancer how it went."""
         ids, rid = episode.recorder.prompt(), uuid.uuid4().hex
-        params = self._params(episode, len(ids), max_new_tokens)
+        params = self._sampling_params(episode, len(ids), max_new_tokens)
         routed_from = episode.recorder.n_routed if episode.spec.routing else None
-        asking = asyncio.ensure_future(
+        request = asyncio.ensure_future(
             server.engine.generate(ids, params, rid, timeout_s=self._bounds.timeout_s, routed_from=routed_from)
         )
         try:
-            generation = await asyncio.shield(asking)
+            generation = await asyncio.shield(request)
         except asyncio.CancelledError:
-            await self._cancelled(asking, server, rid, episode)
+            await self._abort_request(request, server, rid, episode)
             raise
         except RateLimited:
             raise
@@ -305,20 +207,20 @@ class TurnSampler:
                 raise
         return generation
 
-    async def _cancelled(
-        self, asking: asyncio.Future[Generation], server: ServerLoad, rid: str, episode: EpisodeState
+    async def _abort_request(
+        self, request: asyncio.Future[Generation], server: ServerLoad, rid: str, episode: EpisodeState
     ) -> None:
         """Abort a request; keep the tokens of its answer if this process is stopping."""
         if not self._is_kept():
-            asking.cancel()
+            request.cancel()
         await _abort(server, rid)
-        await asyncio.wait([asking], timeout=_ABORT_S)
-        asking.cancel()
-        await asyncio.wait([asking])
-        if not self._is_kept() or asking.cancelled() or asking.exception() is not None:
+        await asyncio.wait([request], timeout=_ABORT_S)
+        request.cancel()
+        await asyncio.wait([request])
+        if not self._is_kept() or request.cancelled() or request.exception() is not None:
             return
-        if len(asking.result().output_ids):
-            episode.budget.sampled[-1].parts.append(asking.result())
+        if len(request.result().output_ids):
+            episode.budget.sampled[-1].parts.append(request.result())
 
     def _check_versions(self, generation: Generation, need: VersionBounds) -> None:
         """Raise WrongVersion if a token is outside the bounds, or was sampled by undone weights."""
@@ -328,7 +230,7 @@ class TurnSampler:
             if late or version.step < (need.min_step or 0) or self._balancer.is_undone(version):
                 raise WrongVersion(f"tokens of {span.version} but step {need.min_step} was requested")
 
-    def _params(self, episode: EpisodeState, position: int, max_new_tokens: int) -> dict[str, Any]:
+    def _sampling_params(self, episode: EpisodeState, position: int, max_new_tokens: int) -> dict[str, Any]:
         spec = episode.spec
         return {
             **spec.sampling,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -46,7 +46,7 @@ class EvalRecord:
     tokens: int
     elapsed_s: float
     failed: int
-    ends: Mapping[str, float] = field(default_factory=dict)
+    ends: Mapping[str, float]
     env: str | None = None
     data: Digests | None = None
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Cohort[T]:
-    """Gathers `n` members, or all open tickets when no further ticket can come.
+    """Gathers `n` members, or all open tickets when no other ticket is available.
 
     So no limit of the queue, and no end of a run, leaves a member waiting.
 
@@ -36,8 +36,8 @@ class Cohort[T]:
             self._open -= 1
             self._gather()
 
-    def starved(self, is_starved: bool) -> None:
-        """Set if no further ticket can be had now."""
+    def set_starved(self, is_starved: bool) -> None:
+        """Record whether no ticket is available now."""
         self._starved = is_starved
         self._gather()
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from shared.errors import ConfigError, VolleyError
 from shared.generation_schema import GenerationFilters
-from shared.group_rules import GroupRule, min_reward, reasonable_length, response_diversity, zero_variance
+from shared.group_rules import GroupRule, min_reward, of_trained, reasonable_length, response_diversity, zero_variance
 from shared.outcomes import FilterRule
 from shared.types import Group
 
@@ -26,12 +26,18 @@ class GroupFilter:
     why: GroupRule
 
 
-def group_filters(config: GenerationFilters) -> tuple[GroupFilter, ...]:
-    """Return the configured filters. Raises ConfigError if a function cannot be imported."""
-    return tuple(_filters(config))
+def group_filters(config: GenerationFilters, mask_truncated: bool = False) -> tuple[GroupFilter, ...]:
+    """Return the configured filters. Raises ConfigError if a function cannot be imported.
+
+    Rules look at the episodes in the loss (`mask_truncated` leaves truncated ones out); a function of the user gets the
+    whole group.
+    """
+    rules = (replace(f, why=partial(of_trained, f.why, mask_truncated=mask_truncated)) for f in _rules(config))
+    custom = (GroupFilter("custom", partial(_asked, imported(path), path)) for path in config.custom)
+    return (*rules, *custom)
 
 
-def _filters(config: GenerationFilters) -> Iterator[GroupFilter]:
+def _rules(config: GenerationFilters) -> Iterator[GroupFilter]:
     if config.reward_nonzero_std or config.quality_and_diversity:
         yield GroupFilter("zero_variance", zero_variance)
     if config.min_reward is not None:
@@ -42,8 +48,6 @@ def _filters(config: GenerationFilters) -> Iterator[GroupFilter]:
     if config.reasonable_length is not None:
         low, high = config.reasonable_length
         yield GroupFilter("reasonable_length", partial(reasonable_length, min_tokens=low, max_tokens=high))
-    for path in config.custom:
-        yield GroupFilter("custom", partial(_asked, imported(path), path))
 
 
 def imported(path: str) -> Callable[[Group], object]:

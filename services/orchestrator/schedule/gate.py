@@ -1,4 +1,4 @@
-"""Gate that blocks reservations while any reason to close it is held."""
+"""Gate that blocks reservations while there is a reason to keep it closed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class ReservationGate:
-    """Closed while any reason is held; initially by `start`."""
+    """Closed while there is a reason; the first is `START`."""
 
     START = "start"
 
@@ -20,7 +20,7 @@ class ReservationGate:
     def is_open(self) -> bool:
         return self._open.is_set()
 
-    async def passed(self) -> None:
+    async def wait_open(self) -> None:
         """Wait until the gate is open; only that or cancellation ends it."""
         await self._open.wait()
 
@@ -34,7 +34,7 @@ class ReservationGate:
             self._open.set()
 
     @contextmanager
-    def held(self, reason: str) -> Iterator[None]:
+    def closed_for(self, reason: str) -> Iterator[None]:
         self.close(reason)
         try:
             yield

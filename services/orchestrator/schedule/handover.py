@@ -18,7 +18,7 @@ import orjson
 
 from services.orchestrator.status import RunStatus
 from shared.clients.trainer import TrainerClient
-from shared.errors import AnotherBeginning, VolleyError
+from shared.errors import AnotherBeginning, DecodeError, InputError, VolleyError
 from shared.files import storage
 from shared.files.reading import ended_lines, open_file
 from shared.process import telemetry
@@ -128,8 +128,25 @@ class RecordHandover:
                 if line is not None:
                     taken.append(line)
             if taken:
-                await self._trainer.hand_over(record, taken)
+                await self._send(record, taken)
             self._offsets[record] += size
+
+    async def _send(self, record: Record, lines: list[str]) -> None:
+        """Send lines; skip evaluations and samples that the trainer's check refuses: they would keep back later ones.
+
+        A change of the mixture is not skipped: tickets depend on it. Nor is a line skipped if its request was refused
+        for another reason, such as a wrong token.
+        """
+        try:
+            await self._trainer.hand_over(record, lines)
+        except InputError as error:
+            if record == "mixture" or type(error) not in (InputError, DecodeError):
+                raise
+            if len(lines) == 1:
+                _log.error("the trainer refuses a line", record=record, line=lines[0][:200], reason=str(error))
+                return
+            for line in lines:
+                await self._send(record, [line])
 
 
 def _clear(arriving: Path) -> None:

@@ -18,7 +18,7 @@ from services.orchestrator.schedule.filters import GroupFilter, group_filters
 from services.orchestrator.schedule.rounds import Rounds
 from services.orchestrator.schedule.stragglers import Stragglers
 from shared.generation_schema import GenerationSection, round_size
-from shared.group_rules import rewards
+from shared.group_rules import in_loss, rewards
 from shared.outcomes import FilterRule
 from shared.types import Group
 
@@ -28,30 +28,39 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Keeps the share `ratio` of `n` groups, by the standard deviation of their rewards (GRL's rollout filter)."""
+    """Keeps the share `ratio` of `n` groups, by the standard deviation of their rewards (GRL's rollout filter).
+
+    With `mask_truncated`, the rewards are those of the episodes that were not truncated.
+    """
 
     n: int
     ratio: float
     kind: Literal["std", "std_rev"]
+    mask_truncated: bool = False
 
     def why(self, group: Group, among: Sequence[Group]) -> str | None:
         """Return the reason to reject the group, None to keep it. Of equal groups the lower ticket is kept."""
         sign = -1.0 if self.kind == "std" else 1.0
-        ranked = sorted(among, key=lambda one: (sign * float(rewards(one).std()), one.ticket))
+        ranked = sorted(among, key=lambda one: (sign * self._std(one), one.ticket))
         n_kept = max(1, int(self.ratio * len(ranked) + _ROUNDING))
         place = ranked.index(group)
         if place < n_kept:
             return None
-        std = float(rewards(group).std())
+        std = self._std(group)
         return f"place {place + 1} of {len(ranked)} by {self.kind} of the rewards ({std:g}), {n_kept} are kept"
 
+    def _std(self, group: Group) -> float:
+        counted = rewards(in_loss(group, mask_truncated=self.mask_truncated))
+        return float(counted.std()) if len(counted) else 0.0
 
-def selection(config: GenerationSection, groups_per_step: int) -> Selection | None:
+
+def selection(config: GenerationSection, groups_per_step: int, mask_truncated: bool = False) -> Selection | None:
     """Return the selection of a run, if it has one."""
     filters = config.filters
     if filters.rollout_filter_ratio is None:
         return None
-    return Selection(round_size(config, groups_per_step), filters.rollout_filter_ratio, filters.rollout_filter_type)
+    n = round_size(config, groups_per_step)
+    return Selection(n, filters.rollout_filter_ratio, filters.rollout_filter_type, mask_truncated)
 
 
 type MakeGroup = Callable[[TurnBarrier | None], Awaitable[Group]]
@@ -63,12 +72,20 @@ class GenerationPolicy:
 
     Args:
         group_size: number of episodes in a group.
+        mask_truncated: truncated episodes are outside the loss, so filters do not look at them.
     """
 
-    def __init__(self, config: GenerationSection | None = None, groups_per_step: int = 1, group_size: int = 1) -> None:
+    def __init__(
+        self,
+        config: GenerationSection | None = None,
+        groups_per_step: int = 1,
+        group_size: int = 1,
+        *,
+        mask_truncated: bool = False,
+    ) -> None:
         config = config or GenerationSection()
-        self._filters: tuple[GroupFilter, ...] = group_filters(config.filters)
-        self._selection = selection(config, groups_per_step)
+        self._filters: tuple[GroupFilter, ...] = group_filters(config.filters, mask_truncated)
+        self._selection = selection(config, groups_per_step, mask_truncated)
         self._compared = Cohort[Group](self._selection.n) if self._selection else None
         n_round = round_size(config, groups_per_step)
         self._rounds = Rounds(n_round, group_size) if config.mode == "turn_synchronous" else None
@@ -77,7 +94,11 @@ class GenerationPolicy:
         self._cohorts = [cohort for cohort in (self._compared, rounds) if cohort is not None]
 
     async def generate(self, ticket: int, make: MakeGroup, void: Callable[[str], Awaitable[Group]]) -> Group:
-        """Make a group at its time. Args: void: returns the group of a straggler, for a reason."""
+        """Generate a group once the policy lets it start.
+
+        Args:
+            void: returns the group of a straggler, for a reason.
+        """
         if self._rounds is None:
             return await self._timed(ticket, lambda: make(None), void)
         async with self._rounds.joined(ticket) as barrier:
@@ -94,18 +115,18 @@ class GenerationPolicy:
         with self._compared.ticket() if self._compared else nullcontext():
             yield
 
-    def starved(self, is_starved: bool) -> None:
-        """Set if no further ticket can be had now: groups then go on with those in hand."""
+    def set_starved(self, is_starved: bool) -> None:
+        """Record whether no ticket is available: groups then stop waiting for more of them."""
         for cohort in self._cohorts:
-            cohort.starved(is_starved)
+            cohort.set_starved(is_starved)
 
     @property
     def has_waiting(self) -> bool:
         """True if groups wait for others."""
         return any(cohort.n_waiting for cohort in self._cohorts)
 
-    async def judged(self, group: Group) -> Group:
-        """Return the group, or its rejection. Raises VolleyError if a function of the user fails."""
+    async def filter_group(self, group: Group) -> Group:
+        """Return the group, or a rejected one. Raises VolleyError if a function of the user fails."""
         if group.failure is not None:
             return group
         for one in self._filters:

@@ -45,14 +45,18 @@ class RoundAdmission:
         return self._left > 0
 
     def open(self, state: QueueState) -> bool:
-        """Open a round, if the trainer needs one; tickets that are leased will be issued again, as none is in hand."""
+        """Open a round, if the trainer needs one. Leased tickets will be issued again, because none is in hand here."""
         self._step = state.version + 1
         self._missing = self._step * self._batch - (state.issued - state.void - state.leased)
         self._left = self._n if self._missing > 0 else 0
         return self.is_open
 
     def reserved(self, *, is_first: bool) -> None:
-        """Count a ticket. Args: is_first: others could not be had before it, and went ahead."""
+        """Count a ticket.
+
+        Args:
+            is_first: the queue refused a ticket before it, so the groups before it went ahead as a round.
+        """
         self._left = self._n - 1 if is_first else max(0, self._left - 1)
 
     def surplus(self, total: int) -> int:

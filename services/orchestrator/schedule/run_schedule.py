@@ -20,7 +20,7 @@ from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.servers.holding import ServerHolds
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
-from shared.errors import Unavailable
+from shared.errors import Unavailable, WeightsError
 from shared.process import telemetry
 from shared.queue.records import QueueState
 from shared.run.lineage import in_lineage
@@ -93,7 +93,7 @@ class RunSchedule:
     @property
     def n_held(self) -> int:
         """Number of tickets in hand."""
-        return len(self._loop.held)
+        return len(self._loop.leased)
 
     async def _steps(self) -> None:
         while True:
@@ -101,7 +101,7 @@ class RunSchedule:
             if self._holds is not None and (measured := self._due(at)) is not None:
                 await self._evaluate_beside(measured, self._holds)
             elif self._evaluator.due(at.step):
-                with self._gate.held("evaluation"):
+                with self._gate.closed_for("evaluation"):
                     await self._evaluate(at)
                     self._bound(at.step)
             elif at.step >= self._max_steps:
@@ -142,17 +142,17 @@ class RunSchedule:
 
     async def _watch(self) -> None:
         while True:
-            held = self._loop.held
+            leased = self._loop.leased
             try:
-                await self._saw(await self._queue.state(), held)
+                await self._apply(await self._queue.state(), leased)
             except Unavailable as error:
                 self._status.waiting = Wait(error.waits_on or "disk", str(error))
             else:
                 self._fresh.set()
             await asyncio.sleep(_POLL_S)
 
-    async def _saw(self, state: QueueState, held: tuple[int, ...]) -> None:
-        """Process a snapshot. Args: held: tickets that were in hand before it was taken."""
+    async def _apply(self, state: QueueState, leased: tuple[int, ...]) -> None:
+        """Apply a snapshot of the queue. Args: leased: tickets that were in hand before it was taken."""
         if self.state is None or _position(state) != _position(self.state):
             self._status.moved()
         self._status.refused = state.refused
@@ -162,9 +162,11 @@ class RunSchedule:
                 await self._begun(state.beginning)
                 self._lineage, self._epoch = state.lineage or ((state.epoch, 0),), state.epoch
                 self._evaluator.follow(self._lineage)
-            self._loop.saw(state, held)
+            self._loop.update_queue_state(state, leased)
             self._bound(version.step)
             self._balancer.set_target(version, self._lineage)
+            if self._loop.lacks_groups(state) and (why := self._balancer.why_never()) is not None:
+                raise WeightsError(why, "no server can sample the groups that the trainer needs for newer weights")
         self.state = state
 
     def _bound(self, step: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shared.clients.rollout import EngineLoad, Generation, ServerWeights
+from shared.clients.rollout import EngineLoad, Generation, RefusedWeights, ServerWeights
 from shared.errors import Party
 from shared.run.lineage import in_lineage
 from shared.types import Lineage, WeightVersion
@@ -82,7 +82,7 @@ class ServerLoad:
     `inflight` counts our requests; a `leaving` server gets no new ones. `out` is why it gets no requests until a probe
     succeeds (empty if it does); `failures` counts failures since the last success; `waits_on` is the party that a
     server that is out names; `probe_at` is the time of its next probe. `reported` is the load that the
-    server itself reported last.
+    server itself reported last. `refused` are weights that it does not load any more, by its last probe.
     """
 
     url: str
@@ -96,6 +96,7 @@ class ServerLoad:
     probe_at: float = 0.0
     leaving: bool = False
     reported: EngineLoad | None = None
+    refused: RefusedWeights | None = None
 
     @property
     def load(self) -> float:
@@ -195,6 +196,26 @@ class Balancer:
             return "no rollout server is known"
         return "; ".join(f"{s.url}: {self._obstacle(s, need or VersionBounds())}" for s in self._servers.values())
 
+    def refusals(self) -> dict[str, str]:
+        """Return why servers refuse the newest weights for good, by address."""
+        return {
+            s.url: f"refuses {s.refused.version} for good: {s.refused.reason}"
+            for s in self._servers.values()
+            if s.refused is not None and s.refused.version >= self._target
+        }
+
+    def why_never(self) -> str | None:
+        """Return why no server will serve what is waited for without newer weights: all refuse the newest for good.
+
+        A server that is out or leaves for a moment counts by its weights.
+        """
+        refusals, needs = self.refusals(), [*self._waiting.values()] or [VersionBounds()]
+        if not self._servers or len(refusals) < len(self._servers):
+            return None
+        if any(self._unfit(s.version, need) is None for s in self._servers.values() for need in needs):
+            return None
+        return "; ".join(f"{url} {why}" for url, why in refusals.items())
+
     def pick(self, need: VersionBounds, preferred: str | None = None) -> ServerLoad | None:
         """Return the routable server to use now, or None."""
         routable = [s for s in self._servers.values() if self._obstacle(s, need) is None]
@@ -240,17 +261,22 @@ class Balancer:
             return "is leaving"
         if server.out:
             return f"failed ({server.out})"
-        if server.version is None:
-            return "has no weight version yet"
-        if self.is_undone(server.version):
-            return f"has {server.version}, which was undone: the trainer is at {self._target}"
-        step = server.version.step
-        if step < (floor := self._floor(need)):
-            return f"has {server.version}, step {floor} is needed"
-        if need.max_step is not None and step > need.max_step:
-            return f"has {server.version}, not newer than step {need.max_step} is needed"
+        if (unfit := self._unfit(server.version, need)) is not None:
+            return unfit
         if need.strict and self._holding is not None and server.url not in self._holding:
             return f"may not keep {server.version}"
+        return None
+
+    def _unfit(self, version: WeightVersion | None, need: VersionBounds) -> str | None:
+        """Return why weights of this version may not answer; None if they may."""
+        if version is None:
+            return "has no weight version yet"
+        if self.is_undone(version):
+            return f"has {version}, which was undone: the trainer is at {self._target}"
+        if version.step < (floor := self._floor(need)):
+            return f"has {version}, step {floor} is needed"
+        if need.max_step is not None and version.step > need.max_step:
+            return f"has {version}, not newer than step {need.max_step} is needed"
         return None
 
     async def _wait(self, need: VersionBounds, preferred: str | None) -> ServerLoad:

@@ -140,10 +140,12 @@ class Fleet:
     async def _probe(self, server: ServerLoad) -> None:
         was_out = bool(server.out)
         try:
+            server.refused = None
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                found = await server.engine.weights()
+                server.refused, current = found.refused, found.current
                 if was_out:
                     await server.engine.ready()
-                current = (await server.engine.weights()).current
             version = WeightVersion.parse(current) if current else None
         except (VolleyError, TimeoutError) as error:
             if isinstance(error, ServiceUnreachable | TimeoutError):
@@ -151,11 +153,11 @@ class Fleet:
             else:
                 self._silent_since.pop(server.url, None)
             if not was_out:
-                _log.warning("server out", url=server.url, error=str(error) or type(error).__name__)
+                _log.warning("rollout server removed", url=server.url, error=str(error) or type(error).__name__)
             waits_on = error.waits_on if isinstance(error, VolleyError) else None
             self._balancer.fail(server, str(error) or "did not answer in time", waits_on)
             return
         self._silent_since.pop(server.url, None)
         if was_out:
-            _log.info("server in", url=server.url, version=str(version))
+            _log.info("rollout server back", url=server.url, version=str(version))
         self._balancer.observe(server, version)

@@ -24,7 +24,7 @@ from shared.dialects.decoding import AnswerDecoder
 from shared.dialects.events import AnswerStream
 from shared.dialects.grammars import AnswerGrammar
 from shared.dialects.prompts import Prompt
-from shared.dialects.records import Answered, Asked, Echo, Piece, Sampled, Top, Usage, usage_of
+from shared.dialects.records import Answered, Asked, EchoedPrompt, Piece, Sampled, TopLogprobs, Usage, usage_of
 
 type Sink = Callable[[int, list[Piece], Sampled | None], None]
 _EMPTY = np.empty(0, np.float32)
@@ -106,11 +106,11 @@ class AnswerSampler:
             for request in self._requests
         ]
 
-    async def _echo(self, ids: np.ndarray, receive: Receive) -> Echo:
+    async def _echo(self, ids: np.ndarray, receive: Receive) -> EchoedPrompt:
         if not self._asked.logprobs or len(ids) < 2:
-            return Echo(ids, _EMPTY)
+            return EchoedPrompt(ids, _EMPTY)
         scored = await self._state.generation.score(ids, receive, self._asked.top_logprobs)
-        return Echo(ids, scored.logprobs, _top(scored.top))
+        return EchoedPrompt(ids, scored.logprobs, _top(scored.top))
 
     def _request(self, ids: np.ndarray, prompt: Prompt, i: int, default_tokens: int | None) -> GenerateRequest:
         info = self._state.info
@@ -142,5 +142,5 @@ def _sampled(result: GenerateResult) -> Sampled:
     return Sampled(result.output_ids, result.logprobs, finish.type, finish.matched, result.versions, _top(result.top))
 
 
-def _top(top: TopTokens | None) -> Top | None:
-    return None if top is None else Top(*top)
+def _top(top: TopTokens | None) -> TopLogprobs | None:
+    return None if top is None else TopLogprobs(*top)

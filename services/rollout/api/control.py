@@ -19,6 +19,7 @@ from services.rollout.api import schemas
 from services.rollout.api.routes import Rollout, RolloutState, commit_mode, text_field
 from services.rollout.api.validation import boolean, short
 from shared.errors import InputError
+from shared.process import host_memory
 from shared.web import refused
 from shared.web.access import Role
 from shared.web.http import read_body, respond
@@ -74,7 +75,7 @@ REFUSED: Mapping[str, tuple[str, str]] = {
     "/start_profile": _NO_PROFILE,
     "/stop_profile": _NO_PROFILE,
     "/set_internal_state": ("settings do not change while the server runs", "start it with other settings"),
-    "/slow_down": ("the server is not slowed down on request", "leave it out"),
+    "/slow_down": ("the server is not slowed down on request", "remove it from the request"),
     "/encode": _NOT_THE_MODEL,
     "/classify": _NOT_THE_MODEL,
 }
@@ -132,6 +133,7 @@ async def get_server_info(request: Request, state: Rollout) -> Response:
             "engine": state.updates.declared.to_json(),
             "internal_state": load,
             "internal_states": [load],
+            "host_memory": host_memory.report(),
             "served_model_name": state.model_name,
             "version": f"volley-{state.updates.declared.kind}",
             "dp_size": 1,

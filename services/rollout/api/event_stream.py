@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.rollout.api.generation import ClientGone
-from shared.errors import VolleyError, problem
+from shared.errors import VolleyError
 
 
 class Put:
@@ -31,7 +30,7 @@ class Put:
 
 
 type Produce = Callable[[Put, Receive], Awaitable[None]]
-type Fail = Callable[[Mapping[str, Any]], bytes]
+type Fail = Callable[[VolleyError], bytes]
 
 
 class EventStream(Response):
@@ -70,7 +69,7 @@ class EventStream(Response):
             if data or not failed:
                 await self._send_all(data, events, send)
                 await working  # raises before the end of the answer, so that the client sees that it is cut
-                last = self._fail(problem(failed[0])) if failed else b""
+                last = self._fail(failed[0]) if failed else b""
                 await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             working.cancel()

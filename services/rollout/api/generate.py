@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -11,6 +13,7 @@ from services.rollout.api.generate_answer import AnswerGenerator, fail
 from services.rollout.api.generation import ClientGone
 from services.rollout.api.routes import Rollout
 from shared import codec
+from shared.process import offload
 from shared.web.access import Role
 from shared.web.edge import DirectRoute
 from shared.web.http import read_body, respond
@@ -29,7 +32,9 @@ async def generate(request: Request, state: Rollout) -> Response:
     """
     arrays = request.headers.get("content-type", "").startswith(codec.MEDIA_TYPE)
     encode = state.tokenizer.encode if state.tokenizer else None
-    body = generate_body.read(await read_body(request), state.info, encode)
+    raw = await read_body(request)
+    read = partial(generate_body.read, raw, state.info, encode)
+    body = await offload.tokenizing(read) if "text" in raw else read()
     generator = AnswerGenerator(state, body, arrays=arrays and not body.stream)
     if body.stream:
         return EventStream(generator.stream, fail)

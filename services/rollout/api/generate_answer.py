@@ -20,7 +20,9 @@ from services.rollout.api.generation import Receive
 from services.rollout.api.routes import RolloutState
 from services.rollout.engines.base import FinishReason, GenerateResult, NewTokens, ScoredTokens, TopTokens
 from shared.dialects.decoding import TokenDecoder
+from shared.dialects.errors import sglang_error
 from shared.dialects.reading import held_back
+from shared.errors import VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.routing import to_wire
 
@@ -256,10 +258,9 @@ class AnswerGenerator:
         return {"prompt_token_ids": asked.ids if self._arrays else asked.ids.tolist()}
 
 
-def fail(error: Mapping[str, Any]) -> bytes:
+def fail(error: VolleyError) -> bytes:
     """Write the last events of a stream that an error ended."""
-    found = {"message": error["detail"], "type": error["type"], "code": error["status"]}
-    return b"data: " + orjson.dumps({"error": found}) + b"\n\n" + END
+    return b"data: " + orjson.dumps({"error": sglang_error(error)}) + b"\n\n" + END
 
 
 def answer(result: GenerateResult, *, arrays: bool, with_logprobs: bool = True) -> dict[str, Any]:

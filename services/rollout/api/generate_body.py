@@ -27,7 +27,7 @@ from services.rollout.api.validation import (
     short,
 )
 from services.rollout.engines.base import MAX_TOP_LOGPROBS, EngineInfo, GenerateRequest
-from shared.errors import InputError
+from shared.errors import ContextExceeded, InputError
 
 MAX_SAMPLES = 128
 MAX_STOP_STRINGS = 64
@@ -308,13 +308,17 @@ def _check_scoring(body: Mapping[str, Any], sampling: Any, info: EngineInfo, ids
     """Check a body that samples nothing. Raises InputError."""
     temperature = sampling_params(sampling, info, len(ids)).temperature
     if temperature not in (0.0, 1.0):
-        raise InputError(f"temperature={temperature:g}: a prompt is scored at temperature 1", "leave it out")
+        raise InputError(
+            f"temperature={temperature:g}: a prompt is scored at temperature 1", "remove it from the request"
+        )
     if body.get("return_logprob") is not True:
         raise InputError("max_new_tokens=0 without return_logprob asks for nothing", "send return_logprob=true")
     if len(ids) > room(info):
-        raise InputError(f"{len(ids)} tokens exceed the context: at most {room(info)} can be scored")
+        raise ContextExceeded.of(room(info), len(ids))
     if _routed_from(body, len(ids)) is not None:
-        raise InputError("return_routed_experts needs sampled tokens, and max_new_tokens is 0", "leave it out")
+        raise InputError(
+            "return_routed_experts needs sampled tokens, and max_new_tokens is 0", "remove it from the request"
+        )
 
 
 def _scored_from(start: Any, n_prompt: int) -> int | None:

@@ -20,8 +20,9 @@ from shared.dialects.messages import CountBody
 from shared.dialects.messages import read as read_count
 from shared.dialects.prompts import Prompt, render
 from shared.dialects.records import Asked, Head
-from shared.errors import InputError, NotFound
+from shared.errors import InputError, ModelNotFound
 from shared.models.chat import ChatTokenizer
+from shared.process import offload
 from shared.web.access import Role
 from shared.web.http import read_model, respond
 from shared.web.openapi import declares
@@ -49,14 +50,15 @@ async def models(request: Request, state: Rollout) -> Response:
 @router.get("/models/{name}", openapi_extra=declares(answer=schemas.SERVED_MODEL))
 async def model(request: Request, name: str, state: Rollout) -> Response:
     if name != _model_name(state):
-        raise NotFound(f"this server has no model {name[:80]!r}", f"its model is {_model_name(state)}")
+        raise ModelNotFound(f"this server has no model {name[:80]!r}", f"its model is {_model_name(state)}")
     return respond(request, _model(state))
 
 
 @router.post("/completions", openapi_extra=declares(body=COMPLETIONS.body, answer=schemas.ANSWER))
 async def complete_text(request: Request, state: Rollout) -> Response:
     """Continues texts or token ids, one or a batch."""
-    asked = with_ids(COMPLETIONS.read(await read_model(request, COMPLETIONS.body)), _tokenizer(state))
+    body, tokenizer = await read_model(request, COMPLETIONS.body), _tokenizer(state)
+    asked = await offload.tokenizing(lambda: with_ids(COMPLETIONS.read(body), tokenizer))
     prompts = [Prompt([*ids]) for ids in asked.prompts if not isinstance(ids, str)]
     return await _respond(request, state, COMPLETIONS, asked, prompts)
 
@@ -84,13 +86,20 @@ async def answer_messages(request: Request, state: Rollout) -> Response:
 @router.post("/messages/count_tokens", openapi_extra=declares(body=CountBody, answer=schemas.COUNT))
 async def count_tokens(request: Request, state: Rollout) -> Response:
     """Counts the tokens of a prompt."""
-    asked = read_count(await read_model(request, CountBody))
-    return respond(request, {"input_tokens": len(render(asked, _tokenizer(state)).ids)})
+    body, tokenizer = await read_model(request, CountBody), _tokenizer(state)
+    prompt = await offload.tokenizing(lambda: render(read_count(body), tokenizer))
+    return respond(request, {"input_tokens": len(prompt.ids)})
 
 
 async def _converse(request: Request, state: RolloutState, dialect: Dialect[Any]) -> Response:
-    asked = dialect.read(await read_model(request, dialect.body))
-    return await _respond(request, state, dialect, asked, [render(asked, _tokenizer(state))])
+    body, tokenizer = await read_model(request, dialect.body), _tokenizer(state)
+
+    def read() -> tuple[Asked, Prompt]:
+        asked = dialect.read(body)
+        return asked, render(asked, tokenizer)
+
+    asked, prompt = await offload.tokenizing(read)
+    return await _respond(request, state, dialect, asked, [prompt])
 
 
 async def _respond(

@@ -108,10 +108,14 @@ async def hold(request: Request, state: Rollout) -> Response:
 
 @router.get("/weights", tags=["weights"], openapi_extra=declares(answer=schemas.WEIGHTS))
 async def weights(request: Request, state: Rollout) -> Response:
-    """Return the serving and the staged version."""
+    """Return the serving, the staged and the arriving version, and the one that was refused for good."""
     updates = state.updates
     staged = updates.staged.version if updates.staged else None
-    return respond(request, {"current": updates.current, "staged": staged, "digest": updates.digest})
+    found = {"current": updates.current, "staged": staged, "digest": updates.digest, "arriving": updates.arriving}
+    refused = updates.refused
+    return respond(
+        request, found | {"refused": {"version": refused.version, "reason": refused.reason} if refused else None}
+    )
 
 
 @router.get("/weights/chunks/{digest}", tags=["weights"], openapi_extra=declares_bytes(200, 206))

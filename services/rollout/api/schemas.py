@@ -8,7 +8,7 @@ from typing import Any, get_args
 from services.rollout.api import generate_body, validation
 from services.rollout.engines.base import MAX_TOP_LOGPROBS, FinishType
 from services.rollout.engines.staged import CommitMode
-from shared.engines import CAPABILITIES
+from shared.engine_kinds import CAPABILITIES
 
 type Schema = dict[str, Any]
 
@@ -192,7 +192,10 @@ UPDATE_FROM_DISK = _with_example(
 UPDATED_FROM_DISK = _object(
     {"success": {"const": True}, "message": {"type": "string"}, **_COMMITTED, "engine": _ENGINE}
 )
-WEIGHTS = _object({"current": _VERSION, "staged": _VERSION, "digest": _VERSION})
+_REFUSED = _object({"version": _TEXT, "reason": _TEXT})
+WEIGHTS = _object(
+    {"current": _VERSION, "staged": _VERSION, "digest": _VERSION, "arriving": _VERSION, "refused": _or_null(_REFUSED)}
+)
 ABORT = _with_example({"anyOf": [_object({"rid": _TEXT}), _object({"abort_all": {"const": True}})]}, rid="1")
 ABORTED = _object({"aborted": _COUNT})
 PAUSE = _with_example(_object({}, {"mode": _MODE}), mode="in_place")

@@ -18,7 +18,7 @@ import numpy as np
 
 from services.rollout.engines.base import EngineInfo, GenerateRequest, Grammar, GrammarKind, SamplingParams
 from shared.dialects.fields import is_one_of
-from shared.errors import InputError
+from shared.errors import ContextExceeded, InputError
 
 CROWD = 16
 """Requests in the service, at most, as a multiple of those that run at once; the others wait in the engine's queue."""
@@ -75,14 +75,10 @@ MAX_PENALTY, MAX_BIAS, MAX_BIASES = 2.0, 100.0, 1024
 
 
 def build(ids: np.ndarray, sampling: SamplingParams, rid: str | None, info: EngineInfo) -> GenerateRequest:
-    """Build the request after checking lengths. `ids`: int32[n], within the vocabulary. Raises InputError."""
+    """Build the request after checking lengths. `ids`: int32[n], within the vocabulary. Raises ContextExceeded."""
     limit = room(info)
     if len(ids) + sampling.max_new_tokens > limit:
-        raise InputError(
-            f"{len(ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} exceed the context: "
-            f"together they may be at most {limit}",
-            "shorten the prompt, lower max_new_tokens, or raise rollout.engine.context_length",
-        )
+        raise ContextExceeded.of(limit, len(ids), sampling.max_new_tokens)
     return GenerateRequest(rid or uuid.uuid4().hex, ids, sampling)
 
 
@@ -173,7 +169,7 @@ def check_names(raw: Mapping[str, Any], known: Set[str], neutral: Mapping[str, t
         if name not in neutral:
             raise InputError(f"unknown {what or 'field '}{str(name)[:_MAX_NAME]}", f"known: {', '.join(sorted(known))}")
         if not is_one_of(raw[name], neutral[name]):
-            raise InputError(f"{what}{name}={short(raw[name])} is not supported", "leave it out")
+            raise InputError(f"{what}{name}={short(raw[name])} is not supported", "remove it from the request")
 
 
 def computable(temperature: float) -> float:

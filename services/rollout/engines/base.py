@@ -9,7 +9,7 @@ log-probability and the weight version it was sampled with; a failed stage chang
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -59,6 +59,7 @@ class EngineSpec:
             default shapes on first use.
         server: of the kinds that reach a server over HTTP; None for all others.
         tokenizer: the model's tokenizer.json, for grammars; None refuses them.
+        adapters: shapes of the low-rank adapters that weights will have, by the trainer's names, to compile for them.
     """
 
     model_path: str
@@ -74,6 +75,7 @@ class EngineSpec:
     bs_paddings: tuple[int, ...] | None = None
     server: EngineServer | None = None
     tokenizer: str | None = None
+    adapters: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
 
     @property
     def platform(self) -> str:
@@ -250,7 +252,7 @@ class Engine(Protocol):
     """A running engine. Every method may raise EngineDied; `audit`, `status` and `abort` raise Unavailable if the
     engine is too busy to answer.
 
-    An engine without a capability (`shared.engines.Capability`) never makes up what it cannot know:
+    An engine without a capability (`shared.engine_kinds.Capability`) never makes up what it cannot know:
 
     - exact_ids: it serves no run.
     - spans: `GenerateResult.versions` is one span, of the version that served when the request began.

@@ -11,31 +11,27 @@ from __future__ import annotations
 import numpy as np
 
 from shared.errors import WeightsError
-from shared.run.rounding import FLOOR, LARGEST_LIMIT, MEAN_LIMIT
-
-# For probes of 16 tokens that do not tell the rounding: mean |Δ log p|.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+from shared.run.rounding import FLOOR, LIMIT, MOST, UNKNOWN_NOISE
 
 
-def check_probe(logprobs: np.ndarray, expected: np.ndarray, noise: float | None, dtype: str) -> None:
-    """Args:
+def check_probe(logprobs: np.ndarray, expected: np.ndarray, noise: np.ndarray | None, dtype: str) -> None:
+    """Compare differences with what rounding does to each token of this model (shared.run.rounding).
+
+    Args:
         logprobs: float32[m], the engine's; expected: float32[n], the trainer's, of which the first m count.
-        noise: mean |difference| of the trainer's own arithmetic in the engine's dtype from `expected`; None if it did
-            not say.
+        noise: float32[n], standard deviation of each of `expected` under rounding; None if the trainer did not say.
         dtype: of the engine.
 
     Raises:
-        WeightsError: the mean or the largest difference is beyond its limit, or not finite.
+        WeightsError: the differences are beyond the limit, or not finite.
     """
-    difference = np.abs(logprobs - expected[: len(logprobs)])
-    mean, largest = (float(difference.mean()), float(difference.max())) if len(difference) else (np.nan, np.nan)
-    if noise is None:
-        limit, most = TOLERANCE[dtype], np.inf
-    else:
-        limit, most = (times * max(noise, FLOOR) for times in (MEAN_LIMIT, LARGEST_LIMIT))
-    if not (mean <= limit and largest <= most):
+    n = len(logprobs)
+    difference = np.abs(logprobs - expected[:n])
+    scale = np.full(n, UNKNOWN_NOISE[dtype]) if noise is None else np.hypot(noise[:n], FLOOR)
+    ratio = float(np.minimum(difference / scale, MOST).mean()) if n else np.nan
+    if not (ratio <= LIMIT and np.isfinite(difference).all()):
         raise WeightsError(
-            f"the weights' fingerprint differs: |Δ log p| on the probe of {len(difference)} tokens is {mean:.3g} on"
-            f" average and at most {largest:.3g}, allowed are {limit:.3g} and {most:.3g}",
+            f"the weights' fingerprint differs: on the probe of {n} tokens |Δ log p| is {ratio:.3g} times what rounding"
+            f" explains, allowed is {LIMIT:g} (median {np.median(difference):.3g}, noise {np.median(scale):.3g})",
             "trainer and engine disagree about the model, or the checkpoint is damaged or of another version",
         )

@@ -39,8 +39,8 @@ class StagedWeights:
 
     For a checkpoint, `files` are those of its manifest. An engine reads each file once (see
     `shared.run.checkpoint_files.copy_files`) and loads the same bytes that it has hashed. They must hold exactly the
-    leaves of `tree`. If there is a probe (int32[n] ids, float32[n-1] log-probabilities of all but the first, and the
-    noise of the trainer's dtype in nats, if known), the engine's log-probabilities must agree with it. If there is a
+    leaves of `tree`. If there is a probe (int32[n] ids, float32[n-1] log-probabilities of all but the first, and
+    float32[n-1] noise of each in nats, if known), the engine's log-probabilities must agree with it. If there is a
     `base`, the weights are adapters of it.
     """
 
@@ -53,7 +53,7 @@ class StagedWeights:
     tree: tuple[ManifestLeaf, ...] = ()
     probe_ids: np.ndarray | None = None
     probe_logprobs: np.ndarray | None = None
-    probe_noise: float | None = None
+    probe_noise: np.ndarray | None = None
     base: StagedBase | None = None
     seed: int | None = None
 

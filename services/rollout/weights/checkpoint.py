@@ -14,7 +14,7 @@ from services.rollout.engines.staged import StagedBase, StagedWeights
 from shared.errors import ConfigError, WeightsError
 from shared.files.reading import confined
 from shared.models.config import ModelConfig
-from shared.models.weight_files import INDEX, WEIGHTS, weight_files
+from shared.models.weight_files import INDEX, UNMERGED, WEIGHTS, weight_files
 from shared.published.manifest import PublishedManifest, WeightTree
 from shared.run import checkpoint_files, saved
 from shared.run.checkpoint_files import Manifest, ManifestFile
@@ -44,7 +44,7 @@ def examine(path: Path, model: ModelConfig, run: str, name: str | None = None) -
     saved.check(folder)
     _belongs(manifest, folder, run)
     _same_model(manifest, model)
-    ids, logprobs = _probe(manifest, model.vocab_size)
+    ids, logprobs, noise = _probe(manifest, model.vocab_size)
     confined(folder, manifest.path)
     base = _base(manifest, folder)
     return StagedWeights(
@@ -58,7 +58,7 @@ def examine(path: Path, model: ModelConfig, run: str, name: str | None = None) -
         tree=manifest.tree,
         probe_ids=ids,
         probe_logprobs=logprobs,
-        probe_noise=manifest.probe.noise if manifest.probe else None,
+        probe_noise=noise,
         base=base,
     )
 
@@ -71,7 +71,7 @@ def examine_published(manifest: PublishedManifest, folder: Path, model: ModelCon
     _same_run(manifest.version, manifest.run, run)
     _same_model(manifest, model)
     _bounded(manifest, model)
-    ids, logprobs = _probe(manifest, model.vocab_size)
+    ids, logprobs, noise = _probe(manifest, model.vocab_size)
     adapter, base = manifest.adapter, None
     if adapter is not None:
         base = StagedBase(str(folder), adapter.base.digest, _files(adapter.base), adapter.base.leaves, adapter.scale)
@@ -84,7 +84,7 @@ def examine_published(manifest: PublishedManifest, folder: Path, model: ModelCon
         tree=manifest.weights.leaves,
         probe_ids=ids,
         probe_logprobs=logprobs,
-        probe_noise=manifest.probe.noise if manifest.probe else None,
+        probe_noise=noise,
         base=base,
     )
 
@@ -146,13 +146,17 @@ def _same_model(manifest: Manifest | PublishedManifest, model: ModelConfig) -> N
         )
 
 
-def _probe(manifest: Manifest | PublishedManifest, vocab_size: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-    if manifest.probe is None:
-        return None, None
-    ids, logprobs = np.array(manifest.probe.input_ids, np.int32), np.array(manifest.probe.logprobs, np.float32)
+def _probe(
+    manifest: Manifest | PublishedManifest, vocab_size: int
+) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+    """Ids, log-probabilities and noise of the probe. Raises WeightsError for a token outside the vocabulary."""
+    probe = manifest.probe
+    if probe is None:
+        return None, None, None
+    ids, logprobs = np.array(probe.input_ids, np.int32), np.array(probe.logprobs, np.float32)
     if ids.max() >= vocab_size:
         raise WeightsError(f"{manifest.version}: the probe holds token {ids.max()}, the vocabulary has {vocab_size}")
-    return ids, logprobs
+    return ids, logprobs, None if probe.noise is None else np.asarray(probe.noise, np.float32)
 
 
 def _hugging_face(folder: Path, name: str) -> StagedWeights:
@@ -160,10 +164,10 @@ def _hugging_face(folder: Path, name: str) -> StagedWeights:
         raise WeightsError(
             f"{folder} holds no {checkpoint_files.MANIFEST}, but {name} is the name of a version of the trainer's"
         )
-    for file_name in (WEIGHTS, INDEX):
+    for file_name in (WEIGHTS, INDEX, UNMERGED):
         confined(folder, file_name)
     try:
-        files = weight_files(folder)
+        files = [*weight_files(folder), *folder.glob(UNMERGED)]
     except ConfigError as error:
         raise WeightsError(error.detail, error.hint) from error
     for file in files:

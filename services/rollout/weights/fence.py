@@ -42,7 +42,7 @@ class VersionFence:
         if published and beginning != self.served.beginning:
             raise Conflict(
                 f"{found.version} is of another beginning of the run than {self.served.version}, which has served",
-                "if the run was begun anew, its trainer says so when this server asks it next",
+                "if the run was restarted in an empty folder, its trainer says so when this server asks it next",
             )
         if version < WeightVersion.parse(self.served.version):
             raise Conflict(
@@ -55,8 +55,9 @@ class VersionFence:
         )  # else digests are of other kinds
         if alike and self.served.base != base:
             raise WeightsError(
-                f"{found.version} is of the base {base or 'nothing'}, this server's is {self.served.base or 'nothing'}",
-                "all versions of a run are of one base",
+                f"{found.version} builds on base {base or 'nothing'},"
+                f" but this server has {self.served.base or 'nothing'}",
+                "all versions of a run build on one base",
             )
         if alike and serving is not None and serving.version == found.version and serving.digest != found.digest:
             raise Conflict(f"{found.version} serves already, with another digest", "a version is published once")
@@ -66,8 +67,8 @@ class VersionFence:
         if WeightVersion.of_name(update.version) is not None:
             self.served = update
 
-    def begun_anew(self, newest: Path) -> bool:
-        """Return whether the run's folder was emptied and the run restarted. Blocks on disk.
+    def run_was_restarted(self, newest: Path) -> bool:
+        """Return True if the run's folder was emptied and the run restarted. Blocks on disk.
 
         A run always keeps its newest version, at least among the damaged ones. So if the newest is older than the one
         that served, and that one is gone, the folder was emptied.

@@ -11,6 +11,7 @@ import numpy as np
 
 from services.rollout.engines.probe import check_probe
 from services.rollout.engines.staged import Live, LoadedWeights, StagedWeights
+from services.rollout.weights.failures import FailedVersion
 from shared.errors import NotReady, Unavailable, WeightsError, WeightsUnpublished
 from shared.types import WeightVersion
 
@@ -30,7 +31,7 @@ class StagedUpdate:
     checksum: str
     timings: Mapping[str, float]
     probe_logprobs: np.ndarray | None = None
-    probe_noise: float | None = None
+    probe_noise: np.ndarray | None = None
     base: str | None = None
     manifest: str | None = None
     beginning: str | None = None
@@ -94,15 +95,6 @@ class Distrusted:
 
     reason: str
     beginnings: int
-
-
-@dataclass(frozen=True, slots=True)
-class FailedVersion:
-    """Version that could not be loaded; `at` is a time of the monotonic clock."""
-
-    version: str
-    at: float
-    reason: str
 
 
 type ServingState = NothingServes | Serving | Distrusted

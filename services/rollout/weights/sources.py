@@ -10,6 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, Self
@@ -17,7 +18,6 @@ from typing import Protocol, Self
 from services.rollout import metrics
 from services.rollout.engines.base import Engine
 from services.rollout.engines.staged import StagedWeights
-from services.rollout.weights.bucket import CheckpointCopy
 from services.rollout.weights.checkpoint import examine_published
 from services.rollout.weights.pulling import ChunkPuller, WantedVersion
 from services.rollout.weights.serving import StagedUpdate
@@ -63,11 +63,35 @@ class WeightsInFolder:
         return StagedUpdate.of(self.found, self.path, loaded)
 
 
+class VersionCopy(Protocol):
+    """Copy of one version from the run's bucket, of which only the manifest is there at first. Every method blocks."""
+
+    def examine(self, model: ModelConfig, run: str) -> StagedWeights:
+        """Read what to stage. Raises WeightsError, Forbidden."""
+        ...
+
+    def fetch(self, found: StagedWeights) -> int:
+        """Copy the files; return their size in bytes. Raises Unavailable, WeightsError, Forbidden, StorageFull."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Raise WeightsError if the version has changed since it was opened."""
+        ...
+
+
+class VersionStore(Protocol):
+    """Versions of the run at addresses of a bucket, which a package brings (part `bucket.versions`)."""
+
+    def opened(self, address: str) -> AbstractAsyncContextManager[VersionCopy]:
+        """Open a version. Raises Forbidden, NotFound, WeightsError, Unavailable and StorageFull."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class WeightsInBucket:
     """Version in the run's bucket; `started` is the time of `perf_counter` before it was opened."""
 
-    copy: CheckpointCopy
+    copy: VersionCopy
     found: StagedWeights
     started: float
     beginning: None = None

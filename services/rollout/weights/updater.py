@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,13 @@ from pathlib import Path
 from services.rollout import metrics
 from services.rollout.engines.base import Engine
 from services.rollout.engines.staged import CommitMode, CommitResult, Live, StagedWeights
-from services.rollout.weights.bucket import CheckpointBucket
 from services.rollout.weights.checkpoint import examine
+from services.rollout.weights.failures import FailedVersion, LoadFailures, content_of
 from services.rollout.weights.fence import VersionFence
 from services.rollout.weights.holds import VersionHolds
 from services.rollout.weights.pulling import ChunkPuller
 from services.rollout.weights.serving import (
     Distrusted,
-    FailedVersion,
     NothingServes,
     Serving,
     ServingState,
@@ -41,15 +40,16 @@ from services.rollout.weights.serving import (
 )
 from services.rollout.weights.sources import (
     OpenedWeights,
+    VersionStore,
     WeightsInBucket,
     WeightsInChunks,
     WeightsInFolder,
     pulled_manifest,
 )
-from services.rollout.weights.turns import UpdateTurns
+from services.rollout.weights.update_lock import UpdateLock
 from shared.engines import DeclaredEngine
-from shared.errors import Conflict, Forbidden, NotFound, OutOfMemory, Unavailable, VolleyError, WeightsError
-from shared.files.buckets import is_address
+from shared.errors import Conflict, Forbidden, NotFound, Unavailable, VolleyError, WeightsError
+from shared.files.addresses import is_address
 from shared.files.reading import confined
 from shared.models.config import ModelConfig
 from shared.process import telemetry
@@ -59,7 +59,6 @@ from shared.run import checkpoint_files
 from shared.types import WeightVersion
 
 POLL_S, POLL_SERVING_S = 1.0, 3.0
-RETRY_BAD_S = 30.0
 AUDIT_S, REPORT_S = 30.0, 3.0
 _log = telemetry.Log("weights")
 
@@ -79,7 +78,8 @@ class WeightUpdater:
         bucket: reads versions in the run's bucket; None refuses their addresses.
         declared: the engine's kind and capabilities (see `engines.base.Engine`).
 
-    `staged` is loaded and not yet committed; the watcher does not retry `_failed` at once.
+    `staged` is loaded and not yet committed. The watcher does not retry a failed version at once, and one that was
+    refused for good (`failures`) not at all.
     """
 
     engine: Engine
@@ -92,12 +92,12 @@ class WeightUpdater:
     staged: StagedUpdate | None = None
     puller: ChunkPuller | None = None
     newest_offer: Callable[[], Awaitable[WeightOffer]] | None = None
-    bucket: CheckpointBucket | None = None
+    bucket: VersionStore | None = None
     declared: DeclaredEngine = field(default_factory=lambda: DeclaredEngine("sglang_jax"))
     _announced: WeightVersion | None = None
-    _failed: FailedVersion | None = None
+    _failures: LoadFailures = field(default_factory=LoadFailures)
     _fence: VersionFence = field(default_factory=VersionFence)
-    _turns: UpdateTurns = field(default_factory=UpdateTurns)
+    _lock: UpdateLock = field(default_factory=UpdateLock)
     _holds: VersionHolds = field(default_factory=VersionHolds)
     _arriving: str | None = None
     _is_committing: bool = False
@@ -114,9 +114,19 @@ class WeightUpdater:
     def _serving(self) -> StagedUpdate | None:
         return self.state.update if isinstance(self.state, Serving) else None
 
+    @property
+    def arriving(self) -> str | None:
+        """Published version that is being loaded."""
+        return self._arriving
+
+    @property
+    def refused(self) -> FailedVersion | None:
+        """Newest version, if it was refused for good and is not loaded again."""
+        return self._failures.final
+
     def why_not_ready(self) -> Unavailable | None:
         """Return the reason why no weights serve; None if they do."""
-        return why_not_ready(self.state, self._failed)
+        return why_not_ready(self.state, self._failures.last)
 
     async def stage(self, wanted: str | WeightOffer) -> StagedUpdate:
         """Load weights beside the serving ones.
@@ -127,7 +137,7 @@ class WeightUpdater:
 
         Raises Forbidden, NotFound, WeightsError, Conflict, Unavailable or OutOfMemory; then nothing is staged.
         """
-        async with self._turns.turn():
+        async with self._lock.for_update():
             return await self._stage(wanted)
 
     async def commit(self, version: str, base_version: str | None, mode: CommitMode | None) -> CommitResult:
@@ -140,7 +150,7 @@ class WeightUpdater:
         self.declared.check_mode(mode)
         while True:
             await self._holds.passed(version)
-            async with self._turns.turn():
+            async with self._lock.for_update():
                 if not self.is_held(version):
                     return await self._commit(version, base_version, mode)
 
@@ -149,13 +159,24 @@ class WeightUpdater:
     ) -> tuple[StagedUpdate, CommitResult]:
         """Stage and commit; `name` is the version of a Hugging Face folder. Raises as both.
 
-        While another version is held, the staged one waits for its commit (`held_s` of its timings).
+        While another version is held, the staged one waits for its commit (`held_s` of its timings). A published
+        version that was refused for good is refused again without being read.
         """
         mode = mode or self.default_mode
         self.declared.check_mode(mode)
+        if not isinstance(wanted, WeightOffer):
+            return await self._update(wanted, mode, name)
+        offered = wanted.version, wanted.manifest.blake3
+        self._failures.check(*offered)
+        with self._failures.noting(*offered) if is_newer(wanted.version, self.state) else nullcontext():
+            return await self._update(wanted, mode, name)
+
+    async def _update(
+        self, wanted: str | WeightOffer, mode: CommitMode, name: str | None
+    ) -> tuple[StagedUpdate, CommitResult]:
         held_s = 0.0
         while True:
-            async with self._turns.turn():
+            async with self._lock.for_update():
                 self._arriving = wanted.version if isinstance(wanted, WeightOffer) else None
                 try:
                     staged = await self._stage(wanted, name)
@@ -218,7 +239,7 @@ class WeightUpdater:
 
         The watcher then loads the weights again.
         """
-        async with self._turns.between():
+        async with self._lock.for_check():
             await self._judge_live()
 
     async def _judge_live(self) -> None:
@@ -228,12 +249,12 @@ class WeightUpdater:
                 self._distrust(self._serving.version, found)
 
     async def catch_up(self) -> None:
-        """Load the newest version if it is newer; retry a failed one after `RETRY_BAD_S`. Raises as `update`."""
+        """Load the newest version if it is newer and its last failure does not delay it. Raises as `update`."""
         if self._holds.any():
             return  # one waiting version is enough: the trainer sends it, or the next look finds it
         offer = await self._offered()
         if offer is not None:
-            await self._forget_older_beginning(offer)
+            await self._forget_if_run_restarted(offer)
             await self._load_newer(offer.version, offer)
         elif self.root is not None:
             newest = await self._newest_folder(self.root)
@@ -241,17 +262,13 @@ class WeightUpdater:
                 await self._load_newer(newest.name, str(newest))
 
     async def _load_newer(self, version: str, wanted: str | WeightOffer) -> None:
-        failed = self._failed
-        if not is_newer(version, self.state) or (
-            failed is not None and failed.version == version and failed.at > time.monotonic() - RETRY_BAD_S
-        ):
+        if not is_newer(version, self.state):
             return
-        try:
-            await self.update(wanted, None)
-        except (WeightsError, OutOfMemory, Conflict, Forbidden) as error:
-            self._failed = FailedVersion(version, time.monotonic(), str(error))
-            raise
-        self._failed = None
+        published = isinstance(wanted, WeightOffer)
+        content = wanted.manifest.blake3 if published else await asyncio.to_thread(content_of, Path(wanted))
+        if not self._failures.delays(version, content):
+            with nullcontext() if published else self._failures.noting(version, content):
+                await self.update(wanted, None)
 
     async def _offered(self) -> WeightOffer | None:
         """Ask the trainer for its newest version; None while it does not answer."""
@@ -265,26 +282,26 @@ class WeightUpdater:
         self._announced = WeightVersion.parse(offer.version)
         return offer
 
-    async def _forget_older_beginning(self, offer: WeightOffer) -> None:
-        """Forget weights of another beginning of the run than the trainer's, which is the valid one."""
+    async def _forget_if_run_restarted(self, offer: WeightOffer) -> None:
+        """Forget the serving weights if the run was restarted since: its trainer then names another beginning."""
         served, puller = self._fence.served, self.puller
         if puller is None or served is None or served.beginning is None or served.manifest == offer.manifest.blake3:
             return
-        async with self._turns.turn():
+        async with self._lock.for_update():
             if (await pulled_manifest(puller, offer)).beginning != served.beginning:
                 self._forget(offer.version)
 
     async def _newest_folder(self, root: Path) -> Path | None:
-        async with self._turns.between():
+        async with self._lock.for_check():
             newest = await asyncio.to_thread(checkpoint_files.newest, root)
-            if newest is not None and await asyncio.to_thread(self._fence.begun_anew, newest):
+            if newest is not None and await asyncio.to_thread(self._fence.run_was_restarted, newest):
                 self._forget(newest.name)
         return newest
 
     def _forget(self, newest: str) -> None:
         _log.warning("run restarted from an empty folder", newest=newest, current=self.current)
         self.state, self.staged = NothingServes(self.state.beginnings + 1), None
-        self._fence, self._failed, self._holds = VersionFence(), None, VersionHolds()
+        self._fence, self._failures, self._holds = VersionFence(), LoadFailures(), VersionHolds()
 
     async def _stage(self, wanted: str | WeightOffer, name: str | None = None) -> StagedUpdate:
         start = time.perf_counter()

@@ -26,5 +26,5 @@ def centred(rewards: GroupRewards) -> np.ndarray:
 class DrGrpo(Clipped[DrGrpoSection]):
     """GRPO without the division by the standard deviation."""
 
-    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+    def compute_advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         return self.within_groups(groups, centred)

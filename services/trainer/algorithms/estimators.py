@@ -26,5 +26,5 @@ ESTIMATORS: Mapping[str, Estimate] = {
 class Estimated[S: EstimatedSection](PolicyGradient[S]):
     """Advantages of a group by the estimator that the section names."""
 
-    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+    def compute_advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         return self.within_groups(groups, ESTIMATORS[self.section.advantage_estimator])

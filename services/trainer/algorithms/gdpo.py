@@ -27,12 +27,12 @@ from shared.algorithm_schema import GdpoSection
 class Gdpo(Clipped[GdpoSection]):
     """Advantages from separately normalized reward components, and the clipped loss."""
 
-    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+    def compute_advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         made = [self._of_group(group) for group in groups]
-        counted = [np.array([self.counts(e.trajectory) for e in group]) for group in groups]
+        every = [np.ones(len(group), bool) for group in groups]
         return [
             [a * sampled(e) for a, e in zip(scale, group, strict=True)]
-            for scale, group in zip(whitened(made, counted), groups, strict=True)
+            for scale, group in zip(whitened(made, every), groups, strict=True)
         ]
 
     def _of_group(self, group: EpisodeGroup) -> np.ndarray:

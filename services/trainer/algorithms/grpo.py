@@ -30,5 +30,5 @@ def standardized(rewards: GroupRewards) -> np.ndarray:
 class Grpo(Clipped[GrpoSection]):
     """Standardized rewards of a group, and the clipped loss."""
 
-    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+    def compute_advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         return self.within_groups(groups, standardized)

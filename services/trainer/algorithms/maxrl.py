@@ -30,5 +30,5 @@ def by_mean(rewards: GroupRewards) -> np.ndarray:
 class MaxRl(Clipped[MaxRlSection]):
     """GRPO with advantages divided by the group's mean reward."""
 
-    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+    def compute_advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         return self.within_groups(groups, by_mean)

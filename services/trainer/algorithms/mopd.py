@@ -35,12 +35,12 @@ class Mopd(Estimated[MopdSection]):
     def needs(self) -> Needs:
         return replace(super().needs, teacher=True, old=True)
 
-    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+    def compute_advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         coef, outcome = self.section.teacher_kl_coef, self.section.outcome_coef
         taught = [[penalty(episode, coef) for episode in group] for group in groups]
         if not outcome:
             return taught
-        of_rewards = super().advantages(groups)
+        of_rewards = super().compute_advantages(groups)
         return [
             [a + outcome * b for a, b in zip(one, other, strict=True)]
             for one, other in zip(taught, of_rewards, strict=True)

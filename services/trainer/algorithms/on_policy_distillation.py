@@ -30,6 +30,6 @@ class OnPolicyDistillation(Clipped[OnPolicyDistillationSection]):
     def needs(self) -> Needs:
         return replace(super().needs, teacher=True)
 
-    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+    def compute_advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         of, coef = partial(returns_to_go, gamma=self.section.gamma), self.section.teacher_kl_coef
         return [[each_sequence(e.trajectory, of, penalty(e, coef), sampled(e)) for e in group] for group in groups]

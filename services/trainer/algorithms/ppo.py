@@ -5,11 +5,12 @@ the critic's values V_t before token t, generalized advantage estimation (arXiv:
 
     delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lambda A_{t+1},    return_t = A_t + V_t
 
-where t + 1 is the next *sampled* token: the environment's tokens between two turns are not steps. lambda may depend on
-the length (`gae_lambda_alpha` a, VAPO, arXiv:2504.05118, eq. 10), for a sequence of l sampled tokens 1 - 1 / (a l); the
-critic's targets may have their own (`critic_gae_lambda`, decoupled GAE, arXiv:2503.01491). Advantages are
-normalized to mean 0 and standard deviation 1 over the tokens of the step (`whiten_advantages`). The critic learns the
-returns; each value is clipped to within `clip_range_value` of its value at the start of the step:
+where t + 1 is the next *sampled* token: the environment's tokens between two turns are not steps. The value after the
+last one is 0, also in an episode that a limit cut off: nothing is bootstrapped there (as in TRL and verl). lambda may
+depend on the length (`gae_lambda_alpha` a, VAPO, arXiv:2504.05118, eq. 10), for a sequence of l sampled tokens
+1 - 1 / (a l); the critic's targets may have their own (`critic_gae_lambda`, decoupled GAE, arXiv:2503.01491).
+Advantages are normalized to mean 0 and standard deviation 1 over the tokens of the step (`whiten_advantages`). The
+critic learns the returns; each value is clipped to within `clip_range_value` of its value at the start of the step:
 
     value loss = 1/2 max((V - return)^2, (clip(V, V_old - c, V_old + c) - return)^2)
 
@@ -29,8 +30,8 @@ import numpy as np
 
 from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.advantages import bounded, gae, whitened
-from services.trainer.algorithms.terms.algorithm import Episode, EpisodeGroup, Needs
-from services.trainer.algorithms.terms.policy_gradient import Clipped, PolicyGradient, sampled
+from services.trainer.algorithms.terms.algorithm import EpisodeGroup, EpisodeTokens, Needs
+from services.trainer.algorithms.terms.policy_gradient import Clipped, PolicyGradient, sampled, sampled_of
 from services.trainer.algorithms.terms.rewards import each_sequence
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
@@ -45,15 +46,18 @@ class WithCritic[S: CriticSection](PolicyGradient[S]):
     def needs(self) -> Needs:
         return replace(super().needs, values=True)
 
-    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+    def compute_advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         made = self._unscaled(groups, self.section.gae_lambda, self.section.gae_lambda_alpha)
         if not self.section.whiten_advantages:
             return [[bounded(one) for one in group] for group in made]
-        following = iter(whitened([one for group in made for one in group], self.in_loss(groups)))
+        following = iter(whitened([one for group in made for one in group], sampled_of(groups)))
         return [[next(following) for _ in group] for group in made]
 
     def returns(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         """Compute the critic's targets, float64 [N] for each episode; 0 at tokens that were not sampled."""
+        return self.zero_outside_loss(groups, self._returns)
+
+    def _returns(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         own = self.section.critic_gae_lambda
         lam, alpha = (self.section.gae_lambda, self.section.gae_lambda_alpha) if own is None else (own, None)
         return [
@@ -104,6 +108,6 @@ def _gae_of_sequence(
     return gae(rewards, values, sampled, gamma, lam)
 
 
-def _values(episode: Episode) -> np.ndarray:
+def _values(episode: EpisodeTokens) -> np.ndarray:
     assert episode.values is not None
     return episode.values.astype(np.float64)

@@ -19,7 +19,7 @@ import numpy as np
 from services.trainer.algorithms.drgrpo import centred
 from services.trainer.algorithms.terms.advantages import group_relative, returns_to_go, whitened
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
-from services.trainer.algorithms.terms.policy_gradient import Clipped, sampled
+from services.trainer.algorithms.terms.policy_gradient import Clipped, sampled, sampled_of
 from services.trainer.algorithms.terms.rewards import TokenRewards, each_sequence
 from shared.algorithm_schema import ReinforcePlusPlusSection
 
@@ -27,10 +27,10 @@ from shared.algorithm_schema import ReinforcePlusPlusSection
 class ReinforcePlusPlus(Clipped[ReinforcePlusPlusSection]):
     """PPO's loss on returns."""
 
-    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+    def compute_advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         made = self.token_rewards(groups)
         returns = [self._of_group(group, rewards) for group, rewards in zip(groups, made, strict=True)]
-        following = iter(whitened([one for group in returns for one in group], self.in_loss(groups)))
+        following = iter(whitened([one for group in returns for one in group], sampled_of(groups)))
         return [[next(following) for _ in group] for group in returns]
 
     def _of_group(self, group: EpisodeGroup, rewards: Sequence[TokenRewards]) -> list[np.ndarray]:

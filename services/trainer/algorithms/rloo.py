@@ -26,5 +26,5 @@ def leave_one_out(rewards: GroupRewards) -> np.ndarray:
 class Rloo(Clipped[RlooSection]):
     """GRPO with the mean of the other episodes as baseline."""
 
-    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+    def compute_advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         return self.within_groups(groups, leave_one_out)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.interfaces import Backend
+from services.trainer.interfaces import TrainerBackend
 from services.trainer.publishing.publications import ModelPublications
 from services.trainer.settings import TokenLimits, TrainerSettings
 from services.trainer.status import TrainerStatus
@@ -44,7 +44,7 @@ class OpenedBackend:
     before step 0. `close` releases the trainer's other processes.
     """
 
-    backend: Backend
+    backend: TrainerBackend
     checkpoints: CheckpointFolders
     tokens: TokenLimits
     warm_start: Callable[[EnvClient, TrainerStatus, Executor], Awaitable[None]]

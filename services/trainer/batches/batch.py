@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from services.trainer.batches.branching import TreeRow, tree_keys
-from services.trainer.batches.packing import MicroBatch, Place, RowShapes, packed
+from services.trainer.batches.packing import MicroBatch, RowShapes, SequencePlace, packed
 from services.trainer.models.attention import Packing
 from shared.errors import DecodeError
 from shared.types import EpisodeSequence, Trajectory, WeightVersion
@@ -290,7 +290,7 @@ def _distinct(rows: Sequence[Row]) -> list[np.ndarray]:
 
 
 def _padded(rows: Sequence[Row], part: Sequence[int], layout: BatchLayout) -> MicroBatch:
-    places = [Place(i, row, np.arange(len(rows[i].ids))) for row, i in enumerate(part)]
+    places = [SequencePlace(i, row, np.arange(len(rows[i].ids))) for row, i in enumerate(part)]
     length = layout.bucket(max((len(place.columns) for place in places), default=1))
     return MicroBatch((layout.rows, length), tuple(places), packed=False)
 
@@ -343,7 +343,7 @@ def _assemble(rows: Sequence[Row], weights: np.ndarray, part: MicroBatch, pad_id
     return Batch(ids, targets, mask, behaviour, advantages, current, weight, packing, **tables)
 
 
-def _predicted(row: Row, place: Place, taken: np.ndarray) -> tuple[np.ndarray, tuple[int, np.ndarray]]:
+def _predicted(row: Row, place: SequencePlace, taken: np.ndarray) -> tuple[np.ndarray, tuple[int, np.ndarray]]:
     """Return the tokens t >= 1 that this row writes, and the places of their predictions.
 
     A place that rows share predicts at most one token of the loss: no other row overwrites it. `taken`, bool [B, T], is

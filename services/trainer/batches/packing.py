@@ -28,7 +28,7 @@ measured for a hidden size of 64 and 2,000 for 576; the value only decides which
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SequencePlace:
     """Place of a `sequence` in a micro-batch: the `columns` of its tokens in `row`, int64 [n], ascending."""
 
     sequence: int
@@ -41,7 +41,7 @@ class MicroBatch:
     """Places of sequences in a micro-batch of `shape` [B, T]; if not `packed`, each row has one, from column 0."""
 
     shape: tuple[int, int]
-    places: tuple[Place, ...]
+    places: tuple[SequencePlace, ...]
     packed: bool
 
     @property
@@ -199,7 +199,7 @@ def _micro_batches(rows: Sequence[_Filled], shapes: RowShapes) -> list[MicroBatc
         while its:
             n = next((n for n in shapes.at_once(length) if n <= len(its)), shapes.shards)
             places = [
-                Place(sequence, number, columns)
+                SequencePlace(sequence, number, columns)
                 for number, row in enumerate(its[:n])
                 for sequence, columns in zip(row.sequences, row.columns, strict=True)
             ]

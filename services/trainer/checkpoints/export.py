@@ -4,13 +4,14 @@
 problem body. It only reads the run's folder.
 
 The tensors are the published parameters bit for bit, in the run's `model.dtype`, as the rollout servers load them.
-Adapters are merged into their base.
+Adapters are merged into their base in float32, because in bfloat16 the sum would lose most of a small change.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,10 @@ from shared.run import trust
 from shared.run.checkpoint_files import Manifest
 from shared.run.folder import RunFolder
 
+_ROUNDS = (
+    "the weights with merged adapters are float32, because bfloat16 rounds away most of a small change: load the folder"
+    " in float32; --adapter exports the adapters unmerged"
+)
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 
 
@@ -63,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(run_dir: Path, folder: Path, version: str, *, adapter_only: bool = False) -> dict[str, Any]:
-    """Write `folder` atomically; return a summary, with a `warning` if transformers reads it differently than Volley.
+    """Write `folder` atomically; return a summary, with a `warning` if transformers reads it differently than Volley,
+    and a `note` if it holds merged weights that are wider than the rest.
 
     Writes full weights, or, with `adapter_only`, the adapters as PEFT saves them.
 
@@ -93,12 +99,10 @@ def export(run_dir: Path, folder: Path, version: str, *, adapter_only: bool = Fa
         if folder.exists():
             folder.rmdir()
         draft.rename(folder)
-    summary = {"version": manifest.version, "tensors": len(tensors), "dtype": ", ".join(_dtypes(tensors))}
-    return summary if warning is None else {**summary, "warning": warning}
-
-
-def _dtypes(tensors: Mapping[str, np.ndarray]) -> list[str]:
-    return sorted({value.dtype.name for value in tensors.values()})
+    dtypes = sorted({value.dtype.name for value in tensors.values()})
+    note = _ROUNDS if manifest.adapter is not None and len(dtypes) > 1 else None
+    summary = {"version": manifest.version, "tensors": len(tensors), "dtype": ", ".join(dtypes)}
+    return summary | {key: text for key, text in (("warning", warning), ("note", note)) if text is not None}
 
 
 def _hugging_face(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -121,9 +125,9 @@ def _write_adapter(
         named = folder.absolute() / "base"
         (draft / "base").mkdir()
         warning = _write_model(draft / "base", manifest.model, model, _hugging_face(base))
-    exported_files.write_json(
-        draft / "adapter_config.json", peft_config(manifest.adapter.rank, manifest.adapter.alpha, str(named), tensors)
-    )
+    described = ModelConfig.parse(manifest.model)
+    config = peft_config(described, manifest.adapter.rank, manifest.adapter.alpha, str(named), tensors)
+    exported_files.write_json(draft / "adapter_config.json", config)
     save_file(dict(tensors), draft / "adapter_model.safetensors", metadata={"format": "pt"})
     return warning
 
@@ -170,8 +174,8 @@ def _write_model(
 ) -> str | None:
     """Write weights, tokenizer, generation_config.json and config.json.
 
-    config.json is the run's description of its model, with the dtype of the tensors and the special tokens. Returns how
-    transformers reads the folder differently than Volley, or None.
+    config.json is the run's description of its model, with the widest dtype of the tensors, in which transformers loads
+    all, and the special tokens. Returns how transformers reads the folder differently than Volley, or None.
     """
     save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt"})
     has_tokenizer = exported_files.copy_tokenizer(model, draft)
@@ -180,13 +184,25 @@ def _write_model(
         tokens = exported_files.token_ids(draft, ModelConfig.parse(described).eos_token_ids, given)
     except (OSError, ValueError, TypeError) as error:
         raise WeightsError(f"the model's {model / CONFIG} cannot be read: {error}") from error
-    exported_files.write_json(draft / CONFIG, {**described, **tokens, "torch_dtype": _dtypes(tensors)[0]})
+    dtype = np.result_type(*(value.dtype for value in tensors.values())).name
+    exported_files.write_json(draft / CONFIG, {**described, **tokens, "torch_dtype": dtype})
     exported_files.write_json(draft / GENERATION_CONFIG, tokens)
     return exported_files.difference(draft) if has_tokenizer else None
 
 
-def peft_config(rank: int, alpha: float, base: str, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Make the content of adapter_config.json for adapters of the base model `base`, with PEFT's names."""
+def peft_config(
+    model: ModelConfig, rank: int, alpha: float, base: str, tensors: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """Make the content of adapter_config.json for adapters of the base model `base`, with PEFT's names.
+
+    In a model with experts, PEFT takes the projections of a dense layer's feed-forward part for those of the experts,
+    which transformers 5 keeps in one array. There they are named as parameters, by their place in a layer.
+    """
+    places = {re.sub(r"^base_model\.model\.model\.layers\.\d+\.", "", name.rsplit(".", 2)[0]) for name in tensors}
+    parameters = {place for place in places if model.experts is not None and place.startswith("mlp.")}
+    targets = {"target_modules": sorted({place.rpartition(".")[2] for place in places - parameters})}
+    if parameters:
+        targets["target_parameters"] = sorted(f"{place}.weight" for place in parameters)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -195,7 +211,7 @@ def peft_config(rank: int, alpha: float, base: str, tensors: Mapping[str, np.nda
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({name.rsplit(".", 3)[1] for name in tensors}),
+        **targets,
         "inference_mode": True,
     }
 

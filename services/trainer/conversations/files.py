@@ -16,8 +16,6 @@ from shared.errors import ConfigError
 from shared.files import rows
 
 type Split = Literal["train", "eval"]
-_LINES = (".jsonl", ".ndjson", ".json")
-_TABLES = (".parquet", ".arrow")
 _NAMES = {"train": ("train",), "eval": ("test", "validation", "valid", "eval", "dev")}
 _WORD = re.compile(r"[A-Za-z]+")
 
@@ -30,7 +28,7 @@ def records(paths: Sequence[Path], split: Split) -> Iterator[tuple[str, Any]]:
     for path in paths:
         for file in files_of(path, split):
             found = False
-            for place, record in _rows(file) if file.suffix in _TABLES else rows.rows(file):
+            for place, record in _rows(file) if file.suffix in rows.TABLES else rows.rows(file):
                 found = True
                 yield place, record
             if not found:
@@ -43,14 +41,13 @@ def files_of(path: Path, split: Split) -> list[Path]:
     If no path names a split, all files are `train`. Raises ConfigError if there is none.
     """
     if not path.is_dir():
-        if _kind(path) not in (*_LINES, *_TABLES):
-            known = ", ".join((*_LINES, *_TABLES))
-            raise ConfigError(f"{path} is not a data file", f"give {known}, JSON with .gz, or a folder")
+        rows.check_data_file(path)
         return [path]
     found = sorted(
         file
         for file in path.rglob("*")
-        if _kind(file) in (".jsonl", ".ndjson", *_TABLES) and not any(p.startswith(".") for p in file.parts[-2:])
+        if rows.kind(file) in (".jsonl", ".ndjson", *rows.TABLES)
+        and not any(p.startswith(".") for p in file.parts[-2:])
     )
     if not found:
         raise ConfigError(
@@ -63,11 +60,6 @@ def files_of(path: Path, split: Split) -> list[Path]:
     if not chosen:
         raise ConfigError(f"no file below {path} is called {' or '.join(_NAMES[split])}", "name the files themselves")
     return chosen
-
-
-def _kind(file: Path) -> str:
-    """Return the suffix, or the one before .gz."""
-    return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
 
 
 def _split_of(file: Path) -> Split | None:

@@ -33,7 +33,7 @@ def divided(prompt: Messages, side: Messages, key: str) -> tuple[Messages, Messa
         if bare[1][at : at + len(prompt)] == bare[0]:
             return side[: at + len(prompt)], side[at + len(prompt) :]
     if side and side[0]["role"] in ("system", "developer"):
-        raise InputError(f"prompt and {key} both begin a conversation: which of them is the prompt?", _ONE)
+        raise InputError(f"both `prompt` and `{key}` start a conversation", _ONE)
     if side and prompt[-1]["role"] == side[0]["role"] == "user":
         raise InputError(f"the prompt ends with the user's message, and {key} begins with another one", _ONE)
     return prompt, side

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shared.group_rules import GroupRule, has_variance, zero_variance
+from shared.group_rules import GroupRule, has_variance, in_loss, of_trained, zero_variance
 from shared.outcomes import DEFECTS, FILTERS, FilterRule
 from shared.types import Group
 
@@ -22,12 +22,14 @@ class FilterOptions:
     """Options of the filters.
 
     `rules` are names of `GROUP_RULES`. `max_logprob_diff` is in nats; None disables that filter. The run stops if
-    `max_num_gen_batches` times a step's number of groups are filtered before it.
+    `max_num_gen_batches` times a step's number of groups are filtered before it. With `mask_truncated`, truncated
+    episodes are outside the loss, and rules do not look at them.
     """
 
     rules: tuple[FilterRule, ...] = ()
     max_logprob_diff: float | None = None
     max_num_gen_batches: int = 10
+    mask_truncated: bool = False
 
 
 NO_FILTERS = FilterOptions()
@@ -36,22 +38,22 @@ NO_FILTERS = FilterOptions()
 GROUP_RULES: Mapping[FilterRule, GroupRule] = {"zero_variance": zero_variance}
 
 
-def verdict(group: Group, rules: Sequence[FilterRule]) -> tuple[FilterRule, str] | None:
+def verdict(group: Group, filters: FilterOptions) -> tuple[FilterRule, str] | None:
     """Return the first rule that excludes the group, and the reason; None if none does."""
-    for rule in rules:
-        why = GROUP_RULES[rule](group)
+    for rule in filters.rules:
+        why = of_trained(GROUP_RULES[rule], group, mask_truncated=filters.mask_truncated)
         if why is not None:
             return rule, why
     return None
 
 
-def shares_without_variance(groups: Sequence[Group]) -> dict[str, float]:
+def shares_without_variance(groups: Sequence[Group], *, mask_truncated: bool) -> dict[str, float]:
     """Measure `zero_variance_groups` and `zero_variance_tokens` of a step.
 
-    They are the shares of its groups, and of its sampled tokens, whose group has equal rewards.
+    They are the shares of its groups, and of its sampled tokens, whose group has equal rewards in the loss.
     """
     tokens = [sum(one.n_sampled for one in group.trajectories) for group in groups]
-    flat = [not has_variance(group) for group in groups]
+    flat = [not has_variance(in_loss(group, mask_truncated=mask_truncated)) for group in groups]
     n_flat = sum(n for n, is_flat in zip(tokens, flat, strict=True) if is_flat)
     return {"zero_variance_groups": sum(flat) / len(groups), "zero_variance_tokens": n_flat / sum(tokens)}
 

@@ -174,7 +174,7 @@ class GroupBuffer:
                 entry, "superseded", f"{undone} was undone by a later trainer", (held.oldest, held.newest)
             )
         emptied = StreamEntry(entry.entry_id, entry.ticket, b"", entry.deliveries)
-        if found := verdict(group, self._rules.filters.rules):
+        if found := verdict(group, self._rules.filters):
             rule, why = found
             return self._drop(emptied, "filtered", why, (held.oldest, held.newest), rule)
         self._waiting[entry.ticket] = held, emptied

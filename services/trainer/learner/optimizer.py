@@ -1,16 +1,20 @@
 """AdamW with warm-up, schedule and clipping, which keeps the last gradient norm in its state.
 
-The norm is that of the whole step's gradient, the sum over its micro-batches.
+The norm is that of the whole step's gradient, the sum over its micro-batches. All parameters decay, except those that
+get no gradient by design: these are buffers elsewhere, which an optimizer never sees.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from shared.models.names import is_untrained
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,17 @@ def make_optimizer(options: OptimizerOptions) -> optax.GradientTransformation:
     return optax.chain(
         _record_norm(),
         optax.clip_by_global_norm(options.max_grad_norm),
-        optax.adamw(schedule(options), b1=options.b1, b2=options.b2, weight_decay=options.weight_decay),
+        optax.adamw(schedule(options), options.b1, options.b2, weight_decay=options.weight_decay, mask=_decays),
     )
+
+
+def _decays(params: Any) -> Any:
+    """Tell for each parameter whether it decays; a path holds the parts of its name, and Flax's `value` at its end."""
+
+    def of_leaf(path: Sequence[Any], _value: Any) -> bool:
+        return not is_untrained(jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"))
+
+    return jax.tree_util.tree_map_with_path(of_leaf, params)
 
 
 def schedule(options: OptimizerOptions) -> optax.Schedule:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from services.trainer import activity
 from services.trainer.algorithms.terms.actor import TokenMasks
-from services.trainer.algorithms.terms.algorithm import Algorithm, Episode, Needs
+from services.trainer.algorithms.terms.algorithm import Algorithm, Needs
 from services.trainer.batches.batch import (
     Aggregation,
     Batch,
@@ -23,26 +24,21 @@ from services.trainer.batches.batch import (
     arranged,
     assembled,
     by_row,
-    by_sequence,
     efficiency,
-    left_out,
     policy_rows,
-    row_weights,
-    stored,
-    weigh_observations,
-    with_observations,
 )
 from services.trainer.batches.packing import MicroBatch
 from services.trainer.groups.group_buffer import ReadyGroup
 from services.trainer.learner.checksum import checksum
 from services.trainer.learner.critic import Critic, CriticSetup
+from services.trainer.learner.foreign import ForeignLearner, ForeignOptions, maker
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.published import PublishedWeights
 from services.trainer.learner.scoring import Reference, Scorer, divided, objective, params_of
 from services.trainer.learner.spot_check import SpotScorer
 from services.trainer.learner.token_views import MaskReader, effective_share, mean_difference, own, token_values
 from services.trainer.learner.train_step import Learner, Objective, Params, Update
-from services.trainer.learner.tunix_options import TunixOptions
+from services.trainer.learner.training_rows import GroupRows, group_rows
 from services.trainer.metrics import step_metrics
 from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics
@@ -51,10 +47,7 @@ from services.trainer.models.family import Model
 from services.trainer.publishing.publications import ModelToPublish
 from shared.run.checkpoint_files import Probe
 from shared.run.token_values import TokenValues
-from shared.types import Trajectory, WeightVersion
-
-if TYPE_CHECKING:
-    from services.trainer.learner.tunix import TunixLearner
+from shared.types import WeightVersion
 
 _COMPARED = "logprob_abs_diff"
 
@@ -66,8 +59,8 @@ class PolicyOptions:
     `n_iterations` is the number of optimizer updates on one step's data. `max_response_length` scales
     `sequence-mean-token-scale`. `rows_per_step` is groups times episodes, which have one row unless they branch.
     `published_dtype` is the dtype of checkpointed parameters. With `offload_reference` the reference is in host memory
-    except during its passes. With `tunix`, `tunix.rl` computes losses and optimizer steps. `spot_checks` is the share
-    of episodes for `spot_check`.
+    except during its passes. With `foreign`, another project computes losses and optimizer steps. `spot_checks` is
+    the share of episodes for `spot_check`.
     """
 
     algorithm: Algorithm
@@ -81,14 +74,14 @@ class PolicyOptions:
     published_dtype: str
     critic: CriticSetup | None = None
     offload_reference: bool = False
-    tunix: TunixOptions | None = None
+    foreign: ForeignOptions | None = None
     spot_checks: float = 0.0
 
     @property
     def needs(self) -> Needs:
-        """Inputs that algorithm and learner need; Tunix's compares trainer and engine by `old`."""
+        """Inputs that algorithm and learner need; a foreign one compares trainer and engine by `old`."""
         needs = self.algorithm.needs
-        return replace(needs, old=True) if self.tunix else needs
+        return replace(needs, old=True) if self.foreign else needs
 
 
 class Policy:
@@ -128,8 +121,8 @@ class Policy:
         self._options = options
         if isinstance(self._learner, Learner):
             self._learner.configure(make_optimizer(options.optimizer), _objective(self._model, options))
-        elif options.tunix is not None:
-            self._learner.configure(make_optimizer(options.optimizer), options.tunix)
+        elif options.foreign is not None:
+            self._learner.configure(make_optimizer(options.optimizer), options.foreign)
         if self._critic is not None and options.critic is not None:
             self._critic.apply_setup(options.critic)
 
@@ -138,12 +131,12 @@ class Policy:
         if isinstance(self._learner, Learner):
             self._learner.compile(batch, self._n_micro)
 
-    def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
+    def step(self, ready: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         """Train on complete groups; `before` is the version of the present weights.
 
         Raises NonFinite with the names of the non-finite values; the weights are then invalid until `load`.
         """
-        batches, statistics = self._batches(held, before)
+        batches, statistics = self._batches(ready, before)
         self._probed = None
         if self._options.spot_checks:
             self._spots.keep(before, self._learner)
@@ -153,7 +146,7 @@ class Policy:
         made = StepMetrics(
             step=after.step,
             version=str(after),
-            **step_metrics.of_groups(held, before.step),
+            **step_metrics.of_groups(ready, before.step),
             **_measured(updates, statistics),
         )
         numbers = {name: value for name, value in asdict(made).items() if isinstance(value, float)}
@@ -172,27 +165,27 @@ class Policy:
         statistics = {**update.statistics, **valued.statistics, "critic/grad_norm": valued.grad_norm}
         return replace(update, statistics=statistics)
 
-    def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
+    def logprob_diffs(self, ready: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
         """Compute each group's mean |log p(trainer) - log p(rollout)|, in nats; the weights do not change.
 
         Only tokens that the present weights sampled count; None for a group without such tokens.
         """
-        return [mean_difference(of_group) for of_group in self._compared(held, present)]
+        return [mean_difference(of_group) for of_group in self._compared(ready, present)]
 
-    def spot_check(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[ServerTokens]:
+    def spot_check(self, ready: Sequence[ReadyGroup], present: WeightVersion) -> list[ServerTokens]:
         """Score a share of the episodes again, and compare servers with it; the weights do not change."""
-        return self._spots.compare(held, self._options.spot_checks, present, self._learner)
+        return self._spots.compare(ready, self._options.spot_checks, present, self._learner)
 
-    def effective_share(self, held: Sequence[ReadyGroup], present: WeightVersion) -> float:
+    def effective_share(self, ready: Sequence[ReadyGroup], present: WeightVersion) -> float:
         """Compute Kish's effective sample size of the sampled tokens, as a share of them; the weights do not change.
 
         A token's weight is the ratio of the present policy to the one that sampled it, not truncated.
         """
-        return effective_share([one for of_group in self._compared(held, present) for one in of_group])
+        return effective_share([one for of_group in self._compared(ready, present) for one in of_group])
 
-    def _compared(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[list[tuple[Row, np.ndarray]]]:
+    def _compared(self, ready: Sequence[ReadyGroup], present: WeightVersion) -> list[list[tuple[Row, np.ndarray]]]:
         """Score the rows of each group with the present weights: float32 [T] of each row."""
-        of_groups = [[row for t in h.group.trajectories for row in policy_rows(t, present)] for h in held]
+        of_groups = [[row for t in one.group.trajectories for row in policy_rows(t, present)] for one in ready]
         rows = [row for of_group in of_groups for row in of_group]
         layout = self._options.layout
         parts = arranged(rows, layout, layout.n_micro(len(rows)))
@@ -201,23 +194,23 @@ class Policy:
         ours = iter(zip(rows, by_row(scored, rows, parts), strict=True))
         return [[next(ours) for _ in of_group] for of_group in of_groups]
 
-    def token_values(self, held: Sequence[ReadyGroup], before: WeightVersion) -> list[list[TokenValues]]:
+    def token_values(self, ready: Sequence[ReadyGroup], before: WeightVersion) -> list[list[TokenValues]]:
         """Return what a step on these groups would start from, by group and episode; the weights do not change."""
         needs = self._options.needs
-        rows, _ = self._with_advantages(held, before, needs)
+        rows = self._with_advantages(ready, before, needs).rows
         if not needs.old:  # scored afterwards: advantages with a KL term would use it
             rows = self._scored(rows, Needs(old=True))
-        known = zip(rows, self._treatments(held, before, rows), strict=True)
-        return [[token_values(*next(known)) for _ in h.group.trajectories] for h in held]
+        known = zip(rows, self._masks_of_tokens(ready, before, rows), strict=True)
+        return [[token_values(*next(known)) for _ in one.group.trajectories] for one in ready]
 
-    def _treatments(
-        self, held: Sequence[ReadyGroup], before: WeightVersion, of_episodes: Sequence[Sequence[Row]]
+    def _masks_of_tokens(
+        self, ready: Sequence[ReadyGroup], before: WeightVersion, of_episodes: Sequence[Sequence[Row]]
     ) -> list[dict[str, np.ndarray]]:
-        """`TokenMasks` of each episode in the first update of a step on these groups; empty with Tunix's losses."""
+        """`TokenMasks` of each episode in the first update of a step on these groups; empty with foreign losses."""
         options = self._options
-        if options.tunix is not None:
+        if options.foreign is not None:
             return [{} for _ in of_episodes]
-        rows, weights = self._rows(held, before)
+        rows, weights = self._rows(ready, before)
         parts, read = self._arranged(rows), MaskReader(self._model, options.algorithm, options.temperature)
         found = [read(self._learner.params, batch) for batch in assembled(rows, weights, parts, options.layout.pad_id)]
         tables = {name: by_row([getattr(one, name) for one in found], rows, parts) for name in TokenMasks._fields}
@@ -282,44 +275,26 @@ class Policy:
         self._probed = self._published.probed(self._learner, of, wrong)
         return self._probed
 
-    def _batches(self, held: Sequence[ReadyGroup], before: WeightVersion) -> tuple[list[Batch], dict[str, float]]:
+    def _batches(self, ready: Sequence[ReadyGroup], before: WeightVersion) -> tuple[list[Batch], dict[str, float]]:
         """Make the micro-batches of a step, and measure how much of them is padding."""
-        rows, weights = self._rows(held, before)
+        rows, weights = self._rows(ready, before)
         parts = self._arranged(rows)
         measured = efficiency(parts)
-        if len(rows) > sum(len(h.group.trajectories) for h in held):
+        if len(rows) > sum(len(one.group.trajectories) for one in ready):
             measured["sequences"] = float(len(rows))
         return assembled(rows, weights, parts, self._options.layout.pad_id), measured
 
-    def _rows(self, held: Sequence[ReadyGroup], before: WeightVersion) -> tuple[list[Row], np.ndarray]:
+    def _rows(self, ready: Sequence[ReadyGroup], before: WeightVersion) -> tuple[list[Row], np.ndarray]:
         """Make the rows of a step, and the weights of their tokens in its loss, float64 [number of rows]."""
-        options, every = self._options, [trajectory for h in held for trajectory in h.group.trajectories]
-        of_episodes, episodes = self._with_advantages(held, before, options.needs)
+        options, made = self._options, self._with_advantages(ready, before, self._options.needs)
         if options.critic is not None:
-            wanted = [one for group in options.critic.algorithm.returns(episodes) for one in group]
-            of_episodes = [_with(rows, "returns", one) for rows, one in zip(of_episodes, wanted, strict=True)]
-        rows = [
-            row if options.algorithm.counts(trajectory) else left_out(row)
-            for trajectory, its in zip(every, of_episodes, strict=True)
-            for row in its
-        ]
-        rows = weigh_observations(rows)
-        owners = [number for number, its in enumerate(of_episodes) for _ in its]
-        return rows, row_weights(rows, options.aggregation, options.max_response_length, owners)
+            made = made.with_values("returns", options.critic.algorithm.returns(made.episodes))
+        return made.weighted(options.algorithm, options.aggregation, options.max_response_length)
 
-    def _with_advantages(
-        self, held: Sequence[ReadyGroup], before: WeightVersion, needs: Needs
-    ) -> tuple[list[list[Row]], list[list[Episode]]]:
-        """Make the rows of each episode, with token values and advantages, and the episodes by group."""
-        groups = [h.group.trajectories for h in held]
-        made_rows = [policy_rows(trajectory, before) for group in groups for trajectory in group]
-        if needs.observations:
-            made_rows = [with_observations(its) for its in made_rows]
-        of_episodes = self._scored(made_rows, needs)
-        known = iter(of_episodes)
-        episodes = [[_episode(trajectory, next(known)) for trajectory in group] for group in groups]
-        made = [one for group in self._options.algorithm.advantages(episodes) for one in group]
-        return [_with(rows, "advantages", one) for rows, one in zip(of_episodes, made, strict=True)], episodes
+    def _with_advantages(self, ready: Sequence[ReadyGroup], before: WeightVersion, needs: Needs) -> GroupRows:
+        """Make the rows of each episode, with token values and advantages."""
+        groups = [one.group.trajectories for one in ready]
+        return group_rows(groups, before, self._options.algorithm, lambda rows: self._scored(rows, needs))
 
     def _arranged(self, rows: Sequence[Row]) -> list[MicroBatch]:
         """Arrange the rows of a step; episodes of several sequences may need more micro-batches of the same shape."""
@@ -350,16 +325,18 @@ class Policy:
         return [[next(scored) for _ in its] for its in of_episodes]
 
     def _logprobs(self, params: Params, batches: Sequence[Batch]) -> list[np.ndarray]:
-        return [self._scorer.logprobs(params, batch) for batch in batches]
+        found = list[np.ndarray]()
+        for batch in batches:
+            found.append(self._scorer.logprobs(params, batch))
+            activity.note()
+        return found
 
 
-def _learner(model: Model, options: PolicyOptions, trained: Params, frozen: Params) -> Learner | TunixLearner:
+def _learner(model: Model, options: PolicyOptions, trained: Params, frozen: Params) -> Learner | ForeignLearner:
     optimizer = make_optimizer(options.optimizer)
-    if options.tunix is None:
+    if options.foreign is None:
         return Learner(trained, optimizer, _objective(model, options), frozen)
-    from services.trainer.learner.tunix import TunixLearner  # takes seconds to import
-
-    return TunixLearner(model, trained, optimizer, options.tunix)
+    return maker(options.foreign.kind)(model, trained, optimizer, options.foreign)
 
 
 def _objective(model: Model, options: PolicyOptions) -> Objective:
@@ -384,13 +361,3 @@ def _measured(updates: Sequence[Update], of_batches: Mapping[str, float]) -> dic
 def _mean(values: Sequence[float | None]) -> float | None:
     found = [value for value in values if value is not None]
     return float(np.mean(found)) if found else None
-
-
-def _episode(trajectory: Trajectory, rows: Sequence[Row]) -> Episode:
-    return Episode(trajectory, *(stored(rows, name) for name in ("reference", "old", "values")))
-
-
-def _with(rows: Sequence[Row], name: str, values: np.ndarray) -> list[Row]:
-    """Set an array of an episode's rows to `values` [N] of its stored tokens."""
-    parts: Sequence[Any] = by_sequence(values, rows)
-    return [replace(row, **{name: part}) for row, part in zip(rows, parts, strict=True)]

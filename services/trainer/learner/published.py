@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,12 +39,13 @@ class PublishedWeights:
         `of` is what the message calls the weights.
         """
         what = [*wrong, *learner.non_finite(self.dtype)]
-        probe = self._probe(learner.params)
-        if not all(map(math.isfinite, [*probe.logprobs, probe.noise or 0.0])):
+        ids = _probe_ids(self.config["vocab_size"])
+        logprobs, noise = self.scorer.probe(learner.params, ids)
+        if not np.isfinite([logprobs, noise]).all():
             what.append(_COMPUTED)
         if what:
             raise NonFinite(f"{of}: {named(what)} not finite", "a lower learning rate may help", what)
-        return probe
+        return Probe(*(tuple(values.tolist()) for values in (ids, logprobs, noise)))
 
     def contents(self, learner: PolicyLearner, probe: Probe, more: Mapping[str, Any]) -> CheckpointContents:
         """Collect the contents of a checkpoint; with adapters, only those.
@@ -62,11 +62,11 @@ class PublishedWeights:
         """Describe the trained parameters for servers, with functions that copy them, valid until the next step."""
         return on_host(learner.trained, None if learner.frozen else self.dtype)
 
-    def _probe(self, params: Params) -> Probe:
-        """Score a fixed prompt, spread over the vocabulary, at temperature 1."""
-        ids = (np.arange(_PROBE_LENGTH, dtype=np.int64) * 7919 + 11) % self.config["vocab_size"]
-        logprobs, noise = self.scorer.probe(params, ids.astype(np.int32))
-        return Probe(tuple(ids.tolist()), tuple(float(x) for x in logprobs), noise)
+
+def _probe_ids(vocab_size: int) -> np.ndarray:
+    """Return a fixed prompt, int32 [n], spread over the vocabulary."""
+    ids = (np.arange(_PROBE_LENGTH, dtype=np.int64) * 7919 + 11) % vocab_size
+    return ids.astype(np.int32)
 
 
 def on_host(params: Params, dtype: str | None = None) -> tuple[list[ManifestLeaf], Arrays]:

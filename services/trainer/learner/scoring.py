@@ -25,6 +25,8 @@ type Bound = Callable[[Mapping[str, Any]], Model]
 type Score = Callable[[Params, jax.Array, jax.Array, Packing | None, jax.Array | None], jax.Array]
 HOST = "pinned_host"
 """JAX's name, on every platform, of host memory that devices can read."""
+_N_NUDGED, _NUDGES = 2, 3.2
+"""Passes with nudged norms, and how many such nudges all roundings of a pass amount to (1.5 to 4.5 in bfloat16)."""
 
 
 def params_of(model: Model) -> Params:
@@ -35,18 +37,25 @@ def params_of(model: Model) -> Params:
 def bound_to(model: Model, graph: Any = None) -> Bound:
     """Return a function that makes the model with other parameters, which may be traced.
 
-    With `graph` it makes that graph instead, of the same state without adapters.
+    With `graph` it makes that graph of the same state instead.
     """
     own, state = nnx.split(model)
     leaves = list(nnx.to_flat_state(state))
-    if graph is not None:
-        leaves = [(path, variable) for path, variable in leaves if not adapter.is_adapter(leaf_name(path))]
-    graph = own if graph is None else graph
 
     def bound(params: Mapping[str, Any]) -> Model:
-        return nnx.merge(graph, nnx.from_flat_state([(path, v.replace(params[leaf_name(path)])) for path, v in leaves]))
+        state = nnx.from_flat_state([(path, v.replace(params[leaf_name(path)])) for path, v in leaves])
+        return nnx.merge(own if graph is None else graph, state)
 
     return bound
+
+
+def published_by(model: Model) -> Bound:
+    """Return a function as `bound_to` does, whose model computes with the parameters as they are published.
+
+    Projections cast theirs to the model's dtype; vectors, which norms use in float32, are rounded to it here.
+    """
+    bound, dtype = bound_to(model), model.config.dtype
+    return lambda params: bound(with_rounded_vectors(params, dtype))
 
 
 def put_into(model: Model, params: Params) -> None:
@@ -62,7 +71,7 @@ def objective[R](
     entropy: Entropy = "value",
 ) -> Callable[[Params, Batch], tuple[R, Statistics]]:
     """Make the loss, or another function of the tokens' scores, a function of the parameters."""
-    bound = bound_to(model)
+    bound = published_by(model)
 
     def of_params(params: Params, batch: Batch) -> tuple[R, Statistics]:
         now = bound(params)
@@ -80,10 +89,11 @@ class Scorer:
 
     def __init__(self, model: Model, temperature: float) -> None:
         self._mesh = model.embedder.input_embedding.get_value().sharding.mesh
+        self._dtype, self._added_to_norms = model.config.dtype, float(model.described.family.norms_add_one)
         self._rows = jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*ROW_AXES))
         self._score, self._score_plain, self._score_exactly = (
             jax.jit(score, out_shardings=replicated(self._mesh))
-            for score in (*(_scorer(bound_to(model), t) for t in (temperature, 1.0)), _exact_scorer(model))
+            for score in (*(_scorer(published_by(model), t) for t in (temperature, 1.0)), _exact_scorer(model))
         )
         self._scores_exactly = jax.jit(_exact_scores(model, temperature, "value"), out_shardings=replicated(self._mesh))
         is_exact = model.config.dtype == jnp.float32 and self._mesh.devices.flat[0].platform == "cpu"
@@ -103,23 +113,51 @@ class Scorer:
         """
         inputs = placed_tree((batch.ids, batch.targets, batch.packing, batch.routed), self._rows)
         with self._mesh:
-            exact, entropy = map(np.asarray, self._scores_exactly(params, *inputs))
+            exact, entropy = map(np.asarray, self._scores_exactly(self._published(params), *inputs))
         return exact, exact if self._computes_exactly else self.logprobs(params, batch), entropy
 
-    def probe(self, params: Params, ids: np.ndarray) -> tuple[np.ndarray, float]:
+    def probe(self, params: Params, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Score ids[1:] (int32 [n]) given the ids before them, at temperature 1.
 
         Returns:
-            float32 [n-1]: log-probabilities, computed in float32 from the parameters as rounded to the model's dtype;
-            and the mean |difference| of the model's own arithmetic from them.
+            float32 [n-1] each: log-probabilities, computed in float32 from the parameters as rounded to the model's
+            dtype; and by how much each of them moves when the same parameters are computed with other roundings, as a
+            standard deviation in nats (see `_noise`).
         """
         inputs, targets = ids[None, :-1], ids[None, 1:]
-        with self._mesh:
-            exact = own = np.asarray(self._score_exactly(params, inputs, targets, None, None))[0]
-            if not self._computes_exactly:
-                own = np.asarray(self._score_plain(params, inputs, targets, None, None))[0]
-        with np.errstate(invalid="ignore"):  # NaN if the weights compute non-finite numbers
-            return exact, float(np.abs(own - exact).mean())
+        published = {k: v.astype(jnp.float32) if v.ndim == 1 else v for k, v in self._published(params).items()}
+
+        def score(used: Params) -> np.ndarray:
+            return np.asarray(self._score_exactly(used, inputs, targets, None, None))[0]
+
+        with self._mesh, np.errstate(invalid="ignore", over="ignore"):  # if the weights compute non-finite numbers
+            exact = score(published)
+            nudged = np.stack([score(self._nudged(published, i)) - exact for i in range(_N_NUDGED)])
+            if self._dtype == jnp.float32:
+                return exact, _noise(_NUDGES * nudged)
+            own = np.asarray(self._score_plain(params, inputs, targets, None, None)) - exact
+            times = np.abs(own).mean() / max(np.abs(nudged).mean(), np.finfo(np.float32).tiny)
+            return exact, _noise(np.vstack([own, times * nudged]))
+
+    def _published(self, params: Params) -> Params:
+        return with_rounded_vectors(params, self._dtype)
+
+    def _nudged(self, params: Params, seed: int) -> Params:
+        """Move the factors of all norms at random by what rounding them could, as if their outputs were rounded."""
+        rng, unit = np.random.default_rng(seed), float(jnp.finfo(self._dtype).eps) / 2
+        norms = {name: value for name, value in params.items() if value.ndim == 1 and "norm" in name}
+        moved = {k: v + unit * rng.uniform(-1, 1, v.shape) * (v + self._added_to_norms) for k, v in norms.items()}
+        return {**params, **moved}
+
+
+def _noise(draws_KT: np.ndarray) -> np.ndarray:
+    """Estimate each token's standard deviation, float32 [T], from a few draws.
+
+    Rounding moves tokens very unequally in trained models, whose activations have outliers; so each token has its own.
+    The median of all counts as one more draw, because a few draws may all be small by chance.
+    """
+    typical = np.median(np.abs(draws_KT))
+    return np.sqrt((np.square(draws_KT).sum(0) + typical**2) / (len(draws_KT) + 1)).astype(np.float32)
 
 
 def _scorer(bound: Bound, temperature: float) -> Score:
@@ -181,12 +219,18 @@ def divided(params: Params) -> tuple[Params, Params]:
     return (adapters, {k: v for k, v in params.items() if k not in adapters}) if adapters else (params, {})
 
 
-def _merged(params: Params, scale: float) -> Params:
-    """Merge adapters in float32, as `shared.models.adapter.merged` does with published ones."""
-    made = {name: value.astype(jnp.float32) for name, value in params.items() if not adapter.is_adapter(name)}
-    for name in adapter.weights_of(params):
-        made[name] += scale * jnp.tensordot(params[adapter.a_name(name)], params[adapter.b_name(name)], 1)
-    return made
+def with_rounded_vectors(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """Round vectors of parameters to `dtype`, as they are published."""
+    return {name: rounded(value, dtype) if value.ndim == 1 else value for name, value in params.items()}
+
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Round an array to `dtype` and keep its own; the gradient passes unchanged (a straight-through estimator)."""
+    if x.dtype == dtype:
+        return x
+    kept = jnp.finfo(dtype)
+    # A cast there and back would be optimized away.
+    return x + jax.lax.stop_gradient(jax.lax.reduce_precision(x, kept.nexp, kept.nmant) - x)
 
 
 def _exact_scorer(model: Model) -> Score:
@@ -196,20 +240,18 @@ def _exact_scorer(model: Model) -> Score:
 
 
 def _exact_scores(model: Model, temperature: float, entropy: Entropy) -> Callable[..., TokenScores]:
-    """Make a scorer that rounds parameters to the model's dtype, as published, and computes in float32.
+    """Make a scorer that rounds matrices to the model's dtype, as published, and computes in float32.
 
-    It takes the arguments of `Score`.
+    It takes the arguments of `Score`; vectors are used as they are (see `with_rounded_vectors`).
     """
-    bound, dtype = bound_to(model, float32_graph(model)), jnp.finfo(model.config.dtype)
-    score, scale = _scores(bound, temperature, entropy), model.lora.scale if model.lora else 0.0
-
-    def published(x: jax.Array) -> jax.Array:
-        return jax.lax.reduce_precision(x, dtype.nexp, dtype.nmant)  # a cast there and back is optimized away
+    score = _scores(bound_to(model, float32_graph(model)), temperature, entropy)
+    dtype = model.config.dtype
 
     def score_exactly(
         params: Params, ids: jax.Array, targets: jax.Array, packing: Packing | None, routed: jax.Array | None
     ) -> TokenScores:
+        published = {name: value if value.ndim == 1 else rounded(value, dtype) for name, value in params.items()}
         with jax.default_matmul_precision("highest"):
-            return score(jax.tree.map(published, _merged(params, scale)), ids, targets, packing, routed)
+            return score(published, ids, targets, packing, routed)
 
     return score_exactly

@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from services.trainer import activity
 from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.batches.batch import Batch
 from services.trainer.models.sharding import place, placed_tree, replicated
 from shared.errors import WeightsError
+from shared.process.host_memory import release_freed
 
 type Params = dict[str, jax.Array]
 """Arrays by the name of their leaf."""
@@ -31,8 +33,6 @@ type Objective = Callable[[Params, Batch], tuple[jax.Array, Statistics]]
 
 ROW_AXES = ("fsdp",)
 _STATE = "opt_state"
-_ACCUMULATED = f"{_STATE}.inner_{_STATE}."
-"""Prefix of the state in older checkpoints of several micro-batches, which also have an accumulator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class Learner:
         frozen: Params | None = None,
     ) -> None:
         self.mesh = next(iter(params.values())).sharding.mesh
+        self._on_host = self.mesh.devices.flat[0].platform == "cpu"
         self._shapes = set[tuple[int, ...]]()
         self._rows = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*ROW_AXES))
         self._params, self._frozen = params, frozen or {}
@@ -102,7 +103,11 @@ class Learner:
         return self._frozen
 
     def update(self, batches: Sequence[Batch], *, apply: bool = True) -> Update:
-        """Take one optimizer step and wait for it. Without `apply`, only measure it."""
+        """Take one optimizer step and wait for it. Without `apply`, only measure it.
+
+        Each micro-batch is launched while the one before it is computed, and not earlier: its gradient takes memory. On
+        CPUs it waits until the gradient before is added, so that there are two at most.
+        """
         total: Any = None
         losses, parts = list[Any](), list[Any]()
         self._shapes |= {batch.ids.shape for batch in batches}
@@ -110,12 +115,20 @@ class Learner:
             for batch in batches:
                 (loss, found), gradient = self._gradient(self._params, self._frozen, self.placed(batch))
                 total = gradient if total is None else self._add(total, gradient)
+                del gradient
                 losses.append(loss)
                 parts.append(found)
+                if self._on_host:
+                    jax.block_until_ready(total)
+                elif len(losses) > 1:
+                    jax.block_until_ready(losses[-2])
+                activity.note()
             if apply:
                 self._params, self._state = self._apply(self._params, self._state, total)
             norm = self._state[0].norm if apply else optax.global_norm(total)
             losses, parts, norm = jax.device_get((losses, parts, norm))
+        del total
+        release_freed()  # the gradients' pages: what follows has arrays of other sizes
         of_step = statistics.values(statistics.joined(parts))
         return Update(float(np.sum(losses)), float(norm), of_step)
 
@@ -150,7 +163,8 @@ class Learner:
 
     def load_optimizer_state(self, values: Mapping[str, Any]) -> None:
         """Restore the values of `optimizer_state`, bit for bit. Raises WeightsError if names or shapes differ."""
-        expected, values = self.optimizer_state(), _present_names(values)
+        expected = self.optimizer_state()
+        values = {name: value for name, value in values.items() if name.startswith(f"{_STATE}.")}
         if {k: v.shape for k, v in expected.items()} != {k: np.shape(v) for k, v in values.items()}:
             raise WeightsError(
                 "the checkpoint holds the state of another optimizer",
@@ -227,14 +241,6 @@ def applied(optimizer: optax.GradientTransformation) -> Callable[[Params, Any, P
         return applied, state
 
     return apply
-
-
-def _present_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the state of older checkpoints: steps of several micro-batches once nested it in an accumulator's."""
-    inner = {
-        f"{_STATE}.{name.removeprefix(_ACCUMULATED)}": v for name, v in values.items() if name.startswith(_ACCUMULATED)
-    }
-    return inner or {name: value for name, value in values.items() if name.startswith(f"{_STATE}.")}
 
 
 def _name(path: Sequence[Any]) -> str:

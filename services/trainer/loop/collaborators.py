@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
-from services.trainer.interfaces import Backend, CheckpointStore, TrainQueue
+from services.trainer.interfaces import CheckpointStore, TrainerBackend, TrainQueue
 from services.trainer.loop.ledger import LedgerFile
 from services.trainer.loop.log_bounds import LogBounds
 from services.trainer.loop.refusals import Refusals
-from services.trainer.loop.run_bucket import RunBucket
+from services.trainer.loop.run_store import RunStore
 from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.publishing.publisher import Delivery
 from services.trainer.step_log import StepLog
@@ -29,7 +29,7 @@ class Collaborators:
     trains from another run's log.
     """
 
-    backend: Backend
+    backend: TrainerBackend
     checkpoints: CheckpointStore
     queue: TrainQueue
     ledger: LedgerFile
@@ -42,7 +42,7 @@ class Collaborators:
     warm_start: Callable[[], Awaitable[None]]
     publish: Callable[[PublishedVersion], Awaitable[Sequence[Delivery]]]
     beginning: Callable[[], str]
-    bucket: RunBucket | None = None
+    bucket: RunStore | None = None
     has_lost: Callable[[], bool] = lambda: False
     sinks: MetricsFanout = field(default_factory=MetricsFanout)
     log: LogBounds | None = None

@@ -15,7 +15,6 @@ from shared.errors import WeightsError
 from shared.files import storage
 from shared.process import telemetry
 from shared.run import ledger
-from shared.run.chain import Chain
 from shared.run.ledger import TRAINED
 from shared.run.state import TrainerState
 
@@ -51,8 +50,7 @@ class LedgerFile:
         progress = state.progress()
         voids = [line for line in settled.values() if line["disposition"] != TRAINED]
         added = [line for line in voids if progress.finish(line["ticket"], void=True)]
-        chain = Chain(state.step).ended(voids) if state.chain is None else state.chain.ended(added)
-        done = state.phase == "done"
+        chain, done = state.chain.ended(added), state.phase == "done"
         return state.at(state.step, progress, issued=state.issued, done=done, chain=chain, metrics=state.metrics)
 
     def repair(self, state: TrainerState, epoch: int, check: Check = lambda: None) -> None:

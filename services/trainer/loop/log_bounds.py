@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from services.trainer.groups.group_buffer import ReadyGroup
-from services.trainer.interfaces import Backend
+from services.trainer.interfaces import TrainerBackend
 from shared.types import WeightVersion
 
 
@@ -19,7 +19,9 @@ class LogBounds:
 
     """
 
-    def __init__(self, backend: Backend, last: int, least_share: float, is_exhausted: Callable[[], bool]) -> None:
+    def __init__(
+        self, backend: TrainerBackend, last: int, least_share: float, is_exhausted: Callable[[], bool]
+    ) -> None:
         self._backend, self._last, self._least = backend, last, least_share
         self.is_exhausted = is_exhausted
         self._effective_share: float | None = None

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.trainer.groups.group_buffer import ready_group
-from services.trainer.interfaces import Backend, TrainPlan
+from services.trainer.interfaces import TrainerBackend, TrainPlan
 from services.trainer.loop.collaborators import Collaborators
-from services.trainer.resuming import resolve_settings
+from services.trainer.resuming import check_settings
 from services.trainer.status import TrainerStatus
 from services.trainer.waiter import Waiter
 from shared.errors import ConfigError, DecodeError, NonFinite, WeightsError
@@ -79,7 +79,7 @@ class LoggedSteps:
         except WeightsError:
             return None
 
-    def train(self, backend: Backend, step: int) -> Divergence | None:
+    def train(self, backend: TrainerBackend, step: int) -> Divergence | None:
         """Retrain a step on the weights before it, under its own settings. Blocks. Raises Unavailable."""
         version = self.version(step)
         try:
@@ -126,7 +126,7 @@ class Recovery:
                 bound, undone = await asyncio.to_thread(self._head, checkpoint), ()
                 lost = await asyncio.to_thread(self._lost, bound)
                 why = _describe_lost(lost, self._status.run)
-            head = resolve_settings(bound, self._plan.settings, self._plan.original, self._plan.free)
+            head = check_settings(bound, self._plan.settings, self._plan.free)
             await self._build()
             if (
                 why_not := await self._waiter.retry_until_stopped(lambda c=checkpoint: self._contradicted(c))

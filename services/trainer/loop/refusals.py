@@ -21,6 +21,7 @@ from shared.files import storage
 from shared.run import archive
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
+from shared.visible import quoted
 
 _NAMED = 3
 
@@ -59,8 +60,9 @@ class RefusedStep:
         """Message for users, on one line: what happened and what to do."""
         return (
             f"{self.reason}; tickets {', '.join(map(str, self.tickets))}. It was refused, {self.base} is the last good"
-            f" version. Lower the learning rate: `volley up {run_folder} trainer.optimizer_config.learning_rate=…`; or"
-            f" replay the step: `volley replay {run_folder} --refused {self.version}`"
+            f" version. Lower the learning rate: `volley up {quoted(run_folder)}"
+            f" trainer.optimizer_config.learning_rate=…`; or"
+            f" replay the step: `volley replay {quoted(run_folder)} --refused {quoted(self.version)}`"
         )
 
 

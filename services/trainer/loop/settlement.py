@@ -59,7 +59,7 @@ class Settlement:
         self._parts, self._buffer, self._status, self._waiter = parts, buffer, status, waiter
         self._metrics = FencedLog(parts.metrics, parts.archive, state.epoch)
         self._pending = PendingWork(state, saved)
-        self._chain = state.chain or Chain(state.step)
+        self._chain = state.chain
         self._last_step = last_step
         self._files = FollowedFiles(RunFolder(parts.archive.root.parent))
         self.exclusive = asyncio.Lock()

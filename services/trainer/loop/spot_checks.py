@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.trainer.groups.group_buffer import ReadyGroup
-from services.trainer.interfaces import Backend
+from services.trainer.interfaces import TrainerBackend
 from services.trainer.metrics.spot_checks import ServerRecords, Suspicion
 from services.trainer.status import TrainerStatus
 from services.trainer.waiter import Waiter
@@ -22,7 +22,7 @@ _log = telemetry.Log("spot_checks")
 class SpotChecks:
     """Records of the servers, since this trainer started."""
 
-    def __init__(self, backend: Backend, status: TrainerStatus, waiter: Waiter, *, truncated: bool) -> None:
+    def __init__(self, backend: TrainerBackend, status: TrainerStatus, waiter: Waiter, *, truncated: bool) -> None:
         self._backend, self._status, self._waiter = backend, status, waiter
         self._records = ServerRecords(truncated=truncated)
         self._seen = set[int]()

@@ -154,7 +154,8 @@ class StepRunner:
         """Observe the step's times and make its line of metrics.jsonl."""
         for part, took in seconds.items():
             self._status.timed(part, took)
-        line = step_line(metrics, [one.group for one in groups], seconds, self._plan.env)
+        mask_truncated = self._plan.rules.filters.mask_truncated
+        line = step_line(metrics, [one.group for one in groups], seconds, self._plan.env, mask_truncated=mask_truncated)
         return line if self._parts.log is None else line | self._parts.log.of_line()
 
     async def _refuse(

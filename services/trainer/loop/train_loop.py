@@ -88,50 +88,47 @@ class TrainLoop:
             await self._write_last_checkpoint()
 
     async def _steps(self) -> None:
+        """Take the groups of a step, train on them, publish the weights; until the last step or a stop."""
         status, plan, settlement = self._status, self._plan, self._settlement
         if settlement.pending.version.step < plan.max_steps and not status.stopping:
             await self._waiter.blocking(self._parts.backend.compile)
-        waited = time.perf_counter()
+        waiting_since = time.perf_counter()
         while settlement.pending.version.step < plan.max_steps and not status.stopping and not status.refused:
-            is_ready, has_ended = await self._look_into_log()
-            if has_ended:
+            is_ready = await self._log_allows_step()
+            if status.log_ended is not None:
                 return
             groups = await self._take() if is_ready and not status.paused else None
-            if groups is not None and (timings := await self._runner.run(groups, time.perf_counter() - waited)):
-                await self._publish(timings, [one.group.ticket for one in groups])
+            if groups is not None:
+                timings = await self._runner.run(groups, time.perf_counter() - waiting_since)
+                if timings is not None:
+                    await self._publish(timings, [one.group.ticket for one in groups])
             if self._checkpointer.is_due:
                 await self._checkpointer.begin()
             status.checkpoint_wanted = False
-            if groups is None and self._parts.has_lost():
-                _log.warning("chunks of the newest version are lost, publishing it again", run=status.run)
-                await self._publish({})
-            elif groups is None and not await self._stop_if_starved():
-                await self._wait()
+            if groups is None:
+                await self._wait_for_groups()
             else:
-                waited = time.perf_counter()
+                waiting_since = time.perf_counter()
 
-    async def _look_into_log(self) -> tuple[bool, bool]:
-        """Tell if a fork may train the next groups, which are then measured, and if it has ended.
-
-        `status.log_ended` has the reason. Other runs always may.
-        """
+    async def _log_allows_step(self) -> bool:
+        """True unless this is a fork whose log has no groups for the next step now; sets `status.log_ended`."""
         if (log := self._parts.log) is None:
-            return True, False
+            return True
         is_exhausted = log.is_exhausted()  # first: then the buffer has all of its groups
         groups, present = self._next_groups(), self._settlement.pending.version
         self._status.log_ended = await self._waiter.blocking(log.ended, groups, present, is_exhausted)
-        return bool(groups), self._status.log_ended is not None
+        return bool(groups)
 
     async def _take(self) -> list[ReadyGroup] | None:
         """Drop stale groups, then take the groups of the next step; None if some are missing."""
         async with self._settlement.exclusive:
             await self._settlement.drop(self._buffer.expire(self._settlement.pending.version.step))
-            await self._drop_disagreeing()
+            await self._drop_mismatched()
             taken = self._buffer.take(self._plan.groups_per_step)
         self._reader.groups_taken()
         return taken
 
-    async def _drop_disagreeing(self) -> None:
+    async def _drop_mismatched(self) -> None:
         """Drop groups of the next step if the engine's log-probabilities differ from the trainer's.
 
         They differ if the engine serves other weights than it reports. Each version compares a group once.
@@ -165,7 +162,14 @@ class TrainLoop:
             self._status.refused = why
         return why is not None
 
-    async def _wait(self) -> None:
+    async def _wait_for_groups(self) -> None:
+        """Wait for a change of the buffer or the status; publish the newest version again if its chunks are lost."""
+        if self._parts.has_lost():
+            _log.warning("chunks of the newest version are lost, publishing it again", run=self._status.run)
+            await self._publish({})
+            return
+        if await self._stop_if_starved():
+            return
         status = self._status
         status.phase = "paused" if status.paused else "waiting"
         groups = f"groups: {self._buffer.n_waiting} of {self._plan.groups_per_step} have arrived"

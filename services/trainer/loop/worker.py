@@ -194,7 +194,7 @@ class TrainerWorker:
         state = replace(state, phase="done" if state.step >= plan.max_steps else "rl")
         files, rewritten = held.at_start(RunFolder(self._parts.archive.root.parent), state.files)
         begun = state.holding(files, rewritten)
-        if begun.losses != (known.losses or {}):
+        if begun.losses != known.losses:
             _log.warning("lines of the run's files are gone or changed", run=self._status.run, found=begun.losses)
         return begun
 

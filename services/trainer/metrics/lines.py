@@ -15,7 +15,7 @@ from shared.types import Group, WeightVersion
 
 
 def step_line(
-    metrics: StepMetrics, groups: Sequence[Group], seconds: Mapping[str, float], main_env: str
+    metrics: StepMetrics, groups: Sequence[Group], seconds: Mapping[str, float], main_env: str, *, mask_truncated: bool
 ) -> dict[str, Any]:
     """Return an RL step's line of metrics.jsonl, as it is read back from the file.
 
@@ -23,9 +23,11 @@ def step_line(
         groups: groups of the step.
         seconds: by part of the step, at least `step` and `wait`.
         main_env: main environment; groups of it alone get no figures by environment.
+        mask_truncated: truncated episodes are outside the loss.
     """
     line = asdict(metrics)
-    more = line.pop("more") | shares_without_variance(groups) | of_environments(groups, main_env)
+    more = line.pop("more") | shares_without_variance(groups, mask_truncated=mask_truncated)
+    more |= of_environments(groups, main_env)
     more |= of_components(groups) | of_teacher(groups)
     rate = metrics.tokens / (seconds["step"] + seconds["wait"])
     rounded = {f"{part}_s": round(took, 4) for part, took in seconds.items()}

@@ -22,6 +22,7 @@ from services.trainer.models.options import Remat
 from shared.models.config import ModelConfig
 from shared.models.family_parts import Experts
 
+_FLOAT32 = jnp.dtype(jnp.float32)
 _NORMS, _OUTPUT_NORMS = ("input", "post_attention"), ("pre_feedforward", "post_feedforward")
 
 
@@ -47,7 +48,8 @@ class GeluMLP(qwen3.MLP):
 
     def block(self, x: jax.Array) -> jax.Array:
         activations = nnx.gelu(self.gate_proj(x), approximate=True) * self.up_proj(x)
-        return self.down_proj(qwen3.shard(activations, self.shd_config.act_btf))
+        # Tunix shards by such tuples itself; only the annotation of `shard` lacks None.
+        return self.down_proj(qwen3.shard(activations, self.shd_config.act_btf))  # pyrefly: ignore[bad-argument-type]
 
 
 _MLPS: dict[str, type[qwen3.MLP]] = {"silu": qwen3.MLP, "gelu_pytorch_tanh": GeluMLP}
@@ -58,7 +60,7 @@ def create(model: ModelConfig, dtype: str, remat: Remat) -> qwen3.Qwen3:
     family, rngs = model.family, nnx.Rngs(0)
     made: Any = qwen3.Qwen3(_config(model, dtype, remat), rngs=rngs)
     if family.scaled_embeddings:
-        types = {"dtype": made.config.dtype, "param_dtype": jnp.float32}
+        types = {"dtype": made.config.dtype, "param_dtype": _FLOAT32}
         shardings = made.config.shd_config
         made.embedder = ScaledEmbedder(model.vocab_size, model.hidden_size, rngs=rngs, shd_config=shardings, **types)
     if family.norms_add_one or family.output_norms:
@@ -89,26 +91,21 @@ def create(model: ModelConfig, dtype: str, remat: Remat) -> qwen3.Qwen3:
 
 def _config(model: ModelConfig, dtype: str, remat: Remat) -> qwen3.ModelConfig:
     experts = model.experts
-    sizes = {"hidden_dim": model.intermediate_size}
-    if experts is not None:
-        sizes = {
-            "hidden_dim": experts.moe_intermediate_size,
-            "num_experts": experts.num_experts,
-            "num_experts_per_tok": experts.num_experts_per_tok,
-        }
     return qwen3.ModelConfig(
-        **sizes,
+        hidden_dim=model.intermediate_size if experts is None else experts.moe_intermediate_size,
+        num_experts=None if experts is None else experts.num_experts,
+        num_experts_per_tok=None if experts is None else experts.num_experts_per_tok,
         num_layers=model.num_hidden_layers,
         vocab_size=model.vocab_size,
         embed_dim=model.hidden_size,
         num_heads=model.num_attention_heads,
         head_dim=model.head_dim,
         num_kv_heads=model.num_key_value_heads,
-        rope_theta=model.rope_theta,  # unused: `decoder` computes rotary positions
+        rope_theta=int(model.rope_theta),  # unused: `decoder` computes rotary positions
         norm_eps=model.rms_norm_eps,
         use_tied_embedding=model.tie_word_embeddings,
         dtype=jnp.dtype(dtype),
-        param_dtype=jnp.float32,
+        param_dtype=_FLOAT32,
         remat_config=qwen3.RematConfig[remat.upper()],
     )
 
@@ -119,7 +116,7 @@ def _replace_norms(made: Any, model: ModelConfig, rngs: nnx.Rngs) -> None:
     kind = OffsetNorm if family.norms_add_one else qwen3.RMSNorm
 
     def norm(size: int) -> qwen3.RMSNorm:
-        types = {"dtype": config.dtype, "param_dtype": jnp.float32}
+        types = {"dtype": config.dtype, "param_dtype": _FLOAT32}
         return kind(size, norm_eps=model.rms_norm_eps, rngs=rngs, shd_config=config.shd_config, **types)
 
     made.final_norm = norm(model.hidden_size)
@@ -141,7 +138,7 @@ def _add_shared_expert(mlp: Any, config: qwen3.ModelConfig, size: int, rngs: nnx
     """Expert of every token, with the gate that weighs it."""
     mlp.shared_expert = qwen3.MLP(replace(config, hidden_dim=size), rngs=rngs)
     gate = nnx.with_partitioning(nnx.initializers.zeros_init(), (None, None))
-    types = {"dtype": config.dtype, "param_dtype": jnp.float32}
+    types = {"dtype": config.dtype, "param_dtype": _FLOAT32}
     mlp.shared_expert_gate = nnx.Linear(config.embed_dim, 1, use_bias=False, kernel_init=gate, rngs=rngs, **types)
 
 

@@ -23,6 +23,7 @@ from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 
 _DETERMINISTIC = "--xla_gpu_deterministic_ops"
+_AT_ONCE = "--xla_cpu_enable_concurrency_optimized_scheduler"
 _CUDA = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 type Model = Any
@@ -33,11 +34,13 @@ type Model = Any
 def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
     """Make a mesh over the first prod(shape) devices; an axis of Tunix that is not named has size 1.
 
-    Opens JAX's devices if nothing has before, GPUs so that they compute equal bits in every process.
+    Opens JAX's devices if nothing has before: GPUs so that they compute equal bits in every process, CPUs so that they
+    compute in little memory.
 
     Raises ConfigError if there are too few devices.
     """
     reproduce_on_gpus()
+    compute_in_order()
     absent = tuple(axis for axis in ("fsdp", "tp") if axis not in axis_names)
     shape, axis_names = (*shape, *(1 for _ in absent)), (*axis_names, *absent)
     n, have = int(np.prod(shape)), jax.device_count()
@@ -58,6 +61,17 @@ def reproduce_on_gpus() -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if jax.config.jax_platforms != "cpu" and _DETERMINISTIC not in flags and any(map(find_spec, _CUDA)):
         os.environ["XLA_FLAGS"] = f"{flags} {_DETERMINISTIC}=true".strip()
+
+
+def compute_in_order() -> None:
+    """Let XLA compile programs for CPUs that compute each value when it is needed, unless XLA_FLAGS says otherwise.
+
+    By default they compute all that they can at once: a program that converts matrices to another dtype holds all of
+    them converted, before its first product. No bit of a result differs. Has no effect once JAX has opened its devices.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _AT_ONCE not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {_AT_ONCE}=false".strip()
 
 
 def build(
@@ -89,9 +103,9 @@ def build(
 
 
 def float32_graph(model: Model) -> Any:
-    """Make the graph of the model with float32 activations, without adapters and without splash attention."""
+    """Make the graph of the model with float32 activations, without splash attention."""
     mesh = model.embedder.input_embedding.get_value().sharding.mesh
-    return abstract(model.described, "float32", model.config.remat_config.name.lower(), mesh)[0]
+    return abstract(model.described, "float32", model.config.remat_config.name.lower(), mesh, model.lora)[0]
 
 
 def abstract(
@@ -107,7 +121,7 @@ def abstract(
     from services.trainer.models.construction import create  # Tunix's model takes a second to import
 
     def make() -> Model:
-        made = create(model, dtype, remat)
+        made: Any = create(model, dtype, remat)
         made.described, made.lora = model, lora
         for layer in made.layers if splash else ():
             layer.attn.splash = mesh

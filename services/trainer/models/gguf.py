@@ -46,7 +46,7 @@ _CUTS = {"smollm": [pre_tokenizers.Digits(individual_digits=True)]}
 
 def convert(file: Path, folder: Path) -> None:
     """Write the folder. Raises ConfigError for an unsupported file."""
-    import gguf
+    import gguf  # pyrefly: ignore[missing-import]  # `volley model get` puts it on the path
 
     try:
         reader = gguf.GGUFReader(file)

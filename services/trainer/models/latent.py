@@ -32,7 +32,7 @@ class LatentAttention(nnx.Module):
             return nnx.Linear(n_in, n_out, use_bias=False, kernel_init=kernel, rngs=rngs, **types)
 
         def norm(size: int) -> qwen3.RMSNorm:
-            types = {"dtype": config.dtype, "param_dtype": jnp.float32}
+            types = {"dtype": config.dtype, "param_dtype": jnp.dtype(jnp.float32)}
             return qwen3.RMSNorm(size, norm_eps=1e-6, rngs=rngs, shd_config=config.shd_config, **types)
 
         if sizes.q_lora_rank is None:

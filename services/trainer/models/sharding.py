@@ -40,5 +40,7 @@ def placed_tree(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 def to_host(x: jax.Array) -> np.ndarray:
     """Copy the whole array to host memory. All processes must call this, in the same order."""
     if not x.is_fully_addressable and not x.is_fully_replicated:
+        assert isinstance(x.sharding, NamedSharding)
+        assert isinstance(x.sharding.mesh, jax.sharding.Mesh)
         x = jax.jit(lambda y: y, out_shardings=replicated(x.sharding.mesh))(x)
     return np.asarray(x)

@@ -11,8 +11,9 @@ for a row of 8,192 tokens and 128 MiB for 32,768, instead of 256 MiB and 4 GiB.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -122,10 +123,10 @@ def _packed(
 
 def _kernel(
     mask: jax.Array | masks.MultiHeadMask, options: ScoreOptions, *, interpret: bool
-) -> kernels.SplashAttentionKernel:
-    """Kernel for one row; a mask bool [1, T, S] holds for every head."""
+) -> Callable[..., jax.Array]:
+    """Kernel for one row, without residuals; a mask bool [1, T, S] holds for every head."""
     bq, bkv = (_largest(_BLOCKS, length) for length in mask.shape[1:])
-    made = kernels.make_splash_mha(
+    made: Any = kernels.make_splash_mha(
         mask,
         block_sizes=kernels.BlockSizes(
             block_q=bq, block_kv=bkv, block_q_dkv=bq, block_kv_dkv=bkv, block_q_dq=bq, block_kv_dq=bkv

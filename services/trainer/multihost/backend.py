@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from services.trainer.backend.tunix import TunixBackend
+from services.trainer.backend.policy import PolicyBackend
 from services.trainer.conversations.dataset import Example, TokenSequence
 from services.trainer.groups.group_buffer import ReadyGroup, ready_group
 from services.trainer.learner.supervised import SupervisedOptions
@@ -33,7 +33,7 @@ class LeadingBackend:
     An error of any process is raised. `restore`, the first call, raises ProcessesMissing until all have joined.
     """
 
-    def __init__(self, own: TunixBackend, leader: Leader) -> None:
+    def __init__(self, own: PolicyBackend, leader: Leader) -> None:
         self._own, self._leader = own, leader
 
     @property
@@ -118,7 +118,7 @@ class LeadingBackend:
 class FollowingCalls:
     """Calls of a follower, on its own backend."""
 
-    def __init__(self, own: TunixBackend, warm_start: SupervisedOptions | None) -> None:
+    def __init__(self, own: PolicyBackend, warm_start: SupervisedOptions | None) -> None:
         self._own, self._options = own, warm_start
         self._warm_steps: Iterator[SupervisedMetrics] = iter(())
         self._write: Callable[[], object] = _nothing_taken

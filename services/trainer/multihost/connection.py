@@ -31,7 +31,7 @@ _ALIVE = "alive"
 type Message = Mapping[str, Any]
 
 
-class Connection:
+class PeerConnection:
     """Messages of one peer, in named streams, each in order. Any thread may send; one thread receives each stream."""
 
     def __init__(self, sock: socket.socket, peer: int) -> None:

@@ -1,4 +1,4 @@
-"""Construction of the Tunix backend and its warm start from the run's configuration."""
+"""Construction of the backend and its warm start from the run's configuration."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.trainer import options as from_run
+from services.trainer.backend.assembly import ModelCheckpoints, check_vocabulary, note_positions, note_tokenizer
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend
-from services.trainer.backend.tunix import (
-    ModelCheckpoints,
-    TunixBackend,
-    check_vocabulary,
-    note_positions,
-    note_tokenizer,
-)
+from services.trainer.backend.memory import TrainingMemory
+from services.trainer.backend.policy import PolicyBackend
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.conversations.data import data_settings
@@ -31,6 +27,7 @@ from services.trainer.step_log import StepLog
 from services.trainer.supervised.warm_start import WarmStart
 from shared.clients.env import EnvClient
 from shared.config import apply_settings
+from shared.errors import ConfigError
 from shared.models import origin
 from shared.models.chat import ChatTokenizer, tokenizer_of_run
 from shared.models.config import ModelConfig
@@ -84,17 +81,18 @@ def _backend(
     origin: Origin | None,
     checkpoints: ModelCheckpoints,
     publications: ModelPublications,
-) -> tuple[TunixBackend, TokenLimits, SupervisedOptions | None]:
+) -> tuple[PolicyBackend, TokenLimits, SupervisedOptions | None]:
     """Make the backend, its token limits, and the options of the warm start, if the run has one."""
     model = replace(from_run.model_options(config, folder), origin=origin)
     described = ModelConfig.read(model.folder)
     check_vocabulary(tokenizer, described)
     note_positions(config, described)
     note_tokenizer(tokenizer)
+    check_turns(config, tokenizer)
     tokens = TokenLimits(described.vocab_size, tokenizer.pad_id, described.routing)
     options = from_run.supervised_options(config, tokens) if config.sft.trains else None
     policy, warm_start = from_run.policy_options(config, tokens), options.layout if options else None
-    backend = TunixBackend(
+    backend = PolicyBackend(
         model,
         described,
         policy,
@@ -102,5 +100,15 @@ def _backend(
         warm_start=warm_start,
         publications=publications,
         options_under=lambda settings: from_run.policy_options(apply_settings(config, settings), tokens),
+        planned=TrainingMemory(config, described),
     )
     return backend, tokens, options
+
+
+def check_turns(config: RunConfig, tokenizer: ChatTokenizer) -> None:
+    """Raise ConfigError if rewards are credited by turn, and episodes have a sequence for each turn."""
+    if config.algorithm.credit == "turn" and (how := tokenizer.looks_back(calls=False)) is not None:
+        raise ConfigError(
+            f"algorithm.credit=turn counts rewards within one sequence, but {how}",
+            "choose algorithm.credit=episode, or a chat template that only appends",
+        )

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from itertools import count
 from typing import Any, NoReturn
 
-from services.trainer.multihost.connection import Connection, Message, greet, welcome
+from services.trainer.multihost.connection import Message, PeerConnection, greet, welcome
 from services.trainer.multihost.options import GroupOptions
 from shared.errors import (
     ConfigError,
@@ -71,7 +71,7 @@ class Leader:
 
     def __init__(self, options: GroupOptions, lost: Lost = end_process) -> None:
         self._options, self._lost = options, lost
-        self._there: dict[int, Connection] = {}
+        self._there: dict[int, PeerConnection] = {}
         self._numbers = count(1)
         self._complete = False
         self._listener = _listener(options.address)
@@ -142,7 +142,7 @@ class Leader:
         peer = given["process_id"]
         if (former := self._there.pop(peer, None)) is not None:
             former.close()
-        self._there[peer] = connection = Connection(sock, peer)
+        self._there[peer] = connection = PeerConnection(sock, peer)
         connection.watch(self._report_lost)
         _log.info("process joined", process=peer)
 
@@ -160,7 +160,7 @@ class Leader:
             self._lost(ProcessLost(f"process {peer} of the trainer is gone: {reason}"))
         self._there.pop(peer, None)
 
-    def _outcome(self, connection: Connection, number: int, wait_s: float) -> VolleyError | None:
+    def _outcome(self, connection: PeerConnection, number: int, wait_s: float) -> VolleyError | None:
         try:
             while (message := connection.receive(_STREAM.get(), wait_s)) is not None:
                 if message.get("number") == number:
@@ -181,7 +181,7 @@ class Follower:
 
     def __init__(self, options: GroupOptions, lost: Lost = end_process) -> None:
         self._options, self._lost = options, lost
-        self._connection: Connection | None = None
+        self._connection: PeerConnection | None = None
 
     def join(self) -> str:
         """Wait for process 0 and all others; return the address of JAX's coordinator.
@@ -194,7 +194,7 @@ class Follower:
             try:
                 sock = socket.create_connection(options.address, timeout=_ASSEMBLE_S)
                 greet(sock, options.key, about)
-                self._connection = Connection(sock, 0)
+                self._connection = PeerConnection(sock, 0)
             except Forbidden as error:
                 raise ConfigError(error.detail) from error
             except (OSError, DecodeError, KeyError, TypeError):

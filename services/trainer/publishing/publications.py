@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from services.trainer.publishing.beginning import beginning
+from services.trainer.publishing.run_id import run_id
 from shared.errors import NotFound
 from shared.published.chunks import ChunkFolder, cut, in_order
 from shared.published.delta import encode
@@ -85,7 +85,7 @@ class ModelPublications(Protocol):
 
 
 @dataclass
-class _Kept:
+class _KeptChunks:
     """A version's chunks, and the monotonic time of their last request."""
 
     chunks: frozenset[str]
@@ -103,7 +103,7 @@ class Publications:
     def __init__(self, root: Path, run: str) -> None:
         self._root, self._run = root, run
         self._chunks: ChunkFolder | None = None
-        self._kept = list[_Kept]()
+        self._kept = list[_KeptChunks]()
         self._base: WeightTree | None = None
         self._last: WeightTree | None = None
         self._deltas = deque[dict[str, Delta]](maxlen=_N_DELTAS)  # of the last versions, by the resulting chunk
@@ -221,15 +221,15 @@ class Publications:
         return self._chunks
 
     def beginning(self) -> str:
-        """Name of the run's beginning (see `publishing.beginning`). Blocks."""
-        return beginning(self._root)
+        """Name of the run's beginning (see `publishing.run_id`). Blocks."""
+        return run_id(self._root)
 
     def _retain(self, store: ChunkFolder, chunks: frozenset[str]) -> None:
         """Keep the newest versions and those that servers are pulling; remove other chunks."""
         since = time.monotonic() - _ASKED_S
         older = self._kept[-_MAX_KEPT + 1 :]
         n_old = max(0, len(older) - _MIN_KEPT + 1)
-        self._kept = [*(one for one in older[:n_old] if one.asked > since), *older[n_old:], _Kept(chunks)]
+        self._kept = [*(one for one in older[:n_old] if one.asked > since), *older[n_old:], _KeptChunks(chunks)]
         of_base = {chunk.blake3 for chunk in self._base.chunks} if self._base else set[str]()
         store.retain(of_base.union(*(one.chunks for one in self._kept)))
 

@@ -66,7 +66,7 @@ async def open_supervised(config: RunConfig) -> AsyncIterator[RunningService]:
             log=StepLog(folder.sft),
             executor=thread,
             data=data,
-            sinks=stack.enter_context(MetricsFanout.opened([PrometheusSink(prometheus.show)])),
+            sinks=stack.enter_context(MetricsFanout.opened([PrometheusSink(prometheus.show)], config.run.folder)),
         )
         app = create_app("trainer", limits=services.limits, tokens=callers, ready=status.not_ready, roles=ROLES)
         app.state.status = status
@@ -83,7 +83,6 @@ def supervised_plan(config: RunConfig, origin: Origin | None) -> SupervisedPlan:
         grace_s=config.services.limits.grace_s,
         keep_reference=config.mode == "dpo",
         settings=pinned.relevant(config),
-        original=pinned.original(RunFolder(config.run.folder).record),
         origin=None if origin is None else asdict(origin),
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from services.trainer.backend.tunix import built, with_adapters
+from services.trainer.backend.assembly import built, with_adapters
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.conversations.dataset import Example
 from services.trainer.learner import supervised

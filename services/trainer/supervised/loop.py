@@ -54,7 +54,6 @@ class SupervisedPlan:
     grace_s: float
     keep_reference: bool
     settings: Flat = field(default_factory=dict[str, Any])
-    original: Flat = field(default_factory=dict[str, Any])
     origin: Mapping[str, Any] | None = None
 
 

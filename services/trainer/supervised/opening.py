@@ -1,4 +1,4 @@
-"""Construction of the supervised Tunix backend from a run's configuration."""
+"""Construction of the supervised backend from a run's configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.trainer import options as from_run
-from services.trainer.backend.tunix import check_vocabulary, note_positions, note_tokenizer
+from services.trainer.backend.assembly import check_vocabulary, note_positions, note_tokenizer
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.settings import TokenLimits

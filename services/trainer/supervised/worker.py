@@ -18,7 +18,7 @@ from functools import partial
 from services.trainer import lifecycle
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.conversations.data import RunData
-from services.trainer.resuming import resolve_settings
+from services.trainer.resuming import check_settings
 from services.trainer.status import TrainerStatus
 from services.trainer.step_log import FencedLog, StepLog
 from services.trainer.supervised.loop import Backend, SupervisedLoop, SupervisedPlan
@@ -66,7 +66,7 @@ class SupervisedWorker:
             Fenced: a newer trainer has taken over.
             VolleyError: any other error that ends a run, such as an unreadable file, model or checkpoint.
         """
-        await lifecycle.run(self._life, self._status, self._plan.grace_s, _leave_nothing)
+        await lifecycle.run(self._life, self._status, self._plan.grace_s, _do_nothing)
 
     async def _life(self, _group: asyncio.TaskGroup) -> None:
         status, parts, waiter = self._status, self._parts, self._waiter
@@ -96,7 +96,7 @@ class SupervisedWorker:
                 f"the conversations are not those that the run was begun with: {why}",
                 "restore the files, or start a run with another name from these weights: model.path=RUN@VERSION",
             )
-        return resolve_settings(found, self._plan.settings, self._plan.original)
+        return check_settings(found, self._plan.settings)
 
     async def _begin_epoch(self, found: TrainerState | None, checkpoints: CheckpointFolders) -> TrainerState:
         """Claim an epoch, fence older trainers and repair the files; return the state at the epoch's start."""
@@ -136,5 +136,5 @@ def _changed(was: Mapping[str, str] | None, now: Mapping[str, str]) -> str:
     )
 
 
-async def _leave_nothing() -> None:
-    """There is no queue to leave."""
+async def _do_nothing() -> None:
+    """Do nothing: a supervised run has no queue."""

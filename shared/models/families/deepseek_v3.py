@@ -42,6 +42,7 @@ FAMILY = Family(
         "attn.kv_a_layernorm.w": "self_attn.kv_a_layernorm.weight",
         "mlp.router_bias": "mlp.gate.e_score_correction_bias",
     },
+    untrained=("mlp.router_bias",),
     experts={
         "n_routed_experts": 256,
         "num_experts_per_tok": 8,

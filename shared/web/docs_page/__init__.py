@@ -13,10 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import orjson
 from fastapi import FastAPI
-from fastapi.responses import FileResponse, HTMLResponse, Response
+from fastapi.responses import HTMLResponse, Response
 
 from shared.web.access import Role
+from shared.web.assets import Asset, asset
 
 _OWN = Path(__file__).parent
 _POLICY = "; ".join(
@@ -32,12 +34,8 @@ _POLICY = "; ".join(
     )
 )
 _HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
-_ASSETS = {
-    "swagger-ui-bundle.js": "text/javascript; charset=utf-8",
-    "swagger-ui.css": "text/css; charset=utf-8",
-    "favicon.png": "image/png",
-    "start.js": "text/javascript; charset=utf-8",
-}
+_CACHED = {**_HEADERS, "Cache-Control": "public, max-age=3600"}
+_ASSETS = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png", "start.js")
 ROLES = {f"GET {path}": Role.ANYONE for path in ("/docs", "/openapi.json", *(f"/docs/{name}" for name in _ASSETS))}
 _SCHEME = "bearer"
 
@@ -50,23 +48,33 @@ def add(app: FastAPI, roles: Mapping[str, Role], *, secured: bool) -> None:
         secured: True if the service requires tokens.
     """
     page = (_OWN / "page.html").read_text(encoding="utf-8").replace("TITLE", html.escape(app.title))
-    app.add_api_route("/docs", lambda: HTMLResponse(page, headers=_HEADERS), methods=["GET"], include_in_schema=False)
-    for name, media_type in _ASSETS.items():
-        app.add_api_route(f"/docs/{name}", _asset(name, media_type), methods=["GET"], include_in_schema=False)
-    plain = app.openapi
+    for name in _ASSETS:
+        app.add_api_route(f"/docs/{name}", _asset(name), methods=["GET"], include_in_schema=False)
+    plain, encoded = app.openapi, list[bytes]()
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = _with_roles(plain(), roles) if secured else plain()
         return app.openapi_schema
 
+    async def show() -> Response:
+        return HTMLResponse(page, headers=_HEADERS)
+
+    async def document() -> Response:
+        if not encoded:
+            encoded.append(orjson.dumps(openapi()))
+        return Asset(encoded[0], media_type="application/json")
+
     app.openapi = openapi
+    app.add_api_route("/docs", show, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/openapi.json", document, methods=["GET"], include_in_schema=False)
 
 
-def _asset(name: str, media_type: str) -> Any:
+def _asset(name: str) -> Any:
+    path = _OWN / name if name == "start.js" else _package() / name
+
     async def send() -> Response:
-        path = _OWN / name if name == "start.js" else _package() / name
-        return FileResponse(path, media_type=media_type, headers={**_HEADERS, "Cache-Control": "public, max-age=3600"})
+        return asset(path, _CACHED)
 
     return send
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.dialects.decoding import AnswerDecoder, TokenDecoder, answered
-from shared.dialects.records import Asked, Content, Piece, Sampled, Sampling
+from shared.dialects.records import AnswerContent, Asked, Piece, Sampled, Sampling
 from shared.types import VersionSpan
 from tests.support.tokenizer import tiny_tokenizer
 
@@ -24,7 +24,7 @@ def streamed(asked, ids, step):
     for at in range(0, len(ids), step):
         pieces += decoder.add(ids[at : at + step])
     last, answer = decoder.end(sampled(ids))
-    assert answer.content == "".join(piece.text for piece in [*pieces, *last] if isinstance(piece, Content))
+    assert answer.content == "".join(piece.text for piece in [*pieces, *last] if isinstance(piece, AnswerContent))
     return answer.content
 
 

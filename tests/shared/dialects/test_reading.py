@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.dialects.reading import AnswerReader
-from shared.dialects.records import Call, Content, Reasoning
+from shared.dialects.records import AnswerContent, Call, Reasoning
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -23,7 +23,7 @@ def read(text, cuts=(), tools=TOOLS, opened="", **more):
     pieces += reader.end()
     return (
         "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)),
-        "".join(piece.text for piece in pieces if isinstance(piece, Content)),
+        "".join(piece.text for piece in pieces if isinstance(piece, AnswerContent)),
         [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, Call)],
     )
 

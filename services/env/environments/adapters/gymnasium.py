@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from services.env.environments.adapters.tabular import Policy
+from services.env.environments.adapters.tabular import GreedyPolicy
 from services.env.environments.games.layouts import MAX_DISTINCT, DrawnLayout, Effort, Layouts, as_it_is, seed_of
 from services.env.environments.games.text_game import (
     GameConfig,
@@ -119,7 +119,7 @@ class Gymnasium:
     def __init__(self, config: GymnasiumConfig) -> None:
         self.config = config
         self._name = f"gymnasium/{config.id}"
-        self._policy: Policy | None = None
+        self._policy: GreedyPolicy | None = None
         self._scout: GymnasiumGame | None = None
         self._planning, self._scouting = threading.Lock(), threading.Lock()
         self._starts = Layouts(
@@ -150,7 +150,7 @@ class Gymnasium:
         if not hasattr(inner, "P") or not hasattr(inner, "s"):
             raise NotFound(f"{self._name} has no demonstrations", "only environments with a transition table have them")
         with self._planning:
-            policy = self._policy = self._policy or Policy(inner.P)
+            policy = self._policy = self._policy or GreedyPolicy(inner.P)
         names = episode.game.names
         return play(episode, lambda: [names[action] for action in policy.path(int(inner.s))])
 

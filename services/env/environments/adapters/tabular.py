@@ -17,7 +17,7 @@ _PRECISION = 1e-6
 _LONGEST_PATH = 200
 
 
-class Policy:
+class GreedyPolicy:
     """The greedy policy of the optimal values. Among equal actions it takes the first."""
 
     def __init__(self, table: Table) -> None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.env.environments.games import grl
+from services.env.environments.tagged_answers import tagged_answer
 from services.env.episode_types import Fault
-from services.env.grading.answers import tagged_answer
 
 type Style = Literal["answer", "plain", "grl"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,20 +33,20 @@ class BaseCache:
     def arrays(self, weights: StagedWeights, arrival: Arrival) -> Mapping[str, np.ndarray]:
         """Return the arrays of the adapters' base by the trainer's names; without a base, none, and none are held.
 
-        Raises as `load_leaves`.
+        Raises as `open_arrays`.
         """
         held, base = self._held, weights.base
         if base is None or held[0] != base.digest:
             held = self._held = ("", {})
         if base is not None and held[0] != base.digest:
-            with _files(weights, Path(base.folder), PARAMS, base, f"base {base.digest}", arrival) as found:
+            with open_base(weights, base, arrival) as found:
                 held = self._held = base.digest, {name: np.array(leaf.read()) for name, leaf in found.items()}
         return held[1]
 
 
 @contextmanager
-def open_arrays(weights: StagedWeights, arrival: Arrival, bases: BaseCache) -> Iterator[Mapping[str, CheckpointLeaf]]:
-    """Open the arrays of staged weights, with adapters merged into the base that `bases` keeps.
+def open_arrays(weights: StagedWeights, arrival: Arrival) -> Iterator[Mapping[str, CheckpointLeaf]]:
+    """Open the arrays of staged weights; those of a version with a base are adapters.
 
     Raises WeightsError, Unavailable and MemoryError, as their readers do.
     """
@@ -54,8 +54,25 @@ def open_arrays(weights: StagedWeights, arrival: Arrival, bases: BaseCache) -> I
     if weights.kind == "hf":
         yield open_hugging_face(folder)
         return
-    base = bases.arrays(weights, arrival)
     with _files(weights, folder, weights.below, weights, weights.version, arrival) as found:
+        yield found
+
+
+@contextmanager
+def open_base(weights: StagedWeights, base: StagedBase, arrival: Arrival) -> Iterator[Mapping[str, CheckpointLeaf]]:
+    """Open the arrays of the base of adapters. Raises as `open_arrays`."""
+    with _files(weights, Path(base.folder), PARAMS, base, f"base {base.digest}", arrival) as found:
+        yield found
+
+
+@contextmanager
+def open_merged(weights: StagedWeights, arrival: Arrival, bases: BaseCache) -> Iterator[Mapping[str, CheckpointLeaf]]:
+    """Open whole weights; adapters are merged into the base that `bases` keeps, in its dtype.
+
+    Raises as `open_arrays`.
+    """
+    base = bases.arrays(weights, arrival)
+    with open_arrays(weights, arrival) as found:
         yield _merged(base, found, weights.base.scale) if weights.base else found
 
 
@@ -87,7 +104,7 @@ def _chunked(
 def _merged(
     base: Mapping[str, np.ndarray], found: Mapping[str, CheckpointLeaf], scale: float
 ) -> Mapping[str, CheckpointLeaf]:
-    """Merge adapters into their base, one array at a time."""
+    """Merge adapters into their base, one array at a time, in its dtype."""
     bound_leaves(found, max(value.size for value in base.values()))
     try:
         reads = adapter.merged(
@@ -97,7 +114,14 @@ def _merged(
         )
     except ValueError as error:
         raise WeightsError(str(error), "load adapters that were trained on this base") from error
-    return {name: CheckpointLeaf(base[name].shape, base[name].dtype, read) for name, read in reads.items()}
+    return {
+        name: CheckpointLeaf(base[name].shape, base[name].dtype, partial(_rounded, read, base[name].dtype))
+        for name, read in reads.items()
+    }
+
+
+def _rounded(read: Callable[[], np.ndarray], dtype: np.dtype) -> np.ndarray:
+    return read().astype(dtype, copy=False)
 
 
 def bound_files(files: Sequence[ManifestFile], what: str, n_elements: int) -> None:

@@ -22,7 +22,7 @@ import safetensors
 
 from shared.errors import ConfigError, WeightsError
 from shared.files.reading import confined, read_file
-from shared.models.weight_files import weight_files
+from shared.models.weight_files import SCALE, UNMERGED, weight_files
 from shared.run import array_files
 from shared.run.checkpoint_files import ManifestFile, copy_files, unreadable
 
@@ -117,22 +117,40 @@ def open_hugging_face(folder: Path) -> dict[str, CheckpointLeaf]:
     except ConfigError as error:
         raise WeightsError(error.detail, error.hint) from error
     for file in files:
-        try:
-            tensors = safetensors.deserialize(read_file(file, file.stat().st_size))
-            for name, tensor in tensors:
-                if name in leaves:
-                    raise WeightsError(f"{file} holds the tensor {name}, and so does a file before it")
-                value = np.frombuffer(tensor["data"], _SAFETENSORS[tensor["dtype"]]).reshape(tensor["shape"])
-                leaves[name] = CheckpointLeaf(value.shape, value.dtype, lambda value=value: value)
-        except OSError as error:
-            raise unreadable(str(file), error) from error
-        except KeyError as error:
-            raise WeightsError(f"{file} holds numbers of type {error}, none of {', '.join(_SAFETENSORS)}") from error
-        except (safetensors.SafetensorError, ValueError) as error:
-            raise WeightsError(f"{file} cannot be read: {_first_line(error)}") from error
+        for name, leaf in _tensors(file):
+            if name in leaves:
+                raise WeightsError(f"{file} holds the tensor {name}, and so does a file before it")
+            leaves[name] = leaf
     if not leaves:
         raise WeightsError(f"{folder} holds no .safetensors file with tensors")
     return leaves
+
+
+def open_unmerged(folder: Path) -> tuple[dict[str, CheckpointLeaf], float] | None:
+    """The adapters beside the weights of a Hugging Face folder, by the trainer's names, and their scale; None if the
+    folder holds none. Raises as `open_hugging_face`.
+    """
+    file = folder / UNMERGED
+    if not file.exists():
+        return None
+    leaves = dict(_tensors(file))
+    scale = leaves.pop(SCALE, None)
+    if scale is None or scale.shape:
+        raise WeightsError(f"{file} holds no number {SCALE}")
+    return leaves, float(scale.read())
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, CheckpointLeaf]]:
+    try:
+        for name, tensor in safetensors.deserialize(read_file(file, file.stat().st_size)):
+            value = np.frombuffer(tensor["data"], _SAFETENSORS[tensor["dtype"]]).reshape(tensor["shape"])
+            yield name, CheckpointLeaf(value.shape, value.dtype, lambda value=value: value)
+    except OSError as error:
+        raise unreadable(str(file), error) from error
+    except KeyError as error:
+        raise WeightsError(f"{file} holds numbers of type {error}, none of {', '.join(_SAFETENSORS)}") from error
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise WeightsError(f"{file} cannot be read: {_first_line(error)}") from error
 
 
 def _leaf(name: str, array: Any) -> CheckpointLeaf:

@@ -12,15 +12,16 @@ from sgl_jax.srt.layers import embeddings, moe
 from sgl_jax.srt.layers.attention import native_backend
 from sgl_jax.srt.layers.linear import LinearBase
 from sgl_jax.srt.layers.logits_processor import LogitsProcessor
+from sgl_jax.srt.mem_cache import memory_pool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.server_args import ServerArgs
 
 from services.rollout.engines.base import OPTIONS, EngineSpec
 from services.rollout.engines.sglang_jax import models
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
-from services.rollout.engines.sglang_jax.scheduling.attention import BlockAttention, fit_pool
-from services.rollout.engines.sglang_jax.scheduling.gpu_attention import GpuAttention
-from services.rollout.engines.sglang_jax.scheduling.gpu_products import grouped_products
+from services.rollout.engines.sglang_jax.loading.staging import zero_adapters
+from services.rollout.engines.sglang_jax.scheduling.adapters import adapted
+from services.rollout.engines.sglang_jax.scheduling.attention import BlockAttention, fitted_buffers
 from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.products import (
     expert_products,
@@ -28,6 +29,7 @@ from services.rollout.engines.sglang_jax.scheduling.products import (
     linear_through_float32,
 )
 from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
+from shared import packages
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.planning.serving import row_size, server_memory
@@ -38,6 +40,8 @@ PAGE_SIZE = 16
 _SMALLEST_CPU_BATCH = 2
 """XLA for CPUs compiles a batch of one row badly: it copies the whole pool and converts every bfloat16 weight."""
 _WATCHDOG_S = 900.0
+_ENGINES_LINEAR = LinearBase.__call__
+_ENGINES_BUFFERS = memory_pool._get_kv_zero_allocator
 _MIB = 2**20
 
 
@@ -57,20 +61,33 @@ def build_scheduler(
     `runs_on` is the platform of this process, if it is not that of `spec` (see tools/lower).
     """
     models.register()
-    LogitsProcessor._get_logits = float32_logits
-    embeddings.Llama3RotaryEmbedding._compute_cos_sin = _scaled_cos_sin
+    _replace(LogitsProcessor, "_get_logits", float32_logits)
+    _replace(embeddings.Llama3RotaryEmbedding, "_compute_cos_sin", _scaled_cos_sin)
     if spec.device == "cpu":
-        native_backend.NativeAttention = BlockAttention
-        LinearBase.__call__, moe.gmm = linear_through_float32, expert_products
-    elif spec.device == "gpu":
-        native_backend.NativeAttention, moe.gmm = GpuAttention, grouped_products
+        _replace(native_backend, "NativeAttention", BlockAttention)
+        _replace(LinearBase, "__call__", adapted(linear_through_float32))
+        _replace(moe, "gmm", expert_products)
+        row = row_size(ModelConfig.read(Path(spec.model_path)))
+        _replace(memory_pool, "_get_kv_zero_allocator", fitted_buffers(_ENGINES_BUFFERS, row))
+    else:
+        _replace(LinearBase, "__call__", adapted(_ENGINES_LINEAR))
+    if spec.device == "gpu":
+        kernels = packages.part("gpu_kernels")
+        _replace(native_backend, "NativeAttention", kernels.GpuAttention)
+        _replace(moe, "gmm", kernels.grouped_products)
     if spec.dtype == "float32":  # by default TPUs round the operands to bfloat16, and GPUs to TF32
         jax.config.update("jax_default_matmul_precision", "highest")
     scheduler = RolloutScheduler(_server_args(spec, runs_on or spec.platform), link, version)
-    if spec.device == "cpu":
-        fit_pool(scheduler.runner.token_to_kv_pool, row_size(ModelConfig.read(Path(spec.model_path))))
-    scheduler.parent_process = scheduler.tp_worker.parent_process = _ThisProcess()
+    scheduler.step.adapters = zero_adapters(scheduler.runner, spec.adapters)
+    for owner in (scheduler, scheduler.tp_worker):
+        _replace(owner, "parent_process", _ThisProcess())
     return scheduler
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    """Replace a part of sglang-jax that is there; its annotations name only its own."""
+    assert hasattr(owner, name), f"sglang-jax has no {name}"
+    setattr(owner, name, value)
 
 
 def _scaled_cos_sin(rotary: Any, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

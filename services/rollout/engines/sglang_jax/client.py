@@ -37,7 +37,7 @@ from services.rollout.engines.base import (
     ScoredTokens,
     TopTokens,
 )
-from services.rollout.engines.sglang_jax.link import BEAT_S, Message, frame, split
+from services.rollout.engines.sglang_jax.link import BEAT_S, Message, frame, split, with_tuples
 from services.rollout.engines.sglang_jax.model_files import check_split, normalised
 from services.rollout.engines.sglang_jax.process import boot_failure, death, spawn
 from services.rollout.engines.staged import CommitMode, CommitResult, Live, LoadedWeights, StagedWeights
@@ -237,8 +237,7 @@ class SglangEngine(asyncio.Protocol):
             case "beat":
                 self._missed = 0
             case "ready":
-                info = {k: tuple(v) if isinstance(v, list) else v for k, v in message["info"].items()}
-                self._ready.set_result(EngineInfo(**info))
+                self._ready.set_result(EngineInfo(**with_tuples(message["info"])))
             case "fatal":
                 self._cause = from_problem(500, message["error"])
             case other:

@@ -46,6 +46,11 @@ def split(buffer: bytearray) -> list[Message]:
     return messages
 
 
+def with_tuples(fields: Message) -> Message:
+    """Turn the lists of a message into tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
 class ServiceGone(EOFError):
     """The service has closed the link or died.
 

@@ -8,7 +8,6 @@ children compile grammars on trial (`scheduling.grammar_trial`) and end within s
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import queue
@@ -19,29 +18,42 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from services.rollout.engines.arrays.arrival import Arrival
 from services.rollout.engines.base import BASE_VERSION, EngineSpec
 from services.rollout.engines.probe import check_probe
-from services.rollout.engines.sglang_jax.link import BEAT_S, EngineLink, Message, ServiceGone
+from services.rollout.engines.sglang_jax.link import BEAT_S, EngineLink, Message, ServiceGone, with_tuples
 from services.rollout.engines.staged import StagedBase, StagedWeights
-from shared.errors import Conflict, EngineDied, InputError, OutOfMemory, VolleyError, WeightsError, problem
+from shared.errors import (
+    Conflict,
+    DeviceFailed,
+    EngineDied,
+    InputError,
+    OutOfMemory,
+    Unavailable,
+    VolleyError,
+    WeightsError,
+    problem,
+)
+from shared.process import host_memory
 from shared.process.imports import uncollected
+from shared.process.parent import end_with_parent
 from shared.process.telemetry import Log, configure
 from shared.run.checkpoint_files import ManifestFile, ManifestLeaf
 
+if TYPE_CHECKING:
+    from services.rollout.engines.sglang_jax.loading.staging import LoadedArrays
+
 log = Log("engine")
 IDLE_WAIT_S = 0.2
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass
 class _Staged:
     version: str
     digest: str
-    leaves: list[Any]
-    checksum: str
+    loaded: LoadedArrays
     probe_ids: Any
 
 
@@ -58,8 +70,7 @@ class EngineWorker:
         self._arrival: Arrival | None = None
         self._digest = ""
         self._probe_ids: Any = None
-        self._known: tuple[list[Any], str] = ([], "")  # the arrays that were committed, and their checksum
-        self._bases: Any = None
+        self._known: LoadedArrays | None = None  # what was committed
         self._grammars, self._compiling = grammars, set[str]()
         self._loaded: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
@@ -127,39 +138,36 @@ class EngineWorker:
 
         Nothing is read if the serving arrays have the same digest and still the same checksum: memory can lose a bit.
         """
-        from services.rollout.engines.arrays.opening import BaseCache
         from services.rollout.engines.sglang_jax.loading.checksum import checksum
         from services.rollout.engines.sglang_jax.loading.staging import load_leaves
 
-        self._bases = self._bases or BaseCache()
         try:
-            live, (known, expected) = self._scheduler.runner.model_state_leaves, self._known
+            live, known = self._scheduler.step.weights.arrays, self._known
             start, serves = time.perf_counter(), weights.kind == "chunks" and weights.digest == self._digest
-            if serves and _are(live, known) and (found := checksum(live)) == expected:
-                leaves, timings = known, {"checksum_s": time.perf_counter() - start}
+            if serves and known is not None and _are(live, known) and checksum(live) == known.checksum:
+                loaded = known._replace(timings={"checksum_s": time.perf_counter() - start})
             else:
-                leaves, found, timings = load_leaves(self._scheduler.runner, weights, arrival, self._bases)
+                base = None if known is None else known.base
+                loaded = load_leaves(self._scheduler.runner, weights, arrival, base)
         except Exception as error:  # noqa: BLE001 - whatever fails here concerns these weights, not the engine
             # Without its traceback, whose frames hold the arrays that were loaded until the next garbage collection.
             failure = _as_weights_error(error, weights.version).with_traceback(None)
             self._loaded.put(lambda: self._reply(call, lambda: _throw(failure)))
         else:
-            self._loaded.put(lambda: self._reply(call, lambda: self._keep(call, weights, leaves, found, timings)))
+            self._loaded.put(lambda: self._reply(call, lambda: self._keep(call, weights, loaded)))
         self._link.wake()
 
-    def _keep(
-        self, call: int, weights: StagedWeights, leaves: list[Any], checksum: str, timings: dict[str, float]
-    ) -> Message:
+    def _keep(self, call: int, weights: StagedWeights, loaded: LoadedArrays) -> Message:
         from services.rollout.engines.sglang_jax.loading.scoring import score
 
         self._still(call, weights)
         start, ids, expected = time.perf_counter(), weights.probe_ids, weights.probe_logprobs
-        logprobs = None if ids is None else score(self._scheduler, ids, leaves)
+        logprobs = None if ids is None else score(self._scheduler, ids, loaded.weights)
         if logprobs is not None and expected is not None:
             check_probe(logprobs, expected, weights.probe_noise, self._dtype)
-        timings["probe_s"] = time.perf_counter() - start
-        self._staged = _Staged(weights.version, weights.digest, leaves, checksum, ids)
-        return {"checksum": checksum, "timings": timings}
+        self._staged = _Staged(weights.version, weights.digest, loaded, ids)
+        timings = {**loaded.timings, "probe_s": time.perf_counter() - start}
+        return {"checksum": loaded.checksum, "timings": timings}
 
     def _still(self, call: int, weights: StagedWeights) -> None:
         if call != self._loading:
@@ -182,10 +190,11 @@ class EngineWorker:
                 "stage it first",
             )
         start = time.perf_counter()
-        counts = self._scheduler.swap(staged.leaves, staged.version, message["mode"])
+        counts = self._scheduler.swap(staged.loaded.weights, staged.version, message["mode"])
         self._staged, self._digest, self._probe_ids = None, staged.digest, staged.probe_ids
-        self._known = staged.leaves, staged.checksum
+        self._known = staged.loaded
         live = {"version": self._scheduler.version, "checksum": self._live_checksum(), "logprobs": None}
+        self._loaded.put(host_memory.release_freed)  # after the answer: it takes up to half a second
         return {
             "version": staged.version,
             "previous": current,
@@ -201,8 +210,8 @@ class EngineWorker:
         """
         from services.rollout.engines.sglang_jax.loading.checksum import checksum
 
-        live, (leaves, known) = self._scheduler.runner.model_state_leaves, self._known
-        return known if _are(live, leaves) else checksum(live)
+        live, known = self._scheduler.step.weights.arrays, self._known
+        return known.checksum if known is not None and _are(live, known) else checksum(live)
 
     def _on_audit(self, _: Message) -> Message:
         """Compute checksum and probe again, from the arrays that the next step uses, not from the staged ones."""
@@ -213,7 +222,7 @@ class EngineWorker:
         logprobs = None if self._probe_ids is None else score(scheduler, self._probe_ids, passes=1)
         return {
             "version": scheduler.version,
-            "checksum": checksum(scheduler.runner.model_state_leaves),
+            "checksum": checksum(scheduler.step.weights.arrays),
             "logprobs": logprobs,
         }
 
@@ -259,9 +268,10 @@ class EngineWorker:
         self._scheduler.flush()
 
 
-def _are(live: list[Any], leaves: list[Any]) -> bool:
-    """Return whether these are the same array objects."""
-    return len(live) == len(leaves) and all(a is b for a, b in zip(live, leaves, strict=True))
+def _are(live: list[Any], known: LoadedArrays) -> bool:
+    """Return whether the arrays are the same objects that were loaded."""
+    arrays = known.weights.arrays
+    return len(live) == len(arrays) and all(a is b for a, b in zip(live, arrays, strict=True))
 
 
 def _weights(message: Message) -> StagedWeights:
@@ -281,13 +291,20 @@ def _listed(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_weights_error(error: Exception, version: str) -> VolleyError:
-    """Translate an error of loading: it concerns these weights, not the engine; the old ones keep serving."""
+    """Translate an error of loading, after which the old weights keep serving.
+
+    Faults of files and devices concern the machine: another try may succeed, so the caller decides how many follow.
+    All others concern these weights.
+    """
     if isinstance(error, VolleyError):
         return error
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)):
         return OutOfMemory(f"weights {version} do not fit beside the serving ones: {error}")
     log.warning("stage failed", version=version, error=repr(error))
-    return WeightsError(f"weights {version} cannot be loaded: {type(error).__name__}: {error}")
+    kind: type[VolleyError] = Unavailable if isinstance(error, OSError | RuntimeError) else WeightsError
+    return (DeviceFailed if _is_of_device(error) else kind)(
+        f"weights {version} cannot be loaded: {type(error).__name__}: {error}"
+    )
 
 
 def _throw(error: VolleyError) -> None:
@@ -301,8 +318,7 @@ def _bind_life_to_parent() -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
 
 
 def beat(link: EngineLink) -> None:
@@ -322,7 +338,7 @@ def main(fd: int) -> int:
     threading.Thread(target=beat, args=(link,), daemon=True).start()
     try:
         (message,) = link.receive(60.0)
-        spec = EngineSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in message["spec"].items()})
+        spec = EngineSpec(**with_tuples(message["spec"]))
         worker, info = _boot(spec, link)
         link.send({"op": "ready", "info": {**info, "boot_s": time.perf_counter() - start, "pid": os.getpid()}})
         worker.run()
@@ -340,12 +356,15 @@ def named(error: Exception) -> VolleyError:
     if isinstance(error, VolleyError):
         return error
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, RuntimeError):
-        from jax.errors import JaxRuntimeError
+    return EngineDied(text) if _is_of_device(error) else VolleyError(text)
 
-        if isinstance(error, JaxRuntimeError):
-            return EngineDied(text)
-    return VolleyError(text)
+
+def _is_of_device(error: Exception) -> bool:
+    if not isinstance(error, RuntimeError):
+        return False
+    from jax.errors import JaxRuntimeError
+
+    return isinstance(error, JaxRuntimeError)
 
 
 def _boot(spec: EngineSpec, link: EngineLink) -> tuple[EngineWorker, Message]:

@@ -39,7 +39,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class EpisodeTokens:
     """A trajectory that stores N tokens, and their values, float32 [N], 0 at tokens that were not sampled, or None.
 
     The tokens are those of `Trajectory.stored`: all sequences of the episode, each token once.
@@ -51,7 +51,7 @@ class Episode:
     values: np.ndarray | None = None
 
 
-type EpisodeGroup = Sequence[Episode]
+type EpisodeGroup = Sequence[EpisodeTokens]
 """Episodes of one ticket."""
 
 
@@ -62,11 +62,14 @@ class Algorithm(Protocol):
     def needs(self) -> Needs: ...
 
     def counts(self, trajectory: Trajectory) -> bool:
-        """True if the trajectory's tokens are in the loss. Its reward always counts in its group."""
+        """True if the trajectory is in the loss. Otherwise it counts in no statistic of its group or step either."""
         ...
 
     def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
-        """Compute float64 [N] for each episode of a step, finite in float32; 0 at tokens that were not sampled."""
+        """Compute float64 [N] for each episode of a step, finite in float32; 0 at tokens that were not sampled.
+
+        All are 0 in an episode outside the loss.
+        """
         ...
 
     def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Statistics]:

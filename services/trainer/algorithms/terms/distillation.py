@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from services.trainer.algorithms.terms.actor import TokenMasks
-from services.trainer.algorithms.terms.algorithm import Algorithm, Episode, EpisodeGroup, Needs
+from services.trainer.algorithms.terms.algorithm import Algorithm, EpisodeGroup, EpisodeTokens, Needs
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.rewards import reverse_kl
 from services.trainer.algorithms.terms.statistics import Statistics
@@ -41,7 +41,7 @@ class Taught:
     def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         made = self._inner.advantages(groups)
         return [
-            [a + penalty(e, self._coef) for a, e in zip(one, group, strict=True)]
+            [a + penalty(e, self._coef) if self.counts(e.trajectory) else a for a, e in zip(one, group, strict=True)]
             for one, group in zip(made, groups, strict=True)
         ]
 
@@ -52,6 +52,6 @@ class Taught:
         return self._inner.token_masks(scores, batch)
 
 
-def penalty(episode: Episode, coef: float) -> np.ndarray:
+def penalty(episode: EpisodeTokens, coef: float) -> np.ndarray:
     """Compute float64 [N]: the teacher's part of each token's advantage."""
     return -coef * reverse_kl(episode.trajectory, episode.old)

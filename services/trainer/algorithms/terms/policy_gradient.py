@@ -13,7 +13,7 @@ import numpy as np
 from services.trainer.algorithms.terms import rewards as token_rewards
 from services.trainer.algorithms.terms.actor import ActorOptions, TokenMasks, actor_loss, token_masks
 from services.trainer.algorithms.terms.advantages import Estimate, group_relative
-from services.trainer.algorithms.terms.algorithm import Episode, EpisodeGroup, Needs
+from services.trainer.algorithms.terms.algorithm import EpisodeGroup, EpisodeTokens, Needs
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.rewards import Credit, Normalization, TokenRewards
 from services.trainer.algorithms.terms.statistics import Statistics
@@ -29,7 +29,7 @@ class RewardOptions:
 
     `kl_coef` scales a KL penalty in the reward: k1 from the sampling policy (as the trainer computes it, if known) to
     the reference. `penalty` of the number of an episode's sampled tokens is added to its reward. `mask_truncated`
-    excludes the tokens of truncated episodes from the loss.
+    excludes truncated episodes from the loss and from the statistics of their group and step.
     """
 
     credit: Credit = "episode"
@@ -78,9 +78,28 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
     def counts(self, trajectory: Trajectory) -> bool:
         return not (self.rewards.mask_truncated and trajectory.status == "truncated")
 
-    @abstractmethod
     def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         """See `Algorithm.advantages`."""
+        return self.zero_outside_loss(groups, self.compute_advantages)
+
+    @abstractmethod
+    def compute_advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+        """Compute float64 [N] for each episode. All episodes are in the loss, and each group has one or more."""
+
+    def zero_outside_loss(
+        self, groups: Sequence[EpisodeGroup], compute: Callable[[Sequence[EpisodeGroup]], list[list[np.ndarray]]]
+    ) -> list[list[np.ndarray]]:
+        """Compute float64 [N] for each episode from the episodes in the loss alone; 0 for the others.
+
+        Episodes outside the loss are in no mean, deviation, baseline or pool: the trained ones are compared among
+        themselves.
+        """
+        kept = [[e for e in group if self.counts(e.trajectory)] for group in groups]
+        made = (one for group in compute([group for group in kept if group]) for one in group)
+        return [
+            [next(made) if self.counts(e.trajectory) else np.zeros(e.trajectory.n_stored) for e in group]
+            for group in groups
+        ]
 
     @abstractmethod
     def surrogate(self, tokens: Tokens) -> TokenLoss:
@@ -94,7 +113,7 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
         return token_masks(scores, batch, self.actor, self.surrogate)
 
     def within_groups(self, groups: Sequence[EpisodeGroup], estimate: Estimate) -> list[list[np.ndarray]]:
-        """Compute advantages relative to the other episodes of the same task, as `advantages` does.
+        """Compute advantages relative to the other episodes of the same task, as `compute_advantages` does.
 
         All sampled tokens of an episode, in all its sequences, have the episode's advantage; an episode counts once in
         the statistics of its group, with any number of sequences.
@@ -106,10 +125,6 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
         """
         of_group = _of_episodes if self.rewards.credit == "episode" else _of_turns
         return [of_group(group, made, estimate) for group, made in zip(groups, self.token_rewards(groups), strict=True)]
-
-    def in_loss(self, groups: Sequence[EpisodeGroup]) -> list[np.ndarray]:
-        """Return bool [N] for each episode, group by group: true for tokens in the loss."""
-        return [sampled(e) & self.counts(e.trajectory) for group in groups for e in group]
 
     def token_rewards(self, groups: Sequence[EpisodeGroup]) -> list[list[TokenRewards]]:
         """Compute the rewards of each episode's tokens, with penalties and normalization."""
@@ -125,7 +140,7 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
             for group, totals in zip(made, wanted, strict=True)
         ]
 
-    def _token_rewards(self, episode: Episode) -> TokenRewards:
+    def _token_rewards(self, episode: EpisodeTokens) -> TokenRewards:
         options, trajectory = self.rewards, episode.trajectory
         added = 0.0 if options.penalty is None else options.penalty(trajectory.n_sampled)
         made = token_rewards.of_tokens(trajectory, options.credit, added)
@@ -138,9 +153,14 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
         return made
 
 
-def sampled(episode: Episode) -> np.ndarray:
+def sampled(episode: EpisodeTokens) -> np.ndarray:
     """Return bool [N]: true for sampled tokens."""
     return episode.trajectory.stored("loss_mask").astype(bool)
+
+
+def sampled_of(groups: Sequence[EpisodeGroup]) -> list[np.ndarray]:
+    """Return `sampled` of each episode, group by group."""
+    return [sampled(e) for group in groups for e in group]
 
 
 class Clipped[S: ClippedSection](PolicyGradient[S]):

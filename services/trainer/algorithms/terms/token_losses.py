@@ -8,8 +8,9 @@ With p the model's probability of a target token, q that of the sampler, A its a
     cispo                 -stop_gradient(clip(r, low, high)) A log p     (arXiv:2506.13585, eq. 4)
     dro                   -(A log p - beta / 2 (log r)^2)                (arXiv:2405.19107)
 
-`low` and `high` are bounds of the ratio itself, not distances from 1. A client's own loss is `cross_entropy` twice: a
-forward pass for log-probabilities, then one with the weights -dL/dlog p.
+log r is clipped to ±20 before r is computed, so that r is finite; `dro` takes it as it is, as Tinker documents. `low`
+and `high` are bounds of the ratio itself, not distances from 1. A client's own loss is `cross_entropy` twice: a forward
+pass for log-probabilities, then one with the weights -dL/dlog p.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ jax.tree_util.register_dataclass(TokenBatch, data_fields=["ids", "targets", *ARR
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLoss:
+class LossDefinition:
     """A loss: its value per token, float32 [B, T], and its inputs and settings with their defaults.
 
     An input without a default (None) is required.
@@ -101,12 +102,12 @@ def _dro(logprobs: jax.Array, batch: TokenBatch) -> jax.Array:
 _SAMPLED: Mapping[str, float | None] = {"logprobs": None, "advantages": None, "weights": 1.0}
 _CLIPPED: Mapping[str, float | None] = {**_SAMPLED, "clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _THRESHOLDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-LOSSES: Mapping[str, TokenLoss] = {
-    "cross_entropy": TokenLoss(_cross_entropy, {"weights": 1.0}, {}),
-    "importance_sampling": TokenLoss(_importance_sampling, _SAMPLED, {}),
-    "ppo": TokenLoss(_ppo, _CLIPPED, _THRESHOLDS),
-    "cispo": TokenLoss(_cispo, _CLIPPED, _THRESHOLDS),
-    "dro": TokenLoss(_dro, _SAMPLED, {"beta": 0.05}),
+LOSSES: Mapping[str, LossDefinition] = {
+    "cross_entropy": LossDefinition(_cross_entropy, {"weights": 1.0}, {}),
+    "importance_sampling": LossDefinition(_importance_sampling, _SAMPLED, {}),
+    "ppo": LossDefinition(_ppo, _CLIPPED, _THRESHOLDS),
+    "cispo": LossDefinition(_cispo, _CLIPPED, _THRESHOLDS),
+    "dro": LossDefinition(_dro, _SAMPLED, {"beta": 0.05}),
 }
 
 

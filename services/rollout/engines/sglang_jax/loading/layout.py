@@ -24,7 +24,7 @@ from functools import partial
 import numpy as np
 
 from shared.errors import WeightsError
-from shared.models import names
+from shared.models import adapter, names
 from shared.models.families import families
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -125,6 +125,40 @@ def to_engine(weights: Reads, shapes: Shapes, head_dim: int) -> Iterator[tuple[s
         )
     for target, (name, change) in found.items():
         yield target, _fit(target, change(renamed[name]()), tuple(shapes[target]), head_dim)
+
+
+def to_adapters(
+    weights: Reads, shapes: Shapes, head_dim: int
+) -> Iterator[tuple[str, Callable[[], tuple[np.ndarray, np.ndarray]]]]:
+    """Adapters by the engine's names of their weights; each is read as A [in, rank] and B [rank, out].
+
+    Args:
+        weights: reads the arrays by the trainer's names (shared.models.adapter).
+        shapes, head_dim: as in `to_engine`.
+
+    Raises WeightsError for an A without its B or the reverse, and for an adapter of a weight that the model lacks; the
+    readers raise it for shapes that do not fit.
+    """
+    found = adapter.weights_of(weights)
+    if wrong := sorted(set(weights) ^ {one(name) for name in found for one in (adapter.a_name, adapter.b_name)}):
+        raise WeightsError(f"{wrong[0]} is not an adapter of this base", "an A and its B come together")
+    for name in found:
+        target = _rule(names.hf_name(name), shapes)[0] if names.is_leaf(name) else name
+        if len(shapes.get(target, ())) != 2:
+            raise WeightsError(f"{name} is not an adapter of this base", "load adapters that were trained on it")
+        a, b = weights[adapter.a_name(name)], weights[adapter.b_name(name)]
+        yield target, partial(_adapter, target, a, b, shapes[target], head_dim)
+
+
+def _adapter(
+    name: str, a: Callable[[], np.ndarray], b: Callable[[], np.ndarray], shape: Sequence[int], head_dim: int
+) -> tuple[np.ndarray, np.ndarray]:
+    first, second = a(), b()
+    first, second = first.reshape(-1, first.shape[-1]), second.reshape(second.shape[0], -1)
+    rank = second.shape[0]
+    if first.shape != (shape[0], rank):
+        raise WeightsError(f"{list(first.shape)} and {list(second.shape)} are not an adapter of {name} {list(shape)}")
+    return first, _fit(name, second, (rank, shape[1]), head_dim)
 
 
 def _rule(name: str, shapes: Shapes) -> tuple[str, _Op]:

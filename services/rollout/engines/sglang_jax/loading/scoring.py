@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 
 from services.rollout.engines.sglang_jax.link import Message
+from services.rollout.engines.sglang_jax.scheduling.adapters import EngineWeights
 from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
 from services.rollout.engines.sglang_jax.scheduling.step import StepOutput
@@ -24,15 +24,15 @@ _PROBE_ROWS = 64
 
 
 def score(
-    scheduler: RolloutScheduler, ids: np.ndarray, leaves: list[jax.Array] | None = None, *, passes: int = _PASSES
+    scheduler: RolloutScheduler, ids: np.ndarray, weights: EngineWeights | None = None, *, passes: int = _PASSES
 ) -> np.ndarray | None:
     """float32[m]: log-probabilities of tokens 1…m of `ids` (int32[n], n >= 2), each given its prefix; call between two
     steps.
 
     m is n - 1, or less where the engine's context or `passes` of its largest batch end; None if that is none.
-    `leaves` are weights to use instead of the serving ones.
+    `weights` are used instead of the serving ones.
     """
-    found = [output.logprobs_B[:n] for output, n in _outputs(scheduler, ids, leaves, passes)]
+    found = [output.logprobs_B[:n] for output, n in _outputs(scheduler, ids, weights, passes)]
     return np.concatenate(found) if found else None
 
 
@@ -51,7 +51,7 @@ def score_with_top(scheduler: RolloutScheduler, ids: np.ndarray, n_top: int) -> 
 
 
 def _outputs(
-    scheduler: RolloutScheduler, ids: np.ndarray, leaves: list[jax.Array] | None, passes: int, *, with_top: bool = False
+    scheduler: RolloutScheduler, ids: np.ndarray, weights: EngineWeights | None, passes: int, *, with_top: bool = False
 ) -> Iterator[tuple[StepOutput, int]]:
     """Yield the outputs of the prefills in turn, each with the number of positions it scores."""
     page, rows = scheduler.page_size, _rows(scheduler)
@@ -70,7 +70,7 @@ def _outputs(
             end = min(start + rows, n)
             batch, sampling = _batch(scheduler, ids[start : end + 1], start, np.asarray(slots)[:end])
             sampling.with_top = with_top
-            yield scheduler.step(batch, sampling, leaves), end - start
+            yield scheduler.step(batch, sampling, weights), end - start
     finally:
         allocator.free(np.asarray(slots))
 

@@ -3,68 +3,158 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from typing import Any
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from services.rollout.engines.arrays.arrival import Arrival
-from services.rollout.engines.arrays.opening import BaseCache, bound_files, bound_leaves, open_arrays
+from services.rollout.engines.arrays.opening import bound_files, bound_leaves, open_arrays, open_base
+from services.rollout.engines.arrays.restore import CheckpointLeaf, open_unmerged
 from services.rollout.engines.sglang_jax.loading.checksum import Sums, combined, sums
-from services.rollout.engines.sglang_jax.loading.layout import to_engine
+from services.rollout.engines.sglang_jax.loading.layout import to_adapters, to_engine
+from services.rollout.engines.sglang_jax.scheduling.adapters import Adapters, EngineWeights, adapter_of
 from services.rollout.engines.staged import StagedWeights
 from shared.errors import WeightsError
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
-def load_leaves(
-    runner: Any, weights: StagedWeights, arrival: Arrival, bases: BaseCache
-) -> tuple[list[jax.Array], str, dict[str, float]]:
-    """Return the leaves in the runner's order on its devices, their checksum, and durations in seconds.
+class HeldBase(NamedTuple):
+    """Base of adapters on its devices: digest of its files, leaves in the runner's order, and their checksum."""
+
+    digest: str
+    leaves: list[jax.Array]
+    checksum: str
+
+
+class LoadedArrays(NamedTuple):
+    """Arrays of a version, their checksum, durations in seconds, and the base of its adapters, if it has any."""
+
+    weights: EngineWeights
+    checksum: str
+    timings: dict[str, float]
+    base: HeldBase | None
+
+
+@dataclass
+class _Summed:
+    """Placed arrays in the runner's order, their sums, and the seconds that these took once all chunks were here."""
+
+    leaves: list[jax.Array]
+    sums: list[Sums]
+    seconds: float = 0.0
+
+
+def load_leaves(runner: Any, weights: StagedWeights, arrival: Arrival, base: HeldBase | None = None) -> LoadedArrays:
+    """Load weights onto the runner's devices.
 
     `read_s` is for opening files, `place_s` for making device arrays, `checksum_s` for the checksum; the last two count
-    from the arrival of the last chunk. While one array is placed and hashed, the next is awaited and read. Adapters are
-    merged into the base that `bases` keeps.
+    from the arrival of the last chunk. While one array is placed and hashed, the next is awaited and read. Adapters
+    share the arrays of `base` if it is theirs and still has its checksum; otherwise their base is loaded too.
 
-    Shapes and committed shardings equal the serving ones', so a commit swaps pointers and never recompiles.
+    Shapes and committed shardings equal the serving ones', so a commit swaps pointers and recompiles nothing.
+    Adapters of other shapes than the serving ones compile at their first use.
 
     Raises:
         WeightsError: the files are not the manifest's, or their tree or shapes are not the manifest's or the model's.
         Unavailable: the files cannot be read now.
-        MemoryError: host or device memory does not hold a second copy.
+        MemoryError: host or device memory does not hold the new arrays.
     """
     start = time.perf_counter()
     current = dict(zip(leaf_names(runner), runner.model_state_leaves, strict=True))
     n_elements = sum(leaf.size for leaf in current.values())
     bound_files(weights.files, weights.version, n_elements)
-    if weights.base is not None:
+    adapters: Adapters = {}
+    if weights.base is None:
+        base = None
+        with open_arrays(weights, arrival) as found:
+            read = time.perf_counter()
+            made = _leaves(runner, current, found, arrival, exact=weights.kind != "hf")
+        if weights.kind == "hf" and (unmerged := open_unmerged(Path(weights.folder))) is not None:
+            adapters = _adapters(runner, current, *unmerged, arrival)
+    else:
         bound_files(weights.base.files, weights.base.digest, n_elements)
-    placed, found_sums, checksum_s = dict[str, jax.Array](), dict[str, Sums](), 0.0
-    with open_arrays(weights, arrival, bases) as found:
-        read = time.perf_counter()
-        bound_leaves(found, max(leaf.size for leaf in current.values()))
-        shapes = {name: leaf.shape for name, leaf in current.items()}
-        arrays = to_engine({k: v.read for k, v in found.items()}, shapes, runner.model_config.head_dim)
-        with closing(_ahead(arrays)) as ready, arrival.ended_by_failure():
-            for name, value in ready:
-                arrival.check()
-                placed[name] = _place(name, value, current[name], exact=weights.kind != "hf")
-                begun = time.perf_counter()
-                found_sums[name] = sums(placed[name])
-                checksum_s += arrival.seconds_since(begun)
+        made = None if base is None or base.digest != weights.base.digest else _unchanged(base)
+        if made is None:
+            with open_base(weights, weights.base, arrival) as found:
+                made = _leaves(runner, current, found, arrival, exact=True)
+            base = HeldBase(weights.base.digest, made.leaves, combined(made.sums))
+        with open_arrays(weights, arrival) as found:
+            read = time.perf_counter()
+            adapters = _adapters(runner, current, found, weights.base.scale, arrival)
     begun = time.perf_counter()
-    checksum = combined([found_sums[name] for name in current])
-    checksum_s += arrival.seconds_since(begun)
-    place_s = arrival.seconds_since(read) - checksum_s
-    timings = {"read_s": read - start, "place_s": place_s, "checksum_s": checksum_s}
-    return [placed[name] for name in current], checksum, timings
+    total = combined([*made.sums, *map(sums, jax.tree.leaves(adapters))])
+    checksum_s = made.seconds + arrival.seconds_since(begun)
+    timings = {"read_s": read - start, "place_s": arrival.seconds_since(read) - checksum_s, "checksum_s": checksum_s}
+    return LoadedArrays(EngineWeights(made.leaves, adapters), total, timings, base)
 
 
-def _ahead[T](given: Iterator[T]) -> Iterator[T]:
+def _unchanged(base: HeldBase) -> _Summed | None:
+    """Return the base's arrays with their sums; None if its memory has changed."""
+    made = _Summed(base.leaves, [sums(leaf) for leaf in base.leaves])
+    return made if combined(made.sums) == base.checksum else None
+
+
+def _leaves(
+    runner: Any,
+    current: Mapping[str, jax.Array],
+    found: Mapping[str, CheckpointLeaf],
+    arrival: Arrival,
+    *,
+    exact: bool,
+) -> _Summed:
+    """Place and sum the model's arrays."""
+    bound_leaves(found, max(leaf.size for leaf in current.values()))
+    shapes = {name: leaf.shape for name, leaf in current.items()}
+    arrays = to_engine({k: v.read for k, v in found.items()}, shapes, runner.model_config.head_dim)
+    placed, found_sums, seconds = dict[str, jax.Array](), dict[str, Sums](), 0.0
+    with closing(_ahead(arrays)) as ready, arrival.ended_by_failure():
+        for name, value in ready:
+            arrival.check()
+            placed[name] = _place(name, value, current[name], exact=exact)
+            begun = time.perf_counter()
+            found_sums[name] = sums(placed[name])
+            seconds += arrival.seconds_since(begun)
+    return _Summed([placed[name] for name in current], [found_sums[name] for name in current], seconds)
+
+
+def _adapters(
+    runner: Any, current: Mapping[str, jax.Array], found: Mapping[str, CheckpointLeaf], scale: float, arrival: Arrival
+) -> Adapters:
+    """Place adapters beside their weights. Raises WeightsError for one of a weight that can have none."""
+    bound_leaves(found, max(leaf.size for leaf in current.values()))
+    shapes = {name: leaf.shape for name, leaf in current.items()}
+    made: Adapters = {}
+    with arrival.ended_by_failure():
+        for name, read in to_adapters({k: v.read for k, v in found.items()}, shapes, runner.model_config.head_dim):
+            arrival.check()
+            with _device_memory():
+                made[name] = adapter_of(runner.model, name, *read(), scale)
+    return made
+
+
+def zero_adapters(runner: Any, shapes: Mapping[str, Sequence[int]]) -> Adapters:
+    """Make adapters that change nothing, so that the shapes of later ones are compiled at the start.
+
+    Args:
+        shapes: of the matrices, by the trainer's names.
+    """
+    found = {
+        name: CheckpointLeaf(tuple(shape), np.dtype(np.float32), partial(np.zeros, shape, np.float32))
+        for name, shape in shapes.items()
+    }
+    current = dict(zip(leaf_names(runner), runner.model_state_leaves, strict=True))
+    return _adapters(runner, current, found, 1.0, Arrival(lambda: None, is_complete=True))
+
+
+def _ahead[T](given: Iterator[T]) -> Generator[T]:
     """Yield the same items; make the next in a thread while one is used. Closing waits for the item being made."""
     with ThreadPoolExecutor(1, "read") as reader:
         following = reader.submit(next, given, None)
@@ -92,9 +182,16 @@ def _place(name: str, value: np.ndarray, like: jax.Array, *, exact: bool) -> jax
         raise WeightsError(
             f"{name} is {value.dtype}, the engine computes with {like.dtype}", "is model.dtype the trainer's?"
         )
-    try:
+    with _device_memory():
         # A transposed array is copied by JAX, which is several times as fast at it as numpy.
         return jax.block_until_ready(jax.device_put(np.asarray(value, like.dtype), like.sharding))
+
+
+@contextmanager
+def _device_memory() -> Iterator[None]:
+    """Raises MemoryError in place of JAX's error for a device that is full."""
+    try:
+        yield
     except jax.errors.JaxRuntimeError as error:
         if _OUT_OF_MEMORY in str(error):
             raise MemoryError(str(error).splitlines()[0]) from error

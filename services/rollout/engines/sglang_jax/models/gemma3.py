@@ -25,14 +25,15 @@ class _NormedRotary(nnx.Module):
             head_size=config.head_dim,
             rotary_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,
-            base=theta,
+            base=theta,  # pyrefly: ignore[bad-argument-type]  # computed in floats
             is_neox_style=True,
             dtype=dtype,
         )
 
     def __call__(self, positions: jax.Array, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         """q, k: [T, heads, H]."""
-        return self.rotary(positions, self.q_norm(q), self.k_norm(k))
+        normed: Any = (self.q_norm(q), self.k_norm(k))  # without a residual each returns one array
+        return self.rotary(positions, *normed)
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
@@ -42,7 +43,8 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         super().__init__(config, mesh, dtype)
         for layer, kind in zip(self.model.layers, config.layer_types, strict=True):
             theta = config.rope_theta if kind == "full_attention" else config.rope_local_base_freq
-            layer.self_attn.rotary_emb = nnx.data(_NormedRotary(config, theta, dtype))
+            attention: Any = layer.self_attn
+            attention.rotary_emb = nnx.data(_NormedRotary(config, theta, dtype))
 
     def _create_layer_mappings(self, layer_idx: int) -> dict[str, WeightMapping]:
         """Gemma 2's tensors, and the norms of queries and keys."""

@@ -55,7 +55,7 @@ class BlockAttention(NativeAttention):
     `attend` is a function with the arguments of `attend_blocks`, and `decode` in the place of `block_q`.
     """
 
-    attend = staticmethod(attend_on_cpu)
+    attend: Callable[..., jax.Array] = staticmethod(attend_on_cpu)
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, layer: Any, forward_batch: Any, token_to_kv_pool: Any, **_: Any
@@ -123,16 +123,22 @@ def write_and_attend(
     return attend(q, pool.reshape(-1, width), cache_loc, seq_lens, query_lens, kv_heads=kv_heads, **options), pool
 
 
-def fit_pool(kv_pool: Any, head_dim: int) -> None:
-    """Replace the buffers of an empty pool by buffers with rows of `head_dim`, uint16 for bfloat16; same sharding.
+type AllocateBuffer = Callable[[tuple[int, ...], Any, jax.sharding.Sharding], Callable[[], jax.Array]]
+"""Makes a function that allocates one layer's buffer of the pool, of a shape, a dtype and a sharding."""
+
+
+def fitted_buffers(allocate: AllocateBuffer, head_dim: int) -> AllocateBuffer:
+    """Allocate the pool's buffers with rows of `head_dim`, and as uint16 for bfloat16.
 
     The engine rounds the rows up to a multiple of 128 for its paged attention. XLA for CPUs scatters no bfloat16: it
     would convert the whole pool to float32 and back at every layer of every step. A bitcast of the pool would copy it,
     so the pool itself holds the bits as uint16.
     """
-    for layer, buffer in enumerate(kv_pool.kv_buffer):
-        shape, dtype = (*buffer.shape[:-1], head_dim), jnp.uint16 if buffer.dtype == jnp.bfloat16 else buffer.dtype
-        kv_pool.kv_buffer[layer] = jnp.zeros(shape, dtype, device=buffer.sharding)
+
+    def fitted(shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding) -> Callable[[], jax.Array]:
+        return allocate((*shape[:-1], head_dim), jnp.uint16 if dtype == jnp.bfloat16 else dtype, sharding)
+
+    return fitted
 
 
 def _stored(values: jax.Array, dtype: Any) -> jax.Array:

@@ -138,7 +138,7 @@ def batch_of(
     arrays: dict[str, jax.Array], layout: Layout, attention: Any, experts: Any
 ) -> tuple[ForwardBatch, LogitsMetadata]:
     """Build the model's arguments from unpacked arrays, its attention and the places of its experts."""
-    named = {name: arrays.get(name) for name in _OF_BATCH if name != "logits_indices"}
+    named: dict[str, Any] = {name: arrays.get(name) for name in _OF_BATCH if name != "logits_indices"}
     batch = ForwardBatch(
         bid=0,
         forward_mode=layout.forward_mode,

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.layers.linear import LinearBase
@@ -39,13 +40,14 @@ def float32_logits(processor: LogitsProcessor, hidden_states: jax.Array, lm_head
 
 def linear_through_float32(
     layer: LinearBase, x: jax.Array, *, out_sharding: jax.sharding.Sharding | None = None
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array | nnx.Param | None]:
     """Replaces `LinearBase.__call__` on CPUs: accumulates in float32 and rounds the result once.
 
     Args:
         x: [..., in].
     Returns: [..., out] in the layer's dtype, and the bias if the caller is to add it.
     """
+    assert layer.kernel_axes is not None
     target = out_sharding or NamedSharding(layer.mesh, P("data", *([None] * (x.ndim - 2)), layer.kernel_axes[-1]))
     inner = (((x.ndim - 1,), (0,)), ((), ()))
     out = jax.lax.dot_general(

@@ -48,6 +48,8 @@ class RolloutReq(Req):
             vocab_size=model_config.vocab_size,
             extra_key=version,
         )
+        # Never None: log-probabilities are always returned.
+        self.output_token_logprobs_val: list[float] = []  # pyrefly: ignore[bad-override-mutable-attribute]
         seed = message["sampling_seed"]
         seed = secrets.randbits(64) if seed is None else seed
         self.seed = (seed >> 32 & _WORD, seed & _WORD)
@@ -86,7 +88,7 @@ class RolloutReq(Req):
         if self.guide is not None:
             rows.guide(i, self.guide.biases(), self.guide.mask())
 
-    def keep_top(self, output: StepOutput, i: int) -> None:
+    def keep_top(self, output: StepOutput[np.ndarray], i: int) -> None:
         """Remember the most likely tokens of the step that samples the next token, row i, if they are wanted."""
         if self.n_top and output.top_ids_BN is not None and output.top_logprobs_BN is not None:
             self._sampled_top = output.top_ids_BN[i, : self.n_top], output.top_logprobs_BN[i, : self.n_top]

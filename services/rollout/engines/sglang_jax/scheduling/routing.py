@@ -36,4 +36,6 @@ class RoutingPool:
 def routing_of(config: Any) -> RoutingShape | None:
     """Return the routing shape of the engine's model configuration; None for a dense model."""
     n_experts = getattr(config, "num_experts", None)
-    return n_experts and RoutingShape(config.num_hidden_layers, n_experts, config.num_experts_per_tok)
+    if not n_experts:
+        return None
+    return RoutingShape(config.num_hidden_layers, n_experts, config.num_experts_per_tok)

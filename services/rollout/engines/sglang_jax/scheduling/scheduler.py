@@ -16,6 +16,7 @@ that computed it; in the modes `retract` and `abort` no token is computed from k
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from sgl_jax.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixPara
 from sgl_jax.srt.mem_cache.common import release_kv_cache
 
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
+from services.rollout.engines.sglang_jax.scheduling.adapters import EngineWeights
 from services.rollout.engines.sglang_jax.scheduling.inputs import SamplingRows
 from services.rollout.engines.sglang_jax.scheduling.requests import RolloutReq, dropped
 from services.rollout.engines.sglang_jax.scheduling.routing import RoutingPool, routing_of
@@ -47,11 +49,20 @@ class Flight(NamedTuple):
     reqs: list[RolloutReq]
     rows: dict[int, int]
     slots: list[np.ndarray]
-    output: StepOutput
+    output: StepOutput[jax.Array]
+
+
+def _own(reqs: Iterable[Any]) -> list[RolloutReq]:
+    """List requests of sglang-jax's batches, all made by `RolloutScheduler.add`."""
+    return list(reqs)
 
 
 class RolloutScheduler(Scheduler):
     """Runs steps and answers messages, all on one thread."""
+
+    # Only `add` queues requests.
+    waiting_queue: list[RolloutReq]  # pyrefly: ignore[bad-override-mutable-attribute]
+    chunked_reqs: list[RolloutReq | None]
 
     def __init__(self, server_args: Any, link: EngineLink, version: str | None) -> None:
         self.version = version
@@ -62,10 +73,11 @@ class RolloutScheduler(Scheduler):
         self._done: list[Message] = []
         self._new: list[Message] = []
         self._flight: Flight | None = None
-        super().__init__(server_args, communication_backend=self)
+        backend: Any = self  # the engine calls `send_pyobj` only
+        super().__init__(server_args, communication_backend=backend)
         self.step = FusedStep(self.runner, self.tp_worker.compilation_manager.max_padded_batch_size)
         routing = routing_of(self.model_config.hf_config)
-        self._routing = routing and RoutingPool(self.max_total_num_tokens + self.page_size, routing)
+        self._routing = None if routing is None else RoutingPool(self.max_total_num_tokens + self.page_size, routing)
         self._decode_first_n = 1  # a decode between two prefills: new requests gather, and running ones are not starved
 
     @property
@@ -75,6 +87,7 @@ class RolloutScheduler(Scheduler):
     def send_pyobj(self, message: Any) -> None:
         """Called by the engine's own code when it drops a request without a result of its own."""
         if isinstance(message, AbortReq):
+            assert isinstance(message.rid, str)
             self.drop(message.rid)
 
     def drop(self, rid: str) -> None:
@@ -157,7 +170,7 @@ class RolloutScheduler(Scheduler):
 
     def update_running_batch(self, batch: ScheduleBatch) -> ScheduleBatch | None:
         """Leave out requests that end with the running step, then prepare the batch for decoding."""
-        reqs, pending = batch.reqs_info[0].reqs, self._pending_rows()
+        reqs, pending = _own(batch.reqs_info[0].reqs), self._pending_rows()
         kept = [i for i, req in enumerate(reqs) if id(req) not in pending or not req.ends_with_next()]
         if len(kept) < len(reqs):
             batch.filter_batch(keep_indices={0: kept})
@@ -169,12 +182,12 @@ class RolloutScheduler(Scheduler):
 
     def _launch(self, batch: ScheduleBatch) -> Flight:
         self.forward_ct += 1
-        info, pending = batch.reqs_info[0], self._pending_rows()
-        reqs: list[RolloutReq] = list(info.reqs)
+        info: Any = batch.reqs_info[0]
+        reqs, pending = _own(info.reqs), self._pending_rows()
         extend = batch.forward_mode.is_extend()
         self.counts["prefill" if extend else "decode"] += 1
         self.counts["prefill_tokens"] += info.extend_num_tokens if extend else 0
-        inputs = batch.get_model_worker_batch(*self.tp_worker.get_precompile_paddings(), self.page_size)
+        inputs = batch.get_model_worker_batch(*self.tp_worker.get_precompile_paddings(), page_size=self.page_size)
         rows = SamplingRows(len(inputs.seq_lens))
         for i, req in enumerate(reqs):
             row = pending.get(id(req))
@@ -195,7 +208,7 @@ class RolloutScheduler(Scheduler):
         table = self.req_to_token_pool.req_to_token
         return [table[req.req_pool_idx, :n].copy() for req, n in zip(reqs, lengths, strict=False)]
 
-    def _process(self, flight: Flight, output: StepOutput, ahead: Flight | None) -> None:
+    def _process(self, flight: Flight, output: StepOutput[np.ndarray], ahead: Flight | None) -> None:
         """Give the step's results, now on the host, to its requests."""
         if output.experts_TLK is not None:
             assert self._routing is not None
@@ -247,9 +260,9 @@ class RolloutScheduler(Scheduler):
 
     def live(self) -> list[RolloutReq]:
         """Return every request that has not ended. Like everything below it is called after `settle`."""
-        running = [req for info in self.running_batch.reqs_info for req in info.reqs or []]
+        running = [req for info in self.running_batch.reqs_info for req in _own(info.reqs or ())]
         parked = [req for req in self.chunked_reqs if req is not None]
-        last = [req for info in self.last_batch.reqs_info for req in info.reqs or []] if self.last_batch else []
+        last = [req for info in self.last_batch.reqs_info for req in _own(info.reqs or ())] if self.last_batch else []
         unique = {id(req): req for req in (*running, *parked, *last, *self.waiting_queue)}
         return [req for req in unique.values() if not req.finished()]
 
@@ -278,15 +291,15 @@ class RolloutScheduler(Scheduler):
 
     # --- weights and cache ------------------------------------------------------------------------------------------
 
-    def swap(self, leaves: list[jax.Array], version: str, mode: str) -> Message:
-        """Make `leaves` serve as `version`; see `CommitMode`. Returns how many requests go on, and how many ended."""
+    def swap(self, weights: EngineWeights, version: str, mode: str) -> Message:
+        """Make `weights` serve as `version`; see `CommitMode`. Returns how many requests go on, and how many ended."""
         retracted = [] if mode == "in_place" else self._retract_all()
         aborted = [req for req in retracted if req.output_ids] if mode == "abort" else []
         for req in aborted:
             self.waiting_queue.remove(req)
             self._end_now(req, f"weights updated to {version}")
-        self.runner.model_state_leaves = leaves
-        nnx.update(self.runner.model, jax.tree_util.tree_unflatten(self.runner._model_state_def, leaves))
+        self.runner.model_state_leaves, self.step.adapters = weights.leaves, weights.adapters
+        nnx.update(self.runner.model, jax.tree_util.tree_unflatten(self.runner._model_state_def, weights.leaves))
         self.version = version
         for req in self.waiting_queue:
             req.extra_key = version
@@ -302,7 +315,7 @@ class RolloutScheduler(Scheduler):
         waiting, self.waiting_queue = self.waiting_queue, []
         retracted = self.running_batch.retract_all(self.server_args) if not self.running_batch.is_empty() else []
         self._retract_parked_chunked_reqs(retracted)
-        self.waiting_queue = [*retracted, *self.waiting_queue, *waiting]
+        self.waiting_queue = [*_own(retracted), *self.waiting_queue, *waiting]
         for info in self.running_batch.reqs_info:
             info.batch_is_full = False
         self.tree_cache.reset()

@@ -23,6 +23,7 @@ from sgl_jax.srt.eplb.expert_location import get_global_expert_location_metadata
 from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
 
 from services.rollout.engines.base import MAX_TOP_LOGPROBS
+from services.rollout.engines.sglang_jax.scheduling.adapters import Adapters, EngineWeights, attach
 from services.rollout.engines.sglang_jax.scheduling.inputs import (
     Layout,
     SamplingRows,
@@ -38,18 +39,20 @@ from shared.process.telemetry import Log
 log = Log("engine")
 
 
-class StepOutput(NamedTuple):
-    """Results of one step, on the host or on the device. B and T are the batch's padded numbers of requests and tokens.
+class StepOutput[Array: (np.ndarray, jax.Array)](NamedTuple):
+    """Results of one step, in numpy's arrays or on the device.
+
+    B and T are the batch's padded numbers of requests and tokens.
 
     tokens_B: int32, sampled. logprobs_B: float32, of them. experts_TLK: uint16, those that each token was sent to, of a
     model with experts. top_ids_BN, top_logprobs_BN: int32 and float32, the most likely tokens, if a row wanted them.
     """
 
-    tokens_B: np.ndarray
-    logprobs_B: np.ndarray
-    experts_TLK: np.ndarray | None
-    top_ids_BN: np.ndarray | None
-    top_logprobs_BN: np.ndarray | None
+    tokens_B: Array
+    logprobs_B: Array
+    experts_TLK: Array | None
+    top_ids_BN: Array | None
+    top_logprobs_BN: Array | None
 
 
 def future_token(row: Any) -> Any:
@@ -58,11 +61,15 @@ def future_token(row: Any) -> Any:
 
 
 class FusedStep:
-    """Runs batches on a model runner; owns the only reference to the serving weights' leaves besides the runner's."""
+    """Runs batches on a model runner; owns the only reference to the serving weights' leaves besides the runner's.
+
+    `adapters` are those of the serving weights.
+    """
 
     def __init__(self, runner: Any, max_requests: int) -> None:
         """`max_requests`: the largest padded number of requests of a batch."""
         self._runner = runner
+        self.adapters: Adapters = {}
         self.shapes = KnownShapes(None)
         self._sampled = jax.device_put(np.zeros(max_requests, np.int32), NamedSharding(runner.mesh, P(None)))
         model_def, _ = nnx.split(runner.model)
@@ -73,17 +80,24 @@ class FusedStep:
         """Number of shapes compiled so far."""
         return self._compiled._cache_size()
 
+    @property
+    def weights(self) -> EngineWeights:
+        """The serving weights."""
+        return EngineWeights(self._runner.model_state_leaves, self.adapters)
+
     def __call__(
-        self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None
-    ) -> StepOutput:
-        """Run the batch; `leaves` are weights to use instead of the serving ones."""
-        return jax.device_get(self.launch(batch, rows, leaves))
+        self, batch: ModelWorkerBatch, rows: SamplingRows, weights: EngineWeights | None = None
+    ) -> StepOutput[np.ndarray]:
+        """Run the batch; `weights` are used instead of the serving ones."""
+        return jax.device_get(self.launch(batch, rows, weights))
 
-    def launch(self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None) -> StepOutput:
+    def launch(
+        self, batch: ModelWorkerBatch, rows: SamplingRows, weights: EngineWeights | None = None
+    ) -> StepOutput[jax.Array]:
         """Start the batch on the device. The output's arrays are the device's; `jax.device_get` waits for them."""
-        return self._launch(self.arguments(batch, rows, leaves))
+        return self._launch(self.arguments(batch, rows, weights))
 
-    def _launch(self, arguments: tuple[Any, ...]) -> StepOutput:
+    def _launch(self, arguments: tuple[Any, ...]) -> StepOutput[jax.Array]:
         runner, before = self._runner, self.compilations
         with jax.set_mesh(runner.mesh):
             output, self._sampled, pool = self._compiled(*arguments)
@@ -110,7 +124,7 @@ class FusedStep:
         return True
 
     def arguments(
-        self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None
+        self, batch: ModelWorkerBatch, rows: SamplingRows, weights: EngineWeights | None = None
     ) -> tuple[Any, ...]:
         """Build the arguments of the compiled function."""
         runner = self._runner
@@ -118,13 +132,13 @@ class FusedStep:
         if metadata is not None:  # setting an attribute of a module walks what it holds
             runner.attn_backend.forward_metadata = metadata
         n_top = min(MAX_TOP_LOGPROBS, runner.model_config.vocab_size) if rows.with_top else 0
-        return (*self._fixed(leaves), *pack(batch, rows, n_top))
+        return (*self._fixed(weights), *pack(batch, rows, n_top))
 
-    def _fixed(self, leaves: list[jax.Array] | None) -> tuple[Any, ...]:
+    def _fixed(self, weights: EngineWeights | None) -> tuple[Any, ...]:
         """Build the arguments that do not depend on the batch."""
         runner = self._runner
         return (
-            runner.model_state_leaves if leaves is None else leaves,
+            weights or self.weights,
             runner.memory_pools,
             runner.attn_backend,
             get_global_expert_location_metadata(),
@@ -137,15 +151,16 @@ def compiled_step(mesh: jax.sharding.Mesh, model_def: Any, state_def: Any) -> An
 
     @partial(jax.jit, donate_argnames=["memory_pools"], static_argnames=["layout"])
     def step(
-        leaves: list[jax.Array],
+        weights: EngineWeights,
         memory_pools: Any,
         attention: Any,
         places: Any,
         sampled_before: jax.Array,
         packed: jax.Array,
         layout: Layout,
-    ) -> tuple[StepOutput, jax.Array, Any]:
-        model = nnx.merge(model_def, jax.tree_util.tree_unflatten(state_def, leaves))
+    ) -> tuple[StepOutput[jax.Array], jax.Array, Any]:
+        model = nnx.merge(model_def, jax.tree_util.tree_unflatten(state_def, weights.leaves))
+        attach(model, weights.adapters)
         arrays = unpack(packed, layout)
         ids = arrays["input_ids"]
         arrays["input_ids"] = jnp.where(ids < 0, sampled_before[jnp.maximum(future_token(ids), 0)], ids)

@@ -1,0 +1,18 @@
+"""Tables of the sessions' database."""
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, record BLOB NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL, result BLOB,
+    claimed TEXT NOT NULL, output TEXT NOT NULL, expires REAL NOT NULL, settled INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS settled ON sessions (settled);
+CREATE TABLE IF NOT EXISTS calls (
+    session TEXT NOT NULL, number INTEGER NOT NULL, key TEXT, body BLOB NOT NULL, answer BLOB NOT NULL,
+    delivered INTEGER NOT NULL, PRIMARY KEY (session, number)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS nodes (
+    session TEXT NOT NULL, number INTEGER NOT NULL, node BLOB NOT NULL, PRIMARY KEY (session, number)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS counts (state TEXT PRIMARY KEY, n INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS secrets (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
+"""

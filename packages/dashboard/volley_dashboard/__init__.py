@@ -1,0 +1,1 @@
+"""Views of runs: a page in the browser, episodes token by token, plots, and reports to experiment trackers."""

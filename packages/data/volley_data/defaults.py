@@ -1,0 +1,52 @@
+"""Settings of a short run on own data, where none are given, and the lengths of its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shared import config
+from shared.config import LoadedConfig
+from shared.models.chat import ChatTokenizer
+from shared.models.config import ModelConfig
+from volley.planning import automatic
+from volley_data.rows import RowTasks, longest
+
+_MEASURED = 64
+_STEPS, _GROUPS, _EVALUATED, _INTERVAL = 40, 8, 200, 10
+
+
+def fitted(
+    loaded: LoadedConfig, folder: Path, name: str, splits: Sequence[RowTasks], *, turns: int, tools: int
+) -> LoadedConfig:
+    """Choose what is left out, with its reason. Raises ConfigError if the prompts do not fit the model.
+
+    Args:
+        folder: of the model.
+        name: of the run.
+        splits: training tasks, and the held-out ones if there are any.
+        tools: characters of the tools' schemas.
+    """
+    n_train, n_eval = len(splits[0].tasks), sum(len(part.tasks) for part in splits[1:])
+    chosen: dict[str, tuple[Any, str]] = {
+        "run.name": (name, "the name of the data"),
+        "data.n_eval_tasks": (max(1, min(n_eval, _EVALUATED)), f"{n_eval} tasks are held out"),
+        "orchestrator.max_turns": (turns, "answers of an episode" if turns > 1 else "a prompt has one answer"),
+        "trainer.max_steps": (_STEPS, "a first run; more steps continue it"),
+        "trainer.groups_per_step": (min(_GROUPS, n_train), "prompts of a step"),
+    }
+    if n_eval:
+        chosen["orchestrator.eval_every_n_steps"] = (_INTERVAL, "held-out tasks show what is learnt")
+    missing = {key: one for key, one in chosen.items() if not automatic.is_given(loaded, key)}
+    changed = config.changed(loaded, {key: value for key, (value, _) in missing.items()})
+    loaded = replace(changed, choices={**loaded.choices, **{key: reason for key, (_, reason) in missing.items()}})
+    return automatic.fit(loaded, ModelConfig.read(folder), _lengths(folder, splits, tools), packs=True)
+
+
+def _lengths(folder: Path, splits: Sequence[RowTasks], tools: int) -> automatic.PromptLengths:
+    """Tokenize the prompts with most characters."""
+    tokenizer = ChatTokenizer(folder)
+    counts = [len(tokenizer.render_prompt(messages)) + tools // 3 for messages in longest(splits, _MEASURED)]
+    return automatic.PromptLengths(sum(len(part.tasks) for part in splits), max(counts))

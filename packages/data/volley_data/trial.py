@@ -1,0 +1,68 @@
+"""The check of an environment before a run: every row's reward, then the validation that the service would make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from shared.errors import ConfigError
+from volley.submissions.source import Content
+from volley.submissions.trial import validated
+
+_CHECKED = re.compile(r"^Checked: (\{.*\})$", re.MULTILINE)
+_PASSED = "passed.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTrial:
+    """Number of rows whose reward was computed, the seconds it took, and the characters of the tools' schemas."""
+
+    rows: int
+    seconds: float
+    tools: int = 0
+
+
+def check(content: bytes, folder: Path, shown: str) -> RewardTrial:
+    """Check an archive in this machine's sandbox, once. Raises ConfigError with the first mistake.
+
+    Args:
+        folder: where the archive is; a file there says that it has passed.
+    """
+    if (passed := folder / _PASSED).is_file():
+        return RewardTrial(**orjson.loads(passed.read_bytes()))
+    packed = Content("data", content, archive=True)
+    loads = _failed(packed, {"check": True})
+    match = _CHECKED.search(loads[1] if loads else "")
+    if match is None:
+        raise ConfigError(f"{shown}: {_one_line(loads)}", "correct the file")
+    found: dict[str, Any] = orjson.loads(match[1])
+    if "wrong" in found:
+        raise ConfigError(str(found["wrong"]), "correct the reward")
+    if failed := _failed(packed, {}):
+        raise ConfigError(f"{shown}: {_one_line(failed)}", failed[2])
+    trial = RewardTrial(**found)
+    passed.write_bytes(orjson.dumps(trial))
+    return trial
+
+
+def _failed(packed: Content, config: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Validate. Returns name, detail and hint of the first check that failed. Raises ConfigError."""
+    _, report = validated(packed, config=config)
+    if report is None:
+        raise ConfigError("the rewards cannot be tried on this machine, see the line above")
+    failed = next((one for one in report["checks"] if not one["ok"]), None)
+    return None if failed is None else (failed["name"], failed["detail"], failed["hint"])
+
+
+def _one_line(failed: tuple[str, str, str] | None) -> str:
+    """The error and its place in the user's file."""
+    if failed is None:
+        return "the check of the rewards did not end"
+    lines = [line.strip() for line in failed[1].splitlines()]
+    own = [line for line in lines[1:] if "volley_rows.py" not in line and "volley_tools.py" not in line]
+    return " ".join([lines[0].removeprefix("NoTool: ").removeprefix("WrongReward: "), *own[-1:]])

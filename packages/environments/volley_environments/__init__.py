@@ -1,0 +1,1 @@
+"""Environments beside the core's: mathematics, code, SQL, games, puzzles."""

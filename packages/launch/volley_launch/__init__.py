@@ -1,0 +1,1 @@
+"""Runs on several hosts: Slurm, SkyPilot, TPU VMs."""

@@ -1,0 +1,1 @@
+"""Proofs of runs from their folders: every ticket once, every step again, every reward again."""

@@ -1,0 +1,1 @@
+"""Trainer and samplers for clients of Tinker's interface (the tinker SDK)."""

@@ -1,0 +1,117 @@
+"""Packages beside the core: what each adds to it is found by the entry points of its distribution.
+
+An entry point is a name and an object in a module, written in the package's pyproject.toml. The groups are
+
+    volley.sections   place in the configuration, such as `tinker` → subclass of `shared.section.PackageSection`
+    volley.keys       place of one key in a section of the core, such as `run.trackers` → `shared.section.PackageKey`
+    volley.commands   name of a command of `volley` → `volley.command.Command`
+    volley.proofs     kind of folder → `volley.proof.Prove`; `run` is asked last
+    volley.routers    routes of a service, named such as `env.openenv` → `shared.web.routes.ServiceRoutes`
+    volley.sinks      receiver of a run's metrics → `(folder) -> shared.process.sinks.MetricsSink`
+    volley.sidecars   name of a helper beside a run → `(folder, config) -> context manager` (volley.local.sidecars)
+    volley.parts      part that the core can do without: `bucket.run` → `(StoreContext) -> RunStore` (services.trainer.
+                      loop.run_store), `bucket.versions` → `(address, folder) -> VersionStore` (services.rollout.
+                      weights.sources), `plots` → `volley.reporting.plots.Plots`, `trajectories` →
+                      `(folder) -> volley.client.records.EpisodeArchive`, `gpu_kernels` → `volley_engines.gpu`,
+                      `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
+                      `tables` → `shared.files.rows.rows` for CSV, Parquet and Arrow,
+                      `environments` → `services.env.extension.Extension`, `environment_templates` →
+                      `() -> {name: file}`; `environment_check`, `sandbox_tier` → modules that run as programs
+    volley.agents     recorder of agents' calls → `(RecorderContext) -> AgentRecorder` (services.orchestrator.agents)
+    volley.environment_kinds   built-in environment → `services.env.environments.kinds.EnvironmentKind`
+    volley.dataset_kinds       the same, for environments whose tasks are rows of `data.train` and `data.eval`
+    volley.engines    name for `rollout.engine.kind` → `shared.engine_kinds.EngineKind`
+    volley.backends   name for `trainer.backend` → `shared.backend_kinds.BackendKind`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from shared.errors import ConfigError
+
+SECTIONS, COMMANDS, PROOFS = "volley.sections", "volley.commands", "volley.proofs"
+ENVIRONMENTS, DATASETS = "volley.environment_kinds", "volley.dataset_kinds"
+ENGINES, AGENTS = "volley.engines", "volley.agents"
+BACKENDS, ROUTERS, SINKS = "volley.backends", "volley.routers", "volley.sinks"
+KEYS, SIDECARS, PARTS = "volley.keys", "volley.sidecars", "volley.parts"
+NAMED = (SECTIONS, KEYS, COMMANDS, ENGINES, PARTS, BACKENDS, ENVIRONMENTS, DATASETS)
+OWNERS: Mapping[str, str] = {
+    "tinker": "volley-rl-tinker",
+    **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
+    **dict.fromkeys(("launch", "node", "plan"), "volley-rl-launch"),
+    "tunix": "volley-rl-tunix",
+    **dict.fromkeys(
+        ("run.dashboard", "run.trackers", "dashboard", "track", "trajectories", "plots"), "volley-rl-dashboard"
+    ),
+    **dict.fromkeys(("own_data", "own_data.options", "tables"), "volley-rl-data"),
+    **dict.fromkeys(("sglang", "vllm", "gpu_kernels"), "volley-rl-engines"),
+    **dict.fromkeys(("blocksworld", "reasoning_gym", "sokoban", "tetris"), "volley-rl-environments"),
+    **dict.fromkeys(
+        ("environments", "environment_check", "environment_templates", "sandbox_tier"), "volley-rl-sandbox"
+    ),
+    **dict.fromkeys(("code", "gsm8k", "math", "text_to_sql"), "volley-rl-environments"),
+    **dict.fromkeys(("verify", "replay", "fork", "reverify"), "volley-rl-proof"),
+}
+"""Distribution that brings a section, a command or an engine, for the message to somebody who has not installed it."""
+
+
+@cache
+def found(group: str) -> Mapping[str, EntryPoint]:
+    """Entry points of a group, by name. Raises ConfigError if two installed packages bring one name."""
+    points: dict[str, EntryPoint] = {}
+    for point in sorted(entry_points(group=group), key=lambda point: point.name):
+        other = points.setdefault(point.name, point)
+        if other.value != point.value:
+            owners = " and ".join(sorted(map(_owner, (other, point))))
+            raise ConfigError(f"both {owners} bring {point.name} ({group})", "uninstall one of them")
+    return points
+
+
+def load(point: EntryPoint) -> Any:
+    """Import an entry point's object. Raises ConfigError."""
+    try:
+        return point.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{point.name} of the package {_owner(point)} cannot be loaded: {error}",
+            "install it again, or uninstall it",
+        ) from error
+
+
+def loaded(group: str) -> dict[str, Any]:
+    """Import all objects of a group, by name. Raises ConfigError."""
+    return {name: load(point) for name, point in found(group).items()}
+
+
+def part(name: str, *, required: bool = True) -> Any:
+    """Import a part that the core can do without. If no package brings it, raise ConfigError, or return None."""
+    if (point := found(PARTS).get(name)) is not None:
+        return load(point)
+    if required:
+        raise ConfigError(f"{name}: {_absent(name)}", "install it")
+    return None
+
+
+def program(name: str) -> str:
+    """Return the name of the module of a part that runs as a program. Raises ConfigError."""
+    if (point := found(PARTS).get(name)) is None:
+        raise ConfigError(f"{name}: {_absent(name)}", "install it")
+    return point.module
+
+
+def missing(name: str) -> str | None:
+    """Say which package brings something of this name, if it is not installed; None for any other name."""
+    known = any(name in found(group) for group in NAMED)
+    return None if known or name not in OWNERS else _absent(name)
+
+
+def _absent(name: str) -> str:
+    return f"it belongs to the package {OWNERS[name]}, which is not installed"
+
+
+def _owner(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.value

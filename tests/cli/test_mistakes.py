@@ -1,0 +1,90 @@
+"""First mistakes: each is answered by one line and a hint, before any service starts and without a run's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from volley.__main__ import main
+from volley.layout import PROJECT
+
+CONFIG = str(PROJECT / "configs/quickstart.yaml")
+QUICKSTART = str(PROJECT / "configs/models/quickstart")
+TRAIN = ["train", "--config", CONFIG]
+
+MISTAKES = [
+    (["trian"], "'trian' is unknown: did you mean train?"),
+    (["nothing"], "'nothing' is unknown; commands are quickstart, train, "),
+    (["train", "x.yaml"], "x.yaml: no such folder"),
+    (["train"], "neither a run's folder nor --config is given"),
+    ([*TRAIN, "--modle", "x"], "unrecognized arguments: --modle"),
+    ([*TRAIN, "--trainer.max_steps=abc"], "trainer.max_steps='abc': input should be a valid integer"),
+    ([*TRAIN, "trainer.max_step=5"], "unknown key trainer.max_step: did you mean trainer.max_steps?"),
+    ([*TRAIN, "trainer.max_steps=true"], "trainer: max_steps=true is not a number"),
+    ([*TRAIN, "trainer.max_steps="], "trainer.max_steps has no value"),
+    ([*TRAIN, "trainer.max_steps=-3"], "trainer.max_steps=-3: input should be greater than 0"),
+    ([*TRAIN, "trainer=5"], "trainer is a section, not 5"),
+    ([*TRAIN, "trainr.max_steps=5"], "unknown key trainr: did you mean trainer?"),
+    ([*TRAIN, "learning_rate=1"], "unknown key learning_rate: did you mean trainer.optimizer_config.learning_rate or "),
+    ([*TRAIN, "algorithm.name=gropo"], "algorithm.name='gropo': did you mean grpo?"),
+    ([*TRAIN, "data.env=frozenlake"], "data.env=frozenlake: there is no such environment"),
+    ([*TRAIN, "data.env=gsm8k"], "data.env=gsm8k reads its tasks from files, and none is named"),
+    ([*TRAIN, "data.env=nothere.py"], "data.env=nothere.py: {cwd}/nothere.py does not exist or is not a file"),
+    ([*TRAIN, "data.env={cwd}/empty"], "data.env={cwd}/empty: {cwd}/empty holds no environment"),
+    ([*TRAIN, "model.path={cwd}/missing"], "model.path {cwd}/missing is no folder"),
+    ([*TRAIN, "model.path=empty"], "model.path {cwd}/empty holds no config.json"),
+    ([*TRAIN, "rollout.engine.device=gpu"], "rollout.engine.device gpu: this machine has no GPU that can be seen"),
+    ([*TRAIN, "sft.enabled=1"], "unknown key sft.enabled"),
+    ([*TRAIN, "run.name", "=", "a"], "override 'run.name' is not of the form key.path=value"),
+    (["serve", QUICKSTART, "--device", "gpu"], "--device gpu: this machine has no GPU"),
+    (["train", "--config", "missing.yaml"], "config file missing.yaml: No such file or directory"),
+    (["train", "--config", "empty"], "config file empty: Is a directory"),
+    (["train", "--config", "tabs.yaml"], "config file tabs.yaml, line 2 is indented with a tab"),
+    (["train", "--config", "list.yaml"], "config file list.yaml holds a list, not a mapping of sections"),
+    (["train", "--config", "nothing.yaml"], "config file nothing.yaml is empty"),
+    (["train", "--config", "open.yaml"], "config file open.yaml is not valid YAML, line 2: "),
+    (["train", "--config", "binary.yaml"], "config file binary.yaml is not text"),
+    (["train", "--config", "twice.yaml"], "config file twice.yaml is not valid YAML, line 3: the key 'run' is given"),
+    (["report", "missing"], "{cwd}/missing is no folder"),
+    (["status", "empty"], "{cwd}/empty is not the folder of a run started here"),
+    (["eval", "tabs.yaml"], "tabs.yaml is not the folder of a run"),
+    (["env", "test", "missing.py"], "missing.py does not exist"),
+    (["env", "test", "tabs.yaml"], "tabs.yaml is no environment"),
+    (["sft", "tabs.yaml", "--model", QUICKSTART], "{cwd}/tabs.yaml is not a data file"),
+]
+FILES = {
+    "tabs.yaml": b"run:\n\tname: x\n",
+    "list.yaml": b"- a\n- b\n",
+    "nothing.yaml": b"",
+    "open.yaml": b"run: [1\n",
+    "binary.yaml": b"\xff\xfe\x00",
+    "twice.yaml": b"run:\n  name: a\nrun:\n  name: b\n",
+}
+
+
+@pytest.mark.parametrize(("arguments", "first"), MISTAKES, ids=[" ".join(one[0])[-40:] for one in MISTAKES])
+def test_a_mistake_is_answered_by_one_line_and_a_hint(
+    arguments: list[str],
+    first: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "empty").mkdir()
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as ended:
+        main([one.replace("{cwd}", str(tmp_path)) for one in arguments])
+    assert ended.value.code == 2
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    line, *hint = shown.err.splitlines()
+    assert line.startswith(f"volley: {first.replace('{cwd}', str(tmp_path))}")
+    assert len(hint) <= 1
+    assert all(one.startswith("  ") for one in hint)
+    assert "\\n" not in shown.err
+    assert sorted(tmp_path.rglob("*")) == before

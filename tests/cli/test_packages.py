@@ -1,0 +1,355 @@
+"""A package that is installed adds a section, a command and a proof; one that is not is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.env.app import open_extension
+from services.env.settings import ConfiguredSource, from_config
+from services.env.threads import ThreadRunner
+from shared import packages
+from shared.config import load
+from shared.errors import ConfigError
+from shared.run.folder import RunFolder
+from shared.run.sources import FoundSource
+from shared.run_config import extended
+from shared.schema import RunConfig, TrainerSection
+from shared.section import PackageSection
+from tests.support import small_run
+from volley import Client
+from volley.layout import PROJECT
+from volley.reporting import report
+
+MODULE = """
+from contextlib import contextmanager
+
+from fastapi import APIRouter
+
+from services.env.extension import Extension
+
+from shared.backend_kinds import BackendKind
+from shared.engine_kinds import EngineKind
+from shared.run_config import value_of
+from shared.section import PackageKey, PackageSection
+from shared.web.access import Role
+from shared.web.routes import ServiceRoutes
+from volley.command import Command
+from volley.printing import print_result
+from volley.proof import Proof
+
+COMMAND = Command("fictitious", "say a word", "word", group="Look")
+BACKEND = BackendKind("fictitious:Learner", 1, lambda config: "it has no words" if config.trainer.lora else None)
+ENGINE = EngineKind("fictitious:open_engine", ("exact_ids",), is_external=True)
+SHOUT = PackageKey(bool, False, "With `shout`, the word is loud.")
+
+router = APIRouter()
+ROUTES = ServiceRoutes(router, {"GET /word": Role.ANYONE})
+
+@router.get("/word")
+async def word():
+    return {"word": "hello"}
+
+class LineSink:
+    name = "word"
+
+    def __init__(self, folder):
+        self._file = folder / "lines"
+
+    def write(self, kind, line):
+        self._file.write_text(f"{kind} {line['step']}")
+
+    def close(self):
+        pass
+
+class WordSection(PackageSection):
+    "A word."
+    word: str = "hello"
+
+@contextmanager
+def say(folder, config):
+    print("HELLO" if value_of(config, SHOUT) else "hello")
+    yield
+    print("bye")
+
+def add(parser):
+    parser.add_argument("--loud", action="store_true")
+
+def run(arguments):
+    print_result({"loud": arguments.loud}, "HELLO" if arguments.loud else "hello")
+    return 0
+
+class WordExtension(Extension):
+    def about(self):
+        return {"word": "hello"}
+
+    def rows(self):
+        return [{"name": "word", "base": "word", "config": {}, "state": "active", "version": 1, "weight": 0.0}]
+
+def prove(folder, tell):
+    return Proof({"ok": True}, "proven: a word") if (folder / "word").exists() else None
+"""
+POINTS = """
+[volley.commands]
+word = fictitious:COMMAND
+[volley.sections]
+trainer.word = fictitious:WordSection
+[volley.keys]
+run.shout = fictitious:SHOUT
+[volley.sidecars]
+word = fictitious:say
+[volley.routers]
+orchestrator.word = fictitious:ROUTES
+[volley.sinks]
+word = fictitious:LineSink
+[volley.proofs]
+word = fictitious:prove
+[volley.engines]
+parrot = fictitious:ENGINE
+[volley.backends]
+lute = fictitious:BACKEND
+"""
+SERVE = """
+import asyncio, sys
+from pathlib import Path
+import httpx
+from shared.process.sinks import MetricsFanout
+from shared.services_schema import Limits
+from shared.web.http import create_app
+
+async def answer(service):
+    app = create_app(service, limits=Limits(), tokens=None, ready=lambda: None)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        return (await client.get("/word")).status_code
+
+print(asyncio.run(answer("orchestrator")), asyncio.run(answer("env")))
+with MetricsFanout.opened([], Path(sys.argv[1])) as sinks:
+    sinks.send("step", {"step": 7})
+"""
+ALONE = """
+import importlib.metadata
+importlib.metadata.entry_points = lambda group: ()
+
+import services.orchestrator.app, services.env.app
+from services.env.environments.kinds import kinds
+from shared import backend_kinds, engine_kinds
+from shared.config import load
+from volley.__main__ import all_commands
+
+load(["configs/quickstart.yaml"])
+print(*kinds())
+print(engine_kinds.names(), backend_kinds.names())
+print("verify" in all_commands())
+"""
+PLAY = """
+import asyncio, sys
+import importlib.metadata
+from pathlib import Path
+import httpx
+
+points = [importlib.metadata.EntryPoint(*one.split("="), "volley.parts") for one in sys.argv[2:]]
+importlib.metadata.entry_points = lambda group: [point for point in points if point.group == group]
+
+from services.env.app import open_env
+from services.env.settings import from_config
+from shared.config import load
+
+async def play(client):
+    body = {"request_id": "1", "env": "frozen_lake", "split": "train", "index": 0}
+    episode = (await client.post("/episodes", json=body)).json()
+    message = {"role": "assistant", "content": "<answer>Right</answer>"}
+    path = f"/episodes/{episode['episode_id']}/step"
+    step = await client.post(path, json={"request_id": "2", "message": message})
+    rows = (await client.get("/environments")).json()["environments"]
+    submitted = await client.post("/environments", json={"name": "a", "source": "b"})
+    print(step.status_code, submitted.status_code, *(row["name"] for row in rows))
+    print((await client.get("/health")).json())
+
+async def main():
+    settings = from_config(load(["configs/quickstart.yaml"], [f"services.env.folder={sys.argv[1]}"]).config)
+    async with open_env(settings) as service:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url="http://x") as client:
+            await play(client)
+
+asyncio.run(main())
+"""
+SETTINGS = ("--config", "configs/quickstart.yaml")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder with an installed distribution of one module."""
+    about = tmp_path / "site" / "fictitious-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fictitious\nVersion: 1.0\n", encoding="utf-8")
+    (about / "entry_points.txt").write_text(POINTS, encoding="utf-8")
+    (about.parent / "fictitious.py").write_text(MODULE, encoding="utf-8")
+    return about.parent
+
+
+def volley(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return python(site, "-m", "volley", *arguments)
+
+
+def python(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    variables = {**os.environ, "PYTHONPATH": str(site)}
+    return subprocess.run(command, cwd=PROJECT, env=variables, capture_output=True, encoding="utf-8", check=False)
+
+
+def test_its_command_is_listed_and_runs(site: Path) -> None:
+    look = volley(site, "--help").stdout.partition("Look:")[2].partition("\n\n")[0]
+    assert "\n  word          say a word\n" in look
+    assert volley(site, "word", "--loud").stdout == "HELLO\n"
+    assert volley(site, "word", "--json").stdout.split() == ["{", '"loud":', "false", "}"]
+
+
+def test_its_section_has_defaults_a_schema_and_checked_keys(site: Path) -> None:
+    shown = volley(site, "config", "show", *SETTINGS, "trainer.word.word=bye").stdout
+    assert "trainer.word.word" in shown
+    assert "bye" in shown
+    assert '"WordSection"' in volley(site, "config", "schema").stdout
+    wrong = volley(site, "config", "show", *SETTINGS, "trainer.word.wrod=bye")
+    assert wrong.returncode == 2
+    assert "unknown key trainer.word.wrod: did you mean trainer.word.word?" in wrong.stderr
+
+
+def test_its_route_is_of_one_service_and_its_sink_gets_lines(site: Path, tmp_path: Path) -> None:
+    assert python(site, "-c", SERVE, str(tmp_path)).stdout == "200 404\n"
+    assert (tmp_path / "lines").read_text(encoding="utf-8") == "step 7"
+
+
+def test_its_engine_is_a_kind_of_the_configuration(site: Path) -> None:
+    engine = ("rollout.engine.kind=parrot", "rollout.engine.url=http://127.0.0.1:1")
+    assert "parrot" in volley(site, "config", "show", *SETTINGS, *engine).stdout
+    refused = volley(site, "config", "show", *SETTINGS, "rollout.engine.kind=parot")
+    assert refused.returncode == 2
+    assert "rollout.engine.kind: 'parot' is unknown: did you mean parrot?" in refused.stderr
+
+
+def test_its_backend_says_what_it_cannot_train_with(site: Path) -> None:
+    assert "lute" in volley(site, "config", "show", *SETTINGS, "trainer.backend=lute").stdout
+    refused = volley(site, "config", "show", *SETTINGS, "trainer.backend=lute", "trainer.lora.rank=1")
+    assert refused.returncode == 2
+    assert "trainer.backend=lute: it has no words, or use trainer.backend=volley" in refused.stderr
+
+
+def test_its_key_stands_among_those_of_the_core(site: Path) -> None:
+    shown = volley(site, "config", "show", *SETTINGS, "run.shout=true").stdout
+    assert re.search(r"^run.shout +True +command line$", shown, re.MULTILINE)
+    assert "With `shout`, the word is loud." in volley(site, "config", "schema").stdout
+    wrong = volley(site, "config", "show", *SETTINGS, "run.shuot=true")
+    assert "unknown key run.shuot: did you mean run.shout?" in wrong.stderr
+
+
+def test_its_sidecar_runs_beside_a_run(site: Path) -> None:
+    program = """
+from pathlib import Path
+from shared.config import load
+from shared.run.folder import RunFolder
+from volley.local.sidecars import sidecars
+config = load(["configs/quickstart.yaml"], ["run.shout=true", "run.dashboard=false"]).config
+with sidecars(RunFolder(Path("r")), config):
+    print("running")
+"""
+    done = python(site, "-c", program)
+    assert (done.stdout.split(), done.stderr) == (["HELLO", "running", "bye"], "")
+
+
+def test_without_the_package_of_plots_a_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = packages.found
+    monkeypatch.setattr(packages, "found", lambda group: {} if group == packages.PARTS else found(group))
+    folder = RunFolder(small_run.make(tmp_path / small_run.RUN))
+    summary = report.make(folder)
+    assert "\nsummary  " in re.sub(" +", "  ", report.table(summary, folder, 80))
+    assert not folder.plot.exists()
+    with (
+        Client(folder.path) as client,
+        pytest.raises(ConfigError, match="the package volley-rl-dashboard, which is not"),
+    ):
+        client.trajectories()
+
+
+def test_its_folder_is_proven(site: Path, tmp_path: Path) -> None:
+    (tmp_path / "word").touch()
+    done = volley(site, "verify", str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "proven: a word\n")
+
+
+def test_two_packages_with_one_name_are_refused(site: Path) -> None:
+    other = site / "second-1.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: second\nVersion: 1.0\n", encoding="utf-8")
+    (other / "entry_points.txt").write_text("[volley.commands]\nword = second:COMMAND\n", encoding="utf-8")
+    done = volley(site, "--help")
+    assert done.returncode == 2
+    assert "both fictitious and second bring word (volley.commands)" in done.stderr
+
+
+def test_the_core_loads_without_any_package() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], cwd=PROJECT, capture_output=True, encoding="utf-8", check=False
+    )
+    assert done.stdout == "frozen_lake gymnasium\n['sglang_jax'] ['volley']\nFalse\n", done.stderr
+
+
+def test_the_env_service_plays_without_any_package(site: Path, tmp_path: Path) -> None:
+    done = python(site, "-c", PLAY, str(tmp_path / "environments"))
+    shown = "200 405 frozen_lake gymnasium\n{'status': 'ok', 'service': 'env'}\n"
+    assert done.stdout == shown, done.stderr
+
+
+def test_its_environments_stand_beside_those_of_the_core(site: Path, tmp_path: Path) -> None:
+    done = python(site, "-c", PLAY, str(tmp_path / "environments"), "environments=fictitious:WordExtension")
+    shown = "200 405 frozen_lake gymnasium word\n{'status': 'ok', 'service': 'env', 'word': 'hello'}\n"
+    assert done.stdout == shown, done.stderr
+
+
+def test_a_run_that_needs_the_package_of_submissions_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = packages.found
+    monkeypatch.setattr(packages, "found", lambda group: {} if group == packages.PARTS else found(group))
+    source = ConfiguredSource(FoundSource(tmp_path / "adder.py", None), "", {})
+    settings = replace(from_config(load([PROJECT / "configs" / "quickstart.yaml"]).config), sources={"adder@1": source})
+    with pytest.raises(ConfigError, match="environments: it belongs to the package volley-rl-sandbox, which is not"):
+        open_extension(settings, ThreadRunner(1, 1.0, 1))
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "OWNERS", {"lute": "volley-lute"})
+    with pytest.raises(ConfigError, match="unknown key lute: it belongs to the package volley-lute, which is not"):
+        load([PROJECT / "configs" / "quickstart.yaml"], ["lute.strings=6"])
+    with pytest.raises(ConfigError, match="'lute' is unknown: it belongs to the package volley-lute, which is"):
+        load([PROJECT / "configs" / "quickstart.yaml"], ["rollout.engine.kind=lute"])
+
+
+def test_the_table_of_owners_is_that_of_the_packages() -> None:
+    owners = {}
+    for file in PROJECT.glob("packages/*/pyproject.toml"):
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        points = project["entry-points"]
+        names = {name for group in packages.NAMED for name in points.get(group, {})}
+        owners |= dict.fromkeys(names, project["name"])
+    assert owners == packages.OWNERS
+
+
+def test_a_section_may_stand_in_any_section_and_in_no_other_place() -> None:
+    class Word(PackageSection):
+        word: str = "hello"
+
+    found = extended(RunConfig, {"trainer.word": Word, "word": Word})
+    config = found.model_validate({"model": {"path": "m"}, "data": {"env": "e"}, "word": {"word": "bye"}})
+    assert isinstance(config, RunConfig)
+    assert isinstance(config.trainer, TrainerSection)
+    assert config.model_dump()["word"] == {"word": "bye"}
+    assert config.model_dump()["trainer"]["word"] == {"word": "hello"}
+    assert config.run.name == "quickstart"
+    for place in ("trainer", "trainer.max_steps.word", "nothing.word"):
+        with pytest.raises(ConfigError):
+            extended(RunConfig, {place: Word})
