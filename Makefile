@@ -43,6 +43,7 @@ docs: install  ## build the documentation site, with references made from the co
 	@$(BIN)/python volley/bootstrap.py docs
 	@$(BIN)/python -m tools.docs.reference .cache/docs/reference.json
 	@NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --quiet --strict $(ARGS)
+	@echo .cache/docs/site/index.html
 
 build: install  ## sdist and wheel, in dist/
 	@$(BIN)/uv build --no-build-isolation --python $(BIN)/python --out-dir $(OUT) $(ARGS)

@@ -20,6 +20,12 @@ Aggregation = Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-t
 
 
 class OptimizerConfig(Section):
+    """AdamW: learning rate, its schedule, and clipping.
+
+    `learning_rate` is the highest rate. It rises linearly in `warmup_steps` optimizer steps; `schedule_type` then keeps
+    it, or lowers it to 0 at the run's last step. `max_grad_norm` clips the norm of the whole gradient.
+    """
+
     learning_rate: PositiveFloat = 1e-5
     schedule_type: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0

@@ -11,7 +11,7 @@ import pytest
 from shared import errors
 from shared.schema import RunConfig
 from shared.services import SERVICES
-from tests.docs.commands import PAGES
+from tests.docs.commands import PAGES, ROOT
 from tools.docs import reference, site
 from tools.docs.keys import Chapter, chapters
 from volley.__main__ import all_commands
@@ -74,3 +74,17 @@ def test_each_reference_has_one_place_on_a_page() -> None:
 def test_links_out_of_the_documentation_become_names() -> None:
     text = "[schema](../shared/schema.py), [`configs/`](../configs), [runs](runs.md), <!-- no reference -->"
     assert site.without_outside_links(text) == "`shared/schema.py`, `configs/`, [runs](runs.md), <!-- no reference -->"
+
+
+def test_the_index_is_the_navigation_with_groups_inside_its_sections() -> None:
+    index = "## One: a\n\n| [a.md](a.md) | x |\n\n## Two\n\n### In\n\n| [b.md](b.md) | y |\n\n## Three\n\ntext\n"
+    assert site.navigation(index) == [{"One": ["a.md"]}, {"Two": [{"In": ["b.md"]}]}]
+    sections = site.navigation((ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
+    assert sections[0]["Tutorial"][1] == "own-data.md"
+    assert len(sections[1]["How-to"]) == 5
+
+
+def test_the_reference_of_keys_has_the_words_that_a_search_looks_for() -> None:
+    text = reference.configuration()
+    assert "learning rate" in text.partition("### `trainer.optimizer_config`")[2].partition("### ")[0]
+    assert {page.name for page in PAGES} >= site.BOOSTED.keys()

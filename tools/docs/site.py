@@ -15,7 +15,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / ".cache" / "docs" / "reference.json"
 MARKER = re.compile(r"<!-- reference: ([\w-]+) -->")
-_SECTION = re.compile(r"^## ([^:\n]+).*?\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+BOOSTED = {"configuration.md": 4}
+"""Pages that a search finds before others, with the factor of their score."""
+_SECTION = r"^{} ([^:\n]+).*?\n(.*?)(?=^{} |\Z)"
 _ROW = re.compile(r"^\| \[[^\]]+\]\(([\w-]+\.md)\)", re.MULTILINE)
 _NAMED = re.compile(r"\[[\w-]+\.md\]\(([\w-]+\.md)")
 _LOADED = re.compile(r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=\"(?:https?:)?//[^\"]*")
@@ -29,14 +31,22 @@ def slug(heading: str, separator: str) -> str:
 
 def on_config(config: Any) -> Any:
     index = (Path(config["docs_dir"]) / "README.md").read_text(encoding="utf-8")
-    sections = [(title, _ROW.findall(body)) for title, body in _SECTION.findall(index)]
-    config["nav"] = ["README.md", *({title: pages} for title, pages in sections if pages)]
+    config["nav"] = ["README.md", *navigation(index)]
     config["mdx_configs"]["toc"]["slugify"] = slug
     return config
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def navigation(index: str, level: int = 2) -> list[Any]:
+    """Return the pages of an index's tables, in groups by its headings: [{title: [page, or a group inside]}]."""
+    groups = re.findall(_SECTION.format("#" * level, "#" * level), index, re.DOTALL | re.MULTILINE)
+    found = [(title, navigation(body, level + 1) or _ROW.findall(body)) for title, body in groups]
+    return [{title: pages} for title, pages in found if pages]
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Put in references, titles for the names of pages, and names for links to files outside of the documentation."""
+    if page.file.src_uri in BOOSTED:
+        page.meta["search"] = {"boost": BOOSTED[page.file.src_uri]}
     references = json.loads(REFERENCE.read_text(encoding="utf-8"))
     whole = MARKER.sub(lambda found: references[found[1]], markdown)
     return without_outside_links(_NAMED.sub(lambda found: f"[{_title(found[1])}]({found[1]}", whole))
