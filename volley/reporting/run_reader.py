@@ -57,7 +57,10 @@ class RunSummary:
 
 
 class RunReader:
-    """Records of one run, each line read once. Its methods may be called from several threads."""
+    """Records of one run, each line read once. Its methods may be called from several threads.
+
+    `revision` grows when lines are read that curves show, or such lines were undone.
+    """
 
     def __init__(self, name: str, folder: RunFolder) -> None:
         self.name, self.folder, self.began = name, folder, began(folder)
@@ -71,18 +74,18 @@ class RunReader:
         self._rows: dict[Kind, list[Mapping[str, Any]]] = {kind: [] for kind in files}
         self._ledger, self._dispositions = JsonlTail(folder.ledger), Counter[str]()
         self._reading = Lock()
+        self.revision = 0
         self.problem: str | None = None
         if not trust.is_accepted(folder) and (found := survey.look(folder).problems):
             self.problem = f"{found[0][0]} {found[0][1]}"
 
-    def refresh(self) -> bool:
-        """Read new lines. Returns True if there are any that curves show, or such lines were undone."""
-        if self.problem is not None:
-            return False
-        with self._reading:
-            return self._refresh()
+    def refresh(self) -> None:
+        """Read new lines."""
+        if self.problem is None:
+            with self._reading:
+                self._refresh()
 
-    def _refresh(self) -> bool:
+    def _refresh(self) -> None:
         has_new = False
         for kind, tail in self._tails.items():
             if tail.is_undone():  # a crash undid steps
@@ -94,7 +97,7 @@ class RunReader:
         self._dispositions.update(
             name for line in self._ledger.records() if isinstance(name := line.get("disposition"), str)
         )
-        return has_new
+        self.revision += has_new
 
     @property
     def head(self) -> TrainerState | None:
@@ -142,6 +145,11 @@ class RunReader:
             elapsed_s=record.elapsed_s if record else 0.0,
             recent=_recent(known, is_supervised=is_supervised),
         )
+
+    @property
+    def state(self) -> str:
+        """`refused`, `unreadable`, `finished`, `running`, `failed` or `stopped`, by the files."""
+        return self._state(read_record(self.folder))
 
     def _state(self, record: RunRecord | None) -> str:
         if self.problem is not None:

@@ -1,16 +1,19 @@
-"""The dashboard in headless Chromium: pages, keyboard, accessibility, hostile text and large archives."""
+"""The dashboard in headless Chromium: pages, states, keyboard, accessibility, hostile text and large archives."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
 import pytest
 
+from shared.files.locks import try_lock
 from shared.run.archive import Archive
 from shared.types import Group, Trajectory, Turn, VersionSpan, WeightVersion
 from tests.support.foreign import environment
@@ -53,28 +56,64 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-@pytest.mark.long
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_the_pages_work_in_a_browser(root: Path, tmp_path: Path) -> None:
+def browse(scenario: str, root: Path, folder: Path) -> dict[str, Any]:
+    """Return what the browser saw; it must not have complained."""
     python = environment("browser", ["playwright", "axe-playwright-python"])
     server = subprocess.Popen(
-        [sys.executable, "-m", "volley", "dashboard", str(root)], stdout=subprocess.PIPE, cwd=tmp_path
+        [sys.executable, "-m", "volley", "dashboard", str(root)], stdout=subprocess.PIPE, cwd=folder
     )
     try:
         assert server.stdout is not None
         link = server.stdout.readline().split()[-1].decode()
-        command = [str(python), str(BROWSE), str(CHROMIUM), link, str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, timeout=250)
+        command = [str(python), str(BROWSE), scenario, str(CHROMIUM), link, str(folder), str(root)]
+        done = subprocess.run(command, capture_output=True, timeout=500)
         assert done.returncode == 0, done.stderr.decode()
     finally:
         server.terminate()
         server.wait(20)
-    seen = orjson.loads(done.stdout.splitlines()[-1])
-    assert seen["console"] == []
+    seen: dict[str, Any] = orjson.loads(done.stdout.splitlines()[-1])
+    assert (seen["console"], seen["foreign_requests"], seen["overflow"]) == ([], [], [])
     assert seen["violations"] == [], "\n".join(map(str, seen["violations"]))
+    return seen
+
+
+@pytest.mark.long
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_large_archives_and_hostile_text_in_a_browser(root: Path, tmp_path: Path) -> None:
+    seen = browse("large", root, tmp_path)
     assert seen["total"] >= MANY
     assert seen["title"] == "r · ticket 90001 · Volley"
     assert seen["raw"] is False
     assert seen["drawn_at_first"] < LONG / 10 < LONG == seen["last_position"] - 2
     assert seen["chosen_by_keys"] == [3, 4]
-    assert seen["foreign_requests"] == []
+
+
+@pytest.fixture
+def in_each_state(tmp_path: Path) -> Iterator[Path]:
+    """A finished, a failed and a stopped run, and one on which this process works."""
+    root = tmp_path / "runs"
+    make(root / "r").rename(root / "finished")
+    record = orjson.loads((root / "finished/run.json").read_bytes())
+    for name, changes in {"failed": {"failed": "the trainer has no memory"}, "stopped": {}, "live": {}}.items():
+        shutil.copytree(root / "finished", root / name)
+        (root / name / "run.json").write_bytes(orjson.dumps({**record, "finished": False, **changes}))
+        (root / name / "logs/trainer.log").write_text("a line\n" * 99, encoding="utf-8")
+    with (root / "live/.lock").open("wb") as lock:
+        assert try_lock(lock.fileno())
+        yield root
+
+
+@pytest.mark.long
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_pages_of_runs_in_each_state_on_a_screen_and_a_phone(in_each_state: Path, tmp_path: Path) -> None:
+    seen = browse("states", in_each_state, tmp_path)
+    words = {"finished": "finished", "failed": "failed", "stopped": "stopped", "live": "starting"}
+    assert seen["states"] == {
+        f"{name} {width}": [f"{name} · {word} · Volley", word, word, word]
+        for name, word in words.items()
+        for width in (390, 1440)
+    }
+    before, after = seen["place"]
+    assert after == before
+    assert (before[0], before[1][:13], bool(before[2]), before[3] > 0) == (["settings"], "Configuration", True, True)
+    assert seen["at_the_end"] == ["live · finished · Volley", "finished", "finished"]

@@ -23,6 +23,7 @@ import orjson
 import pytest
 
 from shared.config import load
+from shared.files.locks import try_lock
 from shared.run import archive, token_values
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
@@ -42,6 +43,7 @@ from volley_dashboard.page.entrance import Entrance
 from volley_dashboard.page.handovers import handovers
 from volley_dashboard.page.runs import Runs
 from volley_dashboard.page.sidecar import in_browser
+from volley_dashboard.page.state import state_of
 from volley_dashboard.trajectories.episodes import answer_of, read_group
 from volley_dashboard.trajectories.files import has_parquet
 from volley_dashboard.trajectories.index import EpisodeIndex, Filters, Listing
@@ -390,6 +392,60 @@ async def test_events_follow_the_files_and_end_with_the_server(root: Path) -> No
             app.state.dashboard.ended.set()
             assert [line async for line in lines if line.startswith("event")] == []
         assert app.state.dashboard.streams == 0
+
+
+async def test_every_page_that_follows_a_run_is_told_of_its_end(root: Path) -> None:
+    entrance = Entrance()
+    app = make_app(Runs([root]), entrance)
+    record = orjson.loads((root / "r/run.json").read_bytes())
+    (root / "r/run.json").write_bytes(orjson.dumps({**record, "finished": False}))
+    headers = {"authorization": f"Bearer {entrance.token}"}
+    async with served(app) as url, httpx.AsyncClient(base_url=url, headers=headers) as client:
+        drawn = await get(client, "/api/runs/r")
+        assert drawn["summary"]["state"] == "stopped"
+        path, seen = "/api/runs/r/events", {"seen": drawn["edition"]}
+        async with client.stream("GET", path, params=seen) as one, client.stream("GET", path, params=seen) as other:
+            (root / "r/run.json").write_bytes(orjson.dumps(record))
+            for stream in (one, other):
+                assert await anext(stream.aiter_lines()) == "event: records"
+            assert (await get(client, "/api/runs/r"))["summary"]["state"] == "finished"
+            app.state.dashboard.ended.set()
+
+
+async def test_all_pages_show_a_run_that_has_been_started_but_does_not_answer_as_starting(
+    page: httpx.AsyncClient, root: Path
+) -> None:
+    record = orjson.loads((root / "r/run.json").read_bytes())
+    (root / "r/run.json").write_bytes(orjson.dumps({**record, "finished": False}))
+    with (root / "r/.lock").open("wb") as lock:
+        assert try_lock(lock.fileno())
+        assert [one["state"] for one in await get(page, "/api/runs")] == ["starting"]
+        assert (await get(page, "/api/runs/r"))["summary"]["state"] == "starting"
+        assert (await get(page, "/api/runs/r/fleet"))["state"] == "starting"
+    assert [one["state"] for one in await get(page, "/api/runs")] == ["stopped"]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "of_services", "phase", "has_answered", "shown"),
+    [
+        ("finished", "running", "training", True, "finished"),
+        ("failed", "stopped", "", False, "failed"),
+        ("running", "stopped", "", False, "starting"),
+        ("running", "stopped", "", True, "ending"),
+        ("running", "finished", "done", True, "ending"),
+        ("running", "running", "", False, "starting"),
+        ("running", "running", "loading", True, "starting"),
+        ("running", "wedged", "loading", True, "wedged"),
+        ("running", "running", "warm start", True, "running"),
+        ("running", "waiting", "waiting", True, "waiting"),
+        ("running", "unknown", "", False, "running"),
+    ],
+)
+def test_files_and_services_together_give_one_state(
+    recorded: str, of_services: str, phase: str, has_answered: bool, shown: str
+) -> None:
+    report = {"state": of_services, "services": [{"kind": "trainer", "facts": {"phase": phase}}]}
+    assert state_of(recorded, report, has_answered=has_answered) == shown
 
 
 def test_the_index_is_kept_and_an_unwritable_cache_is_no_error(root: Path, tmp_path: Path) -> None:

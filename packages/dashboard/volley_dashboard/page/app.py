@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import APIRouter, FastAPI, Query, Request
+from fastapi import APIRouter, BackgroundTasks, FastAPI, Query, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
 from shared.errors import Forbidden, NotFound, RateLimited
@@ -24,7 +24,7 @@ from volley_dashboard.page import commands
 from volley_dashboard.page.advice import advise
 from volley_dashboard.page.entrance import CookieAccess, Entrance
 from volley_dashboard.page.handovers import handovers
-from volley_dashboard.page.live import FleetReports, events
+from volley_dashboard.page.live import FleetReports, edition, events
 from volley_dashboard.page.logs import log_end
 from volley_dashboard.page.runs import Runs
 from volley_dashboard.trajectories import files as exports
@@ -85,7 +85,7 @@ class DashboardState:
 
     def fleet(self, files: RunReader) -> FleetReports:
         _check(files)
-        return self._fleets.setdefault(str(files.folder.path), FleetReports(files.folder))
+        return self._fleets.setdefault(f"{files.folder.path}\n{files.began!r}", FleetReports(files))
 
 
 def make_app(runs: Runs, entrance: Entrance) -> FastAPI:
@@ -111,8 +111,9 @@ def _state(request: Request) -> DashboardState:
     return request.app.state.dashboard
 
 
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+def _json(value: Any, later: BackgroundTasks | None = None) -> Response:
+    content = orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(content, media_type="application/json", background=later)
 
 
 @router.get("/", include_in_schema=False)
@@ -138,17 +139,35 @@ async def login(request: Request, code: str = "") -> Response:
 
 @router.get("/api/runs", tags=["dashboard"])
 async def list_runs(request: Request) -> Response:
-    return _json(await asyncio.to_thread(_state(request).runs.summaries))
+    """Summaries of all runs, the newest first. Services of running ones that take long are asked after the answer."""
+    state = _state(request)
+    found, fleets = await asyncio.to_thread(_summaries, state)
+    later = BackgroundTasks()
+    for name, now in zip(fleets, await asyncio.gather(*(one.state() for one in fleets.values())), strict=True):
+        found[name]["state"] = now
+        later.add_task(fleets[name].report)
+    return _json(list(found.values()), later)
+
+
+def _summaries(state: DashboardState) -> tuple[dict[str, dict[str, Any]], dict[str, FleetReports]]:
+    """Return the summaries by run, and the services of those that run."""
+    found = {one.name: dataclasses.asdict(one) for one in state.runs.summaries()}
+    running = [name for name, one in found.items() if one["state"] == "running"]
+    return found, {name: state.fleet(state.runs.open(name)) for name in running}
 
 
 @router.get("/api/runs/{run}", tags=["dashboard"])
 async def one_run(request: Request, run: str) -> Response:
     """Summary, configuration, curves, advice and dispositions of tickets of a run."""
     files = await asyncio.to_thread(_state(request).runs.open, run)
-    return _json(await asyncio.to_thread(_described, files))
+    found = await asyncio.to_thread(_described, files)
+    if found["summary"]["state"] == "running":
+        found["summary"]["state"] = await _state(request).fleet(files).state()
+    return _json(found)
 
 
 def _described(files: RunReader) -> dict[str, Any]:
+    drawn = edition(files)
     known = files.snapshot()
     summary = files.summary(known)
     found = {"summary": dataclasses.asdict(summary), "config": dict(known.config)}
@@ -156,6 +175,7 @@ def _described(files: RunReader) -> dict[str, Any]:
         return found
     head = known.head
     return found | {
+        "edition": drawn,
         "curves": known.curves(_MOST_POINTS),
         "n_steps": len(known.train) or len(known.sft),
         "log": log_end(files.folder) if summary.failed else None,
@@ -176,8 +196,8 @@ async def fleet(request: Request, run: str) -> Response:
 
 
 @router.get("/api/runs/{run}/events", tags=["dashboard"])
-async def follow(request: Request, run: str) -> Response:
-    """Server-sent events of a run: `records` and `fleet`."""
+async def follow(request: Request, run: str, seen: str = "") -> Response:
+    """Server-sent events of a run: `records` and `fleet`. `seen`: the `edition` that was drawn."""
     state = _state(request)
     files = await asyncio.to_thread(state.runs.open, run)
     fleet = state.fleet(files)
@@ -187,7 +207,7 @@ async def follow(request: Request, run: str) -> Response:
     async def counted() -> AsyncIterator[bytes]:
         state.streams += 1
         try:
-            async for event in events(files, fleet, state.ended):
+            async for event in events(files, fleet, state.ended, seen):
                 yield event
         finally:
             state.streams -= 1

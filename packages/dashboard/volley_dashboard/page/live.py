@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -13,45 +14,82 @@ from shared.errors import VolleyError
 from shared.run.folder import RunFolder
 from volley.reporting.run_reader import RunReader
 from volley.runs.observing import described, of_run
+from volley_dashboard.page.state import state_of, trainer
 
 _POLL_S = 1.0
 _FLEET_S = 3.0
+_PATIENCE_S, _FRESH_S = 0.5, 20.0
 _COMMENT_S = 15.0
 
 
 class FleetReports:
     """Reports of a run's services, asked at most once in `_FLEET_S` whoever looks."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+    def __init__(self, files: RunReader) -> None:
+        self._files = files
         self._lock = asyncio.Lock()
-        self._asked, self._answer = -_FLEET_S, dict[str, Any]()
+        self._asked, self._answer = -_FRESH_S, dict[str, Any]()
+        self._answered_in = 0
 
     async def report(self) -> Mapping[str, Any]:
+        """Describe the services (volley.runs.observing); `state` is that of the run."""
         async with self._lock:
             if time.monotonic() - self._asked >= _FLEET_S:
                 self._answer = await self._ask()
                 self._asked = time.monotonic()
             return self._answer
 
+    async def state(self) -> str:
+        """Return the state of the run; that of the last report if the services take more than `_PATIENCE_S`."""
+        recorded = await asyncio.to_thread(lambda: self._files.state)
+        if recorded != "running":
+            return recorded
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_S):
+                await self.report()
+        return self._answer["state"] if time.monotonic() - self._asked < _FRESH_S else recorded
+
     async def _ask(self) -> dict[str, Any]:
+        folder = self._files.folder
         try:
-            seen, verdict = await of_run(self._folder)
+            seen, verdict = await of_run(folder)
         except VolleyError as error:
-            return {"state": "unknown", "chain": [str(error)], "warnings": [], "services": []}
-        return described(seen, verdict)
+            return {"state": "running", "chain": [str(error)], "warnings": [], "services": []}
+        found = described(seen, verdict)
+        start = await asyncio.to_thread(_start_of, folder)
+        if trainer(found):
+            self._answered_in = start
+        recorded = await asyncio.to_thread(lambda: self._files.state)
+        return found | {"state": state_of(recorded, found, has_answered=self._answered_in == start)}
 
 
-async def events(files: RunReader, fleet: FleetReports, ended: asyncio.Event) -> AsyncIterator[bytes]:
+def _start_of(folder: RunFolder) -> int:
+    """Return a number that changes when the run is started again."""
+    with suppress(OSError):
+        return folder.processes.stat().st_mtime_ns
+    return -1
+
+
+def edition(files: RunReader) -> str:
+    """Read new lines, and return a text that is another one if the page of the run is to be drawn again."""
+    files.refresh()
+    return f"{files.revision}-{files.state}"
+
+
+async def events(files: RunReader, fleet: FleetReports, ended: asyncio.Event, seen: str) -> AsyncIterator[bytes]:
     """Yield server-sent events until `ended`.
 
-    `records`: the run's files have new lines; `fleet`: state of the services, while the run is worked on. Comments keep
-    the connection open.
+    `records`: the run's page is to be drawn again; `fleet`: state of the services, while the run is worked on. Comments
+    keep the connection open.
+
+    Args:
+        seen: edition that was drawn.
     """
     spoke, before = time.monotonic(), b""
     while not ended.is_set():
         sent = False
-        if await asyncio.to_thread(files.refresh):
+        if (newest := await asyncio.to_thread(edition, files)) != seen:
+            seen = newest
             yield b"event: records\ndata: {}\n\n"
             sent = True
         if await asyncio.to_thread(lambda: files.is_held):
@@ -64,8 +102,6 @@ async def events(files: RunReader, fleet: FleetReports, ended: asyncio.Event) ->
         elif time.monotonic() - spoke > _COMMENT_S:
             yield b": nothing new\n\n"
             spoke = time.monotonic()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_POLL_S):
                 await ended.wait()
-        except TimeoutError:
-            pass

@@ -23,13 +23,47 @@ export async function fetchJson(path) {
 export function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
-    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    if (key.startsWith("on")) made[key] = value;
     else if (value === true) made.setAttribute(key, "");
     else if (value !== false && value !== null && value !== undefined) made.setAttribute(key, typeof value === "string" && key !== "value" ? visible(value) : value);
   }
   made.append(...children.filter((child) => child !== null && child !== undefined && child !== false)
     .map((child) => (typeof child === "string" ? visible(child) : child)));
   return made;
+}
+
+// Colour of a state; a state without one is neutral.
+export const STATE_COLOURS = { running: "good", failed: "bad", refused: "bad", unreadable: "bad", wedged: "bad", stopped: "warn", waiting: "warn" };
+
+const KEPT_IN_STEP = ["onclick", "onchange", "oninput", "checked", "disabled"];
+
+// Make a node's children like the wanted ones and keep those that are alike, with focus, selection, scroll place and what
+// the reader has opened. Children with an id are found by it, others by their place.
+export function patch(parent, ...wanted) {
+  const named = new Map([...parent.children].filter((one) => one.id).map((one) => [one.id, one]));
+  let at = parent.firstChild;
+  for (const child of wanted.flat().filter(Boolean)) {
+    const kept = child === at ? at : child.id ? named.get(child.id) : at && !at.id && at.nodeName === child.nodeName ? at : null;
+    if (kept && kept !== at) parent.insertBefore(kept, at);
+    if (kept && kept !== child) renew(kept, child);
+    if (kept) at = kept.nextSibling; else parent.insertBefore(child, at);
+  }
+  while (at) {
+    const next = at.nextSibling;
+    at.remove();
+    at = next;
+  }
+}
+
+function renew(kept, wanted) {
+  if (kept.nodeType === Node.TEXT_NODE) {
+    if (kept.nodeValue !== wanted.nodeValue) kept.nodeValue = wanted.nodeValue;
+    return;
+  }
+  for (const { name } of [...kept.attributes]) if (name !== "open" && !wanted.hasAttribute(name)) kept.removeAttribute(name);
+  for (const { name, value } of wanted.attributes) if (name !== "open" && kept.getAttribute(name) !== value) kept.setAttribute(name, value);
+  for (const name of KEPT_IN_STEP) if (name in wanted) kept[name] = wanted[name];
+  patch(kept, ...wanted.childNodes);
 }
 
 export function number(value, digits = 3) {

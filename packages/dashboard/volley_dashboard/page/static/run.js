@@ -1,5 +1,5 @@
 // One run: state, advice, curves, services, ledger, commands.
-import { address, command, element, environmentName, fetchJson, number, percent, table, titled, visible } from "./page.js";
+import { address, command, element, environmentName, fetchJson, number, patch, percent, STATE_COLOURS, table, titled, visible } from "./page.js";
 import { axis, chart, COLORS, controls, redraw } from "./charts.js";
 
 const SECTIONS = [
@@ -11,44 +11,47 @@ const SECTIONS = [
   ["Speed", [["Tokens/s", "tokens_per_sec"], ["Step time, s", "step_s"], ["Wait for groups, s", "wait_s"],
     ["Packing efficiency", "packing_efficiency"], ["Tokens a step", "tokens"], ["Truncated episodes", "truncation_rate"]]],
 ];
-const STATES = { running: "running", finished: "finished", failed: "failed", stopped: "stopped", refused: "not read", unreadable: "unreadable" };
+const FINAL = new Set(["finished", "failed", "stopped", "unreadable", "refused"]);
 
 export async function showRun(main, live, run) {
   const path = `/api/runs/${address(run)}`;
-  const [top, below, services] = [element("div", {}), element("div", {}), element("div", {})];
+  const [top, below, services] = [element("div", {}), element("div", {}), element("div", { id: "services" })];
   const curves = new Curves();
+  let found = null;
   main.replaceChildren(top, curves.root, below);
 
-  async function draw() {
-    const found = await fetchJson(path);
-    const { summary } = found;
-    titled(run, STATES[summary.state]);
-    live.textContent = STATES[summary.state];
-    top.replaceChildren(...head(found, run));
-    if (summary.problem) return found;
-    if (summary.state !== "running") services.replaceChildren(element("p", { class: "soft" }, `The run is ${STATES[summary.state]}: none of its services runs here.`));
-    curves.update(found);
-    const open = new Set([...below.querySelectorAll("details[open]")].map((one) => one.id));
-    below.replaceChildren(element("h2", {}, "Services"), services, ...handovers(found.handovers), ...ledger(found), ...commands(found), settings(found));
-    for (const id of open) below.querySelector(`#${id}`)?.setAttribute("open", "");
-    return found;
+  // Show the state of the run everywhere.
+  function showState(state) {
+    found.summary.state = state;
+    titled(run, state);
+    live.textContent = state;
+    live.className = STATE_COLOURS[state] ?? "soft";
+    patch(top, ...head(found, run));
+    if (FINAL.has(state)) patch(services, element("p", { class: "soft" }, `The run is ${state}: none of its services runs here.`));
   }
-  let state = (await draw()).summary.state;
-  if (state === "refused") return null;
-  const refresh = async () => { state = (await draw()).summary.state; };
-  const source = new EventSource(`${path}/events`);
-  source.addEventListener("records", () => refresh().catch(() => {}));
+
+  async function draw() {
+    found = await fetchJson(path);
+    showState(found.summary.state);
+    if (found.summary.problem) return;
+    curves.update(found);
+    patch(below, element("h2", {}, "Services"), services, ...handovers(found.handovers), ...ledger(found), ...commands(found), settings(found));
+  }
+
+  await draw();
+  if (found.summary.problem) return null;
+  const source = new EventSource(`${path}/events?seen=${encodeURIComponent(found.edition)}`);
+  source.addEventListener("records", () => draw().catch(() => {}));
   source.addEventListener("fleet", (event) => {
     const fleet = JSON.parse(event.data);
-    if (fleet.services.some((one) => !one.error)) showFleet(services, live, fleet);
-    else if (state === "running") services.replaceChildren(element("p", { class: "soft" }, "The run is starting, or ending: none of its services answers."));
-    if (fleet.services.every((one) => one.error)) refresh().catch(() => {});
+    showState(fleet.state);
+    if (!FINAL.has(fleet.state)) showFleet(services, fleet);
   });
   source.onerror = () => { live.textContent = "the dashboard does not answer"; };
   const onTheme = () => redraw(main);
   addEventListener("theme", onTheme);
   addEventListener("resize", onTheme);
-  return () => { source.close(); removeEventListener("theme", onTheme); removeEventListener("resize", onTheme); };
+  return () => { source.close(); live.className = "soft"; removeEventListener("theme", onTheme); removeEventListener("resize", onTheme); };
 }
 
 function head(found, run) {
@@ -63,7 +66,7 @@ function head(found, run) {
 
 function failure({ summary, log }) {
   if (!summary.failed) return [];
-  const lines = log ? [element("details", {}, element("summary", {}, `End of logs/${log.name}`), element("pre", { class: "scroll", tabindex: "0" }, log.lines.join("\n")))] : [];
+  const lines = log ? [element("details", { id: "log" }, element("summary", {}, `End of logs/${log.name}`), element("pre", { class: "scroll", tabindex: "0" }, log.lines.join("\n")))] : [];
   return [element("div", { class: "advice warning", role: "alert" }, element("p", {}, element("b", {}, "The run has failed: "), summary.failed), ...lines)];
 }
 
@@ -135,7 +138,7 @@ class Curves {
 
 function tiles(summary, found) {
   const tile = (name, value) => element("div", { class: "tile" }, element("b", {}, value), element("span", {}, name));
-  return element("div", { class: "tiles" }, tile("state", STATES[summary.state]),
+  return element("div", { class: "tiles" }, tile("state", summary.state),
     tile("step", `${number(summary.step)}${summary.max_steps ? ` / ${summary.max_steps}` : ""}`),
     tile("held-out success", percent(summary.success)), tile("reward", number(summary.reward)),
     tile("environment", environmentName(summary.env) || "–"), tile("algorithm", summary.algorithm || "–"), tile("version", found.version ?? "–"));
@@ -218,8 +221,11 @@ function handovers(list) {
     { text: "decoding stood still", number: true }, "mode"], rows))];
 }
 
-function showFleet(services, live, fleet) {
-  live.textContent = visible(`${fleet.state}${fleet.chain[0] ? `: ${fleet.chain[0]}` : ""}`.slice(0, 140));
+function showFleet(services, fleet) {
+  if (fleet.services.length && fleet.services.every((one) => one.error)) {
+    patch(services, element("p", { class: "soft" }, `The run is ${fleet.state}: none of its services answers.`));
+    return;
+  }
   const rows = fleet.services.map((one) => {
     const facts = one.facts || {};
     const engine = facts.internal_state || {};
@@ -231,7 +237,7 @@ function showFleet(services, live, fleet) {
   const headings = ["service", { text: "state", wrap: true }, "weights", { text: "running", number: true }, { text: "waiting", number: true }, "work", { text: "memory", wrap: true }, "address"];
   const chain = fleet.chain.length ? [element("h2", {}, "Who waits for whom"), ...fleet.chain.map((one) => element("p", {}, `← ${one}`))] : [];
   const warnings = fleet.warnings.map((one) => element("p", { class: "warn" }, element("b", {}, "Warning: "), one));
-  services.replaceChildren(...warnings, table(headings, rows), ...chain, ...waits(fleet), ...queue(fleet), ...members(fleet));
+  patch(services, ...warnings, table(headings, rows), ...chain, ...waits(fleet), ...queue(fleet), ...members(fleet));
 }
 
 function ledger(found) {

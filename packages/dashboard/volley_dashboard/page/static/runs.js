@@ -1,8 +1,8 @@
 // Table of all runs, and their curves over each other.
-import { address, duration, element, environmentName, fetchJson, number, percent, sparkline, table, titled, when } from "./page.js";
+import { address, duration, element, environmentName, fetchJson, number, patch, percent, sparkline, STATE_COLOURS, table, titled, when } from "./page.js";
 import { axis, chart, COLORS, controls, redraw } from "./charts.js";
 
-const COLOURS = { running: "good", failed: "bad", refused: "bad", unreadable: "bad", stopped: "warn" };
+const AGAIN_MS = 5000;
 
 const OVERLAID = [["success", "Held-out success", "success", true], ["train", "Reward", "reward_mean", false],
   ["train", "Entropy", "entropy", false], ["train", "KL to the reference", "kl", false],
@@ -10,7 +10,7 @@ const OVERLAID = [["success", "Held-out success", "success", true], ["train", "R
 
 export async function showRuns(main) {
   titled("Runs");
-  const runs = await fetchJson("/api/runs");
+  let runs = await fetchJson("/api/runs");
   if (runs.length === 0) {
     main.replaceChildren(element("h1", {}, "Runs"), element("p", {}, "There is no run in this folder yet."),
       element("p", { class: "soft" }, "Start one with `volley quickstart`."));
@@ -50,7 +50,7 @@ export async function showRuns(main) {
     return made;
   };
   const cells = (run) => [box(run), element("a", { href: `#/run/${address(run.name)}` }, run.name),
-    element("span", { class: COLOURS[run.state], title: run.problem ?? run.failed }, run.problem ? "not read" : run.state), sparkline(run.recent),
+    element("span", { class: STATE_COLOURS[run.state], title: run.problem ?? run.failed }, run.problem ? "not read" : run.state), sparkline(run.recent),
     `${number(run.step)}${run.max_steps ? ` / ${number(run.max_steps)}` : ""}`, percent(run.success), number(run.reward),
     element("span", { title: run.env }, environmentName(run.env)), run.algorithm, run.model, run.origin ? `${run.origin.run ?? ""}@${run.origin.version ?? ""}` : "–",
     duration(run.elapsed_s), when(run.created)];
@@ -65,7 +65,7 @@ export async function showRuns(main) {
       order.key = key;
       fill();
     } }, `${text}${order.key === key ? (order.descending ? " ↓" : " ↑") : ""}`) } : { text }));
-    list.replaceChildren(found.length ? table(headings, found.map(cells), "Runs") : element("p", { class: "soft" }, "No run has these words."));
+    patch(list, found.length ? table(headings, found.map(cells), "Runs") : element("p", { class: "soft" }, "No run has these words."));
   }
   fill();
   const filter = element("label", {}, "filter", element("input", { type: "search", placeholder: "name, state, environment, model", oninput: (event) => { order.text = event.target.value; fill(); } }));
@@ -75,7 +75,12 @@ export async function showRuns(main) {
   const onTheme = () => redraw(charts);
   addEventListener("theme", onTheme);
   addEventListener("resize", onTheme);
-  return () => { removeEventListener("theme", onTheme); removeEventListener("resize", onTheme); };
+  const again = setInterval(async () => {
+    if (document.hidden) return;
+    runs = await fetchJson("/api/runs").catch(() => runs);
+    fill();
+  }, AGAIN_MS);
+  return () => { clearInterval(again); removeEventListener("theme", onTheme); removeEventListener("resize", onTheme); };
 }
 
 export function swatch(i) {
