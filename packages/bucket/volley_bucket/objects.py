@@ -211,9 +211,9 @@ class Bucket:
         if "NoSuchBucket" in text:
             return self._missing(where, error)
         if kind.startswith(_CREDENTIALS) or " 403 " in text or " 401 " in text:
-            return Forbidden(f"{where}: the bucket refuses this service's credentials", "see docs/deploy.md, Buckets")
+            return Forbidden(f"{where}: the bucket refuses this service's credentials", "see docs/buckets.md")
         if _NO_CREDENTIALS.search(text):
-            return Forbidden(f"{where}: this service has no credentials for it", "see docs/deploy.md, Buckets")
+            return Forbidden(f"{where}: this service has no credentials for it", "see docs/buckets.md")
         return Unavailable(f"{where} cannot be reached now: {_reason(text)}")
 
 

@@ -14,7 +14,7 @@ from shared.run.group_size import token_bytes
 from shared.schema import RunConfig
 
 _DELTA_BYTES = 1.1
-"""Bytes of a delta for each number that moved, as measured (docs/reliability.md)."""
+"""Bytes of a delta for each number that moved, as measured (docs/measurements.md)."""
 _LARGEST_DELTA = 1 / 8
 """Share of moved numbers above which whole chunks are sent."""
 _PUBLISHED_VERSIONS = 2
