@@ -134,5 +134,5 @@ def check(config: RunConfig) -> None:
     if config.rollout.engine.is_external:
         raise ConfigError(
             "rollout.engine.url: `volley node` starts the engines itself",
-            "remove it, or start the rollout servers by hand as docs/deploy.md describes",
+            "remove it, or start the rollout servers by hand as docs/hosts.md describes",
         )

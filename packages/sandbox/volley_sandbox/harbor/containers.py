@@ -100,7 +100,7 @@ class Containers:
             "it printed nothing"
         ]
         if done.returncode == REFUSED:
-            raise Unavailable(f"services.env.harbor.environment: {' '.join(printed)}", "see docs/other-environments.md")
+            raise Unavailable(f"services.env.harbor.environment: {' '.join(printed)}", "see docs/harbor.md")
         if done.returncode:  # the last line of a traceback is the error
             raise Unavailable(f"Harbor cannot be started: {printed[-1][-500:]}", _PACKAGE_HINT)
         return [json.loads(line) for line in done.stdout.splitlines()]

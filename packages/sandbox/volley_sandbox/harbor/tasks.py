@@ -65,7 +65,7 @@ def read_tasks(
     for folder, row in zip(folders, read(folders), strict=True):
         name = _name(folder, top)
         if fault := row.get("fault"):
-            raise InputError(f"the task {name}: {fault}", "docs/other-environments.md describes task folders")
+            raise InputError(f"the task {name}: {fault}", "docs/harbor.md describes task folders")
         text = str(row["instruction"])
         if not text.strip():
             raise InputError(f"the task {name}: the instruction is empty", "write the task into instruction.md")
