@@ -13,7 +13,7 @@ from shared.errors import ConfigError
 from shared.files import storage
 from shared.models import content, origin
 from shared.models.origin import ORIGIN, Origin
-from shared.models.weight_files import INDEX, WEIGHTS, check_random, shard_names, weight_files
+from shared.models.weight_files import ADAPTER, INDEX, WEIGHTS, check_random, shard_names, weight_files
 from shared.run import checkpoint_files, trust
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
@@ -41,6 +41,12 @@ def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = F
                 f"to start from its weights say {path}@{origin.LATEST}",
             )
         return folder.resolve()
+    if folder.is_file() and path.lower().endswith(".gguf"):
+        made = Path("models") / folder.stem
+        raise ConfigError(
+            f"model.path {path} is a GGUF file, not a folder",
+            f"`volley model get {quoted(path)} {quoted(str(made))}` converts it; then say model.path={made}",
+        )
     if path.startswith((".", "/")) or path.count("/") != 1 or folder.parent.is_dir():
         raise ConfigError(
             f"model.path {path} is no folder", "give a Hugging Face folder, a hub id like Qwen/Qwen3-4B, or RUN@VERSION"
@@ -88,6 +94,8 @@ def check_weights(run: RunConfig) -> None:
     begun = run.run.bucket is not None or RunFolder(run.run.folder).record.exists()
     if begun or not folder.is_dir():
         return
+    if (folder / ADAPTER).is_file():
+        weight_files(folder)  # says what to do
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model.path {folder} holds no config.json", "name a Hugging Face folder; `volley model get` downloads one"

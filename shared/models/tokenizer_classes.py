@@ -17,7 +17,7 @@ from shared.models.families import families
 
 GENERIC = "PreTrainedTokenizerFast"
 _GENERIC = ("PreTrainedTokenizer", "TokenizersBackend")  # without "Fast"
-_QWEN2_WORDS = (
+QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _STEPS = ("normalizers", "pretokenizers", "decoders")
@@ -46,7 +46,7 @@ class TokenizerClass:
 
 
 def _qwen2(settings: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    words = pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated")
+    words = pre_tokenizers.Split(Regex(QWEN2_WORDS), "isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=bool(settings.get("add_prefix_space")), use_regex=False)
     return normalizers.NFC(), pre_tokenizers.Sequence([words, level]), decoders.ByteLevel()
 

@@ -21,20 +21,17 @@ UNMERGED, SCALE = "unmerged_adapters.safetensors", "scale"
 """File of adapters by the trainer's names, which a rollout server computes beside the weights of its folder, and the
 tensor in it with their scale, float32 [] (shared.models.adapter).
 """
-ADAPTER = "adapter_config.json"
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = "model.initial_weights"
 _LFS_POINTER = b"version https://git-lfs"
 _MOST_INDEX_BYTES, _MOST_NAMED, _MOST_ENTRIES = 2**28, 3, 1000
 
-_MERGE = "merge the adapters into their base (PEFT: merge_and_unload, then save_pretrained), and name that folder"
+_MERGE = "`volley model get ADAPTERS FOLDER` merges them into their base; name that folder"
 _AGAIN = "download it again"
 _CONVERT = (
     "convert it: load it with transformers' AutoModelForCausalLM.from_pretrained and write it with save_pretrained"
 )
-_GGUF = (
-    "convert it: load it with transformers' AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME) and write it"
-    " with save_pretrained; `volley model get smollm2` does this for SmolLM2"
-)
+_GGUF = "`volley model get FILE.gguf FOLDER` makes a model's folder of it"
 _ORIGINAL = "it is in the original format of the model's authors: take the repository's version for transformers"
 _NAMED = f"transformers reads only {WEIGHTS} or the shards that {INDEX} names: if these are the weights, rename it"
 _SUFFIXES = {

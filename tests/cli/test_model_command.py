@@ -44,3 +44,19 @@ def test_without_the_hub_what_the_index_has_is_named(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, encoding="utf-8")
     assert "Unavailable: the model a/b could not be downloaded from the hub" in done.stderr
     assert "use smollm2" in done.stderr
+
+
+def test_a_file_that_is_no_model_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"PK not GGUF")
+    for name, said in (("m.gguf", "is no GGUF file: it begins with"), ("other.gguf", "is no file")):
+        with pytest.raises(ConfigError, match=said):
+            model.main(str(tmp_path / name), tmp_path / "out" / "model")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_adapters_without_their_base_leave_no_folder(tmp_path: Path) -> None:
+    (adapters := tmp_path / "adapters").mkdir()
+    (adapters / "adapter_config.json").write_text('{"base_model_name_or_path": "/nowhere"}', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"the base /nowhere of .* is not here"):
+        model.main(str(adapters), tmp_path / "out" / "model")
+    assert list((tmp_path / "out").iterdir()) == []

@@ -15,18 +15,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, LogitsProcessorList, logging
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    logging,
+)
 from transformers.generation import logits_process
 
 Arrays = dict[str, np.ndarray]
 _OF_CAST = torch.float32, torch.Tensor.float
 
 
-def load(folder: str) -> Any:
+def load(folder: str, **given: Any) -> Any:
     """A model in float64: transformers computes norms, softmax and angles in float32, and here in float64 too."""
     torch.float32, torch.Tensor.float = _OF_CAST
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager", **given
     )
     torch.float32, torch.Tensor.float = torch.float64, torch.Tensor.double
     return model.double().train()
@@ -255,6 +262,27 @@ def exported(arguments: dict[str, Any], _arrays: Arrays) -> Arrays:
         model = load(str(folder))
     with torch.no_grad():
         return {"logprobs": logprobs_of(model.eval(), arguments["ids"])[0].numpy()}
+
+
+# Files
+
+
+def gguf(arguments: dict[str, Any], _arrays: Arrays) -> Arrays:
+    """Log-probabilities under a GGUF file, with `rounded` weights in bfloat16, and token ids of texts.
+
+    The package gguf is the one of the folder `packages`.
+    """
+    if arguments["packages"] not in sys.path:
+        sys.path.append(arguments["packages"])
+    file, found = Path(arguments["file"]), Arrays()
+    model = load(str(file.parent), gguf_file=file.name).eval()
+    with torch.no_grad():
+        for parameter in model.parameters() if arguments["rounded"] else ():
+            parameter.copy_(parameter.to(torch.bfloat16))
+        found["logprobs"] = logprobs_of(model, arguments["ids"])[0].numpy()
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    texts = (tokenizer.encode(text, add_special_tokens=False) for text in arguments["texts"])
+    return found | {f"ids {i}": np.array(ids, np.int64) for i, ids in enumerate(texts)}
 
 
 def main() -> None:

@@ -1,82 +1,226 @@
-"""What a GGUF file of a Llama model means, without a file: its metadata and tensors as the package gguf gives them."""
+"""Conversion of GGUF files, against transformers' own reading of the same file and the tokenizers they were made of."""
 
 from __future__ import annotations
 
+import struct
+from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import gguf as library
 import numpy as np
+import orjson
 import pytest
+from safetensors.numpy import load_file
 
-from services.trainer.models import gguf
+from services.trainer.models.gguf import __main__ as program
+from services.trainer.models.gguf.conversion import convert
+from services.trainer.models.gguf.metadata import Metadata, token_ids
+from services.trainer.models.gguf.metadata import config_of as config_of_file
+from services.trainer.models.gguf.tokenizer import tokenizer_of
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
-from tests.support import models
+from shared.models.rope import Llama3Scaling, frequencies
+from shared.models.tokenizer_files import read_tokenizer
+from tests.support import gguf_files, models
+from tests.support.torch_client import Torch
+from tests.trainer.test_families import load, logprobs
 
-CONFIG = models.tiny_config(
-    model_type="llama", architectures=["LlamaForCausalLM"], head_dim=16, num_hidden_layers=1, tie_word_embeddings=True
-)
-NAMES = {hf: ours for ours, hf in gguf._BLOCK.items()}
-
-
-def fields(**changes: Any) -> dict[str, Any]:
-    letters = [*"abcdefghijklmnopqrstuvwxyz0123456789", "Ġ", "Ċ"]
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, "Ġa", "12"]
-    return {
-        "llama.embedding_length": 64,
-        "llama.feed_forward_length": 128,
-        "llama.block_count": 1,
-        "llama.attention.head_count": 4,
-        "llama.attention.head_count_kv": 2,
-        "llama.rope.dimension_count": 16,
-        "llama.context_length": 2048,
-        "llama.attention.layer_norm_rms_epsilon": 9.999999747378752e-06,
-        "llama.rope.freq_base": 100000.0,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [3] * 3 + [1] * (len(tokens) - 3),
-        "tokenizer.ggml.merges": ["Ġ a", "1 2"],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.ggml.padding_token_id": 2,
-    } | changes
+IDS = np.random.default_rng(0).integers(3, 400, 40).astype(np.int32)
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 256}
+GEMMA = SIZES | {
+    "head_dim": 256,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 7,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (SIZES | {"model_type": "llama", "head_dim": 64}, gguf_files.fields_of_pieces(prefix=True)),
+    "qwen2": (SIZES | {"model_type": "qwen2", "head_dim": 64}, gguf_files.fields_of_byte_level("qwen2")),
+    "qwen3": (SIZES | {"model_type": "qwen3", "head_dim": 32}, gguf_files.fields_of_byte_level("qwen2")),
+    "gemma3": (GEMMA | {"model_type": "gemma3_text"}, gguf_files.fields_of_pieces(prefix=False)),
+}
+"""config.json and tokenizer by architecture; transformers takes Gemma's 256 for granted."""
 
 
-def test_the_configuration_is_the_models_and_padding_ends_no_turn() -> None:
-    found = ModelConfig.parse(config := gguf.config_of(fields(), tied=True))
-    assert (found.rms_norm_eps, found.rope_theta, found.head_dim) == (1e-5, 100000.0, 16)
-    assert (config["eos_token_id"], config["pad_token_id"], found.tie_word_embeddings) == (2, 0, True)
+def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
+    config, tokenizer = CASES[architecture]
+    return models.tiny_config(architectures=None, vocab_size=len(tokenizer["tokens"])) | config | changes
 
 
-def test_queries_and_keys_are_put_back_as_they_were_before_the_conversion() -> None:
-    """`permute` of llama.cpp's convert_hf_to_gguf.py, undone."""
-    weights = models.random_weights(CONFIG, 0)
-    tensors = {
-        "token_embd.weight": weights["model.embed_tokens.weight"],
-        "output_norm.weight": weights["model.norm.weight"],
-    }
-    for name, value in weights.items():
-        if not name.startswith("model.layers.0."):
-            continue
-        kind = NAMES[name.removeprefix("model.layers.0.").removesuffix(".weight")]
-        heads = {"attn_q": 4, "attn_k": 2}.get(kind)
-        if heads is not None:
-            value = value.reshape(heads, 2, len(value) // heads // 2, -1).swapaxes(1, 2).reshape(value.shape)
-        tensors[f"blk.0.{kind}.weight"] = value
-    found = gguf.weights_of(tensors, CONFIG)
+def write(path: Path, architecture: str = "qwen2", kind: str = "F32", **changes: Any) -> tuple[Path, models.Weights]:
+    """The file, and the weights that it was made of."""
+    config = config_of(architecture)
+    weights = models.random_weights(config, 1)
+    return gguf_files.write(path, architecture, config, weights, CASES[architecture][1], kind, **changes), weights
+
+
+@pytest.fixture(scope="session")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with the package gguf alone, which is pure Python, for the environment of torch."""
+    folder = tmp_path_factory.mktemp("packages")
+    for path in Path(library.__file__).parents[1].glob("gguf*"):
+        (folder / path.name).symlink_to(path)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_K"])
+@pytest.mark.parametrize("architecture", CASES)
+def test_a_file_is_read_as_transformers_reads_it(
+    architecture: str, kind: str, torch: Torch, packages: str, tmp_path: Path
+) -> None:
+    """Token ids, and log-probabilities of the trainer in float32."""
+    file, weights = write(tmp_path / "m.gguf", architecture, kind)
+    convert(file, folder := tmp_path / "hf")
+    found = load_file(folder / "model.safetensors")
     assert found.keys() == weights.keys()
-    for name, value in weights.items():
-        np.testing.assert_array_equal(found[name], value.astype(ml_dtypes.bfloat16), err_msg=name)
-    with pytest.raises(ConfigError, match=r"a tensor blk\.0\.ffn_gate_exps\.weight"):
-        gguf.weights_of({"blk.0.ffn_gate_exps.weight": np.zeros(2)}, CONFIG)
+    assert {value.dtype.name for value in found.values()} == {"float32" if kind[0] == "F" else "bfloat16"}
+    if kind == "F32":
+        assert all(np.allclose(found[name], value, rtol=0, atol=1e-7) for name, value in weights.items())
+    known = torch.ask(
+        "gguf",
+        packages=packages,
+        file=str(file),
+        rounded=kind[0] == "Q",
+        ids=IDS.tolist(),
+        texts=gguf_files.TEXTS,
+    )
+    np.testing.assert_allclose(logprobs(load(folder), IDS), known["logprobs"], atol=5e-6)
+    tokenizer = read_tokenizer(folder).tokenizer
+    for i, text in enumerate(gguf_files.TEXTS):
+        assert tokenizer.encode(text, add_special_tokens=False).ids == known[f"ids {i}"].tolist(), text
 
 
-def test_text_is_cut_as_the_model_learnt_it() -> None:
-    tokenizer = gguf.tokenizer_of(fields())
-    assert tokenizer.encode("b a12<|im_end|>").tokens == ["b", "Ġa", "1", "2", "<|im_end|>"]
-    assert tokenizer.decode(tokenizer.encode("b a12\n").ids) == "b a12\n"
-    for change in ({"tokenizer.ggml.model": "llama"}, {"tokenizer.ggml.pre": "qwen2"}):
-        with pytest.raises(ConfigError, match="is of the kind"):
-            gguf.tokenizer_of(fields(**change))
+# Tokenizers
+
+
+def metadata(fields: dict[str, Any], architecture: str = "llama", **changes: Any) -> Metadata:
+    prefixed = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    return Metadata(Path("m.gguf"), architecture, prefixed | changes)
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "smollm", "gpt-2"])
+def test_words_are_cut_as_the_published_tokenizer_cuts_them(pre: str) -> None:
+    """transformers reads Llama 3's and SmolLM2's files with GPT-2's words."""
+    made, published = tokenizer_of(metadata(gguf_files.fields_of_byte_level(pre))), gguf_files.byte_level(pre)
+    for text in gguf_files.TEXTS:
+        assert made.encode(text).ids == published.encode(text).ids, text
+        assert made.decode(made.encode(text).ids, skip_special_tokens=False) == published.decode(
+            published.encode(text).ids, skip_special_tokens=False
+        )
+    (call,) = made.encode("<tool_call>").tokens
+    assert call == "<tool_call>"
+    assert {token.content for token in made.get_added_tokens_decoder().values() if token.special} == {
+        *gguf_files.SPECIAL
+    }
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_pieces_are_those_of_sentencepiece(prefix: bool) -> None:
+    made, published = (
+        tokenizer_of(metadata(gguf_files.fields_of_pieces(prefix=prefix))),
+        gguf_files.pieces(prefix=prefix),
+    )
+    for text in gguf_files.TEXTS:
+        first, *ids = made.encode(text).ids
+        assert (first, ids) == (published.bos_id(), published.encode(text)), text
+        assert made.decode(ids) == published.decode(ids)
+
+
+def test_unknown_kinds_of_tokenizers_are_refused() -> None:
+    fields = gguf_files.fields_of_byte_level("qwen2")
+    for change in ({"model": "bert"}, {"pre": "tekken"}):
+        with pytest.raises(ConfigError, match=r"m\.gguf: its tokenizer is of the kind"):
+            tokenizer_of(metadata(fields | change))
+
+
+# Settings
+
+
+def test_every_end_of_a_turn_and_the_advised_sampling_are_kept(tmp_path: Path) -> None:
+    more = {"tokenizer.ggml.eot_token_id": 5, "general.sampling.temp": 0.7, "general.sampling.top_k": 20}
+    file, _ = write(tmp_path / "m.gguf", **more, **{"tokenizer.chat_template": "{{ messages }}"})
+    convert(file, folder := tmp_path / "hf")
+    made = orjson.loads((folder / "generation_config.json").read_bytes())
+    eos = CASES["qwen2"][1]["eos_token_id"]
+    assert (made["eos_token_id"], made["temperature"], made["top_k"]) == ([eos, 5], 0.7, 20)
+    assert (folder / "chat_template.jinja").read_text(encoding="utf-8") == "{{ messages }}"
+    assert ModelConfig.read(folder).eos_token_ids == (5, eos)
+
+
+def test_padding_ends_no_turn() -> None:
+    """SmolLM2's file pads with the end token."""
+    ids = token_ids(
+        metadata({"tokens": ["a", "b", "c"], "eos_token_id": 2, "padding_token_id": 2, "unknown_token_id": 0})
+    )
+    assert ids == {"eos_token_id": 2, "pad_token_id": 0}
+    assert token_ids(metadata({"tokens": ["a", "b"], "eos_token_id": 1})) == {"eos_token_id": 1}
+
+
+def test_the_scaling_of_llama_3_is_found_from_its_factors(tmp_path: Path) -> None:
+    scaling = Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    factors = frequencies(500000.0, 64, None) / frequencies(500000.0, 64, scaling)
+    config = {**config_of("llama"), "rope_theta": 500000.0}
+    fields = gguf_files.fields_of_model("llama", config)
+    described = metadata(CASES["llama"][1], **fields)
+    made = ModelConfig.parse(config_of_file(described, tied=False, factors=factors.astype(np.float32)))
+    assert made.rope_scaling == scaling
+    with pytest.raises(ConfigError, match=r"rope_freqs\.weight is not the scaling of Llama 3"):
+        config_of_file(described, tied=False, factors=factors * np.linspace(1, 2, 32))
+
+
+# Bad input
+
+
+def refused(file: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The problem of the program, which has written no folder."""
+    assert program.main([str(file), str(folder)]) == 2
+    assert not folder.exists()
+    return orjson.loads(capsys.readouterr().out)["detail"]
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.01, 0.2, 0.5, 0.9, 0.9999])
+def test_a_cut_file_is_refused(share: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, _ = write(tmp_path / "m.gguf")
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(share * len(whole))])
+    assert "cannot be read as a GGUF file" in refused(file, tmp_path / "hf", capsys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"general.architecture": "falcon"}, "a model of the architecture 'falcon'"),
+        ({"split.count": 3, "split.no": 0}, "is one of 3 parts of a model"),
+        ({"general.type": "adapter"}, "general.type is 'adapter'"),
+        ({"qwen2.block_count": 1}, "has a tensor blk.1."),
+        ({"qwen2.block_count": 3}, "lacks the tensor of model.layers.2."),
+        ({"qwen2.feed_forward_length": 512}, "has shape [256, 256], which does not fit"),
+        ({"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0}, "rope_scaling.rope_type='yarn'"),
+        ({"qwen2.rope.dimension_count": 32}, "partial_rotary_factor=0.5"),
+        ({"qwen2.attention.sliding_window": 128}, "use_sliding_window=True"),
+        ({"qwen2.embedding_length": None}, "lacks the key qwen2.embedding_length"),
+        ({"tokenizer.ggml.tokens": None}, "lacks the key tokenizer.ggml.tokens"),
+        ({"tokenizer.ggml.eos_token_id": 9999}, "eos_token_id is outside its vocabulary"),
+    ],
+)
+def test_other_files_are_refused_by_name(
+    changes: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, _ = write(tmp_path / "m.gguf", **changes)
+    assert said in refused(file, tmp_path / "hf", capsys)
+
+
+def test_a_vocabulary_and_other_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, tokenizer = config_of("qwen2"), CASES["qwen2"][1]
+    file = gguf_files.write(tmp_path / "m.gguf", "qwen2", config, models.Weights(), tokenizer)
+    assert "holds a vocabulary, but no weights" in refused(file, tmp_path / "hf", capsys)
+    header = b"GGUF" + struct.pack(">IQQ", 3, 0, 0)
+    for content, said in ((header, "big-endian"), (b"PK\x03\x04 zip", "begins with b'PK"), (b"", "begins with b''")):
+        file.write_bytes(content)
+        assert said in refused(file, tmp_path / "hf", capsys)

@@ -28,7 +28,7 @@ REFUSED = {
     # transformers 4 and 5, or transformers with and without peft, read these differently
     "tied, lm_head differs": r"lm_head\.weight differs",
     "tied, the embeddings left out": r"lacks the tensor model\.embed_tokens\.weight",
-    "adapters of another base beside model.safetensors": "merge the adapters",
+    "adapters of another base beside model.safetensors": "volley model get ADAPTERS",
     # transformers fills these with random numbers
     "lm_head left out": r"lacks the tensor lm_head\.weight",
     "a matrix left out": r"lacks the tensor model\.layers\.1\.mlp\.up_proj\.weight",
@@ -79,10 +79,10 @@ REFUSED = {
     "consolidated.00.pth alone": "the original format",
     "shards without an index": "only model-00001-of-00002.safetensors",
     "weights in a folder below": r"try model\.path=.*/weights",
-    "model.gguf alone": r"only model\.gguf .*gguf_file",
+    "model.gguf alone": r"only model\.gguf .*volley model get",
     "a download in progress": "incomplete .download it again",
     "a download of huggingface_hub in progress": "incomplete .download it again",
-    "adapters alone": "merge the adapters",
+    "adapters alone": "volley model get ADAPTERS",
 }
 
 

