@@ -139,10 +139,6 @@ def fields_of_model(architecture: str, config: Mapping[str, Any]) -> dict[str, A
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
         "rope.freq_base": "rope_theta",
-        "expert_count": "num_experts",
-        "expert_used_count": "num_experts_per_tok",
-        "expert_feed_forward_length": "moe_intermediate_size",
-        "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     }
     found = {f"{architecture}.{key}": config[name] for key, name in keys.items() if config.get(name) is not None}
     if architecture == "llama":
@@ -180,20 +176,16 @@ def tensors(architecture: str, config: Mapping[str, Any], weights: Weights) -> W
     """Tensors by GGUF's names, as llama.cpp's converter changes them (its `permute`, norms with their 1)."""
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    found, experts = Weights(), dict[str, list[np.ndarray]]()
+    found = Weights()
     for name, value in weights.items():
         module, _, suffix = name.rpartition(".")
-        if ".experts." in module:
-            before, _, after = module.partition(".experts.")
-            experts.setdefault(f"{before}.experts.{after.partition('.')[2]}", []).append(value)
-            continue
         if architecture == "llama" and module.endswith(("q_proj", "k_proj")):
             heads = config["num_attention_heads" if module.endswith("q_proj") else "num_key_value_heads"]
             value = value.reshape(heads, 2, len(value) // heads // 2, -1).swapaxes(1, 2).reshape(value.shape)
         if architecture.startswith("gemma") and module.endswith("norm"):
             value = value + 1
         found[f"{names.get_name(module)}.{suffix}"] = value
-    return found | {f"{names.get_name(module)}.weight": np.stack(parts) for module, parts in experts.items()}
+    return found
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, value: np.ndarray, kind: str) -> None:

@@ -43,6 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (SIZES | {"model_type": "llama", "head_dim": 64}, gguf_files.fields_of_pieces(prefix=True)),
     "qwen2": (SIZES | {"model_type": "qwen2", "head_dim": 64}, gguf_files.fields_of_byte_level("qwen2")),
     "qwen3": (SIZES | {"model_type": "qwen3", "head_dim": 32}, gguf_files.fields_of_byte_level("qwen2")),
+    "gemma2": (GEMMA | {"model_type": "gemma2", "rope_theta": 1e4}, gguf_files.fields_of_pieces(prefix=False)),
     "gemma3": (GEMMA | {"model_type": "gemma3_text"}, gguf_files.fields_of_pieces(prefix=False)),
 }
 """config.json and tokenizer by architecture; transformers takes Gemma's 256 for granted."""

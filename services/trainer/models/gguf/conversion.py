@@ -21,7 +21,7 @@ from services.trainer.models.gguf.metadata import Metadata, config_of, generatio
 from services.trainer.models.gguf.tokenizer import tokenizer_of
 from shared.errors import ConfigError
 from shared.models.config import CONFIG, GENERATION_CONFIG, ModelConfig
-from shared.models.names import from_hf, hf_name, in_files, is_experts
+from shared.models.names import from_hf, hf_name
 from shared.models.parameters import parameters
 from shared.models.weight_files import WEIGHTS
 
@@ -53,6 +53,8 @@ def convert(file: Path, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     tokens = metadata.of("tokenizer.ggml.tokens")
     special = {name.removesuffix("_id"): tokens[token] for name, token in token_ids(metadata).items()}
+    if metadata.get("tokenizer.ggml.model") == "llama":
+        special["unk_token"] = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     _write(folder / CONFIG, config | {"torch_dtype": np.dtype(dtype).name})
     _write(folder / GENERATION_CONFIG, generation_of(metadata))
     _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **special})
@@ -100,8 +102,7 @@ def weights_of(tensors: Mapping[str, Any], model: ModelConfig, metadata: Metadat
             from_hf(leaf, value, described.shape)
         except ValueError as error:
             raise ConfigError(f"{metadata.file}: {error}", "its metadata and its tensors do not fit") from error
-        parts = zip(in_files(name, len(value)), value, strict=True) if is_experts(leaf) else ((name, value),)
-        found |= {key: np.ascontiguousarray(part).astype(dtype) for key, part in parts}
+        found[name] = np.ascontiguousarray(value).astype(dtype)
     if left:
         raise ConfigError(
             f"{metadata.file} has a tensor {min(left)} that no {model.family.title} model has", "it cannot be converted"
@@ -121,7 +122,7 @@ def _as_trained(leaf: str, value: np.ndarray, model: ModelConfig, *, interleaved
     if interleaved and leaf.endswith(("attn.q_proj.w", "attn.k_proj.w")):
         heads = model.num_attention_heads if leaf.endswith("q_proj.w") else model.num_key_value_heads
         return unpermuted(value, heads)
-    return value[None] if leaf.endswith("shared_expert_gate.kernel") and value.ndim == 1 else value
+    return value
 
 
 def unpermuted(value: np.ndarray, heads: int) -> np.ndarray:

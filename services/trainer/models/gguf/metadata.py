@@ -18,9 +18,7 @@ from shared.models.rope import Llama3Scaling, frequencies
 MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
-    "qwen2moe": "qwen2_moe",
     "qwen3": "qwen3",
-    "qwen3moe": "qwen3_moe",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
 }
@@ -38,10 +36,6 @@ _OPTIONAL = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base_swa": "rope_local_base_freq",
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 _UNREAD = ("attention.scale", "attention.clamp_kqv", "logit_scale", "residual_scale", "embedding_scale")
 """Keys that change the computation, of architectures that are not converted."""
@@ -127,9 +121,6 @@ def config_of(metadata: Metadata, *, tied: bool, factors: np.ndarray | None = No
         **_of_attention(metadata, sizes, head_dim),
         **token_ids(metadata),
     }
-    if family.experts is not None:
-        config |= {"norm_topk_prob": model_type == "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": []}
-        config.setdefault("intermediate_size", 0)
     scaling = metadata.own("rope.scaling.type", "none")
     if scaling != "none":  # refused by name
         config["rope_scaling"] = {"rope_type": scaling, "factor": metadata.own("rope.scaling.factor")}
@@ -150,7 +141,7 @@ def _of_attention(metadata: Metadata, sizes: Mapping[str, int], head_dim: int) -
 
 def _llama3(metadata: Metadata, config: Mapping[str, Any], factors: np.ndarray) -> dict[str, Any]:
     """Find Llama 3's scaling that has these factors. Raises ConfigError if it is another scaling."""
-    scaling = Llama3Scaling(factor=float(factors.max(initial=1.0)), **_LLAMA3)  # pyrefly: ignore[bad-argument-type]
+    scaling = Llama3Scaling(factor=float(factors.max(initial=1.0)), **_LLAMA3)
     theta, size = config["rope_theta"], config["head_dim"]
     made = frequencies(theta, size, None) / frequencies(theta, size, scaling)
     if made.shape != factors.shape or not np.allclose(made, factors, rtol=1e-4):
