@@ -172,9 +172,9 @@ def newest(folder: RunFolder) -> TrainerState | None:
 
     A checkpoint's digests are not checked. An undone state is returned only if there is no other.
     """
-    alive = committed(folder)
-    undone = [version for version in _all(folder) if version not in alive]
-    for version in reversed([*undone, *alive]):
+    known = _all(folder)
+    alive = surviving(known)
+    for version in reversed([*sorted({*known} - {*alive}), *alive]):
         with suppress(WeightsError, Unavailable):
             return read(folder.archive, version).state
         with suppress(WeightsError, Unavailable):  # damaged, or removed by the trainer meanwhile

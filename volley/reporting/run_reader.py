@@ -75,6 +75,7 @@ class RunReader:
         self._ledger, self._dispositions = JsonlTail(folder.ledger), Counter[str]()
         self._reading = Lock()
         self.revision = 0
+        self._known: tuple[Any, Snapshot] | None = None
         self.problem: str | None = None
         if not trust.is_accepted(folder) and (found := survey.look(folder).problems):
             self.problem = f"{found[0][0]} {found[0][1]}"
@@ -90,7 +91,7 @@ class RunReader:
         for kind, tail in self._tails.items():
             if tail.is_undone():  # a crash undid steps
                 tail.restart()
-                self._rows[kind], has_new = [], has_new or kind != "handover"
+                self._rows[kind], has_new = [], True
             new = tail.new()
             self._rows[kind] += new
             has_new |= bool(new) and kind != "handover"
@@ -106,18 +107,22 @@ class RunReader:
         return None
 
     def snapshot(self) -> Snapshot:
-        """Read what is new, and return all that is known."""
+        """Read what is new, and return all that is known: the same object if nothing is new."""
         self.refresh()
-        head, rows = self.head, self._rows
-        return Snapshot(
-            read_record(self.folder),
-            head,
-            _last_of_each(counted.of_steps(rows["train"], head)),
-            _last_of_each(counted.of_weights(rows["eval"], head)),
-            _last_of_each(rows["sft"]),
-            _last_of_each(counted.of_steps(rows["handover"], head)),
-            dict(self._dispositions),
-        )
+        record, head, rows = read_record(self.folder), self.head, self._rows
+        ends = [tail.offset for tail in (*self._tails.values(), self._ledger)]
+        if self._known is None or self._known[0] != (self.revision, ends, record, head):
+            known = Snapshot(
+                record,
+                head,
+                _last_of_each(counted.of_steps(rows["train"], head)),
+                _last_of_each(counted.of_weights(rows["eval"], head)),
+                _last_of_each(rows["sft"]),
+                _last_of_each(counted.of_steps(rows["handover"], head)),
+                dict(self._dispositions),
+            )
+            self._known = (self.revision, ends, record, head), known
+        return self._known[1]
 
     def summary(self, known: Snapshot | None = None) -> RunSummary:
         """Args: known: a snapshot, if there is one already."""
@@ -172,7 +177,7 @@ class RunReader:
             os.close(descriptor)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
     """State of a run's files at one time.
 

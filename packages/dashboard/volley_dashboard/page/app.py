@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any, Literal
@@ -19,7 +20,7 @@ from shared.services_schema import Limits
 from shared.web.access import AccessTokens, Role
 from shared.web.assets import asset
 from shared.web.http import create_app
-from volley.reporting.run_reader import RunReader
+from volley.reporting.run_reader import RunReader, Snapshot
 from volley_dashboard.page import commands
 from volley_dashboard.page.advice import advise
 from volley_dashboard.page.entrance import CookieAccess, Entrance
@@ -175,17 +176,23 @@ def _described(files: RunReader) -> dict[str, Any]:
         return found
     head = known.head
     return found | {
+        **_computed(known),
         "edition": drawn,
-        "curves": known.curves(_MOST_POINTS),
         "n_steps": len(known.train) or len(known.sft),
         "log": log_end(files.folder) if summary.failed else None,
-        "advice": [dataclasses.asdict(one) for one in advise(known.train, known.rates)],
         "commands": commands.of_run(summary) if head is not None else [],
         "dispositions": known.dispositions,
         "handovers": handovers(known.handovers, str(known.config.get("rollout.update_mode") or "retract")),
         "chain": head.chain.steps if head is not None else None,
         "version": None if head is None else str(head.version),
     }
+
+
+@lru_cache(maxsize=_MOST_OPEN)
+def _computed(known: Snapshot) -> dict[str, Any]:
+    """Return what takes time to compute of a long run."""
+    advice = [dataclasses.asdict(one) for one in advise(known.train, known.rates)]
+    return {"curves": known.curves(_MOST_POINTS), "advice": advice}
 
 
 @router.get("/api/runs/{run}/fleet", tags=["dashboard"])

@@ -92,7 +92,9 @@ function episodeView(group, episode, state, detail, shown, column) {
     const name = i === 0 ? "" : sequence.parent < 0 ? `Sequence ${i}: begins by itself` : `Sequence ${i}: branches from ${sequence.parent} after ${sequence.shared} tokens`;
     return element("div", {}, name ? element("h3", {}, name) : null, ...sequenceView(group, sequence, state, detail, differs(shown, column, i)));
   });
-  return element("section", { "aria-label": title }, element("h2", {}, title), ...parts);
+  const ends = episode.sequences.at(-1).turns.at(-1)?.[2] === "assistant";
+  return element("section", { "aria-label": title }, element("h2", {}, title), ...parts,
+    ends ? element("p", { class: "soft" }, "Archives hold what the model read and wrote: not the environment's reply to the last answer.") : null);
 }
 
 // Position from which the same sequence of the first shown episode has other tokens.
