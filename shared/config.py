@@ -74,12 +74,12 @@ class LoadedConfig:
         return yaml.safe_dump(self.tree, sort_keys=True, allow_unicode=True)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Add the two arguments of every command that takes a configuration."""
     parser.add_argument(
         "--config",
         action="append",
-        required=True,
+        required=required,
         metavar="FILE.yaml",
         help="run configuration; given again, the later file wins",
     )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
-from shared import packages
+from shared import config, packages
 from shared.config import LoadedConfig
+from shared.errors import ConfigError
+from shared.run.folder import RunFolder
 
 PART = "own_data.options"
 
@@ -31,6 +34,25 @@ def add(parser: argparse.ArgumentParser) -> None:
 def configured(arguments: argparse.Namespace, given: Sequence[str]) -> LoadedConfig | None:
     """Return the configuration of a run on own data; None if the options do not ask for one. Raises ConfigError."""
     return None if (part := _part()) is None else part.configured(arguments, given)
+
+
+def load(arguments: argparse.Namespace) -> LoadedConfig:
+    """Load the configuration that a command's options --config, or --data and --reward, and its settings make.
+
+    A folder given with --config is that of a run. Raises ConfigError.
+    """
+    if (loaded := configured(arguments, arguments.overrides)) is not None:
+        return loaded
+    if not arguments.config:
+        raise ConfigError(
+            "neither --config nor --data is given", "add --config FILE.yaml, or MODEL --data FILE --reward FILE.py"
+        )
+    return config.load(files_of(arguments.config), arguments.overrides)
+
+
+def files_of(given: Sequence[str]) -> list[Path]:
+    """Configuration files that --config names: files, or folders of runs."""
+    return [RunFolder(Path(one)).config if Path(one).is_dir() else Path(one) for one in given]
 
 
 def _part() -> OwnData | None:

@@ -43,8 +43,12 @@ def test_each_key_names_the_file_the_override_or_the_default(
 
 
 def test_a_wrong_configuration_is_refused_as_elsewhere(tmp_path: Path) -> None:
+    parsed = parse_arguments(["config", "show", "--config", str(write_config(tmp_path / "r")), "trainer.max_stepz=1"])
     with pytest.raises(ConfigError):
-        configuration.sources([str(write_config(tmp_path / "r"))], ["trainer.max_stepz=1"])
+        parsed.command(parsed)
+    nothing = parse_arguments(["config", "show"])
+    with pytest.raises(ConfigError, match="neither --config nor --data is given"):
+        nothing.command(nothing)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.stem)

@@ -8,26 +8,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from shared import config
 from shared.config import LoadedConfig
 from shared.config_files import read_tree
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.run.folder import RunFolder
 from shared.run_config import run_model
+from volley import own_data
 from volley.planning import automatic
 from volley.printing import format_json, join_lines, print_result
 
 _DEFAULT, _LINE = "default", "command line"
+_OF_OPTIONS = ("model.path", "data.env", "data.sources")
+"""Keys that a model, --data and --reward set."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="config_command")
     show = commands.add_parser("show", help="print every key, its value, and the file or default it comes from")
-    show.add_argument(
-        "--config", action="append", metavar="FILE.yaml | RUN_DIR", required=True, help="repeatable; later files win"
-    )
+    show.add_argument("--config", action="append", metavar="FILE.yaml | RUN_DIR", help="repeatable; later files win")
     show.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that override the files")
+    own_data.add(show)
     show.add_argument("--set", action="store_true", dest="only_set", help="leave out defaults")
     commands.add_parser("schema", help="print the JSON schema of configuration files, for editors")
 
@@ -38,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         found = schema()
         print_result(found, format_json(found))
         return 0
-    rows = sources(arguments.config, arguments.overrides)
+    options = _OF_OPTIONS if getattr(arguments, "data", None) else ()
+    rows = sources(own_data.load(arguments), arguments.config or (), arguments.overrides, options)
     if arguments.only_set:
         rows = {key: row for key, row in rows.items() if row["source"] != _DEFAULT}
     print_result(rows, lambda: _table(rows))
@@ -57,14 +59,20 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Volley run", **found}
 
 
-def sources(paths: Sequence[str], overrides: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return `{"value", "source"}` of each key of the validated configuration. Raises ConfigError."""
+def sources(
+    loaded: LoadedConfig, paths: Sequence[str], overrides: Sequence[str], options: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Return `{"value", "source"}` of each key of a configuration made of these. Raises ConfigError.
+
+    Args:
+        options: keys whose values come from other options.
+    """
     runs = [RunFolder(Path(path)) for path in paths if Path(path).is_dir()]
-    files = [RunFolder(Path(path)).config if Path(path).is_dir() else Path(path) for path in paths]
-    loaded = _fitted(config.load(files, overrides))
+    loaded = _fitted(loaded)
     named: dict[str, str] = {}
-    for path in files:
+    for path in own_data.files_of(paths):
         named |= {key: str(path) for key, _ in _leaves(read_tree(path, "config file"))}
+    named |= dict.fromkeys(options, _LINE)
     for override in overrides:
         named[override.partition("=")[0]] = _LINE
     chosen = {key: why for run in runs for key, why in automatic.reasons(run).items()} | dict(loaded.choices)

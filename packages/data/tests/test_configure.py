@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import re
+import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,14 @@ import pytest
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
 from shared.files.rows import rows
+from shared.process.ports import hold_free
+from volley.__main__ import parse_arguments
 from volley.layout import PROJECT, python_of
+from volley.printing import json_output
 from volley_data import configure as configuring
+from volley_data import sources
 from volley_data.configure import configure
+from volley_environments.gsm8k.data import read_problems
 
 WORDS = ["apple", "bread", "bridge", "candle", "chair", "cloud", "doctor", "dog", "engine", "farmer"]
 REWARDS = """
@@ -56,6 +64,19 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def neither(x, y, z):
     return 1.0
+
+def shortest(prompts, completions, **columns):
+    return [float(len(one) == min(map(len, completions))) for one in completions]
+
+def random_one(completions, **columns):
+    import random
+    return [random.random() for _ in completions]
+
+def tokens(completions, completion_ids, **columns):
+    return [1.0 for _ in completions]
+
+def no_tokens(completions, completion_ids=None, **columns):
+    return [1.0 for _ in completions]
 """
 
 
@@ -91,7 +112,7 @@ def test_a_run_needs_a_model_data_and_a_reward(here: Path) -> None:
     assert made(overrides=["trainer.max_steps=3"]).config.trainer.max_steps == 3
 
 
-@pytest.mark.parametrize("name", ["plain", "trl", "waits", "mutates", "prints"])
+@pytest.mark.parametrize("name", ["plain", "trl", "waits", "mutates", "prints", "random_one", "no_tokens"])
 def test_rewards_of_every_kind_are_accepted(here: Path, name: str) -> None:
     assert made(f"rewards.py:{name}").config.data.env.startswith("words-")
 
@@ -115,6 +136,11 @@ def test_verls_signature_takes_its_columns(here: Path) -> None:
         ("rewards.py:few", "returned 0 values for 1 answer"),
         ("rewards.py:compute_score", "takes ground_truth, which is no column of the data; they have prompt, a"),
         ("rewards.py:neither", r"neither\(x, y, z\) of .*rewards\.py has no signature of a reward"),
+        (
+            "rewards.py:shortest",
+            r"shortest of rewards\.py compares answers: it returned \[1\.0, 1\.0, 1\.0, 1\.0\] for",
+        ),
+        ("rewards.py:tokens", "needs completion_ids, which only TRL's trainer has"),
         ("rewards.py:plane", "rewards.py has no function plane"),
         ("missing.py", "missing.py does not exist"),
         ("rewards.py:plain=much", "much is no weight"),
@@ -153,6 +179,14 @@ def test_data_that_are_not_there_are_named(here: Path) -> None:
         made(eval_data="words.csv", eval_share=0.1)
 
 
+def test_a_hub_that_does_not_answer_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hold_free("127.0.0.1") as held:
+        port = held.getsockname()[1]
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        with pytest.raises(ConfigError, match=rf"the hub does not give it: 127\.0\.0\.1:{port} does not answer"):
+            made(data="openai/gsm8k:main")
+
+
 def test_held_out_data_of_a_file_are_left_out_of_training(here: Path) -> None:
     lines = [{"prompt": "Say apple, 0.", "a": "apple"}, {"prompt": "other", "a": "x"}]
     (here / "eval.jsonl").write_bytes(b"\n".join(map(orjson.dumps, lines)))
@@ -161,14 +195,113 @@ def test_held_out_data_of_a_file_are_left_out_of_training(here: Path) -> None:
     assert any("left out, because their prompts are held out" in note for note in loaded.notes)
 
 
-def test_parquet_and_arrow_are_read_as_pyarrow_wrote_them(tmp_path: Path) -> None:
+def test_parquet_arrow_and_saved_folders_are_read(here: Path) -> None:
     program = (
-        "import pyarrow as pa, pyarrow.parquet as pq, sys\n"
-        "t = pa.table({'prompt': ['p', 'q'], 'n': [1, 2], 'l': [[1], []]})\n"
-        "pq.write_table(t, sys.argv[1] + '/t.parquet')\n"
-        "with pa.OSFile(sys.argv[1] + '/t.arrow', 'wb') as f, pa.ipc.new_file(f, t.schema) as w: w.write_table(t)\n"
+        "import pyarrow as pa, pyarrow.parquet as pq, datasets, sys\n"
+        "q = ['1 + 1?', '2 + 2?', '3 + 3?']; a = ['#### 2', '#### 4', '#### 6']\n"
+        "t = pa.table({'question': q, 'answer': a, 'l': [[1], [], None]})\n"
+        "pq.write_table(t, 't.parquet')\n"
+        "with pa.OSFile('t.arrow', 'wb') as f, pa.ipc.new_file(f, t.schema) as w: w.write_table(t)\n"
+        "d = datasets.Dataset(t); d.save_to_disk('one')\n"
+        "datasets.DatasetDict({'train': d.select([0, 1]), 'test': d.select([2])}).save_to_disk('split')\n"
     )
-    subprocess.run([str(python_of("trainer")), "-c", program, str(tmp_path)], check=True)
-    wanted = [{"prompt": "p", "n": 1, "l": [1]}, {"prompt": "q", "n": 2, "l": []}]
+    subprocess.run([str(python_of("trainer")), "-c", program], check=True, cwd=here)
+    wanted = [
+        {"question": f"{n} + {n}?", "answer": f"#### {2 * n}", "l": value} for n, value in enumerate(([1], [], None), 1)
+    ]
     for name in ("t.parquet", "t.arrow"):
-        assert [row for _, row in rows(tmp_path / name)] == wanted
+        assert [row for _, row in rows(here / name)] == wanted
+    assert [one.answer for one in read_problems(here / "t.parquet")] == ["2", "4", "6"]
+    whole, split = sources.find("one"), sources.find("split")
+    assert [row for _, row in whole.of(whole.train)] == wanted
+    assert (split.train, split.held_out) == ("train", "test")
+    assert [row for _, row in split.of("test")] == wanted[2:]
+
+
+TOOLS = """
+class Book:
+    def reset(self, a):
+        self.n = 0
+        return f"The book is of {a}."
+
+    def look_up(self, name: str) -> int:
+        \"\"\"Look up a number.
+
+        Args:
+            name: Whose
+        \"\"\"
+        self.n += 1
+        return {"anna": 17}[name]
+
+def counted(completions, environments, **columns):
+    return [float(one.n == 1 and said[-1]["content"] == "17") for one, said in zip(environments, completions)]
+"""
+
+
+def _played(content: Path, *said: str) -> list[Any]:
+    """Import the packed environment, and play its first task."""
+    with zipfile.ZipFile(content) as archive:
+        archive.extractall(content.parent / "unpacked")
+    program = (
+        "import asyncio, json, sys\nfrom volley_rows import OwnRows\n"
+        "async def play():\n    one = OwnRows()\n    told = [await one.reset('train', 0, 0)]\n"
+        "    for text in sys.argv[1:]:\n        told.append(await one.step(text))\n    print(json.dumps(told))\n"
+        "asyncio.run(play())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *said], cwd=content.parent / "unpacked", check=True, capture_output=True
+    )
+    return orjson.loads(done.stdout)
+
+
+def test_the_tools_of_a_class_are_called_over_several_turns(here: Path) -> None:
+    (here / "tools.py").write_text(TOOLS, encoding="utf-8")
+    loaded = made("tools.py:counted", tools="tools.py:Book", overrides=["orchestrator.max_turns=3"])
+    content = Path(next(iter(loaded.config.data.sources.values())).path)
+    call = '<tool_call>{"name": "look_up", "arguments": {"name": "anna"}}</tool_call>'
+    opening, answered, last = _played(content, call, "17")
+    assert [one["role"] for one in opening] == ["system", "user"]
+    assert "- look_up(name): Look up a number." in opening[0]["content"]
+    assert re.fullmatch(r"Say \w+, 0\.The book is of \w+\.", opening[1]["content"])
+    assert answered[:2] == [[{"role": "tool", "name": "look_up", "content": "17"}], 0.0]
+    assert last[1:4] == [1.0, True, False]
+    wrong = [call.replace("anna", "ben"), call.replace("}}", "")]
+    _, unknown, unreadable, cut = _played(content, *wrong, call)
+    assert unknown[0][0]["content"] == "error: KeyError: 'ben'"
+    assert unreadable[0][0]["content"] == "error: a tool call must be one JSON object with name and arguments"
+    assert unreadable[4] == {"error": "tool"}
+    assert cut[1:4] == [0.0, False, True]
+
+
+def test_a_model_that_writes_calls_otherwise_is_refused(here: Path) -> None:
+    (here / "tools.py").write_text(TOOLS, encoding="utf-8")
+    model = here / "model"
+    shutil.copytree(PROJECT / "configs/models/agent", model)
+    settings = model / "tokenizer_config.json"
+    settings.write_text(settings.read_text(encoding="utf-8").replace("tool_call>", "call>"), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"writes tool calls as '<call>.*; --tools reads <tool_call>"):
+        configure(str(model), "words.csv", "tools.py:counted", tools="tools.py:Book")
+
+
+def test_a_tool_without_a_description_is_named(here: Path) -> None:
+    (here / "tools.py").write_text(TOOLS.replace("name: Whose", ""), encoding="utf-8")
+    with pytest.raises(ConfigError, match="the tool look_up does not describe name"):
+        made("tools.py:counted", tools="tools.py:Book")
+
+
+@pytest.mark.parametrize("command", [["plan"], ["config", "show"]])
+def test_other_commands_take_the_same_options(
+    here: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    model = str(PROJECT / "configs/models/quickstart")
+    options = ["--data", "words.csv", "--reward", "rewards.py:plain", "trainer.max_steps=3"]
+    parsed = parse_arguments([*command, "--json", model, *options])
+    with json_output():
+        parsed.command(parsed)
+    found = orjson.loads(capsys.readouterr().out)
+    if command == ["plan"]:
+        assert "rollout.engine.context_length" in found["chosen"]
+        return
+    assert found["trainer.max_steps"] == {"value": 3, "source": "command line"}
+    assert found["data.n_eval_tasks"] == {"value": 4, "source": "chosen: 4 tasks are held out"}
+    assert found["model.path"]["source"] == found["data.env"]["source"] == "command line"

@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import orjson
 
 from shared.errors import ConfigError
 from shared.run.sources import MAX_BYTES
-from volley_data.functions import RewardFunction, dependencies_of, files_of, module_of
+from volley_data.functions import RewardFunction, ToolFile, dependencies_of, files_of, module_of
 from volley_data.rows import RowTasks, shrunk
 
 ENTRY = "volley_rows:OwnRows"
@@ -35,9 +34,7 @@ class PackedData:
     splits: Mapping[str, RowTasks]
 
 
-def pack(
-    splits: Mapping[str, RowTasks], rewards: Sequence[RewardFunction], tools: Mapping[str, Any] | None
-) -> PackedData:
+def pack(splits: Mapping[str, RowTasks], rewards: Sequence[RewardFunction], tools: ToolFile | None) -> PackedData:
     """Make the archive. It holds fewer rows if all are too large. Raises ConfigError."""
     code = _code(rewards, tools)
     while True:
@@ -51,11 +48,11 @@ def pack(
         splits = {split: shrunk(part, share) if part.tasks else part for split, part in splits.items()}
 
 
-def _code(rewards: Sequence[RewardFunction], tools: Mapping[str, Any] | None) -> dict[str, bytes]:
+def _code(rewards: Sequence[RewardFunction], tools: ToolFile | None) -> dict[str, bytes]:
     """Files of the template and the user. Raises ConfigError if two have one name."""
     found = {file.name: file.read_bytes() for file in sorted(_TEMPLATE.glob("*.py"))}
     own = dict[str, bytes]()
-    for file in [*(one.file for one in rewards), *([tools["file"]] if tools else [])]:
+    for file in [*(one.file for one in rewards), *([tools.file] if tools else [])]:
         for name, content in files_of(file).items():
             if found.get(name, content) != content:
                 raise ConfigError(f"two files are called {name}", "rename one: all are packed into one folder")
@@ -80,7 +77,7 @@ def _data(splits: Mapping[str, RowTasks]) -> dict[str, bytes]:
     return found
 
 
-def _spec(splits: Mapping[str, RowTasks], rewards: Sequence[RewardFunction], tools: Mapping[str, Any] | None) -> bytes:
+def _spec(splits: Mapping[str, RowTasks], rewards: Sequence[RewardFunction], tools: ToolFile | None) -> bytes:
     names = Counter(one.name for one in rewards)
     labels = [one.name if names[one.name] == 1 else f"{module_of(one.file)}.{one.name}" for one in rewards]
     if len({*labels}) < len(labels):
@@ -89,9 +86,7 @@ def _spec(splits: Mapping[str, RowTasks], rewards: Sequence[RewardFunction], too
     found = {
         "splits": {split: len(part.tasks) for split, part in splits.items()},
         "rewards": [one.spec(module_of(one.file), label) for one, label in zip(rewards, labels, strict=True)],
-        "tools": None
-        if tools is None
-        else {"module": module_of(tools["file"]), "name": tools["name"], "shown": tools["shown"]},
+        "tools": None if tools is None else tools.spec(),
     }
     return orjson.dumps(found, option=orjson.OPT_INDENT_2)
 

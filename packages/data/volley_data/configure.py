@@ -15,9 +15,10 @@ from shared.errors import ConfigError
 from shared.files.storage import replace
 from shared.models.hub import model_folder
 from volley.layout import CACHE
+from volley.planning.automatic import is_given
 from volley_data import defaults, sources, trial
 from volley_data.archive import PackedData, pack, plain_name
-from volley_data.functions import reward_of, tools_of
+from volley_data.functions import ToolFile, reward_of, tools_of
 from volley_data.rows import ColumnTypes, RowTasks, held_out, read, split_by
 
 _SHARE, _TURNS_WITH_TOOLS = 0.1, 4
@@ -57,26 +58,32 @@ def configure(
         raise ConfigError("no reward is given", "add --reward FILE.py")
     if data is None:
         raise ConfigError("no data are given", "add --data FILE")
-    box = None if tools is None else tools_of(tools)
+    given: dict[str, Any] = {} if model is None else {"model": {"path": str(model)}}
+    box = None if tools is None else _tools(tools, configuration.load(config, overrides, given=given))
     chosen = _read(data, columns or {}, eval_data, eval_share)
     for one in rewards:
-        one.check(chosen.columns)
+        one.check(chosen.columns, with_object=box is not None and box.is_class)
     packed = pack({split: part for split, part in chosen.splits.items() if part.tasks}, rewards, box)
-    name = plain_name(data)
-    folder = _FOLDER / hashlib.sha256(packed.content).hexdigest()[:32]
-    archive = folder / f"{name}.zip"
+    archive = _FOLDER / hashlib.sha256(packed.content).hexdigest()[:32] / f"{plain_name(data)}.zip"
     if not archive.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
+        archive.parent.mkdir(parents=True, exist_ok=True)
         replace(archive, packed.content)
-    checked = trial.check(packed.content, folder, ", ".join(one.file.name for one in rewards))
-    given: dict[str, Any] = {"data": {"env": str(archive)}}
-    if model is not None:
-        given["model"] = {"path": str(model)}
-    loaded = configuration.load(config, overrides, given=given)
-    splits, turns = [*packed.splits.values()], 1 if box is None else _TURNS_WITH_TOOLS
-    here = model_folder(loaded.config.model.path, loaded.config.run.folder)
-    loaded = defaults.fitted(loaded, here, name, splits, turns=turns, tools=checked.tools)
+    checked = trial.check(packed.content, archive.parent, ", ".join(one.file.name for one in rewards))
+    loaded = configuration.load(config, overrides, given={**given, "data": {"env": str(archive)}})
+    splits, turns = [*packed.splits.values()], 1 if box is None else box.turns
+    loaded = defaults.fitted(loaded, _model_of(loaded), plain_name(data), splits, turns=turns, tools=checked.tools)
     return dataclasses.replace(loaded, notes=(*loaded.notes, *_notes(chosen, packed, checked)))
+
+
+def _tools(given: str, loaded: LoadedConfig) -> ToolFile:
+    """Tools of a file, as the model of the run reads and calls them. Raises ConfigError."""
+    turns = loaded.config.orchestrator.max_turns if is_given(loaded, "orchestrator.max_turns") else _TURNS_WITH_TOOLS
+    described = defaults.describes_tools(_model_of(loaded))
+    return dataclasses.replace(tools_of(given), turns=turns, described=described)
+
+
+def _model_of(loaded: LoadedConfig) -> Path:
+    return model_folder(loaded.config.model.path, loaded.config.run.folder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from shared import config
 from shared.config import LoadedConfig
+from shared.errors import ConfigError
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from volley.planning import automatic
@@ -16,6 +17,9 @@ from volley_data.rows import RowTasks, longest
 
 _MEASURED = 64
 _STEPS, _GROUPS, _EVALUATED, _INTERVAL = 40, 8, 200, 10
+
+_PARAMETERS = {"type": "object", "properties": {"text": {"type": "string", "description": "1"}}}
+_TOOL = {"type": "function", "function": {"name": "find", "description": "1", "parameters": _PARAMETERS}}
 
 
 def fitted(
@@ -43,6 +47,24 @@ def fitted(
     changed = config.changed(loaded, {key: value for key, (value, _) in missing.items()})
     loaded = replace(changed, choices={**loaded.choices, **{key: reason for key, (_, reason) in missing.items()}})
     return automatic.fit(loaded, ModelConfig.read(folder), _lengths(folder, splits, tools), packs=True)
+
+
+def describes_tools(folder: Path) -> bool:
+    """True if a message has to describe tools, because the model's chat template leaves them out.
+
+    Raises ConfigError if the template writes calls otherwise than the environment reads them.
+    """
+    tokenizer, asked = ChatTokenizer(folder), [{"role": "user", "content": "1"}]
+    if tokenizer.leaves_out(asked, [_TOOL]):
+        return True
+    form = tokenizer.call_form(asked, [_TOOL])
+    if form.end is None or "<tool_call>" not in form.start:
+        shown = f"{form.start}…"
+        raise ConfigError(
+            f"{folder}: its chat template writes tool calls as {shown!r}; --tools reads <tool_call>{{…}}</tool_call>",
+            "use a model that writes calls so, such as Qwen3, or write an environment: docs/environments.md",
+        )
+    return False
 
 
 def _lengths(folder: Path, splits: Sequence[RowTasks], tools: int) -> automatic.PromptLengths:

@@ -1,4 +1,4 @@
-"""RewardFunction functions and tools in a user's files, found without importing them.
+"""Reward functions and tools in a user's files, found without importing them.
 
 The signature decides how a function is called: TRL's (prompts, completions, **columns), verl's (data_source,
 solution_str, ground_truth, extra_info), or plain (completion, row).
@@ -25,6 +25,7 @@ _GIVEN = re.compile(r"(?P<file>.+?\.py)(?::(?P<name>[A-Za-z_]\w*))?(?:=(?P<weigh
 _ROW = frozenset({"row", "example", "sample", "item", "record", "task", "columns", "data"})
 _USUAL = ("reward", "compute_score", "reward_func", "reward_function", "reward_fn", "score")
 _METADATA = re.compile(r"^# /// script\s*$\n(?P<text>(^#(| .*)$\n)+)^# ///$", re.MULTILINE)
+_OF_TRL = ("completion_ids", "prompt_ids", "trainer_state", "log_extra", "log_metric")
 _SIGNATURES = (
     "write def NAME(prompts, completions, **columns) -> list[float], def NAME(completion, row) -> float, or verl's"
     " def compute_score(data_source, solution_str, ground_truth, extra_info)"
@@ -47,14 +48,19 @@ class RewardFunction:
     def shown(self) -> str:
         return f"{self.name} of {self.file.name}"
 
-    def check(self, columns: Sequence[str]) -> None:
-        """Raise ConfigError if it needs a column that the data lack."""
+    def check(self, columns: Sequence[str], *, with_object: bool) -> None:
+        """Raise ConfigError if it needs a column that the data lack.
+
+        Args:
+            with_object: the tools are methods of a class, whose object rewards get as `environments`.
+        """
         have, told = {*columns}, ", ".join(columns)
         if self.style == "trl":
-            have |= {"prompts", "completions"}
-            if "completion_ids" in self.needs:
+            have |= {"prompts", "completions", *(("environments",) if with_object else ())}
+            if lacking := [name for name in self.needs if name in _OF_TRL and name not in have]:
                 raise ConfigError(
-                    f"{self.shown} needs completion_ids, and rewards see text", "take completions instead"
+                    f"{self.shown} needs {lacking[0]}, which only TRL's trainer has: rewards get texts, without tokens",
+                    f"take completions, or give it a default: {lacking[0]}=None",
                 )
         if self.style == "verl":
             have |= {"data_source", "solution_str", "extra_info"} | ({"ground_truth"} & have)
@@ -91,14 +97,41 @@ def reward_of(given: str) -> RewardFunction:
     return RewardFunction(file, name, style, weight, takes, needs)
 
 
-def tools_of(given: str) -> dict[str, Any]:
-    """Read `FILE.py[:NAME]`. Raises ConfigError. Returns the file, the name and how to show it."""
+@dataclass(frozen=True, slots=True)
+class ToolFile:
+    """Tools in a file: all its functions, or the function or class `name`.
+
+    `turns` is the number of the model's messages in an episode; `described` says that a message describes the tools,
+    because the model's chat template leaves them out.
+    """
+
+    file: Path
+    name: str | None
+    is_class: bool
+    turns: int = 1
+    described: bool = False
+
+    def spec(self) -> dict[str, Any]:
+        """Its part of volley_rows.json."""
+        found = {"module": module_of(self.file), "name": self.name, "shown": self.file.name}
+        return {**found, "turns": self.turns, "described": self.described}
+
+
+def tools_of(given: str) -> ToolFile:
+    """Read `FILE.py[:NAME]`. Raises ConfigError."""
     file, name, _ = _parsed("--tools", given)
     tree = _tree(file)
     known = [one.name for one in tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
     if name is not None and name not in known:
         raise ConfigError(f"{file} has no function or class {name}", f"it has: {', '.join(known) or 'none'}")
-    return {"file": file, "name": name, "shown": file.name}
+    classes = [one.name for one in tree.body if isinstance(one, ast.ClassDef)]
+    if name is None and classes and len(classes) == len(known):
+        if len(classes) > 1:
+            raise ConfigError(
+                f"{file} has the classes {', '.join(classes)}", f"name one: --tools {file.name}:{classes[0]}"
+            )
+        name = classes[0]
+    return ToolFile(file, name, name in classes)
 
 
 def _parsed(option: str, given: str) -> tuple[Path, str | None, float]:
@@ -136,7 +169,7 @@ def _only(file: Path, functions: Mapping[str, ast.FunctionDef | ast.AsyncFunctio
 def style_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Style | None:
     """How a function is called, by the names of its arguments; None if they do not tell."""
     names = _names(function)
-    if {"prompts", "completions"} & {*names}:
+    if {"prompts", "completions", "environments"} & {*names}:
         return "trl"
     if "solution_str" in names:
         return "verl"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from shared.errors import ConfigError
 from shared.files.rows import rows
@@ -20,6 +23,8 @@ type Rows = Iterator[tuple[str, Any]]
 TRAIN, HELD_OUT = "train", ("eval", "validation", "valid", "dev", "test")
 _SUFFIXES = (".jsonl", ".json", ".ndjson", ".gz", ".csv", ".tsv", ".parquet", ".arrow")
 _HUB = re.compile(r"[\w.-]+/[\w.-]+(?::(?P<config>[\w.-]+))?")
+_HUB_URL, _HUB_S = "https://huggingface.co", 5.0
+"""Address of the hub, unless HF_ENDPOINT names another, and seconds to wait for a connection."""
 _FORMATS = "JSONL, JSON, CSV, Parquet, a folder that datasets saved, or a hub id such as openai/gsm8k:main"
 
 
@@ -94,8 +99,8 @@ def _all(files: list[Path]) -> Rows:
 def _hub(data: str, config: str) -> DataSource:
     """A data set of the hub, read by `datasets`. Raises ConfigError if the hub cannot be reached."""
     name = data.partition(":")[0]
-    if os.environ.get("HF_HUB_OFFLINE") == "1":
-        raise _unreachable(data, "HF_HUB_OFFLINE is set")
+    if (why := _silent()) is not None:
+        raise _unreachable(data, why)
     try:
         splits: list[str] = next(from_reader(data, "splits", name, config))
     except ConfigError as error:
@@ -106,6 +111,22 @@ def _hub(data: str, config: str) -> DataSource:
             yield f"{data}, {split}, row {n}", row
 
     return DataSource(data, {split: partial(of, split) for split in splits})
+
+
+def _silent() -> str | None:
+    """Say why the hub cannot answer; None if it may. `datasets` itself would try for half a minute."""
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        return "HF_HUB_OFFLINE is set"
+    where = urlsplit(os.environ.get("HF_ENDPOINT") or _HUB_URL)
+    if getproxies() or where.hostname is None:
+        return None
+    try:
+        socket.create_connection(
+            (where.hostname, where.port or (80 if where.scheme == "http" else 443)), _HUB_S
+        ).close()
+    except OSError as error:
+        return f"{where.netloc} does not answer ({error.strerror or error})"
+    return None
 
 
 def _unreachable(data: str, why: str) -> ConfigError:

@@ -22,6 +22,8 @@ SAMPLES = ("", "I do not know.", "<answer>42</answer>")
 """Answers with which the functions are checked on all rows."""
 CHECK_S, SLOW_S = 20.0, 4.0
 """Seconds for the check of all rows, and for one call during it."""
+COMPARED, QUICK_S = 4, 0.5
+"""Rows on which answers are also judged together, and seconds of a reward that is quick enough for that."""
 
 with open(os.path.join(FOLDER, "volley_rows.json"), encoding="utf-8") as file:
     SPEC = json.load(file)
@@ -47,28 +49,40 @@ class OwnRows:
             raise Checked(json.dumps(asyncio.run(self.check())))
 
     async def reset(self, split, index, seed):
-        self.row = row_of(split, index)
-        self.said = []
-        more = self.toolbox.start(copy.deepcopy(self.row["columns"])) if self.toolbox else ""
-        return [*self.row["messages"], *([{"role": "user", "content": more}] if more else [])]
+        self.row, self.said, self.turn = row_of(split, index), [], 0
+        if self.toolbox is None:
+            return self.row["messages"]
+        *before, last = self.row["messages"]
+        if more := self.begin(self.row):
+            last = {**last, "content": last["content"] + more}
+        return self.toolbox.opening([*before, last])
+
+    def begin(self, row):
+        """Start the tools' object for a row. Returns its text. Raises WrongReward."""
+        try:
+            return self.toolbox.start(copy.deepcopy(row["columns"]))
+        except Exception as error:
+            shown = SPEC["tools"]["shown"]
+            raise WrongReward(f"reset of {shown} raised {type(error).__name__}: {error}{line_of(error)}") from error
 
     async def step(self, text):
+        self.turn += 1
         content, calls = volley_tools.split_calls(text) if self.toolbox else (text, [])
-        if calls:
-            self.said.append({"role": "assistant", "content": content, "tool_calls": calls})
+        self.said.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
+        if calls and self.turn < self.toolbox.turns:
             answers = [await self.toolbox.call(one["function"]) for one in calls]
-            self.said += answers
-            return answers, 0.0, False, False, {}
-        self.said.append({"role": "assistant", "content": content})
+            self.said += [message for message, _ in answers]
+            fault = {} if all(ok for _, ok in answers) else {"error": "tool"}
+            return [message for message, _ in answers], 0.0, False, False, fault
         reward, parts, more = await self.score(self.row, content, self.said)
-        return "", reward, True, False, {"reward_components": parts, **more}
+        return "", reward, not calls, bool(calls), {"reward_components": parts, **more}
 
     async def score(self, row, text, said):
         """Return the weighted sum of the functions, its parts, and `success`: every function gave at least 1."""
         parts, extra, full, told = {}, {}, True, None
         for spec, function in self.rewards:
             label, weight = spec["label"], spec["weight"]
-            value = await call(spec, function, row, text, said)
+            (value,) = await call(spec, function, row, [(text, said)], self.toolbox)
             found, more = read(spec, value)
             for name, part in found.items():
                 parts[f"{label}/{name}" if name else label] = weight * part
@@ -87,7 +101,11 @@ class OwnRows:
                 text = SAMPLES[n % len(SAMPLES)]
                 started = time.monotonic()
                 try:
-                    await self.score(row, text, [{"role": "assistant", "content": text}])
+                    if self.toolbox:
+                        self.begin(row)
+                    await self.score(row, *sample(text))
+                    if n < COMPARED and time.monotonic() - started < QUICK_S:
+                        await self.check_alone(row)
                 except WrongReward as error:
                     return {"wrong": f"{error}, on {row['place']} with the answer {text!r}"}
                 if (took := time.monotonic() - started) > SLOW_S:
@@ -96,6 +114,26 @@ class OwnRows:
                 if time.monotonic() - began > CHECK_S:
                     return self.passed(n, began)
         return self.passed(n, began)
+
+    async def check_alone(self, row):
+        """Raise WrongReward if a function of TRL's signature gives an answer another reward beside other answers."""
+        group = [sample(text) for text in (*SAMPLES, SAMPLES[0])]
+        for spec, function in self.rewards:
+            if spec["style"] != "trl":
+                continue
+            alone = await self.alone(spec, function, row, group)
+            try:
+                beside = await call(spec, function, row, group, self.toolbox)
+            except WrongReward:  # written for one answer
+                continue
+            if not same(spec, alone, beside) and same(spec, alone, await self.alone(spec, function, row, group)):
+                raise WrongReward(
+                    f"{spec['shown']} compares answers: it returned {short(alone)} for {len(group)} answers one by one,"
+                    f" and {short(beside)} for all of them; an episode is graded alone"
+                )
+
+    async def alone(self, spec, function, row, group):
+        return [(await call(spec, function, row, [one], self.toolbox))[0] for one in group]
 
     def passed(self, n, began):
         """Result of a check without a mistake; `tools` is the number of characters of their schemas."""
@@ -117,39 +155,73 @@ def row_of(split, index):
         return json.loads(file.readline())
 
 
-async def call(spec, function, row, text, said):
-    """Call one reward function on its own copy of the row. Raises WrongReward."""
-    columns = copy.deepcopy(row["columns"])
-    is_chat = not isinstance(columns[row["prompt"]], str)
+def sample(text):
+    """An answer without tool calls, as text and as messages."""
+    return text, [{"role": "assistant", "content": text}]
+
+
+async def call(spec, function, row, answers, toolbox):
+    """Return one reward for each of the row's answers, pairs of text and messages. Raises WrongReward.
+
+    Functions get copies of the row. That of TRL's signature is called once, others once for each answer.
+    """
     try:
-        if spec["style"] == "verl":
-            value = function(**verl_arguments(spec, columns, text))
-        elif spec["style"] == "trl":
-            answer = copy.deepcopy(said) if is_chat or len(said) > 1 else text
-            prompt = columns[row["prompt"]] if isinstance(columns[row["prompt"]], str) else row["messages"]
-            given = {name: [value] for name, value in columns.items() if name != "prompt"}
-            given.update(prompts=[copy.deepcopy(prompt)], completions=[answer])
-            names = spec["takes"]
-            value = function(**(given if names is None else {name: given[name] for name in names if name in given}))
-        else:
-            value = function(text, columns)
-        if inspect.isawaitable(value):
-            value = await value
+        if spec["style"] == "trl":
+            return values_of(
+                spec, await function_value(function, **trl_arguments(spec, row, answers, toolbox)), len(answers)
+            )
+        found = []
+        for text, _ in answers:
+            columns = copy.deepcopy(row["columns"])
+            if spec["style"] == "verl":
+                found.append(await function_value(function, **verl_arguments(spec, columns, text)))
+            else:
+                found.append(await function_value(function, text, columns))
+        return found
+    except WrongReward:
+        raise
     except Exception as error:
-        where = error.__traceback__
-        while where.tb_next is not None and where.tb_frame.f_code.co_filename == __file__:
-            where = where.tb_next
-        line = f" (line {where.tb_lineno})" if where.tb_frame.f_code.co_filename != __file__ else ""
-        raise WrongReward(f"{spec['shown']} raised {type(error).__name__}: {error}{line}") from error
-    if spec["style"] != "trl":
-        return value
+        raise WrongReward(f"{spec['shown']} raised {type(error).__name__}: {error}{line_of(error)}") from error
+
+
+async def function_value(function, *arguments, **named):
+    value = function(*arguments, **named)
+    return await value if inspect.isawaitable(value) else value
+
+
+def values_of(spec, value, n):
+    """The list that TRL's signature returns. Raises WrongReward."""
     if not isinstance(value, (list, tuple)) and not hasattr(value, "tolist"):
         raise WrongReward(f"{spec['shown']} returned {short(value)}; it must return a list with one number per answer")
     values = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(values, (list, tuple)) or len(values) != 1:
-        n = len(values) if isinstance(values, (list, tuple)) else "no"
-        raise WrongReward(f"{spec['shown']} returned {n} values for 1 answer; it must return one number per answer")
-    return values[0]
+    if not isinstance(values, (list, tuple)) or len(values) != n:
+        known = len(values) if isinstance(values, (list, tuple)) else "no"
+        answers = f"{n} answer{'s' * (n != 1)}"
+        raise WrongReward(
+            f"{spec['shown']} returned {known} values for {answers}; it must return one number per answer"
+        )
+    return list(values)
+
+
+def line_of(error):
+    """Line of the user's file at which an error was raised, in brackets; empty if it is none."""
+    where = error.__traceback__
+    ours = (__file__, volley_tools.__file__)
+    while where.tb_next is not None and where.tb_frame.f_code.co_filename in ours:
+        where = where.tb_next
+    return f" (line {where.tb_lineno})" if where.tb_frame.f_code.co_filename not in ours else ""
+
+
+def trl_arguments(spec, row, answers, toolbox):
+    """Arguments of TRL's signature: answers are messages if the prompt is of messages, or if there are tools."""
+    columns, n = row["columns"], len(answers)
+    is_chat = not isinstance(columns[row["prompt"]], str)
+    given = {name: [copy.deepcopy(value) for _ in range(n)] for name, value in columns.items() if name != "prompt"}
+    given["prompts"] = [copy.deepcopy(row["messages"]) if is_chat else columns[row["prompt"]] for _ in range(n)]
+    given["completions"] = [copy.deepcopy(said) if is_chat or toolbox else text for text, said in answers]
+    if toolbox and toolbox.owner is not None:
+        given["environments"] = [toolbox.owner] * n
+    return given if spec["takes"] is None else {name: given[name] for name in spec["takes"] if name in given}
 
 
 def verl_arguments(spec, columns, text):
@@ -177,6 +249,12 @@ def read(spec, value):
     if (total := next((name for name in ("score", "reward") if name in value), None)) is not None:
         return {"": number(spec, value[total])}, more
     return {str(name): number(spec, part) for name, part in value.items() if name != "success"}, more
+
+
+def same(spec, values, others):
+    """True if rewards are equal, but for rounding."""
+    pairs = [[read(spec, value)[0] for value in pair] for pair in zip(values, others, strict=True)]
+    return all(math.isclose(math.fsum(one.values()), math.fsum(other.values()), abs_tol=1e-6) for one, other in pairs)
 
 
 def number(spec, value):

@@ -8,13 +8,15 @@ from pathlib import Path
 
 from shared import config
 from shared.errors import ConfigError
+from volley import own_data
 from volley.printing import print_result
 
 _DEVICES = "NAME[=BYTES][:COUNT]"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    config.add_arguments(parser)
+    config.add_arguments(parser, required=False)
+    own_data.add(parser)
     parser.add_argument(
         "--trainer", metavar=_DEVICES, help="the trainer's devices, e.g. v5e:8 (default: this machine's)"
     )
@@ -41,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Return 1 if the run does not fit. Raises ConfigError."""
     from shared.models.config import ModelConfig
     from shared.models.hub import model_folder
-    from shared.run.folder import RunFolder
     from volley.planning import automatic
     from volley.planning.quantities import parse_rate, read_prices
     from volley_launch.plan.run_plan import PlanRequest, make
@@ -49,8 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     _check("--step-s", arguments.step_s, most=math.inf)
     _check("--moved", arguments.moved, most=1.0)
-    paths = [RunFolder(Path(one)).config if Path(one).is_dir() else one for one in arguments.config]
-    loaded = config.load(paths, arguments.overrides)
+    loaded = own_data.load(arguments)
     run_config = loaded.config
     model = ModelConfig.read(model_folder(run_config.model.path, run_config.run.folder))
     if arguments.trainer is None and arguments.rollout is None:
