@@ -22,7 +22,7 @@ from volley_data.functions import ToolFile, reward_of, tools_of
 from volley_data.rows import ColumnTypes, RowTasks, held_out, read, split_by
 
 _SHARE, _TURNS_WITH_TOOLS = 0.1, 4
-_FOLDER = CACHE / "data"
+_FOLDER, _NO_DATA = CACHE / "data", {"data": {"env": "rows"}}
 
 
 def configure(
@@ -59,7 +59,7 @@ def configure(
     if data is None:
         raise ConfigError("no data are given", "add --data FILE")
     given: dict[str, Any] = {} if model is None else {"model": {"path": str(model)}}
-    box = None if tools is None else _tools(tools, configuration.load(config, overrides, given=given))
+    box = None if tools is None else _tools(tools, configuration.load(config, overrides, given={**given, **_NO_DATA}))
     chosen = _read(data, columns or {}, eval_data, eval_share)
     for one in rewards:
         one.check(chosen.columns, with_object=box is not None and box.is_class)
