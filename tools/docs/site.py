@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / ".cache" / "docs" / "reference.json"
 MARKER = re.compile(r"<!-- reference: ([\w-]+) -->")
-BOOSTED = {"configuration.md": 4}
+BOOSTED = {"configuration.md": 3}
 """Pages that a search finds before others, with the factor of their score."""
 _SECTION = r"^{} ([^:\n]+).*?\n(.*?)(?=^{} |\Z)"
 _ROW = re.compile(r"^\| \[[^\]]+\]\(([\w-]+\.md)\)", re.MULTILINE)
