@@ -40,6 +40,27 @@ def test_it_moves_as_gymnasium_does(slippery: bool, size: int) -> None:
                 break
 
 
+def test_episodes_of_one_map_are_apart() -> None:
+    """Two episodes in turn move as each of them does alone."""
+    env = frozen_lake(FrozenLakeConfig(size=8, is_slippery=True, **LOOSE))
+    moves = [ACTIONS[n % 2 + 1] for n in range(12)]
+
+    def places(*seeds: int) -> list[list[tuple[int, int]]]:
+        episodes = [env.reset("train", 3, seed) for seed in seeds]
+        games = [episode.game for episode in episodes]
+        seen: list[list[tuple[int, int]]] = [[] for _ in seeds]
+        for move in moves:
+            for episode, game, path in zip(episodes, games, seen, strict=True):
+                assert isinstance(game, LakeGame)
+                if not (path and game.rows[path[-1][0]][path[-1][1]] in "HG"):
+                    episode.step(assistant(f"<answer>{move}</answer>"))
+                    path.append(game.position)
+        return seen
+
+    assert places(1, 2) == [*places(1), *places(2)]
+    assert places(1) != places(2)
+
+
 def test_shortest_path_against_relaxation() -> None:
     """Length against Bellman-Ford distances; the path itself played in gymnasium."""
     for seed in range(50):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
@@ -34,6 +36,7 @@ ACTIONS = ("Left", "Down", "Right", "Up")
 
 _MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
 _DEMO_SEEDS = 64
+_KEPT_LAKES = 1024
 
 RULES = (
     "You walk on a frozen lake. Reach the goal G without falling into a hole O.\n"
@@ -131,9 +134,7 @@ class FrozenLake(GameEnvironment[FrozenLakeConfig, Rows]):
         )
 
     def _game(self, drawn: DrawnLayout[Rows], seed: int) -> LakeGame:
-        from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
-
-        lake = FrozenLakeEnv(desc=list(drawn.layout), is_slippery=self.config.is_slippery)
+        lake = copy(_lake(drawn.layout, self.config.is_slippery))
         lake.reset(seed=seed)
         return LakeGame(drawn.layout, lake, self.config)
 
@@ -158,6 +159,17 @@ def frozen_lake(config: FrozenLakeConfig) -> FrozenLake:
         "frozen_lake", make, lambda rows: rows, config.counts, distinct_train=config.distinct_train, advice=advice
     )
     return FrozenLake(config, layouts, protocol)
+
+
+@lru_cache(_KEPT_LAKES)
+def _lake(rows: Rows, slippery: bool) -> FrozenLakeEnv:  # noqa: FBT001
+    """Build gymnasium's environment of a map, whose table of moves takes most of the time of a reset.
+
+    Play a copy: episodes share its tables, and each has its own position and, once reset, its own generator.
+    """
+    from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+
+    return FrozenLakeEnv(desc=list(rows), is_slippery=slippery)
 
 
 def shortest_path(rows: Rows, start: tuple[int, int]) -> tuple[str, ...] | None:
