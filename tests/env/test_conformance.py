@@ -13,7 +13,7 @@ import pytest
 from services.env.api import answers
 from services.env.environments.kinds import kinds
 from services.env.episode_types import Environment, Message, StepResult, assistant
-from shared.errors import NotFound
+from shared.errors import NotFound, Unavailable
 from volley_environments.games.tetris import Tetris
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,7 +56,19 @@ N_DEMONSTRATIONS = 8
 @pytest.fixture(params=CASES, ids=lambda name: name)
 def build(request: pytest.FixtureRequest) -> Callable[[], Environment]:
     kind, config = CASES[request.param]
-    return lambda: kinds()[kind].build(kinds()[kind].config.model_validate(config))
+    built = lambda: kinds()[kind].build(kinds()[kind].config.model_validate(config))  # noqa: E731
+    _wait_for_its_library(built())
+    return built
+
+
+def _wait_for_its_library(env: Environment) -> None:
+    """Some import a library in a process of its own, which takes a busy machine longer than a call waits."""
+    for _ in range(10):
+        try:
+            env.reset(next(iter(env.splits)), 0, 0)
+        except Unavailable:
+            continue
+        return
 
 
 def test_every_kind_is_in_the_table() -> None:

@@ -36,6 +36,24 @@ def test_no_secret_of_the_service_goes_there(pool: GradingPool, monkeypatch: pyt
     fresh.close()
 
 
+def test_an_import_goes_on_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "START_S", 0.05)
+    slow = GradingPool("packages.sandbox.tests.slow_library", n_processes=1)
+    with pytest.raises(Unavailable, match="still being imported"):
+        slow.call("process")
+    monkeypatch.setattr(pool_module, "START_S", 60.0)
+    assert slow.call("process") == slow.call("process")
+    slow.close()
+
+
+def test_an_import_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "START_S", 0.05)
+    monkeypatch.setattr(pool_module, "IMPORT_S", 0.0)
+    slow = GradingPool("packages.sandbox.tests.slow_library")
+    with pytest.raises(Unavailable, match="did not answer"):
+        slow.call("process")
+
+
 def test_an_answer_leaves_nothing_behind_for_the_next(pool: GradingPool) -> None:
     assert [pool.grade("remember", "a") for _ in range(3)] == [1, 1, 1]
 

@@ -1,7 +1,8 @@
 """A few grading processes for the environments of one library.
 
 Library code that is heavy, has global state, or evaluates model-written text runs there and not in the service
-(`worker.py`). A process that misses its deadline is killed, and the next call starts another.
+(`worker.py`). A process that misses a call's deadline is killed, and the next call starts another. One that is still
+importing its library, which can take a minute on a busy machine, goes on with that for the next call.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from shared.errors import GradingBusy, GradingEnded, InputError, Unavailable, Vo
 from volley_sandbox.grading import worker
 
 START_S = 25.0
-"""Seconds for the import of a library."""
+"""Seconds that a call waits for the import of a library."""
+IMPORT_S = 300.0
+"""Seconds after which a process that still imports is killed."""
 
 CALL_S = worker.CONFINED_WALL_S + 4.0
 
 _ROOT = Path(errors.__file__).resolve().parents[1]
+_HINT = "try again; another process is started"
 _PASSED_ON = ("PATH", "LANG", "PYTHONPYCACHEPREFIX", "LD_LIBRARY_PATH")
 
 
@@ -66,7 +70,11 @@ class GradingPool:
         try:
             process = self._take()
             try:
+                process.wait_started()
                 answer = process.ask(request)
+            except _Starting:
+                self._idle.put(process)
+                raise
             except BaseException:
                 process.kill()
                 raise
@@ -89,11 +97,20 @@ class GradingPool:
             return None
 
 
+class _Late(Unavailable):
+    """A process did not answer in time."""
+
+
+class _Starting(Unavailable):
+    """The library is still being imported."""
+
+
 class _Process:
-    """One running worker. Raises InputError if its library cannot be imported, Unavailable if it does not start."""
+    """One running worker."""
 
     def __init__(self, module: str) -> None:
         self._module, self._rest = module, b""
+        self._ready, self._began = False, time.monotonic()
         scrubbed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         single = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._popen = subprocess.Popen(
@@ -105,11 +122,22 @@ class _Process:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+    def wait_started(self) -> None:
+        """Wait for the import of the library.
+
+        Raises _Starting after START_S if it is still going on, InputError if it fails, and Unavailable.
+        """
+        if self._ready:
+            return
         try:
-            _value(module, "import", self._answer(START_S))
-        except BaseException:
-            self.kill()
-            raise
+            answer = self._answer(START_S)
+        except _Late as error:
+            if time.monotonic() - self._began > IMPORT_S:
+                raise
+            raise _Starting(f"{self._module} is still being imported after {START_S:g} s", "try again") from error
+        _value(self._module, "import", answer)
+        self._ready = True
 
     @property
     def is_alive(self) -> bool:
@@ -146,7 +174,7 @@ class _Process:
         readable.register(descriptor, select.POLLIN)
         while b"\n" not in self._rest:
             if not readable.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise self._lost(f"did not answer within {timeout_s:g} s")
+                raise _Late(f"the grading process of {self._module} did not answer within {timeout_s:g} s", _HINT)
             more = os.read(descriptor, 65536)
             if not more:
                 raise self._lost("died")
@@ -155,7 +183,7 @@ class _Process:
         return json.loads(line)
 
     def _lost(self, what: str) -> Unavailable:
-        return Unavailable(f"the grading process of {self._module} {what}", "try again; another process is started")
+        return Unavailable(f"the grading process of {self._module} {what}", _HINT)
 
 
 def _value(module: str, function: str, answer: Mapping[str, Any]) -> Any:

@@ -162,7 +162,7 @@ def frozen_lake(config: FrozenLakeConfig) -> FrozenLake:
 
 
 @lru_cache(_KEPT_LAKES)
-def _lake(rows: Rows, slippery: bool) -> FrozenLakeEnv:  # noqa: FBT001
+def _lake(rows: Rows, slippery: bool) -> FrozenLakeEnv:
     """Build gymnasium's environment of a map, whose table of moves takes most of the time of a reset.
 
     Play a copy: episodes share its tables, and each has its own position and, once reset, its own generator.
