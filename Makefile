@@ -45,8 +45,9 @@ docs: install  ## build the documentation site, with references made from the co
 	@NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --quiet --strict $(ARGS)
 	@echo .cache/docs/site/index.html
 
-build: install  ## sdist and wheel, in dist/
+build: install  ## sdist, wheel, and the client's wheel, in dist/
 	@$(BIN)/uv build --no-build-isolation --python $(BIN)/python --out-dir $(OUT) $(ARGS)
+	@$(BIN)/python -m tools.client_wheel $(OUT)
 
 audit: install  ## known vulnerabilities in the locked dependencies; ARGS=--refresh renews the file that needs no network
 	@$(BIN)/python -m tools.audit $(ARGS)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -61,6 +63,31 @@ def test_the_import_is_light() -> None:
     code = f"import sys; from volley import AsyncClient, Client; sys.exit(' '.join({HEAVY} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, encoding="utf-8", check=False)
     assert (done.stderr.strip(), done.returncode) == ("", 0) or done.stderr == "\n"
+
+
+def test_the_clients_own_wheel_needs_nothing_else_of_volley(run: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "tools.client_wheel", str(tmp_path)], cwd=PROJECT, check=True)
+    (wheel,) = tmp_path.glob("volley_rl_client-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (about,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        needed = re.findall(r"^Requires-Dist: ([\w-]+)", archive.read(about).decode(), re.MULTILINE)
+        archive.extractall(tmp_path / "site")
+    assert {"aiohttp", "numpy", "orjson"} <= {*needed}
+    assert not {"fastapi", "gymnasium", "redis", "uvicorn", "volley-rl"} & {*needed}
+    code = """
+import sys
+from volley_client import Client
+
+client = Client(sys.argv[1])
+found = client.trajectories(step_min=5, reward_min=1)
+ticket = client.ticket(found.rows[0]["ticket"])
+print(client.summary()["state"], len(client.steps()), len(found), len(ticket["trajectories"]))
+print({"services", "shared", "volley", "volley_dashboard"} & {name.partition(".")[0] for name in sys.modules})
+"""
+    command, variables = [sys.executable, "-P", "-c", code, str(run)], {"PYTHONPATH": str(tmp_path / "site")}
+    environment = {**os.environ, **variables, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=False)
+    assert (done.stderr, done.stdout) == ("", "finished 5 2 2\nset()\n")
 
 
 def test_the_records_of_a_finished_run(client: Client, run: Path) -> None:

@@ -1,0 +1,178 @@
+"""Build the wheel `volley-rl-client`: the Python client alone, without services, command and engines.
+
+    python -m tools.client_wheel OUT
+
+The client shares its code with the command. The wheel therefore holds copies of the modules that `volley.client`
+imports, and of those that read trajectories, below one package `volley_client`. Their imports are renamed, so that it
+adds no top-level `shared` or `volley` to an environment. Its dependencies are those of this project that the copies
+import, with the same bounds.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+import grimp
+
+from volley import client
+from volley.layout import PROJECT
+
+PACKAGE = "volley_client"
+_ROOTS = ("shared", "volley", "volley_dashboard")
+_ENTRY = "volley.client"
+_PART = "volley_dashboard.trajectories.archived"
+_GROUP = re.compile(r'"volley\.([a-z_]+)"')
+"""Groups of entry points, renamed too: the wheel may be installed beside Volley's."""
+_IMPORT = re.compile(rf"^(\s*)(from|import) ({'|'.join(_ROOTS)})\b", re.MULTILINE)
+_ON_DEMAND = {"huggingface_hub", "httpx", "pandas", "polars", "pyarrow", "starlette"}
+"""Imported by methods that say what to install, or in tests and services only."""
+_REPLACED = {
+    "volley": "",
+    "volley.layout": f'''"""Folders of the client."""
+
+import os
+from pathlib import Path
+
+PROJECT = Path(__file__).parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "{PACKAGE}"
+''',
+}
+"""Texts of modules that here do what only the command needs: start runs, make environments of Python."""
+_README = """# Client of Volley
+
+Submit environments to a run of [Volley](https://pypi.org/project/volley-rl/), play its episodes as an agent, follow
+it, and read its trajectories.
+
+```python
+from volley_client import Client
+
+client = Client(env="https://env.example", orchestrator="https://orchestrator.example", token="…")
+```
+"""
+
+
+def main() -> int:
+    out = Path(sys.argv[1]).absolute()
+    with tempfile.TemporaryDirectory() as folder:
+        stage(Path(folder))
+        command = [
+            str(Path(sys.executable).with_name("uv")),
+            "build",
+            "--quiet",
+            "--wheel",
+            "--no-build-isolation",
+            "--python",
+            sys.executable,
+        ]
+        return subprocess.run([*command, "--out-dir", str(out), folder], check=False).returncode
+
+
+def stage(folder: Path) -> None:
+    """Write the sources of the distribution into an empty folder."""
+    modules = sorted(_reached())
+    for module in modules:
+        target = _target(folder / PACKAGE, module)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        text = _IMPORT.sub(rf"\1\2 {PACKAGE}.\3", _text(module))
+        if module == "shared.packages":
+            text = _GROUP.sub(rf'"{PACKAGE}.\1"', text)
+        target.write_text(text, encoding="utf-8")
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (folder / PACKAGE / "__init__.py").write_text(_init(), encoding="utf-8")
+    (folder / "README.md").write_text(_README, encoding="utf-8")
+    (folder / "LICENSE").write_bytes((PROJECT / "LICENSE").read_bytes())
+    (folder / "pyproject.toml").write_text(_description(project, _needed(modules)), encoding="utf-8")
+
+
+def _reached() -> set[str]:
+    """Modules that the client imports, directly or not, and the packages they lie in."""
+    graph = grimp.build_graph(*_ROOTS, cache_dir=None)
+    for module in _REPLACED:
+        for imported in graph.find_modules_directly_imported_by(module):
+            graph.remove_import(importer=module, imported=imported)
+    start = {module for module in graph.modules if f"{module}.".startswith(f"{_ENTRY}.")} | {_PART}
+    found = start.union(*(graph.find_upstream_modules(module) for module in start))
+    return found | {module.rsplit(".", n)[0] for module in found for n in range(1, module.count(".") + 1)}
+
+
+def _init() -> str:
+    """The package's own module: what `volley.client` offers."""
+    names = ", ".join(client.__all__)
+    return f'"""{client.__doc__}"""\n\nfrom {PACKAGE}.{_ENTRY} import {names}\n\n__all__ = {client.__all__}\n'
+
+
+def _target(folder: Path, module: str) -> Path:
+    path = folder.joinpath(*module.split("."))
+    spec = find_spec(module)
+    assert spec is not None
+    return path / "__init__.py" if spec.submodule_search_locations is not None else path.with_suffix(".py")
+
+
+def _text(module: str) -> str:
+    spec = find_spec(module)
+    if module in _REPLACED or spec is None or spec.origin is None:
+        return _REPLACED.get(module, "")
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+def _needed(modules: Iterable[str]) -> set[str]:
+    """Names of the distributions that the modules import, as far as they are not only asked for on demand."""
+    imported = {name for module in modules for name in _imports(_text(module))}
+    foreign = imported - {*sys.stdlib_module_names, *_ROOTS, *_ON_DEMAND}
+    homes = packages_distributions()
+    return {_normal(homes[name][0]) for name in foreign}
+
+
+def _imports(text: str) -> Iterator[str]:
+    """Top-level names that a module imports, also inside functions, but not for type checkers alone."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body.clear()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.split(".")[0]
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _description(project: dict[str, object], needed: set[str]) -> str:
+    bounds = {_normal(re.split(r"[^\w.-]", one)[0]): one for one in project["dependencies"]}  # type: ignore[attr-defined]
+    lines = "".join(f'  "{bounds.get(name, name)}",\n' for name in sorted(needed))
+    return f"""[project]
+name = "volley-rl-client"
+version = "{project["version"]}"
+description = "Client of Volley: environments, episodes and records of training runs"
+readme = "README.md"
+license = "{project["license"]}"
+requires-python = "{project["requires-python"]}"
+dependencies = [
+{lines}]
+
+[project.entry-points."{PACKAGE}.parts"]
+trajectories = "{PACKAGE}.{_PART}:ArchivedEpisodes"
+
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[tool.hatch.build.targets.wheel]
+packages = ["{PACKAGE}"]
+"""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
