@@ -2,8 +2,10 @@
 
 The last line sums up the results. A suite is one pytest. Enough suites run at once to keep two cores busy, for most of
 them often wait for processes. The longest start first, so that all end at about the same time. Each suite's output is
-shown at its end; a failure does not stop the others. Arguments go to pytest; `--part 0/2` (conftest.py) runs half
-of the tests. `--changed`, or `--changed=REVISION`, runs the test files that a change reaches (tools/changed.py).
+shown at its end; a failure does not stop the others. Failed tests run again at the end, with nothing beside them. One
+that then passes had too little time: it is named, and does not fail the whole. More than 40 do not run again. Arguments
+go to pytest; `--part 0/2` (conftest.py) runs half of the tests. `--changed`, or `--changed=REVISION`, runs the test
+files that a change reaches (tools/changed.py).
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from tools.changed import reached_tests
 from volley.layout import PROJECT, python_of, variables_of
 
 LONG, CHANGED = "--long", "--changed"
-_NO_TESTS_COLLECTED = 5
-_BESIDE = 6
+_TESTS_FAILED, _NO_TESTS_COLLECTED = 1, 5
+_BESIDE = 4
+_MOST_AGAIN = 40
 _LONG_BESIDE = 2
 """Long suites start whole stacks, and compare throughput and memory."""
 _FUZZ_CASES = "2000"
@@ -115,10 +118,32 @@ def main(arguments: Sequence[str]) -> int:
         for done in as_completed(running):
             suite, (code, output) = running[done], done.result()
             print(f"\n### tests of {suite.name} in .venvs/{suite.environment}\n\n{output}", end="", flush=True)
-            results[suite.name] = code, summary(output)
-    print("\n" + "\n".join(f"{suite.name:<8} {results[suite.name][1]}" for suite in wanted))
-    print(total([last for _, last in results.values()], time.monotonic() - started), flush=True)
-    return max((0 if code == _NO_TESTS_COLLECTED else code for code, _ in results.values()), default=0)
+            results[suite.name] = code, output
+    codes = {name: code for name, (code, _) in results.items()} | _again(wanted, results, given)
+    summaries = {name: summary(output) for name, (_, output) in results.items()}
+    print("\n" + "\n".join(f"{suite.name:<8} {summaries[suite.name]}" for suite in wanted))
+    print(total([*summaries.values()], time.monotonic() - started), flush=True)
+    return max((0 if code == _NO_TESTS_COLLECTED else code for code in codes.values()), default=0)
+
+
+def _again(wanted: Sequence[Suite], results: Mapping[str, tuple[int, str]], arguments: Sequence[str]) -> dict[str, int]:
+    """Run failed tests again, one suite after another. Returns the exit codes of these suites."""
+    failed = [suite for suite in wanted if results[suite.name][0] == _TESTS_FAILED]
+    names = [name for suite in failed for name in failures(results[suite.name][1])]
+    if not names or len(names) > _MOST_AGAIN:
+        return {}
+    codes: dict[str, int] = {}
+    for suite in failed:
+        codes[suite.name], output = _pytest(suite, [*arguments, "--last-failed", "--last-failed-no-failures=none"])
+        print(f"\n### failed tests of {suite.name} again, alone\n\n{output}", end="", flush=True)
+        if codes[suite.name] == 0:
+            print("\n".join(f"PASSED ALONE {name}" for name in failures(results[suite.name][1])), flush=True)
+    return codes
+
+
+def failures(output: str) -> list[str]:
+    """Names of failed tests in pytest's summary."""
+    return re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", output, re.MULTILINE)
 
 
 def narrowed(wanted: Sequence[Suite], files: Sequence[str]) -> tuple[Suite, ...]:
@@ -134,7 +159,8 @@ def narrowed(wanted: Sequence[Suite], files: Sequence[str]) -> tuple[Suite, ...]
 
 def _pytest(suite: Suite, arguments: Sequence[str]) -> tuple[int, str]:
     """Exit code and output of one pytest."""
-    command = [str(python_of(suite.environment)), "-m", "pytest", *suite.options, *suite.paths, *arguments]
+    cache = f"cache_dir=.cache/pytest/{suite.name}"  # of its own: each remembers its failures
+    command = [str(python_of(suite.environment)), "-m", "pytest", "-o", cache, *suite.options, *suite.paths, *arguments]
     environment = _variables(suite)
     ran = subprocess.run(
         command,

@@ -75,3 +75,48 @@ def test_the_last_line_sums_up_what_pytest_says() -> None:
     ]
     total = testing.total(lines, 75.0)
     assert total == "===== 12 passed, 2 skipped, 1 deselected, 1 failed in 75.00s (1:15) ====="
+
+
+SOMETIMES = """
+import pathlib
+
+import pytest
+
+
+def test_sound():
+    assert True
+
+
+def test_slow():
+    seen = pathlib.Path(__file__).with_name("seen")
+    first = not seen.exists()
+    seen.touch()
+    assert not first
+
+
+@pytest.mark.parametrize("text", ["a - b"])
+def test_wrong(text):
+    assert {wrong}
+"""
+
+
+@pytest.mark.parametrize(("wrong", "code"), [("text", 0), ("not text", 1)])
+def test_a_failed_test_runs_again_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: str, code: int
+) -> None:
+    file = tmp_path / "test_sometimes.py"
+    file.write_text(SOMETIMES.replace("{wrong}", wrong), encoding="utf-8")
+    suite = testing.Suite("sometimes", (str(file),), options=("-o", f"cache_dir={tmp_path / 'cache'}"))
+    monkeypatch.setattr(testing, "suites", lambda long: (suite,))
+    assert testing.main([]) == code
+    shown = capsys.readouterr().out
+    assert "### failed tests of sometimes again, alone" in shown
+    again = shown.partition("again, alone")[2]
+    assert "test_sound" not in again
+    named = [line for line in again.splitlines() if line.startswith("PASSED ALONE")]
+    assert len(named) == (code == 0)
+
+
+def test_failed_tests_are_read_from_the_summary() -> None:
+    output = "FAILED a/test_b.py::test_c[d] - assert 1\nERROR a/test_b.py::test_f - OSError\nERROR of a service\n"
+    assert testing.failures(output) == ["a/test_b.py::test_c[d]", "a/test_b.py::test_f"]

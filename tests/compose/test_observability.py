@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shared import packages
 from shared.services import SERVICES
 from tests.compose import compose_file
 from tests.compose.dashboard import FOLDER, panels, rules
@@ -25,7 +26,10 @@ _COMMON = {"instance", "job", "le"}
 
 def metrics() -> dict[str, set[str]]:
     """Names of series as Prometheus sees them, with their labels."""
-    assert OPENERS, "their import defines all metrics"
+    assert OPENERS, "their import defines the core's metrics"
+    assert packages.part("environments")
+    for group in (packages.AGENTS, packages.ROUTERS):
+        assert [packages.load(point) for point in packages.found(group).values()]
     return {
         metric["name"] + suffix: set(metric["labels"])
         for metric in service.metrics()
