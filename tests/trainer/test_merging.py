@@ -40,7 +40,7 @@ def adapters_of(folder: Path, base: str, weights: models.Weights | None = None, 
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": RANK,
-        "lora_alpha": 8,
+        "lora_alpha": 2,
     }
     (folder / ADAPTER).write_text(json.dumps(config | {"target_modules": targets} | changes), encoding="utf-8")
     return folder
