@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from pydantic.fields import FieldInfo
 
+from shared import own_rules
 from shared.algorithm_base import (
     Aggregation,
     ClippedSection,
@@ -246,6 +247,36 @@ class MopdSection(EstimatedSection):
         return self.outcome_coef > 0
 
 
+OwnRuleText = Annotated[str, AfterValidator(own_rules.checked)]
+
+
+class OwnSection(EstimatedSection, ClippedSection):
+    """A loss and advantages of one's own: `loss` and `advantage` name functions of files or modules.
+
+    A loaded configuration holds their text. Without `loss` the clipped loss is used, without `advantage` the estimator.
+    """
+
+    name: Literal["own"]
+    loss: OwnRuleText | None = None
+    advantage: OwnRuleText | None = None
+
+    @model_validator(mode="after")
+    def _replaced(self) -> Self:
+        if self.loss is None and self.advantage is None:
+            raise ValueError("name=own needs algorithm.loss or algorithm.advantage, such as my_loss.py:loss")
+        replaced = ("epsilon", "epsilon_high", "epsilon_c") if self.loss else ()
+        replaced = (*replaced, "advantage_estimator") if self.advantage else replaced
+        fields = type(self).model_fields
+        if given := [key for key in replaced if getattr(self, key) != fields[key].default]:
+            by = "advantage" if given[0] == "advantage_estimator" else "loss"
+            raise ValueError(f"{given[0]}={getattr(self, given[0])} has no effect: algorithm.{by} replaces it")
+        return self
+
+    @property
+    def compares_group(self) -> bool:
+        return self.advantage is None
+
+
 AlgorithmSection = Annotated[
     GrpoSection
     | DrGrpoSection
@@ -263,7 +294,8 @@ AlgorithmSection = Annotated[
     | SapoSection
     | EchoSection
     | GdpoSection
-    | MopdSection,
+    | MopdSection
+    | OwnSection,
     Field(discriminator="name"),
 ]
 

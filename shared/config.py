@@ -25,7 +25,7 @@ from shared import packages
 from shared.config_files import PROJECT, is_plain, present, read_tree, translated
 from shared.errors import ConfigError
 from shared.hints import hint_for
-from shared.run import pinned
+from shared.run import pinned, rule_files
 from shared.run.folder import RunFolder
 from shared.run.pinned import Flat
 from shared.run.sources import is_source, resolved
@@ -71,7 +71,18 @@ class LoadedConfig:
         return hashlib.sha256(self.to_yaml().encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.tree, sort_keys=True, allow_unicode=True)
+        return yaml.dump(self.tree, Dumper=_Dumper, sort_keys=True, allow_unicode=True)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as it is."""
+
+
+def _represented(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _represented)
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -120,6 +131,8 @@ def _found_beside(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
             base = folder if (folder / name).exists() else PROJECT
             if (folder / name).exists() or present(Path(name)) != Path(name):
                 tree[section] = {**tree[section], leaf: os.path.normpath((base / value).absolute())}
+    if rules := rule_files.found_beside(tree, folder):
+        tree["algorithm"] = {**tree["algorithm"], **rules}
     return tree
 
 
@@ -135,7 +148,9 @@ def _in_file(paths: Sequence[str | Path], overrides: Sequence[str]) -> Iterator[
 
 
 def _sourced(loaded: LoadedConfig, base: Path) -> LoadedConfig:
-    """Replace environments' files and import paths by names. Raises ConfigError."""
+    """Replace files and import paths: of environments by names, of rules by their text. Raises ConfigError."""
+    if texts := rule_files.resolved(loaded.tree, base):
+        loaded = validate({**loaded.tree, "algorithm": {**loaded.tree["algorithm"], **texts}})
     if not any(map(is_source, loaded.config.data.environments)):
         return loaded
     tree = resolved(loaded.tree, base)

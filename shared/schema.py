@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from shared import backend_kinds
+from shared import backend_kinds, own_rules
 from shared.algorithm_base import GrpoConfig, OptimizerConfig
 from shared.algorithm_rules import contradiction
 from shared.algorithm_schema import AlgorithmSection, GrpoSection
@@ -289,11 +289,13 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _completed(cls, tree: Any) -> Any:
-        """Default the algorithm's name to GRPO, and row lengths and context to each other's."""
+        """Default the algorithm's name, and row lengths and context to each other's."""
         if not isinstance(tree, dict):
             return tree
         given = tree.get("algorithm")
-        tree = {**tree, "algorithm": {"name": "grpo", **given}} if isinstance(given, dict) else tree
+        if isinstance(given, dict):
+            name = "own" if any(given.get(key) for key in own_rules.KEYS) else "grpo"
+            tree = {**tree, "algorithm": {"name": name, **given}}
         return tree if tree.get("mode") in ("sft", "dpo") else _with_lengths(tree)
 
     @property

@@ -1,7 +1,7 @@
 """Life cycle of a trainer's work, for RL and for supervised training.
 
-A stop lets the running step end and save, within the grace period. A non-finite step stops training; the process keeps
-serving status.
+A stop lets the running step end and save, within the grace period. A non-finite step, or a rule of the user that fails,
+stops training; the process keeps serving status.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from services.trainer.status import TrainerStatus
-from shared.errors import NonFinite, Unavailable, first_error
+from shared.errors import NonFinite, RuleFailed, Unavailable, first_error
 from shared.process import telemetry
 
 type Work = Callable[[asyncio.TaskGroup], Awaitable[None]]
@@ -56,7 +56,7 @@ async def _guarded(work: Work, group: asyncio.TaskGroup, status: TrainerStatus, 
         if not status.stopping:
             raise
         _log.warning("stopped while waiting", phase=status.phase, reason=str(first_error(errors)))
-    except* NonFinite as errors:
+    except* (NonFinite, RuleFailed) as errors:
         await _stand_by(str(first_error(errors)), status, leave)
 
 

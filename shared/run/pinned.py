@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from shared import own_rules
 from shared.algorithm_schema import default_of, every_key, keys_of
 from shared.errors import ConfigError
 from shared.run_config import keys, run_model, sections
@@ -34,6 +35,7 @@ _OF_CRITIC = {
     "algorithm.critic_frozen": "the critic's optimizer has a state for each parameter that it trains",
     "algorithm.critic_updates": "the schedule of the critic's optimizer counts its updates",
 }
+OWN_RULES = tuple(f"{_ALGORITHM}{key}" for key in own_rules.KEYS)
 _ONE_MODE = (("rl", "sft+rl"), ("sft+rl", "rl"))
 """Modes that are interchangeable: the pinned `sft` section decides if there is a warm start."""
 _PATHS = ("model.path", "data.train", "data.eval")
@@ -266,10 +268,10 @@ def permitted(was: Flat, now: Flat, *, step: int, free: tuple[str, ...] = ()) ->
             for c, reason in wrong[:_MOST_NAMED]
         )
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
-        back = " ".join(f"{c.key}={_shown(c.was)}" for c, _ in wrong[:_MOST_NAMED])
+        back = " ".join(f"{c.key}={_shown(c.was)}" for c, _ in wrong[:_MOST_NAMED] if c.key not in OWN_RULES)
         raise ConfigError(
             f"the run was started with another configuration: {named}{more}",
-            f"set {back} again, or choose another run.name=…",
+            f"{f'set {back} again' if back else 'put the file back'}, or choose another run.name=…",
         )
     return found
 
@@ -311,6 +313,8 @@ def _objection(change: Change, step: int) -> str | None:
         return "a critic has to be trained from the first step"
     if change.key in _OF_CRITIC:
         return _OF_CRITIC[change.key]
+    if change.key in OWN_RULES:
+        return "the run has its own copy: `volley up RUN_DIR` goes on with it, and `volley fork` trains with another"
     if change.key == _BETA and not (change.was and change.now):
         return "the KL term's reference, the weights of step 0, is only kept if beta is set from the start"
     if change.key == _TEACHER and not (change.was and change.now):
@@ -338,7 +342,9 @@ def _defaults() -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Format a value as on the command line."""
+    """Format a value as on the command line, and the text of a rule by its name and digest."""
+    if (rule := own_rules.shown(value)) is not None:
+        return rule
     if isinstance(value, Mapping | Sequence) and not isinstance(value, str):
         return orjson.dumps(value).decode()
     return "null" if value is None else str(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from services.trainer.algorithms.terms.algorithm import EpisodeTokens
 from services.trainer.algorithms.terms.rewards import of_tokens, turn_of_tokens
 from shared import algorithm_schema as schema
 from shared.algorithm_base import PolicyGradientSection, RewardNormalization
+from shared.run import rule_files
 from shared.types import Trajectory, Turn, VersionSpan
 
 N = 14
@@ -262,7 +264,12 @@ def test_normalizing_enormous_rewards_keeps_their_proportions():
     assert all(np.isfinite(one).all() for one in whitened(huge, [np.ones(1, bool), np.ones(2, bool)]))
 
 
-OF_NAME = {"gdpo": {"reward_components": {"a": 1.0, "b": 2.0}}, "mopd": {"outcome_coef": 1.0}}
+LUSPO = {"algorithm": {"loss": "examples/rules/luspo.py:loss"}}
+OF_NAME = {
+    "gdpo": {"reward_components": {"a": 1.0, "b": 2.0}},
+    "mopd": {"outcome_coef": 1.0},
+    "own": rule_files.resolved(LUSPO, Path(__file__).parents[2]),
+}
 WITHOUT_REWARD = ("gdpo", "on_policy_distillation")
 NORMALIZED = {"reward_normalization": {"grouping": "batch", "method": "mean_std"}}
 OF_REWARDS = ({"credit": "turn"}, NORMALIZED, {"beta": 0.1, "kl_in": "reward"})

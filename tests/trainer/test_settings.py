@@ -24,7 +24,12 @@ from tests.trainer.support import group
 ROOT = Path(__file__).parents[2]
 TOKENS = TokenLimits(vocab_size=512, pad_id=0)
 _TEACHER = "services.orchestrator.teacher.url=http://127.0.0.1:1"
-NEEDED = {"on_policy_distillation": (_TEACHER,), "mopd": (_TEACHER,), "gdpo": ("algorithm.reward_components.goal=1",)}
+NEEDED = {
+    "on_policy_distillation": (_TEACHER,),
+    "mopd": (_TEACHER,),
+    "gdpo": ("algorithm.reward_components.goal=1",),
+    "own": (f"algorithm.loss={ROOT}/examples/rules/luspo.py:loss",),
+}
 """Settings that an algorithm cannot do without."""
 
 

@@ -17,6 +17,7 @@ from services.trainer.algorithms.kpop import Kpop
 from services.trainer.algorithms.maxrl import MaxRl
 from services.trainer.algorithms.mopd import Mopd
 from services.trainer.algorithms.on_policy_distillation import OnPolicyDistillation
+from services.trainer.algorithms.own import Own
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from services.trainer.algorithms.rloo import Rloo
@@ -40,6 +41,7 @@ ALGORITHMS: Mapping[str, type[PolicyGradient[Any]]] = {
     "maxrl": MaxRl,
     "mopd": Mopd,
     "on_policy_distillation": OnPolicyDistillation,
+    "own": Own,
     "ppo": Ppo,
     "reinforce_plus_plus": ReinforcePlusPlus,
     "rloo": Rloo,
@@ -49,7 +51,7 @@ ALGORITHMS: Mapping[str, type[PolicyGradient[Any]]] = {
 
 
 def algorithm(section: PolicyGradientSection, n_updates: int, max_response_length: int) -> PolicyGradient[Any]:
-    """Make the algorithm of a section; arguments as for `PolicyGradient`."""
+    """Make the algorithm of a section; arguments as for `PolicyGradient`. Raises ConfigError for a rule of the user."""
     return ALGORITHMS[section.name](section, n_updates, max_response_length)
 
 

@@ -42,6 +42,7 @@ class Batch:
     reference, old: float32 [B, T], log-probabilities of the reference and of the policy at the start of the step.
     values, returns: float32 [B, T], the critic's value before the token at the start of the step, and its target.
     observed: float32 [B, T], weights of the environment's tokens, which add up to 1 over the step; 0 elsewhere.
+    staleness: float32 [B, T], steps between the weights that sampled the token and those before this step; 0 elsewhere.
     routed: int16 or int32 [B, T, L, k], the experts to which the engine sent the token at t in each layer, -1 if not
         known. Sequences share a packed prefix only if its experts are the same too.
 
@@ -61,10 +62,11 @@ class Batch:
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
     observed: np.ndarray | None = None
+    staleness: np.ndarray | None = None
     routed: np.ndarray | None = None
 
 
-_OPTIONAL = ("reference", "old", "values", "returns", "observed")
+_OPTIONAL = ("reference", "old", "values", "returns", "observed", "staleness")
 jax.tree_util.register_dataclass(Batch, data_fields=[field.name for field in fields(Batch)], meta_fields=[])
 
 
@@ -86,6 +88,7 @@ class Row:
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
     observed: np.ndarray | None = None
+    staleness: np.ndarray | None = None
     routed: np.ndarray | None = None
     parent: int = 0
     shared: int = 0
@@ -143,6 +146,17 @@ class BatchLayout:
 def policy_rows(trajectory: Trajectory, trained: WeightVersion) -> list[Row]:
     """Make a row of each sequence of an episode, without advantages; `trained` is the present version."""
     return [_policy_row(one, number, trained) for number, one in enumerate(trajectory.sequences())]
+
+
+def with_staleness(rows: Sequence[Row], trajectory: Trajectory, trained: WeightVersion) -> list[Row]:
+    """Add to the rows of an episode the staleness of their tokens; `trained` is the present version."""
+    made = list[Row]()
+    for row, one in zip(rows, trajectory.sequences(), strict=True):
+        staleness = np.zeros(len(row.ids), np.float32)
+        for span in one.versions:
+            staleness[span.start : span.end] = max(0, trained.step - WeightVersion.parse(span.version).step)
+        made.append(replace(row, staleness=staleness))
+    return made
 
 
 def with_observations(rows: Sequence[Row]) -> list[Row]:

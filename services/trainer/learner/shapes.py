@@ -21,6 +21,7 @@ def micro_batch(described: ModelConfig, model: ModelOptions, policy: PolicyOptio
     row = replace(row, reference=some if needs.reference else None, old=some if needs.old else None)
     row = replace(row, values=some, returns=some) if needs.values else row
     row = replace(row, observed=some) if needs.observations else row
+    row = replace(row, staleness=some) if needs.staleness else row
     rows = [row] * max(1, n_rows)
     layout = replace(policy.layout, rows=len(rows), shards=1)
     layout = replace(layout, tokens=len(rows) * length) if layout.tokens else layout

@@ -22,6 +22,7 @@ from services.trainer.batches.batch import (
     stored,
     weigh_observations,
     with_observations,
+    with_staleness,
 )
 from shared.types import Trajectory, WeightVersion
 
@@ -71,6 +72,9 @@ def group_rows(
     rows = [policy_rows(trajectory, before) for group in groups for trajectory in group]
     if algorithm.needs.observations:
         rows = [with_observations(its) for its in rows]
+    if algorithm.needs.staleness:
+        of_rows = (trajectory for group in groups for trajectory in group)
+        rows = [with_staleness(its, trajectory, before) for its, trajectory in zip(rows, of_rows, strict=True)]
     if score is not None:
         rows = score(rows)
     known = iter(rows)

@@ -101,7 +101,7 @@ def planned(source: RunFolder, wanted: Wanted, overrides: Sequence[str], files: 
 
 def _has_other_rewards(base: LoadedConfig, loaded: LoadedConfig) -> bool:
     found = pinned.changes(pinned.relevant(base.config), pinned.relevant(loaded.config))
-    return any(change.key.startswith(forks.FREE) for change in found)
+    return any(change.key.startswith(forks.REWARDS) for change in found)
 
 
 def _unlike(recorded: pinned.Flat, loaded: LoadedConfig) -> list[pinned.Change]:
@@ -195,7 +195,7 @@ def _may_begin_anew(head: TrainerState, first: int) -> bool:
 def _of_first_weights(base: LoadedConfig, loaded: LoadedConfig) -> LoadedConfig:
     """Return the fork's configuration with the other run's rewards: a critic or a reference begins with the weights."""
     tree = copy.deepcopy(loaded.tree)
-    for key in forks.FREE:
+    for key in forks.REWARDS:
         section, leaf = key.split(".")
         tree[section].pop(leaf, None)
         if leaf in base.tree[section]:

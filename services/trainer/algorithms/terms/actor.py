@@ -104,7 +104,8 @@ def _tokens(
     if options.correction.needs_old:
         old = jax.lax.stop_gradient(logprobs) if batch.old is None else _masked(batch.old, mask)
         corrected = importance.weights(old, behaviour, mask, options.correction, batch.packing)
-    tokens = Tokens(logprobs, old, behaviour, batch.advantages, mask, batch.packing)
+    reference = None if batch.reference is None else _masked(batch.reference, mask)
+    tokens = Tokens(logprobs, old, behaviour, batch.advantages, mask, batch.packing, reference, batch.staleness)
     return logprobs, behaviour, corrected, surrogate(tokens)
 
 

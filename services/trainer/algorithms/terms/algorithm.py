@@ -27,7 +27,7 @@ class Needs:
     Computed for each token before advantages and loss: log-probabilities of the frozen `reference`, those of the policy
     at the start of the step (`old`), and the critic's `values`. `entropy`: the loss needs the gradient of the policy's
     entropy. `teacher`: trajectories need a teacher's log-probabilities. `observations`: the loss needs the weights of
-    the environment's tokens (`Batch.observed`).
+    the environment's tokens (`Batch.observed`). `staleness`: the loss needs that of each token (`Batch.staleness`).
     """
 
     reference: bool = False
@@ -36,6 +36,7 @@ class Needs:
     entropy: bool = False
     teacher: bool = False
     observations: bool = False
+    staleness: bool = False
 
 
 @dataclass(frozen=True, slots=True)

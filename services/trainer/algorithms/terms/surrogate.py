@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from services.trainer.algorithms.terms.importance import clipped_difference
+from services.trainer.algorithms.terms.importance import clipped_difference, of_sequences
 from services.trainer.models.attention import Packing
 from shared.algorithm_base import ClippedSection
 
@@ -18,7 +18,9 @@ class Tokens(NamedTuple):
     """Inputs of a surrogate, float32 [B, T], 0 at masked tokens; only `logprobs` has a gradient.
 
     `logprobs` is of the present policy, `behaviour` of the one that sampled. `old` is the denominator of ratios: the
-    behaviour or, with a correction (see `importance`), the trainer's policy at the start of the step.
+    behaviour or, with a correction (see `importance`), the trainer's policy at the start of the step. `reference` is
+    the policy at step 0, None if the algorithm needs none. `staleness` is the number of steps between the weights that
+    sampled a token and those before this step; None unless the algorithm needs it.
     """
 
     logprobs: jax.Array
@@ -27,10 +29,20 @@ class Tokens(NamedTuple):
     advantages: jax.Array
     mask: jax.Array
     packing: Packing | None = None
+    reference: jax.Array | None = None
+    staleness: jax.Array | None = None
 
     def ratio(self) -> jax.Array:
         """Compute present / old of each token, finite for any log-probabilities."""
         return jnp.exp(clipped_difference(self.logprobs, self.old))
+
+    def sequence_sum(self, x: jax.Array) -> jax.Array:
+        """Sum x [B, T] over the sampled tokens of each token's sequence: [B, T]."""
+        return jnp.broadcast_to(of_sequences(jnp.where(self.mask > 0, x, 0.0), self.packing), self.mask.shape)
+
+    def sequence_mean(self, x: jax.Array) -> jax.Array:
+        """Average x [B, T] over the sampled tokens of each token's sequence: [B, T]."""
+        return self.sequence_sum(x) / jnp.maximum(self.sequence_sum(self.mask), 1.0)
 
 
 class TokenLoss(NamedTuple):

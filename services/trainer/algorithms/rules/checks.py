@@ -1,0 +1,116 @@
+"""Checks of the user's own rules on made data, before a run trains with them.
+
+A loss has to be finite, differentiable, without gradient outside the mask, the same each time, and the same whether
+sequences are in one micro-batch, in several, or packed into a row. Advantages have to be finite for any rewards and for
+a group of one, and the same each time. An error names the property that the rule lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from services.trainer.algorithms.rules.code import AdvantageFunction, LossFunction, advantage_of, loss_of, read
+from services.trainer.algorithms.rules.inputs import GroupInputs
+from services.trainer.algorithms.rules.made import made_groups, made_tokens, packed, single
+from services.trainer.algorithms.terms.surrogate import Tokens
+from shared.errors import ConfigError, RuleFailed
+
+_DISTANCES = (0.0, 0.1, 5.0)
+"""Standard deviations of the present log-probabilities from the sampler's, in nats: on policy, near it, far from it."""
+_TOLERANCE = 2e-4
+"""Largest difference by the order of float32 sums, as a share of the largest value."""
+_TIMES = 3
+
+
+@cache
+def checked_loss(value: str, *, reference: bool) -> LossFunction:
+    """Return the loss of a configuration's value once it has passed. Raises ConfigError.
+
+    Args: reference: the run has the reference's log-probabilities.
+    """
+    try:
+        rule = read(value)
+        loss = loss_of(rule)
+        problem = next(_problems_of_loss(loss, reference=reference), None)
+    except RuleFailed as error:
+        raise ConfigError(f"algorithm.loss, on made data: {error.detail}", error.hint) from error
+    if problem:
+        raise ConfigError(f"algorithm.loss: {rule} {problem}")
+    return loss
+
+
+@cache
+def checked_advantage(value: str, *, reference: bool) -> AdvantageFunction:
+    """Return the advantages of a configuration's value once they have passed; else as `checked_loss`."""
+    try:
+        rule = read(value)
+        advantages = advantage_of(rule)
+        problem = _problem_of_advantages(advantages, made_groups(reference=reference))
+    except RuleFailed as error:
+        raise ConfigError(f"algorithm.advantage, on made data: {error.detail}", error.hint) from error
+    if problem:
+        raise ConfigError(f"algorithm.advantage: {rule} {problem}")
+    return advantages
+
+
+class _Measured(NamedTuple):
+    """Loss of each token, 0 at masked ones, and its gradient to all log-probabilities; float32 [B, T] each."""
+
+    loss: np.ndarray
+    gradient: np.ndarray
+
+
+def _measuring(loss: LossFunction) -> Callable[[Tokens], _Measured]:
+    """Return a function that computes the loss as the trainer does; it traces the loss once for each shape."""
+
+    def total(logprobs: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+        per_token = loss(tokens._replace(logprobs=logprobs)) * tokens.mask
+        return per_token.sum(), per_token
+
+    compiled = jax.jit(jax.value_and_grad(total, has_aux=True))
+
+    def measured(tokens: Tokens) -> _Measured:
+        (_, per_token), gradient = compiled(tokens.logprobs, tokens)
+        return _Measured(np.asarray(per_token), np.asarray(gradient))
+
+    return measured
+
+
+def _problems_of_loss(loss: LossFunction, *, reference: bool) -> Iterator[str]:
+    measured, measured_again = _measuring(loss), _measuring(loss)
+    for distance in _DISTANCES:
+        tokens = made_tokens(distance, reference=reference)
+        whole, again = measured(tokens), measured_again(tokens)
+        outside = np.asarray(tokens.mask) == 0
+        if not all(np.isfinite(one).all() for one in whole):
+            yield f"is not finite: its value or gradient is NaN or infinite {distance:g} nats from the sampler"
+        if not distance and not whole.gradient.any():
+            yield "is not differentiable: its gradient to the log-probabilities is 0 on policy"
+        if not all(np.array_equal(a, b) for a, b in zip(whole, again, strict=True)):
+            yield "is not deterministic: two calls with the same inputs differ"
+        if whole.gradient[outside].any():
+            yield "has a gradient outside the mask: use tokens.mask, sequence_sum or sequence_mean"
+        rows, n = [measured(single(tokens, i)) for i in range(len(outside))], outside.shape[1]
+        if not _alike(whole, _Measured(*(np.concatenate([x[:, :n] for x in xs]) for xs in zip(*rows, strict=True)))):
+            yield "gives another result for one micro-batch than for several: a token may depend on its sequence alone"
+        if not _alike(whole, _Measured(*(x.reshape(outside.shape) for x in measured(packed(tokens))))):
+            yield "gives another result for packed rows: sum along sequences with sequence_sum or sequence_mean"
+
+
+def _alike(one: _Measured, other: _Measured) -> bool:
+    return all(np.allclose(a, b, 0, _TOLERANCE * float(np.abs(a).max())) for a, b in zip(one, other, strict=True))
+
+
+def _problem_of_advantages(advantages: AdvantageFunction, groups: list[GroupInputs]) -> str | None:
+    first = [advantages(group) for group in groups]
+    for _ in range(_TIMES - 1):
+        again = [advantages(group) for group in groups]
+        same = [np.array_equal(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True)]
+        if not all(same):
+            return "is not deterministic: two calls with the same group differ"
+    return None
