@@ -48,9 +48,11 @@ def main() -> None:
         print(*(path.name for path in folder.iterdir()), sep="\n")
     elif what == "rm":
         for name in arguments[1:]:
-            pid = int((folder / name).read_text("utf-8").split()[0])
-            (folder / name).unlink()
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(
+                FileNotFoundError, ProcessLookupError
+            ):  # with --force, one that is gone is no error
+                pid = int((folder / name).read_text("utf-8").split()[0])
+                (folder / name).unlink()
                 os.kill(pid, signal.SIGKILL)
 
 
