@@ -71,18 +71,18 @@ class LoadedConfig:
         return hashlib.sha256(self.to_yaml().encode()).hexdigest()[:16]
 
     def to_yaml(self) -> str:
-        return yaml.dump(self.tree, Dumper=_Dumper, sort_keys=True, allow_unicode=True)
+        return yaml.dump(self.tree, Dumper=_ConfigDumper, sort_keys=True, allow_unicode=True)
 
 
-class _Dumper(yaml.SafeDumper):
+class _ConfigDumper(yaml.SafeDumper):
     """Writes text of several lines as it is."""
 
 
-def _represented(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+def _represented(dumper: _ConfigDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Dumper.add_representer(str, _represented)
+_ConfigDumper.add_representer(str, _represented)
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:

@@ -97,7 +97,7 @@ class GradingPool:
             return None
 
 
-class _Late(Unavailable):
+class _NoAnswerYet(Unavailable):
     """A process did not answer in time."""
 
 
@@ -132,7 +132,7 @@ class _Process:
             return
         try:
             answer = self._answer(START_S)
-        except _Late as error:
+        except _NoAnswerYet as error:
             if time.monotonic() - self._began > IMPORT_S:
                 raise
             raise _Starting(f"{self._module} is still being imported after {START_S:g} s", "try again") from error
@@ -174,7 +174,9 @@ class _Process:
         readable.register(descriptor, select.POLLIN)
         while b"\n" not in self._rest:
             if not readable.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise _Late(f"the grading process of {self._module} did not answer within {timeout_s:g} s", _HINT)
+                raise _NoAnswerYet(
+                    f"the grading process of {self._module} did not answer within {timeout_s:g} s", _HINT
+                )
             more = os.read(descriptor, 65536)
             if not more:
                 raise self._lost("died")
