@@ -15,14 +15,14 @@ from volley_proof.verify.command import verify
 
 CONFIG = "tests/system/small.yaml"
 
+pytestmark = pytest.mark.timeout(900)  # whole runs: a busy machine takes minutes to start one
+
 
 def test_a_run_is_stopped_continued_and_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = volley.train(config=CONFIG, name="mine", run={"dir": str(tmp_path)}, trainer={"max_steps": 400}, wait=False)
-    assert (run.state, run.folder) == ("running", tmp_path / "mine")
-    for event in run.follow():
-        if event.kind == "step":
-            break
-    run.stop()
+    with run:
+        assert (run.state, run.folder) == ("running", tmp_path / "mine")
+        assert any(event.kind == "step" for event in run.follow())
     assert run.state == "stopped"
     with pytest.raises(CommandFailed, match="was stopped"):
         run.wait()
