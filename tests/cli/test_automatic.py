@@ -191,9 +191,11 @@ def test_a_run_keeps_what_was_chosen_at_its_start(tmp_path: Path) -> None:
     again = automatic.fit(load([config], [*GIVEN[1:]]), tiny, PromptLengths(3, 300), devices("cpu=64GiB"))
     assert again.config.rollout.engine == first.config.rollout.engine
     assert again.choices == {}
-    shown = sources([str(claim.folder.path)], [])
+    folder = str(claim.folder.path)
+    shown = sources(load([claim.folder.config], []), [folder], [])
     assert shown["rollout.engine.context_length"]["source"].startswith("chosen: the longest of 3 prompts")
-    assert sources([str(config)], GIVEN[1:])["rollout.engine.context_length"]["source"] == "default"
+    own = sources(load([config], GIVEN[1:]), [str(config)], GIVEN[1:])
+    assert own["rollout.engine.context_length"]["source"] == "default"
 
 
 def test_reasons_that_cannot_be_read_are_none(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 from shared import errors
 from shared.errors import GradingBusy, GradingEnded, InputError, Unavailable, VolleyError
@@ -70,17 +70,15 @@ class GradingPool:
         try:
             process = self._take()
             try:
-                process.wait_started()
-                answer = process.ask(request)
-            except _Starting:
-                self._idle.put(process)
-                raise
+                answer = process.ask(request) if process.wait_started() else None
             except BaseException:
                 process.kill()
                 raise
             self._idle.put(process)
         finally:
             self._free.release()
+        if answer is None:
+            raise Unavailable(f"{self._module} is still being imported after {START_S:g} s", "try again")
         return _value(self._module, request["function"], answer)
 
     def _take(self) -> _Process:
@@ -95,14 +93,6 @@ class GradingPool:
             return self._idle.get_nowait()
         except Empty:
             return None
-
-
-class _NoAnswerYet(Unavailable):
-    """A process did not answer in time."""
-
-
-class _Starting(Unavailable):
-    """The library is still being imported."""
 
 
 class _Process:
@@ -123,21 +113,18 @@ class _Process:
             start_new_session=True,
         )
 
-    def wait_started(self) -> None:
-        """Wait for the import of the library.
+    def wait_started(self) -> bool:
+        """Wait for the import of the library; False if it is still going on after START_S.
 
-        Raises _Starting after START_S if it is still going on, InputError if it fails, and Unavailable.
+        Raises InputError if it fails, and Unavailable.
         """
-        if self._ready:
-            return
-        try:
+        if not self._ready:
             answer = self._answer(START_S)
-        except _NoAnswerYet as error:
-            if time.monotonic() - self._began > IMPORT_S:
-                raise
-            raise _Starting(f"{self._module} is still being imported after {START_S:g} s", "try again") from error
-        _value(self._module, "import", answer)
-        self._ready = True
+            if answer is None and time.monotonic() - self._began < IMPORT_S:
+                return False
+            _value(self._module, "import", answer or self._late(IMPORT_S))
+            self._ready = True
+        return True
 
     @property
     def is_alive(self) -> bool:
@@ -154,7 +141,7 @@ class _Process:
             self._popen.stdin.flush()
         except OSError as error:
             raise self._lost(f"died ({error.strerror})") from error
-        return self._answer(CALL_S)
+        return self._answer(CALL_S) or self._late(CALL_S)
 
     def kill(self) -> None:
         """Kill the process and wait for it. A fork of its own ends by its limits."""
@@ -167,22 +154,24 @@ class _Process:
                 except OSError:  # unsent data
                     continue
 
-    def _answer(self, timeout_s: float) -> dict[str, Any]:
+    def _answer(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return the next answer; None if there is none in time. Raises Unavailable if the process dies."""
         assert self._popen.stdout is not None
         descriptor, deadline = self._popen.stdout.fileno(), time.monotonic() + timeout_s
         readable = select.poll()
         readable.register(descriptor, select.POLLIN)
         while b"\n" not in self._rest:
             if not readable.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise _NoAnswerYet(
-                    f"the grading process of {self._module} did not answer within {timeout_s:g} s", _HINT
-                )
+                return None
             more = os.read(descriptor, 65536)
             if not more:
                 raise self._lost("died")
             self._rest += more
         line, _, self._rest = self._rest.partition(b"\n")
         return json.loads(line)
+
+    def _late(self, after_s: float) -> NoReturn:
+        raise self._lost(f"did not answer within {after_s:g} s")
 
     def _lost(self, what: str) -> Unavailable:
         return Unavailable(f"the grading process of {self._module} {what}", _HINT)
