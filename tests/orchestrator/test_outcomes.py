@@ -80,7 +80,9 @@ def test_what_is_done_about_each_class():
         "UnknownFrame",
         "Untrainable",
     }
-    assert {name for name, e in named.items() if e.action == "stop"} == {"Fenced", "NonFinite", "ProcessLost"}
+    assert {name for name, e in named.items() if e.action == "stop"} == {
+        *("Fenced", "NonFinite", "ProcessLost", "RuleFailed"),
+    }
     assert {name for name, e in named.items() if e.cause == "defect"} == {
         "VolleyError", "DecodeError", "MalformedAnswer", "Untrainable", "PrefixBroken", "NonFinite", "SandboxFailed",
         "GradingEnded", "NemoGymRefused", "OpenEnvRefused",
