@@ -128,22 +128,24 @@ def main(arguments: Sequence[str]) -> int:
 
 def _again(wanted: Sequence[Suite], results: Mapping[str, tuple[int, str]], arguments: Sequence[str]) -> dict[str, int]:
     """Run failed tests again, one suite after another. Returns the exit codes of these suites."""
-    failed = [suite for suite in wanted if results[suite.name][0] == _TESTS_FAILED]
-    names = [name for suite in failed for name in failures(results[suite.name][1])]
-    if not names or len(names) > _MOST_AGAIN:
+    failed = {
+        suite.name: failures(results[suite.name][1]) for suite in wanted if results[suite.name][0] == _TESTS_FAILED
+    }
+    if sum(map(len, failed.values())) > _MOST_AGAIN:
         return {}
     codes: dict[str, int] = {}
-    for suite in failed:
-        codes[suite.name], output = _pytest(suite, [*arguments, "--last-failed", "--last-failed-no-failures=none"])
-        print(f"\n### failed tests of {suite.name} again, alone\n\n{output}", end="", flush=True)
-        if codes[suite.name] == 0:
-            print("\n".join(f"PASSED ALONE {name}" for name in failures(results[suite.name][1])), flush=True)
+    for suite in wanted:
+        if names := failed.get(suite.name):
+            codes[suite.name], output = _pytest(replace(suite, paths=tuple(names)), arguments)
+            print(f"\n### failed tests of {suite.name} again, alone\n\n{output}", end="", flush=True)
+            if codes[suite.name] == 0:
+                print("\n".join(f"PASSED ALONE {name}" for name in names), flush=True)
     return codes
 
 
 def failures(output: str) -> list[str]:
     """Names of failed tests in pytest's summary."""
-    return re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", output, re.MULTILINE)
+    return re.findall(r"^(?:FAILED|ERROR) (\S+::[^\s\[]+(?:\[.*?\])?)(?: - .*)?$", output, re.MULTILINE)
 
 
 def narrowed(wanted: Sequence[Suite], files: Sequence[str]) -> tuple[Suite, ...]:
@@ -159,8 +161,7 @@ def narrowed(wanted: Sequence[Suite], files: Sequence[str]) -> tuple[Suite, ...]
 
 def _pytest(suite: Suite, arguments: Sequence[str]) -> tuple[int, str]:
     """Exit code and output of one pytest."""
-    cache = f"cache_dir=.cache/pytest/{suite.name}"  # of its own: each remembers its failures
-    command = [str(python_of(suite.environment)), "-m", "pytest", "-o", cache, *suite.options, *suite.paths, *arguments]
+    command = [str(python_of(suite.environment)), "-m", "pytest", *suite.options, *suite.paths, *arguments]
     environment = _variables(suite)
     ran = subprocess.run(
         command,

@@ -106,7 +106,7 @@ def test_a_failed_test_runs_again_alone(
 ) -> None:
     file = tmp_path / "test_sometimes.py"
     file.write_text(SOMETIMES.replace("{wrong}", wrong), encoding="utf-8")
-    suite = testing.Suite("sometimes", (str(file),), options=("-o", f"cache_dir={tmp_path / 'cache'}"))
+    suite = testing.Suite("sometimes", (str(file),), options=())
     monkeypatch.setattr(testing, "suites", lambda long: (suite,))
     assert testing.main([]) == code
     shown = capsys.readouterr().out
@@ -118,5 +118,5 @@ def test_a_failed_test_runs_again_alone(
 
 
 def test_failed_tests_are_read_from_the_summary() -> None:
-    output = "FAILED a/test_b.py::test_c[d] - assert 1\nERROR a/test_b.py::test_f - OSError\nERROR of a service\n"
-    assert testing.failures(output) == ["a/test_b.py::test_c[d]", "a/test_b.py::test_f"]
+    output = "FAILED a/test_b.py::test_c[d - e] - assert [1]\nERROR a/test_b.py::test_f - OSError\nERROR of a service\n"
+    assert testing.failures(output) == ["a/test_b.py::test_c[d - e]", "a/test_b.py::test_f"]
