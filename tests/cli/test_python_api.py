@@ -84,7 +84,7 @@ def _is_running(pid: int) -> bool:
 
 
 class Frame:
-    """What a table of pandas has."""
+    """Stand-in for a pandas frame, with the two members that are used."""
 
     columns = ("prompt",)
 

@@ -31,7 +31,7 @@ STEPS = 3
 
 
 def configured(monkeypatch: pytest.MonkeyPatch, *words: str) -> LoadedConfig:
-    """What the command would run."""
+    """Configuration that the command would run."""
     found: list[LoadedConfig] = []
 
     def run(loaded: LoadedConfig, _seams: stack.StackSeams) -> int:

@@ -333,7 +333,7 @@ def _yaml(tree: Any) -> bytes:
 
 
 def outputs(folder: Path) -> tuple[bool, Any]:
-    """Whether the proof names something, and what proof and report say. Raises VolleyError."""
+    """Return True if the proof of a folder finds a violation, and what proof and report say. Raises VolleyError."""
     if (folder / futures.DATABASE).exists():
         found = [*futures.problems(folder)]
         return bool(found), _rows(folder / futures.DATABASE)

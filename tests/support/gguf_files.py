@@ -19,7 +19,7 @@ WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{}|"
     r" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Of Qwen2 and, with up to three digits in a word, of Llama 3."""
+"""Pattern that splits text into words: Qwen2's, and with up to three digits a word Llama 3's."""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXTS = [
     "Hello world, it's 2026 and the lake's frozen.",

@@ -25,7 +25,7 @@ class Torch:
         self._process = process
 
     def ask(self, name: str, arrays: Mapping[str, np.ndarray] | None = None, **arguments: Any) -> dict[str, np.ndarray]:
-        """What the function of the program returns for these arrays and arguments."""
+        """Call a function of the torch program by name; return its arrays."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:

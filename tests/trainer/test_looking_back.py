@@ -124,7 +124,7 @@ class Case:
             return None
 
     def sampled(self, messages, at, tools):
-        """What a model says for a message: the ids that the template adds to the prompt, up to the end of the turn."""
+        """Token ids of message `at`, as a model would sample them: the template's, up to the end of the turn."""
         prompt = self.right(messages[:at], tools) or []
         whole, longer = (self.right(messages[: at + n], tools, prompt=False) or [] for n in (1, 2))
         n = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
@@ -205,7 +205,7 @@ def test_rollouts_and_demonstrations_have_the_tokens_of_transformers(case):
 
 
 def check_trained(trajectory, prompts, outputs):
-    """What is trained is what was sampled, after the prompt that the model saw."""
+    """Compare each turn's prompt and sampled ids with those of the model's calls."""
     trajectory.validate()
     trained = [
         (one.token_ids[: turn.start], one.token_ids[turn.start : turn.end])

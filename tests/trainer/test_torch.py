@@ -1,4 +1,4 @@
-"""Whole optimizer steps against torch, transformers and PEFT in float64: losses, every gradient, the parameters."""
+"""Optimizer steps compared with torch, transformers and PEFT in float64: losses, gradients and parameters."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def policy(folder: Path, reference: Path, options: PolicyOptions, **of_model: An
 def steps_of_torch(
     torch: Torch, one: Policy, folder: Path, reference: Path, groups: Sequence[Sequence[ReadyGroup]]
 ) -> dict[str, np.ndarray]:
-    """What torch makes of the episodes, by the algorithm's formula, from the folder and the policy's adapters."""
+    """Parameters, losses and gradients of the same steps, computed by torch from the same weights and episodes."""
     options = one._options
     section = options.algorithm.section
     return torch.ask(

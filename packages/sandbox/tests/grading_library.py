@@ -1,4 +1,4 @@
-"""What a grading process is asked in tests: functions that do what a model's text might make a careless library do."""
+"""Library of a grading process in tests: functions that misbehave as a model's text might make a careless one do."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def remember(text: str) -> int:
 
 
 def attack(path: str, name: str) -> str:
-    """What came of the attack called `name`: a word of the operating system's refusal, or 'done'."""
+    """Try the attack `name`; return the name of the error that refused it, or 'done'."""
     try:
         getattr(Attacks, name)(path)
     except OSError as error:

@@ -67,7 +67,7 @@ async def submit(client: httpx.AsyncClient, data: bytes, name: str = "adder", **
 
 
 def call(command: str) -> str:
-    """What a model says to run a command."""
+    """Message of a model that runs a command."""
     return f"<tool_call>\n{json.dumps({'name': 'bash', 'arguments': {'command': command}})}\n</tool_call>"
 
 
@@ -102,7 +102,7 @@ class Conversation:
         return await self._client.post(f"/episodes/{self._id}/{what}", json=body)
 
     async def run(self, command: str) -> str:
-        """What the model reads after a command."""
+        """Observation after a command."""
         return (await self.say(call(command)))["messages"][0]["content"]
 
 
