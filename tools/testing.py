@@ -5,13 +5,15 @@ them often wait for processes. The longest start first, so that all end at about
 shown at its end; a failure does not stop the others. Failed tests run again at the end, with nothing beside them. One
 that then passes had too little time: it is named, and does not fail the whole. More than 40 do not run again. Arguments
 go to pytest; `--part 0/2` (conftest.py) runs half of the tests. `--changed`, or `--changed=REVISION`, runs the test
-files that a change reaches (tools/changed.py).
+files that a change reaches (tools/changed.py). After `--minutes=N` the suites that still run are interrupted and no
+other starts; the suites' lines say so, and only tests that failed until then fail the whole.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -19,20 +21,26 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import PurePath
 
 from shared.process.utf8 import print_what_can_be_printed
 from tools.changed import reached_tests
 from volley.layout import PROJECT, python_of, variables_of
 
-LONG, CHANGED = "--long", "--changed"
+LONG, CHANGED, MINUTES = "--long", "--changed", "--minutes"
 _TESTS_FAILED, _NO_TESTS_COLLECTED = 1, 5
 _BESIDE = 4
 _MOST_AGAIN = 40
+_AGAIN_S = 900.0
+"""Time after the end given by `--minutes` in which failed tests may run again; cut off, they stay failed."""
+_TEARDOWN_S = 120.0
+"""Time for an interrupted pytest to end what its tests have started."""
 _LONG_BESIDE = 2
 """Long suites start whole stacks, and compare throughput and memory."""
 _FUZZ_CASES = "2000"
 """Generated requests per service in the long tests; `make fuzz` sends 5,000."""
+CUT = "time is up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,26 +115,36 @@ def _of_packages(environment: str) -> tuple[str, ...]:
 
 def main(arguments: Sequence[str]) -> int:
     print_what_can_be_printed()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     started, wanted = time.monotonic(), suites(long=LONG in arguments)
-    for revision in (one.removeprefix(CHANGED).lstrip("=") for one in arguments if one.startswith(CHANGED)):
+    for revision in _values(CHANGED, arguments):
         wanted = narrowed(wanted, reached_tests(PROJECT, revision or None))
-    given = [argument for argument in arguments if argument != LONG and not argument.startswith(CHANGED)]
+    ends_at = started + 60 * min(map(float, _values(MINUTES, arguments)), default=inf)
+    own = (LONG, CHANGED, MINUTES)
+    given = [argument for argument in arguments if argument.partition("=")[0] not in own]
     print(f"tests of {', '.join(suite.name for suite in wanted)}; each suite is shown when it is over", flush=True)
     results: dict[str, tuple[int, str]] = {}
     with ThreadPoolExecutor(_LONG_BESIDE if LONG in arguments else _BESIDE) as workers:
-        running = {workers.submit(_pytest, suite, given): suite for suite in wanted}
+        running = {workers.submit(_pytest, suite, given, ends_at): suite for suite in wanted}
         for done in as_completed(running):
             suite, (code, output) = running[done], done.result()
             print(f"\n### tests of {suite.name} in .venvs/{suite.environment}\n\n{output}", end="", flush=True)
             results[suite.name] = code, output
-    codes = {name: code for name, (code, _) in results.items()} | _again(wanted, results, given)
+    codes = {name: code for name, (code, _) in results.items()} | _again(wanted, results, given, ends_at + _AGAIN_S)
     summaries = {name: summary(output) for name, (_, output) in results.items()}
     print("\n" + "\n".join(f"{suite.name:<8} {summaries[suite.name]}" for suite in wanted))
     print(total([*summaries.values()], time.monotonic() - started), flush=True)
     return max((0 if code == _NO_TESTS_COLLECTED else code for code in codes.values()), default=0)
 
 
-def _again(wanted: Sequence[Suite], results: Mapping[str, tuple[int, str]], arguments: Sequence[str]) -> dict[str, int]:
+def _values(name: str, arguments: Sequence[str]) -> list[str]:
+    """Values of an option given as `--name=value`; empty for one without a value."""
+    return [one.removeprefix(name).removeprefix("=") for one in arguments if one.partition("=")[0] == name]
+
+
+def _again(
+    wanted: Sequence[Suite], results: Mapping[str, tuple[int, str]], arguments: Sequence[str], ends_at: float
+) -> dict[str, int]:
     """Run failed tests again, one suite after another. Returns the exit codes of these suites."""
     failed = {
         suite.name: failures(results[suite.name][1]) for suite in wanted if results[suite.name][0] == _TESTS_FAILED
@@ -136,9 +154,11 @@ def _again(wanted: Sequence[Suite], results: Mapping[str, tuple[int, str]], argu
     codes: dict[str, int] = {}
     for suite in wanted:
         if names := failed.get(suite.name):
-            codes[suite.name], output = _pytest(replace(suite, paths=tuple(names)), arguments)
+            code, output = _pytest(replace(suite, paths=tuple(names)), arguments, ends_at)
+            passed = code == 0 and CUT not in output
+            codes[suite.name] = 0 if passed else _TESTS_FAILED
             print(f"\n### failed tests of {suite.name} again, alone\n\n{output}", end="", flush=True)
-            if codes[suite.name] == 0:
+            if passed:
                 print("\n".join(f"PASSED ALONE {name}" for name in names), flush=True)
     return codes
 
@@ -159,21 +179,36 @@ def narrowed(wanted: Sequence[Suite], files: Sequence[str]) -> tuple[Suite, ...]
     return tuple(suite for suite in kept if suite.paths)
 
 
-def _pytest(suite: Suite, arguments: Sequence[str]) -> tuple[int, str]:
-    """Exit code and output of one pytest."""
+def _pytest(suite: Suite, arguments: Sequence[str], ends_at: float) -> tuple[int, str]:
+    """Exit code and output of one pytest, interrupted at `ends_at` (seconds of `time.monotonic`)."""
+    if time.monotonic() >= ends_at:
+        return 0, f"{CUT}: not started\n"
     command = [str(python_of(suite.environment)), "-m", "pytest", *suite.options, *suite.paths, *arguments]
-    environment = _variables(suite)
-    ran = subprocess.run(
+    with subprocess.Popen(
         command,
         cwd=PROJECT,
-        env=environment,
+        env=_variables(suite),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",
         errors="replace",
-        check=False,
-    )
-    return ran.returncode, ran.stdout
+    ) as running:
+        try:
+            output, _ = running.communicate(timeout=None if ends_at == inf else max(ends_at - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            return _cut(running)
+    return running.returncode, output
+
+
+def _cut(running: subprocess.Popen[str]) -> tuple[int, str]:
+    """Interrupt a pytest. Returns its output, and 0 or 1: whether a test has failed until then."""
+    running.send_signal(signal.SIGINT)
+    try:
+        output, _ = running.communicate(timeout=_TEARDOWN_S)
+    except subprocess.TimeoutExpired:
+        running.kill()
+        output, _ = running.communicate()
+    return _TESTS_FAILED if failures(output) else 0, f"{output}\n{CUT}: interrupted\n"
 
 
 def _variables(suite: Suite) -> dict[str, str]:

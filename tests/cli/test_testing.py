@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,38 @@ def test_a_failed_test_runs_again_alone(
 def test_failed_tests_are_read_from_the_summary() -> None:
     output = "FAILED a/test_b.py::test_c[d - e] - assert [1]\nERROR a/test_b.py::test_f - OSError\nERROR of a service\n"
     assert testing.failures(output) == ["a/test_b.py::test_c[d - e]", "a/test_b.py::test_f"]
+
+
+SLOW = """
+import time
+
+
+def test_quick():
+    assert {right}
+
+
+def test_slow():
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("right", "code"), [("1", 0), ("0", 1)])
+def test_what_still_runs_at_the_end_of_the_time_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], right: str, code: int
+) -> None:
+    file = tmp_path / "test_slow.py"
+    file.write_text(SLOW.replace("{right}", right), encoding="utf-8")
+    bare = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the project's take seconds to load
+    running, later = (
+        testing.Suite(name, (str(file),), options=("-c", os.devnull), variables=bare) for name in ("running", "later")
+    )
+    monkeypatch.setattr(testing, "suites", lambda long: (running, later))
+    monkeypatch.setattr(testing, "_BESIDE", 1)
+    assert testing.main(["--minutes=0.2"]) == code
+    shown = capsys.readouterr().out
+    first, _, second = shown.partition("### tests of later")
+    assert f"{testing.CUT}: interrupted" in first
+    assert ("1 passed" in first) == (code == 0)
+    assert ("1 failed" in first) == (code == 1)
+    assert f"{testing.CUT}: not started" in second
+    assert ("again, alone" in second) == (code == 1)
