@@ -11,8 +11,10 @@ An entry point is a name and an object in a module, written in the package's pyp
     volley.sidecars   name of a helper beside a run → `(folder, config) -> context manager` (volley.local.sidecars)
     volley.parts      part that the core can do without: `bucket.run` → `(StoreContext) -> RunStore` (services.trainer.
                       loop.run_store), `bucket.versions` → `(address, folder) -> VersionStore` (services.rollout.
-                      weights.sources), `plots` → `volley.reporting.plots.Plots`, `trajectories` →
-                      `(folder) -> volley.client.records.EpisodeArchive`, `gpu_kernels` → `volley_engines.gpu`,
+                      weights.sources), `trainer.processes` → `(RunConfig) -> context manager` that opens one of the
+                      trainer's processes as a `shared.boot.RunningService`, `plots` → `volley.reporting.plots.Plots`,
+                      `trajectories` → `(folder) -> volley.client.records.EpisodeArchive`,
+                      `gpu_kernels` → `volley_engines.gpu`,
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
                       `tables` → `shared.files.rows.rows` for CSV, Parquet and Arrow,
                       `environments` → `services.env.extension.Extension`, `environment_templates` →
@@ -42,6 +44,7 @@ NAMED = (SECTIONS, KEYS, COMMANDS, ENGINES, PARTS, BACKENDS, ENVIRONMENTS, DATAS
 OWNERS: Mapping[str, str] = {
     "tinker": "volley-rl-tinker",
     **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
+    "trainer.processes": "volley-rl-multihost",
     **dict.fromkeys(("launch", "node", "plan"), "volley-rl-launch"),
     "tunix": "volley-rl-tunix",
     **dict.fromkeys(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +22,6 @@ from services.trainer.loop.refusals import Refusals
 from services.trainer.loop.run_store import RunStore, StoreContext
 from services.trainer.loop.worker import TrainerWorker
 from services.trainer.metrics import prometheus
-from services.trainer.multihost.app import open_follower
-from services.trainer.multihost.options import group_options
 from services.trainer.publishing import routes as publishing
 from services.trainer.publishing.publications import Publications
 from services.trainer.publishing.publisher import Publisher, Served
@@ -64,20 +62,19 @@ _log = telemetry.Log("trainer")
 @asynccontextmanager
 async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
     """Raises ConfigError."""
-    if config.is_supervised:
-        group_options(config)
-        async with open_supervised(config) as service:
-            yield service
-        return
-    processes = group_options(config)
-    if processes is not None and processes.process_id > 0:
-        async with open_follower(config, processes) as service:
-            yield service
-        return
-    with uncollected():
-        from services.trainer.multihost.opening import open_backend  # JAX and Tunix
+    if config.services.trainer.num_processes > 1:
+        open_process: Callable[[RunConfig], AbstractAsyncContextManager[RunningService]] = packages.part(
+            "trainer.processes"
+        )
+        opened = open_process(config)
+    elif config.is_supervised:
+        opened = open_supervised(config)
+    else:
+        with uncollected():
+            from services.trainer.rl_backend import open_backend  # JAX and Tunix
 
-    async with open_trainer(config, open_backend) as service:
+        opened = open_trainer(config, open_backend)
+    async with opened as service:
         yield service
 
 

@@ -15,6 +15,7 @@ import pytest
 from services.env.app import open_extension
 from services.env.settings import ConfiguredSource, from_config
 from services.env.threads import ThreadRunner
+from services.trainer.app import open_service as open_trainer_process
 from shared import packages
 from shared.config import load
 from shared.errors import ConfigError
@@ -319,6 +320,16 @@ def test_a_run_that_needs_the_package_of_submissions_names_it(tmp_path: Path, mo
     settings = replace(from_config(load([PROJECT / "configs" / "quickstart.yaml"]).config), sources={"adder@1": source})
     with pytest.raises(ConfigError, match="environments: it belongs to the package volley-rl-sandbox, which is not"):
         open_extension(settings, ThreadRunner(1, 1.0, 1))
+
+
+async def test_a_trainer_of_several_processes_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = packages.found
+    monkeypatch.setattr(packages, "found", lambda group: {} if group == packages.PARTS else found(group))
+    two = "services.trainer.num_processes=2", "services.trainer.coordinator_address=127.0.0.1:4000"
+    config = load([PROJECT / "configs" / "quickstart.yaml"], two).config
+    with pytest.raises(ConfigError, match="processes: it belongs to the package volley-rl-multihost, which is not"):
+        async with open_trainer_process(config):
+            pytest.fail("it was opened")
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from services.orchestrator.episodes.budget import TokenBudget
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.status import RunStatus
-from services.trainer.multihost.opening import check_turns
+from services.trainer.rl_backend import check_turns
 from shared.clients.env import Opening, StepReply
 from shared.dialects.prompts import render
 from shared.dialects.records import Asked

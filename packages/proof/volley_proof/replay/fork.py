@@ -116,7 +116,7 @@ async def _opened(
     stack: AsyncExitStack, run: RunConfig, folder: RunFolder, fork: Fork, env_url: str, status: TrainerStatus
 ) -> TrainerWorker:
     """Wire a trainer as `services.trainer.app` does, without queue, servers and routes. Raises VolleyError."""
-    from services.trainer.multihost.opening import open_backend  # JAX and Tunix
+    from services.trainer.rl_backend import open_backend  # JAX and Tunix
 
     run, origin, model = await asyncio.to_thread(prepared, run)
     environments = await stack.enter_async_context(EnvClient(env_url))

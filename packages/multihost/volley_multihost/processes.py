@@ -18,8 +18,6 @@ from contextvars import ContextVar
 from itertools import count
 from typing import Any, NoReturn
 
-from services.trainer.multihost.connection import Message, PeerConnection, greet, welcome
-from services.trainer.multihost.options import GroupOptions
 from shared.errors import (
     ConfigError,
     DecodeError,
@@ -33,6 +31,8 @@ from shared.errors import (
 from shared.process import telemetry
 from shared.process.exit_codes import exit_code
 from shared.process.ports import hold_free, host_problem
+from volley_multihost.connection import Message, PeerConnection, greet, welcome
+from volley_multihost.options import GroupOptions
 
 _ASSEMBLE_S = 2.0
 _AGAIN_S = 0.5

@@ -31,12 +31,10 @@ class GroupOptions:
     settings: str
 
 
-def group_options(config: RunConfig) -> GroupOptions | None:
-    """Read the options; None for a trainer of one process. Raises ConfigError."""
+def group_options(config: RunConfig) -> GroupOptions:
+    """Read the options of a run whose trainer has several processes. Raises ConfigError."""
     endpoint, mesh = config.services.trainer, config.trainer.mesh
     n = endpoint.num_processes
-    if n == 1:
-        return None
     if config.is_supervised:
         raise ConfigError(
             f"services.trainer.num_processes={n}: a run of mode={config.mode} is trained by one process",

@@ -18,13 +18,13 @@ from services.trainer.learner.supervised import SupervisedOptions
 from services.trainer.metrics.spot_checks import ServerTokens
 from services.trainer.metrics.step_metrics import StepMetrics
 from services.trainer.metrics.supervised import SupervisedMetrics
-from services.trainer.multihost.distributed import join_devices, leave_devices
-from services.trainer.multihost.processes import SAVES, Calls, Leader, stream, together
 from services.trainer.publishing.publications import PublishedVersion
 from shared.run.checksums import Checksums
 from shared.run.pinned import Flat
 from shared.run.state import TrainerState
 from shared.types import Group, WeightVersion
+from volley_multihost.distributed import join_devices, leave_devices
+from volley_multihost.processes import SAVES, Calls, Leader, stream, together
 
 
 class LeadingBackend:

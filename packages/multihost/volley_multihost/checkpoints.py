@@ -17,13 +17,13 @@ from services.trainer.checkpoints import store
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import PARAMS, CheckpointFolders, training_arrays
 from services.trainer.models.arrays import Arrays, CheckpointContents, HostArray, RestoredCheckpoint
-from services.trainer.multihost.processes import Follower, Leader
 from shared.errors import VolleyError
 from shared.files.storage import storage
 from shared.models.origin import Origin
 from shared.run.checkpoint_files import Adapter, BaseWeights
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
+from volley_multihost.processes import Follower, Leader
 
 
 class SharedArrays(OrbaxArrays):

@@ -12,12 +12,12 @@ from functools import partial
 
 import numpy as np
 
-from services.trainer.multihost.processes import Follower, Leader
 from services.trainer.publishing.publications import Arrays, ModelPublications, ModelToPublish, PublishedVersion
 from shared.published.chunks import in_order
 from shared.published.manifest import Chunk, WeightTree
 from shared.run.checkpoint_files import ManifestLeaf
 from shared.types import WeightVersion
+from volley_multihost.processes import Follower, Leader
 
 
 class LeadingPublications:

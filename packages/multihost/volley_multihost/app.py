@@ -1,7 +1,7 @@
-"""Wiring of a follower: a process that computes with process 0 of its trainer.
+"""Wiring of one process of a trainer of several.
 
-It has no queue and no clients; its backend makes the calls that process 0 sends. It serves /health, /ready and /metrics
-like the trainer.
+Process 0 is the trainer. The others, the followers, have no queue and no clients; their backend makes the calls that
+process 0 sends. They serve /health, /ready and /metrics like the trainer.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
-from services.trainer.multihost.options import GroupOptions
-from services.trainer.multihost.processes import SAVES, Calls, Follower, end_process, follow, stream
+from services.trainer.app import open_trainer
 from services.trainer.routes import ROLES, router
 from services.trainer.status import TrainerStatus
 from shared.boot import CRASHED, RunningService
@@ -25,8 +24,25 @@ from shared.process.imports import uncollected
 from shared.schema import RunConfig
 from shared.web.access import read_tokens
 from shared.web.http import create_app
+from volley_multihost.options import GroupOptions, group_options
+from volley_multihost.processes import SAVES, Calls, Follower, end_process, follow, stream
 
 _log = telemetry.Log("processes")
+
+
+@asynccontextmanager
+async def open_process(config: RunConfig) -> AsyncIterator[RunningService]:
+    """Open the process of the trainer that `services.trainer.process_id` names. Raises ConfigError."""
+    options = group_options(config)
+    if options.process_id > 0:
+        async with open_follower(config, options) as service:
+            yield service
+        return
+    with uncollected():
+        from volley_multihost.opening import open_leading  # JAX and Tunix
+
+    async with open_trainer(config, partial(open_leading, options)) as service:
+        yield service
 
 
 @asynccontextmanager
@@ -108,8 +124,8 @@ def _end_after_crash() -> NoReturn:
 
 def _compute(config: RunConfig, options: GroupOptions, follower: Follower, ready: Callable[[], None]) -> None:
     with uncollected():
-        from services.trainer.multihost.distributed import join_devices, leave_devices
-        from services.trainer.multihost.opening import open_following  # JAX and Tunix
+        from volley_multihost.distributed import join_devices, leave_devices
+        from volley_multihost.opening import open_following  # JAX and Tunix
     coordinator = follower.join()
     opened = open_following(config, follower)
     join_devices(coordinator, options.n, options.process_id, config.trainer.mesh.n_devices)

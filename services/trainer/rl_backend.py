@@ -1,0 +1,107 @@
+"""Construction of the backend of RL and its warm start from the run's configuration."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from services.trainer import options as from_run
+from services.trainer.backend.assembly import ModelCheckpoints, check_vocabulary, note_positions, note_tokenizer
+from services.trainer.backend.inputs import BackendInputs, OpenedBackend
+from services.trainer.backend.memory import TrainingMemory
+from services.trainer.backend.policy import PolicyBackend
+from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
+from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.conversations.data import data_settings
+from services.trainer.interfaces import TrainerBackend
+from services.trainer.learner.supervised import SupervisedOptions
+from services.trainer.publishing.publications import ModelPublications
+from services.trainer.settings import TokenLimits
+from services.trainer.status import TrainerStatus
+from services.trainer.step_log import StepLog
+from services.trainer.supervised.warm_start import WarmStart, WarmStarting
+from shared.clients.env import EnvClient
+from shared.config import apply_settings
+from shared.errors import ConfigError
+from shared.models.chat import ChatTokenizer
+from shared.models.config import ModelConfig
+from shared.models.origin import Origin
+from shared.run.folder import RunFolder
+from shared.schema import RunConfig
+
+
+class WarmStartedBackend(TrainerBackend, WarmStarting, Protocol):
+    """A backend of RL whose first weights may come from supervised steps."""
+
+
+def open_backend(given: BackendInputs) -> OpenedBackend:
+    """Open the backend of a trainer of one process. Raises ConfigError."""
+    settings = given.settings
+    folder = RunFolder(settings.run_folder).checkpoints
+    checkpoints = CheckpointFolders(folder, settings.run, settings.max_to_keep, OrbaxArrays())
+    made = make_backend(given.config, given.folder, given.tokenizer, given.origin, checkpoints, given.publications)
+    return opened(given, made, made.backend, checkpoints)
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBackend:
+    """A backend, its token limits, and the options of the warm start, if the run has one."""
+
+    backend: PolicyBackend
+    tokens: TokenLimits
+    warm_start: SupervisedOptions | None
+
+
+def make_backend(
+    config: RunConfig,
+    folder: Path,
+    tokenizer: ChatTokenizer,
+    origin: Origin | None,
+    checkpoints: ModelCheckpoints,
+    publications: ModelPublications,
+) -> MadeBackend:
+    """Make the backend of a process; `folder` holds the model. Raises ConfigError."""
+    model = replace(from_run.model_options(config, folder), origin=origin)
+    described = ModelConfig.read(model.folder)
+    check_vocabulary(tokenizer, described)
+    note_positions(config, described)
+    note_tokenizer(tokenizer)
+    check_turns(config, tokenizer)
+    tokens = TokenLimits(described.vocab_size, tokenizer.pad_id, described.routing)
+    options = from_run.supervised_options(config, tokens) if config.sft.trains else None
+    policy, warm_start = from_run.policy_options(config, tokens), options.layout if options else None
+    backend = PolicyBackend(
+        model,
+        described,
+        policy,
+        checkpoints,
+        warm_start=warm_start,
+        publications=publications,
+        options_under=lambda settings: from_run.policy_options(apply_settings(config, settings), tokens),
+        planned=TrainingMemory(config, described),
+    )
+    return MadeBackend(backend, tokens, options)
+
+
+def opened(
+    given: BackendInputs, made: MadeBackend, backend: WarmStartedBackend, checkpoints: CheckpointFolders
+) -> OpenedBackend:
+    """Return `backend`, which computes with `made`, and its warm start."""
+
+    async def warm_start(environments: EnvClient, status: TrainerStatus, executor: Executor) -> None:
+        data, log = data_settings(given.config), StepLog(RunFolder(given.settings.run_folder).sft)
+        start = WarmStart(data, made.warm_start, environments, given.tokenizer, log, given.sinks)
+        await start(backend, status, executor)
+
+    return OpenedBackend(backend, checkpoints, made.tokens, warm_start)
+
+
+def check_turns(config: RunConfig, tokenizer: ChatTokenizer) -> None:
+    """Raise ConfigError if rewards are credited by turn, and episodes have a sequence for each turn."""
+    if config.algorithm.credit == "turn" and (how := tokenizer.looks_back(calls=False)) is not None:
+        raise ConfigError(
+            f"algorithm.credit=turn counts rewards within one sequence, but {how}",
+            "choose algorithm.credit=episode, or a chat template that only appends",
+        )
