@@ -58,7 +58,7 @@ class LoadedConfig:
     """A validated run configuration, its plain tree and the tree's hash.
 
     `notes` are sentences of a command that prepared it. `choices` are keys for which Volley chose a value, with the
-    reason (volley.planning.automatic).
+    reason (volley.choices).
     """
 
     config: RunConfig

@@ -16,6 +16,7 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `trajectories` → `(folder) -> volley.client.records.EpisodeArchive`,
                       `gpu_kernels` → `volley_engines.gpu`,
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
+                      `planner` → `volley.choices.Planner`,
                       `tables` → `shared.files.rows.rows` for CSV, Parquet and Arrow,
                       `environments` → `services.env.extension.Extension`, `environment_templates` →
                       `() -> {name: file}`; `environment_check`, `sandbox_tier` → modules that run as programs
@@ -45,7 +46,7 @@ OWNERS: Mapping[str, str] = {
     "tinker": "volley-rl-tinker",
     **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
     "trainer.processes": "volley-rl-multihost",
-    **dict.fromkeys(("launch", "node", "plan"), "volley-rl-launch"),
+    **dict.fromkeys(("launch", "node", "plan", "planner"), "volley-rl-launch"),
     "tunix": "volley-rl-tunix",
     **dict.fromkeys(
         ("run.dashboard", "run.trackers", "dashboard", "track", "trajectories", "plots"), "volley-rl-dashboard"

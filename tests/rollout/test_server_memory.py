@@ -22,9 +22,9 @@ from shared.run.checkpoint_files import ManifestFile, ManifestLeaf
 from tests.support import families, models
 from tests.support.memory import most_resident
 from tools.lower.engine import booted
-from volley.planning import host, server
-from volley.planning.devices import DeviceType, this_host
-from volley.planning.evaluation import PlannedDevices, evaluate
+from volley_launch.planning import host, server
+from volley_launch.planning.devices import DeviceType, this_host
+from volley_launch.planning.evaluation import PlannedDevices, evaluate
 
 N_TOKENS = 2048
 LARGE = models.tiny_config(vocab_size=2**16, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, head_dim=64)

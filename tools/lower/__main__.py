@@ -24,7 +24,7 @@ from shared import config
 from shared.errors import ConfigError, VolleyError
 from shared.process.uv import run_uv
 from volley.layout import CACHE, PROJECT, python_of, variables_of
-from volley.planning.devices import DEVICES
+from volley_launch.planning.devices import DEVICES
 
 _TIMEOUT_S = 3600
 _GIB = 2**30

@@ -14,8 +14,7 @@ from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.run.folder import RunFolder
 from shared.run_config import run_model
-from volley import own_data
-from volley.planning import automatic
+from volley import choices, own_data
 from volley.printing import format_json, join_lines, print_result
 
 _DEFAULT, _LINE = "default", "command line"
@@ -75,7 +74,7 @@ def sources(
     named |= dict.fromkeys(options, _LINE)
     for override in overrides:
         named[override.partition("=")[0]] = _LINE
-    chosen = {key: why for run in runs for key, why in automatic.reasons(run).items()} | dict(loaded.choices)
+    chosen = {key: why for run in runs for key, why in choices.reasons(run).items()} | dict(loaded.choices)
     named |= {key: f"chosen: {why}" for key, why in chosen.items() if named.get(key) != _LINE}
     values = dict(_leaves(loaded.config.model_dump(mode="json")))
     return {key: {"value": value, "source": _source(key, named)} for key, value in values.items()}
@@ -85,7 +84,7 @@ def _fitted(loaded: LoadedConfig) -> LoadedConfig:
     """Choose values that are left out, if the model is here."""
     folder = Path(loaded.config.model.path)
     with suppress(ConfigError):
-        return automatic.fit(loaded, ModelConfig.read(folder)) if folder.is_dir() else loaded
+        return choices.fit(loaded, ModelConfig.read(folder)) if folder.is_dir() else loaded
     return loaded
 
 

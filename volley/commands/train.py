@@ -28,14 +28,13 @@ from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
 from shared.services import kind_of
 from shared.visible import quoted
-from volley import own_data
+from volley import choices, own_data
 from volley.commands import sft_run
 from volley.local import external, stack
 from volley.local.accelerators import check_device
 from volley.local.processes import Reaper
 from volley.local.sidecars import sidecars
 from volley.local.supervisor import RestartPolicy, Say, Seen, ServiceFailed, ServiceState, unseen
-from volley.planning import automatic
 from volley.printing import keep_lost_in, print_result
 from volley.printing import print_lines as say
 from volley.proof import prove as prove_folder
@@ -128,7 +127,7 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
     supervised = loaded.config.is_supervised
     watch = sft_run.follow if supervised else follow
     with claimed(loaded) as claim:
-        automatic.record(loaded, claim.folder)
+        choices.record(loaded, claim.folder)
         keep_lost_in(claim.folder.logs / "volley.log")
         folder, max_steps = claim.folder, 0 if supervised else loaded.config.trainer.max_steps
         tails, started = RecordTails(folder), dict[str, ServiceState]()
@@ -140,7 +139,7 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
                     started[name] = state
                     display.service(name, state)
 
-                for line in automatic.lines(loaded):
+                for line in choices.lines(loaded):
                     display.say(f"chosen: {line}")
                 for finding in [*loaded.notes, *findings(loaded.config), *_of_the_model(loaded, model)]:
                     display.say(f"note: {finding}")
@@ -205,7 +204,7 @@ def _of_the_model(loaded: LoadedConfig, folder: Path) -> list[str]:
     with suppress(ConfigError):
         model = ModelConfig.read(folder)
         notes.append(beyond_positions(loaded.config, model))
-        if (lacking := automatic.shortages(loaded, model).get("host")) is not None:
+        if (lacking := choices.shortages(loaded, model).get("host")) is not None:
             notes.append(f"{lacking.detail}; change: {lacking.hint}")
     with suppress(ConfigError):
         notes.append(read_tokenizer(folder).note)
@@ -223,8 +222,8 @@ def prepared(loaded: LoadedConfig) -> tuple[LoadedConfig, Path]:
         model = ModelConfig.read(folder)
     except ConfigError:
         return loaded, folder
-    loaded = automatic.fit(loaded, model)
-    lacking = automatic.shortages(loaded, model)
+    loaded = choices.fit(loaded, model)
+    lacking = choices.shortages(loaded, model)
     lacking.pop("host", None)  # whose sum has a margin: a note says so
     if lacking:
         hints = " and ".join(one.hint or "" for one in lacking.values())

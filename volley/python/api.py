@@ -18,9 +18,9 @@ from shared import config as configuration
 from shared import packages
 from shared.config import LoadedConfig
 from shared.run.folder import RunFolder
+from volley import choices
 from volley.commands import sft as sft_command
 from volley.commands import train as train_command
-from volley.planning import automatic
 from volley.printing import print_lines
 from volley.python.files import Files, HandedFiles, Reward, Rows, paths_of
 from volley.python.process import CommandFailed, CommandProcess
@@ -239,8 +239,8 @@ def _started(loaded: LoadedConfig, handed: HandedFiles, *, fresh: bool, wait: bo
     folder = RunFolder(loaded.config.run.folder.absolute())
     loaded = handed.kept_in(folder.inputs, loaded)
     with claimed(loaded):
-        automatic.record(loaded, folder)
-    for line in automatic.lines(loaded) if display else ():
+        choices.record(loaded, folder)
+    for line in choices.lines(loaded) if display else ():
         print_lines(f"chosen: {line}")
     return Run(folder.path).resume(wait=wait, display=display)
 

@@ -14,8 +14,8 @@ from shared.config import LoadedConfig
 from shared.errors import ConfigError
 from shared.files.storage import replace
 from shared.models.hub import model_folder
+from volley.choices import is_given
 from volley.layout import CACHE
-from volley.planning.automatic import is_given
 from volley_data import defaults, sources, trial
 from volley_data.archive import PackedData, pack, plain_name
 from volley_data.functions import ToolFile, reward_of, tools_of

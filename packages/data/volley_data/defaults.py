@@ -12,8 +12,9 @@ from shared.config import LoadedConfig
 from shared.errors import ConfigError
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
-from volley.planning import automatic
+from volley.choices import is_given
 from volley_data.rows import RowTasks, longest
+from volley_launch.planning import automatic
 
 _MEASURED = 64
 _STEPS, _GROUPS, _EVALUATED, _INTERVAL = 40, 8, 200, 10
@@ -43,7 +44,7 @@ def fitted(
     }
     if n_eval:
         chosen["orchestrator.eval_every_n_steps"] = (_INTERVAL, "held-out tasks show what is learnt")
-    missing = {key: one for key, one in chosen.items() if not automatic.is_given(loaded, key)}
+    missing = {key: one for key, one in chosen.items() if not is_given(loaded, key)}
     changed = config.changed(loaded, {key: value for key, (value, _) in missing.items()})
     loaded = replace(changed, choices={**loaded.choices, **{key: reason for key, (_, reason) in missing.items()}})
     return automatic.fit(loaded, ModelConfig.read(folder), _lengths(folder, splits, tools), packs=True)

@@ -20,9 +20,9 @@ from tests.support import families
 from tests.support.large_models import QWEN3_4B, QWEN3_30B, SMOLLM2
 from tests.support.models import tiny_config, write_hf
 from volley.__main__ import main
-from volley.planning import devices
-from volley.planning.quantities import parse_bytes, parse_rate, read_prices
 from volley_launch.plan.run_plan import PlanRequest, RunPlan, make
+from volley_launch.planning import devices
+from volley_launch.planning.quantities import parse_bytes, parse_rate, read_prices
 
 TPU, SMALL = "configs/gsm8k_qwen3_4b_tpu.yaml", "configs/quickstart.yaml"
 MOONLIGHT = families.case("moonlight").written

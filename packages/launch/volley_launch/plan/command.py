@@ -43,10 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Return 1 if the run does not fit. Raises ConfigError."""
     from shared.models.config import ModelConfig
     from shared.models.hub import model_folder
-    from volley.planning import automatic
-    from volley.planning.quantities import parse_rate, read_prices
+    from volley import choices
     from volley_launch.plan.run_plan import PlanRequest, make
     from volley_launch.plan.text import format_plan
+    from volley_launch.planning import automatic
+    from volley_launch.planning.quantities import parse_rate, read_prices
 
     _check("--step-s", arguments.step_s, most=math.inf)
     _check("--moved", arguments.moved, most=1.0)
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         step_s=arguments.step_s,
     )
     plan = make(loaded, model, request)
-    chosen = [f"chosen: {line}" for line in automatic.lines(loaded)]
+    chosen = [f"chosen: {line}" for line in choices.lines(loaded)]
     print_result({**plan.to_json(), "chosen": dict(loaded.choices)}, lambda: "\n".join([*chosen, format_plan(plan)]))
     return 1 if plan.refusals else 0
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from volley.planning.quantities import show_bytes, show_seconds
 from volley.printing import join_lines
 from volley_launch.plan.costs import Cost, Disk, HandOver
 from volley_launch.plan.run_plan import RunPlan
+from volley_launch.planning.quantities import show_bytes, show_seconds
 
 _WIDTH = 30
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from shared.schema import RunConfig
 from shared.services import SERVICES
 from shared.services_schema import Endpoint
-from volley.planning.devices import Devices
+from volley_launch.planning.devices import Devices
 
 HERE = "this machine"
 

@@ -13,7 +13,7 @@ from shared.planning.training import Platform
 from shared.process.host_memory import host_limit
 from volley.local.accelerators import Kind, find_accelerators, find_gpu, tpu_generation
 from volley.local.sharing import given_share, variable
-from volley.planning.quantities import parse_bytes
+from volley_launch.planning.quantities import parse_bytes
 
 _GIB, _MIB = 2**30, 2**20
 _GPU_SHARE, _TPU_SHARE = 0.75, 0.98

@@ -13,13 +13,14 @@ from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.run.folder import RunFolder
 from tests.support.large_models import QWEN3_4B, SMOLLM2
+from volley import choices
 from volley.commands import train
 from volley.commands.configuration import sources
-from volley.planning import automatic
-from volley.planning.automatic import PromptLengths
-from volley.planning.devices import parse
-from volley.planning.evaluation import PlannedDevices, evaluate
 from volley.runs.record import claimed
+from volley_launch.planning import automatic
+from volley_launch.planning.automatic import PromptLengths
+from volley_launch.planning.devices import parse
+from volley_launch.planning.evaluation import PlannedDevices, evaluate
 
 GIVEN = ("model.path=m", "data.env=frozen_lake", "orchestrator.max_turns=1")
 PROMPTS = PromptLengths(n=40, longest=120)
@@ -60,7 +61,7 @@ def test_smollm2_fits_with_its_data_and_nothing_else(machine: str) -> None:
     assert config.trainer.length_buckets == (256, 384)
     assert evaluate(config, ModelConfig.parse(dict(SMOLLM2)), devices(machine)).problems == {}
     assert "the longest of 40 prompts has 120 tokens" in loaded.choices["rollout.engine.context_length"]
-    assert automatic.lines(loaded)[0].startswith("grpo_config.max_response_length=256: ")
+    assert choices.lines(loaded)[0].startswith("grpo_config.max_response_length=256: ")
 
 
 def test_batches_shrink_with_the_memory_and_never_grow_above_the_defaults() -> None:
@@ -187,7 +188,7 @@ def test_a_run_keeps_what_was_chosen_at_its_start(tmp_path: Path) -> None:
     tiny = ModelConfig.read(Path("configs/models/tiny"))
     first = automatic.fit(load([config], [*GIVEN[1:]]), tiny, PromptLengths(3, 20), devices("cpu=64GiB"))
     with claimed(first) as claim:
-        automatic.record(first, claim.folder)
+        choices.record(first, claim.folder)
     again = automatic.fit(load([config], [*GIVEN[1:]]), tiny, PromptLengths(3, 300), devices("cpu=64GiB"))
     assert again.config.rollout.engine == first.config.rollout.engine
     assert again.choices == {}
@@ -200,11 +201,11 @@ def test_a_run_keeps_what_was_chosen_at_its_start(tmp_path: Path) -> None:
 
 def test_reasons_that_cannot_be_read_are_none(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    assert automatic.reasons(folder) == {}
+    assert choices.reasons(folder) == {}
     folder.choices.write_bytes(b"[1")
-    assert automatic.reasons(folder) == {}
+    assert choices.reasons(folder) == {}
     folder.choices.write_bytes(orjson.dumps([1]))
-    assert automatic.reasons(folder) == {}
+    assert choices.reasons(folder) == {}
 
 
 def test_own_data_is_packed_into_one_shape_on_cpus() -> None:

@@ -9,7 +9,7 @@ from shared.models.parameters import parameters
 from shared.planning.serving import of_run
 from shared.planning.training import ITEM_SIZES
 from shared.schema import RunConfig
-from volley.planning.devices import DeviceType
+from volley_launch.planning.devices import DeviceType
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ from shared.planning.training import MemoryEstimate
 from shared.run.group_size import check_group
 from shared.schema import RunConfig
 from volley.local.sharing import divide, is_shared
-from volley.planning import host, server
-from volley.planning.devices import Devices
-from volley.planning.host import HostEstimate
-from volley.planning.quantities import show_bytes
-from volley.planning.server import ServerEstimate
+from volley_launch.planning import host, server
+from volley_launch.planning.devices import Devices
+from volley_launch.planning.host import HostEstimate
+from volley_launch.planning.quantities import show_bytes
+from volley_launch.planning.server import ServerEstimate
 
 
 @dataclass(frozen=True, slots=True)

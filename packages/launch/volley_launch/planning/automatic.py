@@ -12,22 +12,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import orjson
-
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
-from shared.files.reading import read_file
 from shared.models.config import ModelConfig
 from shared.planning.micro_batch import rows_of_rl, supervised_rows
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
+from volley.choices import is_given
 from volley.local.accelerators import check_device, find_accelerators
-from volley.planning.devices import Devices, local, this_host
-from volley.planning.evaluation import PlannedDevices, evaluate
-from volley.planning.quantities import show_bytes
-from volley.planning.remedies import Search
-from volley.runs.record import read_record, write_json
+from volley.runs.record import read_record
+from volley_launch.planning.devices import Devices, local, this_host
+from volley_launch.planning.evaluation import PlannedDevices, evaluate
+from volley_launch.planning.quantities import show_bytes
+from volley_launch.planning.remedies import Search
 
 _UNIT = 64
 """Contexts are multiples of this number of tokens, so that similar data give equal ones."""
@@ -44,7 +42,6 @@ _DEVICE, _DTYPE, _REMAT = "rollout.engine.device", "model.dtype", "model.remat"
 _FEWEST_REQUESTS = 4
 _OF_MEMORY = ("training", "pool", "host")
 _SHORTEST_ROW = 512
-_MOST_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,42 +92,6 @@ def shortages(
         for part, one in problems.items()
         if part in _OF_MEMORY
     }
-
-
-def lines(loaded: LoadedConfig) -> list[str]:
-    """Return a line for each chosen value, with its reason."""
-    values = loaded.config.model_dump(mode="json")
-    return [f"{key}={_value(values, key)}: {reason}" for key, reason in loaded.choices.items()]
-
-
-def record(loaded: LoadedConfig, folder: RunFolder) -> None:
-    """Add the reasons of the chosen values to the run's folder. Raises StorageFull."""
-    if loaded.choices:
-        write_json(folder.choices, {**reasons(folder), **loaded.choices})
-
-
-def reasons(folder: RunFolder) -> dict[str, str]:
-    """Read the reasons of the values that were chosen for a run; none if there are none."""
-    with suppress(OSError, ValueError):
-        found = orjson.loads(read_file(folder.choices, _MOST_BYTES))
-        return {str(key): str(reason) for key, reason in found.items()} if isinstance(found, dict) else {}
-    return {}
-
-
-def _value(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        tree = tree[part]
-    return tree
-
-
-def is_given(loaded: LoadedConfig, key: str) -> bool:
-    """Return True if the configuration has a value for the key."""
-    node: Any = loaded.tree
-    for part in key.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            return False
-        node = node[part]
-    return True
 
 
 def _choose(loaded: LoadedConfig, reason: str, **values: Any) -> LoadedConfig:

@@ -19,8 +19,8 @@ from shared.planning.remedies import (
     with_settings,
 )
 from shared.schema import RunConfig
-from volley.planning.devices import Devices
-from volley.planning.evaluation import PlannedDevices, evaluate
+from volley_launch.planning.devices import Devices
+from volley_launch.planning.evaluation import PlannedDevices, evaluate
 
 _LARGEST_MESH = 512
 _GROWTH = 8  # doublings of a mesh or of tp_size that are tried
