@@ -117,7 +117,9 @@ def from_record(data: bytes, what: str = "record", max_objects: int = MAX_OBJECT
         DecodeError: as `from_json`, and for an object with a duplicate key.
     """
     value = from_json(data, what, max_objects)
-    if data.count(b":") != _n_keys(value):  # otherwise no key is duplicated
+    n_colons = data.count(b":")
+    is_flat = isinstance(value, dict) and len(value) == n_colons
+    if not is_flat and n_colons != _n_keys(value):  # otherwise no key is duplicated
         try:
             json.loads(data, object_pairs_hook=_once, parse_int=str, parse_float=str)
         except (ValueError, RecursionError) as error:

@@ -142,14 +142,14 @@ def versions(root: Path) -> list[WeightVersion]:
     return sorted(WeightVersion(int(m[1]), int(m[2])) for m in matches if m)
 
 
-def names(root: Path) -> Iterator[str]:
-    """Yield the files in the epochs' folders, as `e000001/s000042.zst`; none if `root` is missing.
+def names(root: Path, end: str = "") -> Iterator[str]:
+    """Yield the files in the epochs' folders whose names end so, as `e000001/s000042.zst`; none if `root` is missing.
 
     A folder may hold a hundred thousand files, so it creates no path objects.
     """
     for folder in _entries(root):
         if _EPOCH.match(folder):
-            yield from (f"{folder}/{name}" for name in _entries(root / folder))
+            yield from (f"{folder}/{name}" for name in _entries(root / folder) if name.endswith(end))
 
 
 def _entries(folder: Path) -> list[str]:

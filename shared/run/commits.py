@@ -139,7 +139,7 @@ def path_of(root: Path, version: WeightVersion) -> Path:
 
 def versions(root: Path) -> list[WeightVersion]:
     """Return the versions that have a record, oldest first; none if `root` is missing."""
-    matches = map(_NAME.match, archive.names(root))
+    matches = map(_NAME.match, archive.names(root, ".json"))
     return sorted(WeightVersion(int(m[1]), int(m[2])) for m in matches if m)
 
 
