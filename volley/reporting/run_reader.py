@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
+
+import numpy as np
 
 from shared.errors import DecodeError, VolleyError
 from shared.files.locks import existing_lock_file, try_lock
@@ -20,8 +23,9 @@ from shared.run import commits, counted, forks, trust
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
 from shared.run.state import TrainerState
+from volley.reporting.counted_rows import CountedRows, Selection, counted_rows
 from volley.reporting.intervals import SuccessRate
-from volley.reporting.jsonl import JsonlTail, numbers
+from volley.reporting.jsonl import JsonlTail, numbers, sampled
 from volley.runs import survey
 from volley.runs.first_start import began
 from volley.runs.record import RunRecord, read_record
@@ -29,6 +33,18 @@ from volley.runs.record import RunRecord, read_record
 type Kind = Literal["train", "eval", "sft", "handover"]
 type Rows = Sequence[Mapping[str, Any]]
 _RECENT = 32
+_MOST_AT_ONCE = 2 * 2**20
+"""Bytes of records that are read before a run is shown; of more, `RunReader.glance` reads a sample."""
+_SAMPLED, _NEWEST = 400, 8
+_HANDOVER_BYTES = 2**18
+_EXACT = 2**24
+"""Numbers below are sent with float32's digits, which is more than a curve shows."""
+_COUNTING: Mapping[Kind, Selection] = {
+    "train": counted.of_steps,
+    "eval": counted.of_weights,
+    "sft": lambda rows, _: rows,
+    "handover": counted.of_steps,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +80,16 @@ class RunReader:
 
     def __init__(self, name: str, folder: RunFolder) -> None:
         self.name, self.folder, self.began = name, folder, began(folder)
-        files: dict[Kind, Path] = {
+        self._files: Mapping[Kind, Path] = {
             "train": folder.metrics,
             "eval": folder.evals,
             "sft": folder.sft,
             "handover": folder.handovers,
         }
-        self._tails = {kind: JsonlTail(path) for kind, path in files.items()}
-        self._rows: dict[Kind, list[Mapping[str, Any]]] = {kind: [] for kind in files}
+        self._tails = {kind: JsonlTail(path) for kind, path in self._files.items()}
+        with suppress(OSError):  # only the newest are shown
+            self._tails["handover"].offset = max(0, folder.handovers.stat().st_size - _HANDOVER_BYTES)
+        self._rows = {kind: CountedRows(_COUNTING[kind]) for kind in self._files}
         self._ledger, self._dispositions = JsonlTail(folder.ledger), Counter[str]()
         self._reading = Lock()
         self.revision = 0
@@ -91,14 +109,23 @@ class RunReader:
         for kind, tail in self._tails.items():
             if tail.is_undone():  # a crash undid steps
                 tail.restart()
-                self._rows[kind], has_new = [], True
+                self._rows[kind].restart()
+                has_new = True
             new = tail.new()
-            self._rows[kind] += new
+            self._rows[kind].add(new)
             has_new |= bool(new) and kind != "handover"
+        if self._ledger.is_undone():
+            self._ledger.restart()
+            self._dispositions.clear()
         self._dispositions.update(
             name for line in self._ledger.records() if isinstance(name := line.get("disposition"), str)
         )
         self.revision += has_new
+
+    @property
+    def n_steps(self) -> int:
+        """Lines of steps that were read."""
+        return len(self._rows["train"]) + len(self._rows["sft"])
 
     @property
     def head(self) -> TrainerState | None:
@@ -109,24 +136,47 @@ class RunReader:
     def snapshot(self) -> Snapshot:
         """Read what is new, and return all that is known: the same object if nothing is new."""
         self.refresh()
-        record, head, rows = read_record(self.folder), self.head, self._rows
-        ends = [tail.offset for tail in (*self._tails.values(), self._ledger)]
-        if self._known is None or self._known[0] != (self.revision, ends, record, head):
-            known = Snapshot(
-                record,
-                head,
-                _last_of_each(counted.of_steps(rows["train"], head)),
-                _last_of_each(counted.of_weights(rows["eval"], head)),
-                _last_of_each(rows["sft"]),
-                _last_of_each(counted.of_steps(rows["handover"], head)),
-                dict(self._dispositions),
-            )
-            self._known = (self.revision, ends, record, head), known
-        return self._known[1]
+        record, head = read_record(self.folder), self.head
+        with self._reading:
+            ends = [tail.offset for tail in (*self._tails.values(), self._ledger)]
+            if self._known is None or self._known[0] != (self.revision, ends, record, head):
+                train, evals, sft, updates = (self._rows[kind].of(head) for kind in self._files)
+                known = Snapshot(record, head, train, evals, sft, updates, dict(self._dispositions), self.revision)
+                self._known = (self.revision, ends, record, head), known
+            return self._known[1]
+
+    def glance(self) -> Snapshot:
+        """Return a snapshot in a time that does not grow with the run.
+
+        If a long run has not been read yet, it holds a sample of the lines, all of the last ones among them, and has no
+        revision.
+        """
+        if self._unread() <= _MOST_AT_ONCE:
+            return self.snapshot()
+        record, head = read_record(self.folder), self.head
+        found = {kind: sampled(path, _SAMPLED) for kind, path in self._files.items() if kind != "handover"}
+        rows = {kind: counted_rows(lines, _COUNTING[kind], head) for kind, lines in found.items()}
+        newest = {id(row) for one in rows.values() for row in one[-_NEWEST:]}
+        if any(lines and newest.isdisjoint(map(id, lines[-_NEWEST:])) for lines in found.values()):
+            return self.snapshot()  # the newest lines were undone, so the sample lacks the newest that count
+        return Snapshot(record, head, rows["train"], rows["eval"], rows["sft"], (), {}, None)
+
+    def _unread(self) -> int:
+        """Bytes of the records that `refresh` would read."""
+        n_bytes = 0
+        if self.problem is None:
+            tails = {
+                **{self._files[kind]: tail for kind, tail in self._tails.items()},
+                self.folder.ledger: self._ledger,
+            }
+            for path, tail in tails.items():
+                with suppress(OSError):
+                    n_bytes += max(0, path.stat().st_size - tail.offset)
+        return n_bytes
 
     def summary(self, known: Snapshot | None = None) -> RunSummary:
         """Args: known: a snapshot, if there is one already."""
-        known = known or self.snapshot()
+        known = known or self.glance()
         record, config = known.record, known.config
         is_supervised = config.get("mode") in ("sft", "dpo")
         steps = known.sft if is_supervised else known.train
@@ -177,12 +227,13 @@ class RunReader:
             os.close(descriptor)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Snapshot:
     """State of a run's files at one time.
 
     `train`, `evals`, `sft` and `handovers` are the lines that count (shared.run.counted), the last one of each step and
-    environment, by step. `dispositions` counts lines of the ledger.
+    environment, by step; of hand-overs only newer ones. `dispositions` counts lines of the ledger. `revision` is the
+    reader's; without one, the first three are samples, and the others are empty.
     """
 
     record: RunRecord | None
@@ -192,29 +243,31 @@ class Snapshot:
     sft: Rows
     handovers: Rows
     dispositions: Mapping[str, int]
+    revision: int | None
 
     @property
     def config(self) -> Mapping[str, Any]:
         return self.record.config if self.record else {}
 
-    @property
+    @cached_property
     def rates(self) -> list[SuccessRate]:
         """Held-out success of the main environment, by step."""
         found = (SuccessRate.of(row) for row in self.evals if not row.get("env"))
         return [rate for rate in found if rate is not None]
 
-    def curves(self, most: int = 2**31) -> dict[str, dict[str, Any]]:
-        """Return by kind, and for `success`, `{"step": [N], "columns": {KEY: [N]}}`; a missing value is None.
+    def curves(self, most: int = 2**31, keys: Collection[str] | None = None) -> dict[str, dict[str, Any]]:
+        """Return by kind, and for `success`, `{"step": [N], "columns": {KEY: [N]}}`; a missing value is NaN.
 
-        Of more than `most` steps, every second, third, … is left out.
+        Of more than `most` steps, every second, third, … is left out. `keys`: the columns to return, without nested
+        ones; all if None.
         """
         rates = self.rates
         rates = rates[:: -(-len(rates) // most) or 1]
         success = {key: [getattr(rate, key) for rate in rates] for key in ("success", "low", "high", "tasks")}
         return {
-            "train": columns(thinned(self.train, most)),
-            "eval": columns(thinned(self.evals, most)),
-            "sft": columns(thinned(self.sft, most)),
+            "train": columns(thinned(self.train, most), keys),
+            "eval": columns(thinned(self.evals, most), keys),
+            "sft": columns(thinned(self.sft, most), keys),
             "success": {"step": [rate.step for rate in rates], "columns": success},
         }
 
@@ -222,12 +275,11 @@ class Snapshot:
 def _recent(known: Snapshot, *, is_supervised: bool) -> Sequence[float]:
     """Return at most `_RECENT` values of the curve that shows best whether the run learns."""
     rows = known.sft if is_supervised else known.train
-    curves = (
-        [rate.success for rate in known.rates],
-        *([row.get(key) for row in rows] for key in ("reward_mean", "loss")),
-    )
-    values = next(([x for x in curve if isinstance(x, float)] for curve in curves if len(curve) > 1), [])
-    return values[:: 1 + len(values) // _RECENT]
+    if len(known.rates) > 1:
+        return [rate.success for rate in known.rates[:: 1 + len(known.rates) // _RECENT]]
+    some = rows[:: 1 + len(rows) // _RECENT]
+    curves = ([x for row in some if isinstance(x := row.get(key), float)] for key in ("reward_mean", "loss"))
+    return next((curve for curve in curves if len(curve) > 1), [])
 
 
 def thinned(rows: Rows, most: int) -> Rows:
@@ -236,21 +288,23 @@ def thinned(rows: Rows, most: int) -> Rows:
     return rows if stride <= 1 else [*rows[:-1:stride], rows[-1]]
 
 
-def _last_of_each(rows: Iterable[Mapping[str, Any]]) -> Rows:
-    last: dict[tuple[int, str], Mapping[str, Any]] = {}
-    for row in rows:
-        if isinstance(step := row.get("step"), int):
-            last[step, str(row.get("env") or "")] = row
-    return [last[key] for key in sorted(last)]
-
-
-def columns(rows: Rows) -> dict[str, Any]:
-    """Turn lines into columns. Lines of a further environment have keys ENV/KEY."""
-    flat = [{_key(row, key): value for key, value in numbers(row) if key != "step"} for row in rows]
+def columns(rows: Rows, wanted: Collection[str] | None = None) -> dict[str, Any]:
+    """Turn lines into columns, all or the wanted ones. Lines of a further environment have keys ENV/KEY."""
+    flat = [_numbers(row, wanted) for row in rows]
     keys = sorted({key for one in flat for key in one})
-    return {"step": [row["step"] for row in rows], "columns": {key: [one.get(key) for one in flat] for key in keys}}
+    return {"step": [row["step"] for row in rows], "columns": {key: _column(flat, key) for key in keys}}
 
 
-def _key(row: Mapping[str, Any], key: str) -> str:
+def _column(rows: Rows, key: str) -> np.ndarray:
+    values = np.array([row.get(key, np.nan) for row in rows], np.float64)
+    return values.astype(np.float32) if np.nanmax(np.abs(values)) < _EXACT else values
+
+
+def _numbers(row: Mapping[str, Any], wanted: Collection[str] | None) -> dict[str, float]:
+    """Return the numbers of a line, except its step, by key."""
     env = row.get("env")
-    return f"{env}/{key}" if isinstance(env, str) else key
+    prefix = f"{env}/" if isinstance(env, str) else ""
+    if wanted is None:
+        return {prefix + key: value for key, value in numbers(row) if key != "step"}
+    found = ((prefix + key, row.get(key)) for key in wanted)
+    return {key: value for key, value in found if isinstance(value, int | float) and not isinstance(value, bool)}

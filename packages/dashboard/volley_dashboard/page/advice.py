@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from volley.reporting.intervals import SuccessRate
@@ -37,10 +38,15 @@ def advise(steps: Rows, evals: Sequence[SuccessRate]) -> list[Advice]:
     return sorted(found, key=lambda one: one.level != "warning")
 
 
-def _mean(steps: Rows, key: str, last: int = _WINDOW) -> float | None:
+def _first(steps: Iterable[Mapping[str, Any]], key: str, n: int) -> list[float]:
+    """Return the first `n` values of a metric, or fewer if there are not as many."""
+    return [*islice((row[key] for row in steps if isinstance(row.get(key), int | float)), n)]
+
+
+def _mean(steps: Rows, key: str) -> float | None:
     """Mean of the last values; None if the run has fewer."""
-    values = [row[key] for row in steps if isinstance(row.get(key), int | float)]
-    return sum(values[-last:]) / last if len(values) >= last else None
+    values = _first(reversed(steps), key, _WINDOW)
+    return sum(values) / _WINDOW if len(values) == _WINDOW else None
 
 
 def _since(steps: Rows, key: str, holds: Callable[[float], bool]) -> int:
@@ -111,7 +117,7 @@ _THRESHOLDS = (
 
 
 def _entropy(steps: Rows) -> Iterator[Advice]:
-    values = [row["entropy"] for row in steps if isinstance(row.get("entropy"), int | float)]
+    values = _first(steps, "entropy", 2 * _WINDOW)
     now = _mean(steps, "entropy")
     if now is None or len(values) < 2 * _WINDOW:
         return
@@ -185,11 +191,12 @@ def _attempts(steps: Rows) -> Iterator[Advice]:
 
 
 def _gradients(steps: Rows) -> Iterator[Advice]:
-    values = [(int(row["step"]), row["grad_norm"]) for row in steps if isinstance(row.get("grad_norm"), int | float)]
-    if len(values) < 4 * _WINDOW:
+    measured = [row for row in steps if isinstance(row.get("grad_norm"), int | float)]
+    if len(measured) < 4 * _WINDOW:
         return
-    middle = sorted(value for _, value in values)[len(values) // 2]
-    last = [(step, value) for step, value in values[-_WINDOW:] if middle > 0 and value > 10 * middle]
+    middle = sorted([row["grad_norm"] for row in measured])[len(measured) // 2]
+    recent = ((row["step"], row["grad_norm"]) for row in measured[-_WINDOW:])
+    last = [(step, value) for step, value in recent if middle > 0 and value > 10 * middle]
     if last:
         step, value = last[-1]
         yield Advice(
@@ -215,8 +222,9 @@ def _fell(evals: Sequence[SuccessRate]) -> Iterator[Advice]:
 
 
 def _servers(steps: Rows) -> Iterator[Advice]:
-    checked = [row for row in steps if isinstance(row.get("spot_checks"), list)]
-    for one in checked[-1]["spot_checks"] if checked else ():
+    has_checks = (row["spot_checks"] for row in reversed(steps) if isinstance(row.get("spot_checks"), list))
+    checks = [*islice(has_checks, 2 * _WINDOW)]  # the newest first
+    for one in checks[0] if checks else ():
         if not isinstance(one, dict) or "fault" not in one:
             continue
         if one["fault"] == "sampling":
@@ -232,7 +240,7 @@ def _servers(steps: Rows) -> Iterator[Advice]:
             "trainer.filters.logprob drops groups of wrong log-probabilities",
             "spot_check_ratio",
         )
-    if len(checked) >= 2 * _WINDOW and not any(row["spot_checks"] for row in checked[-2 * _WINDOW :]):
+    if len(checks) == 2 * _WINDOW and not any(checks):
         yield Advice(
             "note",
             f"no server was checked in the last {2 * _WINDOW} steps: no episode had tokens of the newest two versions",

@@ -11,18 +11,17 @@ from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import APIRouter, BackgroundTasks, FastAPI, Query, Request
 from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
 from shared.errors import Forbidden, NotFound, RateLimited
 from shared.services_schema import Limits
 from shared.web.access import AccessTokens, Role
-from shared.web.assets import asset
 from shared.web.http import create_app
 from volley.reporting.run_reader import RunReader, Snapshot
 from volley_dashboard.page import commands
 from volley_dashboard.page.advice import advise
+from volley_dashboard.page.answers import file_answer, json_answer
 from volley_dashboard.page.entrance import CookieAccess, Entrance
 from volley_dashboard.page.handovers import handovers
 from volley_dashboard.page.live import FleetReports, edition, events
@@ -34,7 +33,6 @@ from volley_dashboard.trajectories.index import Filters, Listing, undone
 
 STATIC = Path(__file__).with_name("static")
 _FILES = frozenset(path.name for path in STATIC.iterdir()) if STATIC.is_dir() else frozenset[str]()
-_CHECKED = {"Cache-Control": "no-cache"}
 _MOST_STREAMS = 32
 _MOST_OPEN = 8
 _BLOCK = 2**18
@@ -112,21 +110,16 @@ def _state(request: Request) -> DashboardState:
     return request.app.state.dashboard
 
 
-def _json(value: Any, later: BackgroundTasks | None = None) -> Response:
-    content = orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Response(content, media_type="application/json", background=later)
-
-
 @router.get("/", include_in_schema=False)
-async def page() -> Response:
-    return asset(STATIC / "index.html", _CHECKED)
+async def page(request: Request) -> Response:
+    return file_answer(request, STATIC / "index.html")
 
 
 @router.get("/static/{name}", include_in_schema=False)
-async def static(name: str) -> Response:
+async def static(request: Request, name: str) -> Response:
     if name not in _FILES:
         raise NotFound(f"there is no file {name[:100]}")
-    return asset(STATIC / name, _CHECKED)
+    return file_answer(request, STATIC / name)
 
 
 @router.get("/login", include_in_schema=False)
@@ -147,7 +140,7 @@ async def list_runs(request: Request) -> Response:
     for name, now in zip(fleets, await asyncio.gather(*(one.state() for one in fleets.values())), strict=True):
         found[name]["state"] = now
         later.add_task(fleets[name].report)
-    return _json(list(found.values()), later)
+    return json_answer(request, list(found.values()), later)
 
 
 def _summaries(state: DashboardState) -> tuple[dict[str, dict[str, Any]], dict[str, FleetReports]]:
@@ -158,26 +151,30 @@ def _summaries(state: DashboardState) -> tuple[dict[str, dict[str, Any]], dict[s
 
 
 @router.get("/api/runs/{run}", tags=["dashboard"])
-async def one_run(request: Request, run: str) -> Response:
-    """Summary, configuration, curves, advice and dispositions of tickets of a run."""
+async def one_run(request: Request, run: str, columns: str | None = None) -> Response:
+    """Summary, configuration, curves, advice and dispositions of tickets of a run.
+
+    `columns`: the curves to send, separated by commas. The first answer about a long run has a sample of its steps, and
+    neither advice nor dispositions; its `edition` is an old one.
+    """
     files = await asyncio.to_thread(_state(request).runs.open, run)
-    found = await asyncio.to_thread(_described, files)
+    found = await asyncio.to_thread(_described, files, None if columns is None else tuple(columns.split(",")))
     if found["summary"]["state"] == "running":
         found["summary"]["state"] = await _state(request).fleet(files).state()
-    return _json(found)
+    return await asyncio.to_thread(json_answer, request, found)
 
 
-def _described(files: RunReader) -> dict[str, Any]:
-    drawn = edition(files)
-    known = files.snapshot()
+def _described(files: RunReader, columns: tuple[str, ...] | None) -> dict[str, Any]:
+    known = files.glance()
     summary = files.summary(known)
     found = {"summary": dataclasses.asdict(summary), "config": dict(known.config)}
     if files.problem is not None:
         return found
     head = known.head
     return found | {
-        **_computed(known),
-        "edition": drawn,
+        "curves": _curves(known, columns),
+        "advice": _advice(known),
+        "edition": edition(known.revision, summary.state),
         "n_steps": len(known.train) or len(known.sft),
         "log": log_end(files.folder) if summary.failed else None,
         "commands": commands.of_run(summary) if head is not None else [],
@@ -189,17 +186,21 @@ def _described(files: RunReader) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=_MOST_OPEN)
-def _computed(known: Snapshot) -> dict[str, Any]:
-    """Return what takes time to compute of a long run."""
-    advice = [dataclasses.asdict(one) for one in advise(known.train, known.rates)]
-    return {"curves": known.curves(_MOST_POINTS), "advice": advice}
+def _curves(known: Snapshot, columns: tuple[str, ...] | None) -> dict[str, dict[str, Any]]:
+    return known.curves(_MOST_POINTS, columns)
+
+
+@lru_cache(maxsize=_MOST_OPEN)
+def _advice(known: Snapshot) -> list[dict[str, Any]]:
+    """Return advice; none from a sample."""
+    return [dataclasses.asdict(one) for one in advise(known.train, known.rates)] if known.revision is not None else []
 
 
 @router.get("/api/runs/{run}/fleet", tags=["dashboard"])
 async def fleet(request: Request, run: str) -> Response:
     """State of the run's services, and who waits for whom."""
     files = await asyncio.to_thread(_state(request).runs.open, run)
-    return _json(await _state(request).fleet(files).report())
+    return json_answer(request, await _state(request).fleet(files).report())
 
 
 @router.get("/api/runs/{run}/events", tags=["dashboard"])
@@ -227,7 +228,7 @@ async def list_episodes(request: Request, run: str, asked: Annotated[Listing, Qu
     """Archived episodes that meet the filters. `waiting`: archived files that are not indexed yet."""
     state = _state(request)
     files = await asyncio.to_thread(state.runs.open, run)
-    return _json(await asyncio.to_thread(_listed, state, files, asked))
+    return json_answer(request, await asyncio.to_thread(_listed, state, files, asked))
 
 
 def _listed(state: DashboardState, files: RunReader, asked: Listing) -> dict[str, Any]:
@@ -276,4 +277,4 @@ async def one_ticket(request: Request, run: str, ticket: int, version: str = "")
     archived = await asyncio.to_thread(state.archived, files)
     found = await asyncio.to_thread(archived.ticket, ticket, version)
     beside = await asyncio.to_thread(archived.index.neighbours, found["version"], ticket)
-    return _json(found | {"commands": commands.of_ticket(found["path"], found), "neighbours": beside})
+    return json_answer(request, found | {"commands": commands.of_ticket(found["path"], found), "neighbours": beside})

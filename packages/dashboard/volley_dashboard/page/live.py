@@ -20,6 +20,7 @@ _POLL_S = 1.0
 _FLEET_S = 3.0
 _PATIENCE_S, _FRESH_S = 0.5, 20.0
 _COMMENT_S = 15.0
+_LONG_S, _STEPS_A_SECOND = 5.0, 1000
 
 
 class FleetReports:
@@ -70,10 +71,26 @@ def _start_of(folder: RunFolder) -> int:
     return -1
 
 
-def edition(files: RunReader) -> str:
-    """Read new lines, and return a text that is another one if the page of the run is to be drawn again."""
+def edition(revision: int | None, state: str) -> str:
+    """Return a text that is another one if the page of the run is to be drawn again.
+
+    Args:
+        revision: that of the run's reader; None if it has read only a sample.
+        state: by the files.
+    """
+    return f"{revision}-{state}"
+
+
+def _newest(files: RunReader) -> tuple[str, str]:
+    """Read new lines, and return the run's edition and state."""
     files.refresh()
-    return f"{files.revision}-{files.state}"
+    state = files.state
+    return edition(files.revision, state), state
+
+
+def _pace(files: RunReader) -> float:
+    """Return the least time between two drawings of a run: each step moves the curves of a long run less."""
+    return min(_LONG_S, files.n_steps / _STEPS_A_SECOND)
 
 
 async def events(files: RunReader, fleet: FleetReports, ended: asyncio.Event, seen: str) -> AsyncIterator[bytes]:
@@ -86,10 +103,12 @@ async def events(files: RunReader, fleet: FleetReports, ended: asyncio.Event, se
         seen: edition that was drawn.
     """
     spoke, before = time.monotonic(), b""
+    drawn, state = -_LONG_S, ""
     while not ended.is_set():
         sent = False
-        if (newest := await asyncio.to_thread(edition, files)) != seen:
-            seen = newest
+        newest, now = await asyncio.to_thread(_newest, files)
+        if newest != seen and (now != state or time.monotonic() - drawn >= _pace(files)):
+            seen, state, drawn = newest, now, time.monotonic()
             yield b"event: records\ndata: {}\n\n"
             sent = True
         if await asyncio.to_thread(lambda: files.is_held):

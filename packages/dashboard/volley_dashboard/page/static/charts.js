@@ -26,7 +26,7 @@ export function axis(curve) {
   const known = new Map();
   let tokens = 0;
   (curve?.step ?? []).forEach((step, i) => {
-    tokens += curve.columns.tokens?.[i] ?? 0;
+    tokens += (curve.columns.tokens?.[i] ?? 0) * (step - (curve.step[i - 1] ?? step - 1)); // steps may be left out
     known.set(step, view.x === "tokens" ? tokens : times ? (times[i] - times[0]) / 60 : null);
   });
   if (view.x === "step") return (step) => step;
@@ -84,9 +84,13 @@ function joined(series) {
   })];
 }
 
+// Only cards that are on the screen, or nearly, are drawn.
+const nearby = new IntersectionObserver((entries) => { for (const one of entries) one.target.seen(one.isIntersecting); }, { rootMargin: "300px" });
+
 // series: [{name, color, steps, values, at, dash, width}]; bands: [[upper, lower, color]] by index of series from 1.
 export function chart(title, series, { bands = [], height = 170, percent = false } = {}) {
   const box = element("div", {});
+  box.style.minHeight = `${height}px`;
   const head = element("span", {});
   const card = element("div", { class: "card", role: "group" }, element("h3", {}, title, head), box);
   const show = (value) => (percent && value !== null ? `${(100 * value).toFixed(1)} %` : number(value));
@@ -98,8 +102,11 @@ export function chart(title, series, { bands = [], height = 170, percent = false
     head.textContent = show(value);
     card.setAttribute("aria-label", visible(`${title}, last value ${show(value)}`));
   };
+  let isSeen = false;
+  let isStale = true;
   const draw = () => {
-    if (!card.isConnected) return;
+    isStale = !isSeen;
+    if (!isSeen || !card.isConnected) return;
     plot?.destroy();
     shown = bands.length ? series : drawn(series);
     const { text, line } = axisColors();
@@ -120,6 +127,8 @@ export function chart(title, series, { bands = [], height = 170, percent = false
   card.update = (newer) => {
     series = newer;
     label();
+    isStale = !isSeen;
+    if (isStale) return;
     const latest = bands.length ? series : drawn(series);
     if (!plot || latest.length !== shown.length) { draw(); return; }
     const [old, now] = [plot.data[0], joined(latest)];
@@ -128,8 +137,12 @@ export function chart(title, series, { bands = [], height = 170, percent = false
     if (!isWhole) plot.redraw();
   };
   card.draw = draw;
+  card.seen = (isNear) => {
+    isSeen = isNear;
+    if (isSeen && isStale) { if (plot) { isStale = false; card.update(series); } else draw(); }
+  };
   label();
-  requestAnimationFrame(draw);
+  nearby.observe(card);
   return card;
 }
 

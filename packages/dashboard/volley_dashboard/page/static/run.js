@@ -11,13 +11,16 @@ const SECTIONS = [
   ["Speed", [["Tokens/s", "tokens_per_sec"], ["Step time, s", "step_s"], ["Wait for groups, s", "wait_s"],
     ["Packing efficiency", "packing_efficiency"], ["Tokens a step", "tokens"], ["Truncated episodes", "truncation_rate"]]],
 ];
+// Curves that are drawn at first; without them in the address of a run's data, all are sent.
+const SHOWN = ["time", ...SECTIONS.flatMap(([, metrics]) => metrics.map(([, key]) => key))].join();
 const FINAL = new Set(["finished", "failed", "stopped", "unreadable", "refused"]);
 
 export async function showRun(main, live, run) {
   const path = `/api/runs/${address(run)}`;
   const [top, below, services] = [element("div", {}), element("div", {}), element("div", { id: "services" })];
-  const curves = new Curves();
+  const curves = new Curves(() => draw());
   let found = null;
+  let isBehind = false;
   main.replaceChildren(top, curves.root, below);
 
   // Show the state of the run everywhere.
@@ -31,7 +34,7 @@ export async function showRun(main, live, run) {
   }
 
   async function draw() {
-    found = await fetchJson(path);
+    found = await fetchJson(curves.wantsAll() ? path : `${path}?columns=${SHOWN}`);
     showState(found.summary.state);
     if (found.summary.problem) return;
     curves.update(found);
@@ -41,7 +44,13 @@ export async function showRun(main, live, run) {
   await draw();
   if (found.summary.problem) return null;
   const source = new EventSource(`${path}/events?seen=${encodeURIComponent(found.edition)}`);
-  source.addEventListener("records", () => draw().catch(() => {}));
+  const onRecords = () => {
+    isBehind = document.hidden;
+    if (!isBehind) draw().catch(() => {});
+  };
+  const onVisible = () => { if (isBehind) onRecords(); };
+  source.addEventListener("records", onRecords);
+  document.addEventListener("visibilitychange", onVisible);
   source.addEventListener("fleet", (event) => {
     const fleet = JSON.parse(event.data);
     showState(fleet.state);
@@ -51,7 +60,7 @@ export async function showRun(main, live, run) {
   const onTheme = () => redraw(main);
   addEventListener("theme", onTheme);
   addEventListener("resize", onTheme);
-  return () => { source.close(); live.className = "soft"; removeEventListener("theme", onTheme); removeEventListener("resize", onTheme); };
+  return () => { source.close(); live.className = "soft"; removeEventListener("theme", onTheme); removeEventListener("resize", onTheme); document.removeEventListener("visibilitychange", onVisible); };
 }
 
 function head(found, run) {
@@ -72,7 +81,8 @@ function failure({ summary, log }) {
 
 // Charts of a run. They stay when values arrive, with what the reader has chosen.
 class Curves {
-  constructor() {
+  constructor(fetchAll) {
+    this.fetchAll = fetchAll;
     this.cards = new Map();
     this.folded = new Map();
     this.found = null;
@@ -113,26 +123,29 @@ class Curves {
     return made;
   }
 
-  // All other metrics, in parts that open.
+  // All other metrics, in parts that open. Their values are fetched when one is open.
   more() {
-    const named = new Set(SECTIONS.flatMap(([, metrics]) => metrics.map(([, key]) => key)));
     for (const [kind, title] of [["train", "All other metrics of steps"], ["eval", "All metrics of evaluations"], ["sft", "Supervised steps"]]) {
-      const keys = Object.keys(this.found[kind].columns).filter((key) => (kind !== "train" || !named.has(key)) && key !== "time");
-      if (keys.length === 0) continue;
+      if (this.found[kind].step.length === 0) continue;
       if (!this.folded.has(kind)) {
-        const box = element("div", { class: "cards" });
-        const details = element("details", {}, element("summary", {}), box);
-        details.fill = () => { if (details.open) box.replaceChildren(...details.keys.map((key) => this.metric(kind, key, key)).filter(Boolean)); };
-        details.addEventListener("toggle", () => { if (!box.childElementCount) details.fill(); });
-        this.folded.set(kind, details);
+        this.folded.set(kind, element("details", { ontoggle: () => { if (this.folded.get(kind).open) this.fetchAll(); } },
+          element("summary", {}, title), element("div", { class: "cards" })));
       }
       const details = this.folded.get(kind);
-      const isNew = details.keys?.length !== keys.length;
-      details.keys = keys;
-      details.querySelector("summary").textContent = visible(`${title} (${keys.length})`);
-      if (isNew) details.fill(); else if (details.open) for (const key of keys) this.metric(kind, key, key);
+      if (details.open) this.fill(kind, details.lastChild);
     }
     return this.folded.size ? [element("h2", {}, "More"), ...this.folded.values()] : [];
+  }
+
+  fill(kind, box) {
+    const named = new Set(kind === "train" ? ["time", ...SECTIONS.flatMap(([, metrics]) => metrics.map(([, key]) => key))] : ["time"]);
+    const keys = Object.keys(this.found[kind].columns).filter((key) => !named.has(key));
+    const cards = keys.map((key) => this.metric(kind, key, key)).filter(Boolean);
+    if (cards.length !== box.childElementCount) box.replaceChildren(...cards);
+  }
+
+  wantsAll() {
+    return [...this.folded.values()].some((details) => details.open);
   }
 }
 

@@ -7,6 +7,7 @@ const AGAIN_MS = 5000;
 const OVERLAID = [["success", "Held-out success", "success", true], ["train", "Reward", "reward_mean", false],
   ["train", "Entropy", "entropy", false], ["train", "KL to the reference", "kl", false],
   ["train", "Tokens/s", "tokens_per_sec", false], ["train", "Log-prob mismatch, nats", "logprob_abs_diff", false]];
+const COLUMNS = ["time", "tokens", ...OVERLAID.map(([, , key]) => key)].join();
 
 export async function showRuns(main) {
   titled("Runs");
@@ -23,7 +24,7 @@ export async function showRuns(main) {
 
   async function draw() {
     const names = runs.map((run) => run.name).filter((name) => chosen.has(name));
-    for (const name of names) if (!loaded.has(name)) loaded.set(name, await fetchJson(`/api/runs/${address(name)}`));
+    for (const name of names) if (!loaded.has(name)) loaded.set(name, await fetchJson(`/api/runs/${address(name)}?columns=${COLUMNS}`));
     const isDrawn = (name) => OVERLAID.some(([kind, , key]) => loaded.get(name).curves?.[kind]?.columns[key]?.some((value) => value !== null));
     const empty = names.filter((name) => !isDrawn(name));
     legend.replaceChildren(...names.map((name, i) => (isDrawn(name) ? element("span", {}, swatch(i), name) : null)).filter(Boolean),
