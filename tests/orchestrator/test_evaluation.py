@@ -17,6 +17,7 @@ from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, HeldOutTasks
 from services.orchestrator.evaluation.records import read_records
 from services.orchestrator.mixture.members import Offer, offers_in
+from services.orchestrator.schedule.run_schedule import wait_for_tasks
 from services.orchestrator.servers.slots import Slots
 from services.orchestrator.status import RunStatus
 from shared.errors import ConfigError, DecodeError, NotFound, Unavailable
@@ -25,6 +26,7 @@ from shared.process.sinks import MetricsFanout, PrometheusSink
 from shared.process.telemetry import REGISTRY
 from shared.types import Branch, WeightVersion
 from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, runner_of
+from tests.orchestrator.mixtures import RowSource
 from tests.support.sinks import KeepingSink, raising
 from tests.support.tokenizer import tiny_tokenizer
 
@@ -165,6 +167,17 @@ def test_when_a_step_is_due(step, done, due):
 def test_without_a_period_only_the_ends_are_measured():
     plan = EvalPlan("demo", 6, 7, every=None, last_step=20)
     assert [step for step in range(21) if plan.due(step, frozenset({0}))] == [20]
+
+
+@pytest.mark.parametrize(("size", "found"), [((9, None), (9, 0)), ((9, 0), (9, 0)), ((9, 3), (9, 3))])
+async def test_an_environment_without_held_out_tasks_is_not_measured(size, found):
+    source = RowSource([{"name": "demo"}], {"demo": size})
+    assert await wait_for_tasks(source, "demo", RunStatus()) == found
+    plan = EvalPlan("demo", found[1], 7, every=5, last_step=20)
+    assert [step for step in range(21) if plan.due(step, frozenset())] == (list(range(21)) if found[1] else [])
+    assert plan.last_admitted(0, frozenset()) == (0 if found[1] else 20)
+    with pytest.raises(NotFound, match="no environment 'other'"):
+        await wait_for_tasks(source, "other", RunStatus())
 
 
 def test_if_the_first_weights_were_missed_the_next_ones_are_measured():

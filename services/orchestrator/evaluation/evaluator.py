@@ -66,7 +66,7 @@ class HeldOutTasks(NamedTuple):
 class EvalPlan:
     """When and what to evaluate: step 0, every `every` steps if set, and `last_step`.
 
-    The tasks are 0 … n_tasks - 1 of the main environment `env`.
+    The tasks are 0 … n_tasks - 1 of the main environment `env`; with none, nothing is due.
     """
 
     env: str
@@ -81,7 +81,7 @@ class EvalPlan:
         If a due step was missed, the next one is measured instead: `every` is a period, not a set of steps. The first
         measurement shows what the run began with.
         """
-        if step in done:
+        if step in done or not self.n_tasks:
             return False
         if step == self.last_step or all(s > step for s in done):
             return True
@@ -95,7 +95,7 @@ class EvalPlan:
         """Return the last step that groups may be made for at durable `step`: the next to be measured."""
         if self.due(step, done):
             return step
-        if self.every is None:
+        if self.every is None or not self.n_tasks:
             return self.last_step
         last = max((s for s in done if s <= step), default=0)
         ahead = max(0, (last // self.every + 1) * self.every - step)

@@ -20,7 +20,7 @@ from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.servers.holding import ServerHolds
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
-from shared.errors import Unavailable, WeightsError
+from shared.errors import NotFound, Unavailable, WeightsError
 from shared.process import telemetry
 from shared.queue.records import QueueState
 from shared.run.lineage import in_lineage
@@ -33,10 +33,17 @@ _log = telemetry.Log("run")
 
 
 async def wait_for_tasks(environments: EnvClient, env: str, status: RunStatus) -> SplitSizes:
-    """Wait until the environment service answers. Raises NotFound for an unknown environment or split."""
+    """Wait until the environment service answers. Raises NotFound for an unknown environment.
+
+    An environment without a split `eval` has no held-out tasks.
+    """
     while True:
         try:
-            return SplitSizes(await environments.num_tasks(env, "train"), await environments.num_tasks(env, "eval"))
+            n_train = await environments.num_tasks(env, "train")
+            try:
+                return SplitSizes(n_train, await environments.num_tasks(env, "eval"))
+            except NotFound:
+                return SplitSizes(n_train, 0)
         except Unavailable as error:
             status.waiting = Wait("env", f"the environment service: {error}")
         await asyncio.sleep(1.0)
