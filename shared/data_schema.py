@@ -47,12 +47,14 @@ class CurriculumConfig(Section):
 class EnvironmentSource(Section):
     """Source of an environment that was given as a file or import path.
 
-    `path` is the file or the package's folder, `entry` the class, `sha256` the digest of the submitted code.
+    `path` is the file or the package's folder, `entry` the class, `sha256` the digest of the submitted code, `made_of`
+    the names of the user's files that were packed into it.
     """
 
     path: Path
     entry: str | None = None
     sha256: str
+    made_of: tuple[str, ...] = ()
 
 
 class DataSection(Section):

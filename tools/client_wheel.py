@@ -5,7 +5,7 @@
 The client shares its code with the command. The wheel therefore holds copies of the modules that `volley.client`
 imports, and of those that read trajectories, below one package `volley_client`. Their imports are renamed, so that it
 adds no top-level `shared` or `volley` to an environment. Its dependencies are those of this project that the copies
-import, with the same bounds.
+import, with the same bounds; libraries that only a few methods need are those of the extra `full`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ _PART = "volley_dashboard.trajectories.archived"
 _GROUP = re.compile(r'"volley\.([a-z_]+)"')
 """Groups of entry points, renamed too: the wheel may be installed beside Volley's."""
 _IMPORT = re.compile(rf"^(\s*)(from|import) ({'|'.join(_ROOTS)})\b", re.MULTILINE)
-_ON_DEMAND = {"huggingface_hub", "httpx", "pandas", "polars", "pyarrow", "starlette"}
-"""Imported by methods that say what to install, or in tests and services only."""
+_ON_DEMAND = {"huggingface_hub", "httpx", "pandas", "polars", "pyarrow", "pydantic_core", "starlette"}
+"""Imported by methods that say what to install, in tests and services only, or part of another dependency."""
+_FULL = {"jinja2", "omegaconf", "tokenizers", "yaml"}
+"""Libraries of tokenizers and configurations: texts of tokens, and folders without the files that a supervisor writes."""
 _REPLACED = {
     "volley": "",
     "volley.layout": f'''"""Folders of the client."""
@@ -57,6 +59,8 @@ from volley_client import Client
 
 client = Client(env="https://env.example", orchestrator="https://orchestrator.example", token="…")
 ```
+
+Trajectories show tokens by their ids; `pip install 'volley-rl-client[full]'` adds their texts, and reads configurations.
 """
 
 
@@ -90,7 +94,7 @@ def stage(folder: Path) -> None:
     (folder / PACKAGE / "__init__.py").write_text(_init(), encoding="utf-8")
     (folder / "README.md").write_text(_README, encoding="utf-8")
     (folder / "LICENSE").write_bytes((PROJECT / "LICENSE").read_bytes())
-    (folder / "pyproject.toml").write_text(_description(project, _needed(modules)), encoding="utf-8")
+    (folder / "pyproject.toml").write_text(_description(project, *_needed(modules)), encoding="utf-8")
 
 
 def _reached() -> set[str]:
@@ -124,12 +128,13 @@ def _text(module: str) -> str:
     return Path(spec.origin).read_text(encoding="utf-8")
 
 
-def _needed(modules: Iterable[str]) -> set[str]:
-    """Names of the distributions that the modules import, as far as they are not only asked for on demand."""
+def _needed(modules: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Names of the distributions that the modules import, always and with the extra."""
     imported = {name for module in modules for name in _imports(_text(module))}
     foreign = imported - {*sys.stdlib_module_names, *_ROOTS, *_ON_DEMAND}
     homes = packages_distributions()
-    return {_normal(homes[name][0]) for name in foreign}
+    always, extra = (sorted(_normal(homes[name][0]) for name in some) for some in (foreign - _FULL, foreign & _FULL))
+    return always, extra
 
 
 def _imports(text: str) -> Iterator[str]:
@@ -149,9 +154,9 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _description(project: dict[str, object], needed: set[str]) -> str:
+def _description(project: dict[str, object], needed: Iterable[str], extra: Iterable[str]) -> str:
     bounds = {_normal(re.split(r"[^\w.-]", one)[0]): one for one in project["dependencies"]}  # type: ignore[attr-defined]
-    lines = "".join(f'  "{bounds.get(name, name)}",\n' for name in sorted(needed))
+    lines, more = ("".join(f'  "{bounds.get(name, name)}",\n' for name in some) for some in (needed, extra))
     return f"""[project]
 name = "volley-rl-client"
 version = "{project["version"]}"
@@ -161,6 +166,10 @@ license = "{project["license"]}"
 requires-python = "{project["requires-python"]}"
 dependencies = [
 {lines}]
+
+[project.optional-dependencies]
+full = [
+{more}]
 
 [project.entry-points."{PACKAGE}.parts"]
 trajectories = "{PACKAGE}.{_PART}:ArchivedEpisodes"

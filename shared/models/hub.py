@@ -108,7 +108,7 @@ def check_weights(run: RunConfig) -> None:
 
 def kept_in(run_folder: Path) -> Path:
     """Folder where a run keeps config.json and tokenizer of the run that it started from."""
-    return (run_folder / "model").absolute()
+    return RunFolder(run_folder).model.absolute()
 
 
 def keep(run: RunConfig) -> Origin | None:

@@ -89,6 +89,11 @@ class RunFolder:
         return self.path / "choices.json"
 
     @property
+    def model(self) -> Path:
+        """config.json and tokenizer of the run that this one started from."""
+        return self.path / "model"
+
+    @property
     def inputs(self) -> Path:
         """Files that a Python program handed over: rows, rewards, tools."""
         return self.path / "inputs"

@@ -15,7 +15,7 @@ from shared.run.folder import RunFolder
 from volley.__main__ import main
 from volley.commands import compare, train
 from volley.reporting.intervals import SuccessRate
-from volley.runs.record import RunRecord, write_record
+from volley.runs.run_file import RunRecord, write_record
 
 NO_TASKS: Mapping[str, Any] = {"n_tasks": 200, "failed": 0, "reward_mean": 0.0}
 

@@ -16,7 +16,7 @@ from volley.reporting.environments import format_mixture
 from volley.reporting.lines import eval_line
 from volley.reporting.phases import RunPhases
 from volley.reporting.progress import Activity
-from volley.runs.record import RunRecord, write_record
+from volley.runs.run_file import RunRecord, write_record
 
 MIXTURE = [
     {"env": "frozen_lake", "share": 0.75, "state": "configured"},

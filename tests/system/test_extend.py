@@ -21,7 +21,7 @@ from shared.run.folder import RunFolder
 from shared.run.state import TrainerState, newest_state
 from volley.layout import PROJECT
 from volley.reporting import jsonl, report
-from volley.runs.record import RunRecord, read_record
+from volley.runs.run_file import RunRecord, read_record
 from volley_proof.verify.command import verify
 
 PROGRAM = """

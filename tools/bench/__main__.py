@@ -20,7 +20,7 @@ from shared.errors import ConfigError, VolleyError
 from volley.layout import PROJECT, python_of, variables_of
 from volley.printing import complain, print_block
 from volley.program import run_program
-from volley.runs.record import write_json
+from volley.runs.run_file import write_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ from volley.local.stack import LocalStack
 from volley.printing import complain, join_lines, print_result, use_json
 from volley.program import run_program
 from volley.reporting.progress import PlainLines, RecordTails
-from volley.runs.record import claimed, write_json
+from volley.runs.record import claimed
+from volley.runs.run_file import write_json
 
 CONFIG = "configs/soak.yaml"
 _SAMPLE_EVERY_S = 3.0

@@ -189,7 +189,7 @@ class RunTail:
 
     def has_ended(self) -> bool:
         """Return True if no process on this machine works on the run. Ask before `new`, so that no line is missed."""
-        from volley.runs.record import read_record
+        from volley.runs.run_file import read_record
 
         record = read_record(self._files.folder)
         return record is None or record.finished or not self._files.is_held

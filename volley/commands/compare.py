@@ -23,7 +23,7 @@ from volley.reporting import jsonl, report
 from volley.reporting.intervals import SuccessRate
 from volley.reporting.plots import plots
 from volley.run_arguments import add_trust, add_vary
-from volley.runs.record import read_record
+from volley.runs.run_file import read_record
 
 _NOT_COMPARED = ("run.name",)
 CONFIG = "config"

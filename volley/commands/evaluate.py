@@ -33,7 +33,8 @@ from volley.reporting.intervals import SuccessRate
 from volley.reporting.progress import Activity, ProgressDisplay, print_text
 from volley.run_arguments import add_trust
 from volley.runs.answers import fetch_status
-from volley.runs.record import claimed, dated, read_record, stored, write_json
+from volley.runs.record import claimed, dated, stored
+from volley.runs.run_file import read_record, write_json
 
 _NAME = "eval"
 _POLL_S = 0.3

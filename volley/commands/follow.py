@@ -26,7 +26,8 @@ from volley.reporting.display import shown
 from volley.reporting.progress import RecordTails
 from volley.runs.addresses import followed
 from volley.runs.elapsed import counting
-from volley.runs.record import claimed, read_record
+from volley.runs.record import claimed
+from volley.runs.run_file import read_record
 
 
 def add(parser: argparse.ArgumentParser) -> None:

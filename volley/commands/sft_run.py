@@ -13,7 +13,8 @@ from volley.local.supervisor import ServiceFailed
 from volley.reporting import supervised
 from volley.reporting.progress import Activity, ProgressDisplay, RecordTails
 from volley.runs.answers import fetch_status
-from volley.runs.record import RunRecord, mark_finished
+from volley.runs.record import mark_finished
+from volley.runs.run_file import RunRecord
 
 _POLL_S = 0.3
 

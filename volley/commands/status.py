@@ -20,7 +20,7 @@ from volley.reporting.environments import format_mixture
 from volley.run_arguments import add_trust
 from volley.runs import addresses
 from volley.runs.observing import TIMEOUT_S, ServiceStatus, described, observe, of_run, state_of, warnings_of
-from volley.runs.record import read_record
+from volley.runs.run_file import read_record
 
 _KEYS = ("current", "staged", "state", "step", "version", "epoch", "phase")
 

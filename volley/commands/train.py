@@ -45,7 +45,8 @@ from volley.runs import survey
 from volley.runs.answers import fetch_status
 from volley.runs.elapsed import counting
 from volley.runs.observing import ServiceStatus, ask_all, unready
-from volley.runs.record import RunClaim, RunRecord, claimed, mark_finished, read_record, stored
+from volley.runs.record import RunClaim, claimed, mark_finished, stored
+from volley.runs.run_file import RunRecord, read_record
 
 _POLL_S = 0.3
 _GOING = ("running", "evaluating", "finished")

@@ -13,7 +13,7 @@ from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from volley.python.process import CommandFailed, CommandProcess
 from volley.python.settings import overrides_of
-from volley.runs.record import read_record
+from volley.runs.run_file import read_record
 
 if TYPE_CHECKING:
     from volley import Client

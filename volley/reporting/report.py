@@ -32,7 +32,7 @@ from volley.reporting.plots import plots
 from volley.reporting.progress import print_text
 from volley.run_arguments import add_run_dir
 from volley.runs import engines, survey
-from volley.runs.record import RunRecord, read_record, write_json
+from volley.runs.run_file import RunRecord, read_record, write_json
 
 _MAIN, _UNNAMED, _ENGINE = "data.env", "main environment", "rollout.engine.kind"
 _COMPONENT = "reward/"

@@ -27,8 +27,7 @@ from volley.reporting.counted_rows import CountedRows, Selection, counted_rows
 from volley.reporting.intervals import SuccessRate
 from volley.reporting.jsonl import JsonlTail, numbers, sampled
 from volley.runs import survey
-from volley.runs.first_start import began
-from volley.runs.record import RunRecord, read_record
+from volley.runs.run_file import RunRecord, began, read_record
 
 type Kind = Literal["train", "eval", "sft", "handover"]
 type Rows = Sequence[Mapping[str, Any]]

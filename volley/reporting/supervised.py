@@ -14,7 +14,7 @@ from shared.visible import visible
 from volley.printing import join_lines, print_result
 from volley.reporting import jsonl
 from volley.reporting.lines import OTHERS, data_line, number
-from volley.runs.record import read_record, write_json
+from volley.runs.run_file import read_record, write_json
 
 _SHOWN = {
     "loss": ("loss, first and last step", ".4f"),

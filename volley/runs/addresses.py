@@ -12,14 +12,13 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from shared import config
 from shared.errors import ConfigError
 from shared.files.reading import read_file
 from shared.run import trust
 from shared.run.folder import RunFolder
 from shared.services import SERVICES
 from shared.services_schema import ServicesSection, TokenFiles
-from volley.runs.record import read_record, write_json
+from volley.runs.run_file import read_record, write_json
 
 _MAX_RECORD = 2**20
 
@@ -98,6 +97,12 @@ def _recorded(folder: RunFolder) -> Addresses | None:
 
 
 def _configured(folder: RunFolder) -> Addresses:
+    try:
+        from shared import config
+    except ModuleNotFoundError as error:  # the client alone may lack the libraries of configurations
+        missing = f"{folder.processes} is missing, and {folder.config} cannot be read without {error.name}"
+        raise ConfigError(missing, f"pip install {error.name}") from error
+
     services = config.load([folder.config]).config.services
     urls = followed(services)
     for name in SERVICES:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 from shared.errors import VolleyError
 from shared.run.folder import RunFolder
-from volley.runs.record import RunRecord, write_record
+from volley.runs.run_file import RunRecord, write_record
 
 _BEAT_S = 2.0
 

@@ -1,18 +1,16 @@
-"""First start of a run: its identifier, its name, and settings that the configuration file may leave out."""
+"""First start of a run: settings that the configuration file may leave out, and the files it was made of."""
 
 from __future__ import annotations
-
-from contextlib import suppress
 
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
-from shared.files.reading import read_file
 from shared.models import content
 from shared.models.hub import model_folder
 from shared.run import pinned
 from shared.run.folder import RunFolder
 from shared.run.pinned import Flat
+from shared.visible import quoted
 
 
 def with_content(loaded: LoadedConfig, folder: RunFolder, recorded: Flat) -> LoadedConfig:
@@ -33,15 +31,15 @@ def content_of(recorded: Flat) -> dict[str, str]:
     return {key[n:]: str(value) for key, value in recorded.items() if key.startswith(pinned.CONTENT)}
 
 
-def began(folder: RunFolder) -> bytes:
-    """Return the identifier that changes when a run begins again in the emptied folder; empty if there is none."""
-    with suppress(OSError):
-        return read_file(folder.beginning, 1024)
-    return b""
-
-
-def name_of(folder: RunFolder) -> str:
-    """Return the run's name in the configuration; a folder that was renamed may have another name."""
-    with suppress(ConfigError):
-        return config.recorded(folder.config).config.run.name
-    return folder.name
+def check_files(was: Flat, loaded: LoadedConfig, folder: RunFolder) -> None:
+    """Raise ConfigError naming the files if another environment was made of them than at the run's start."""
+    env, before = loaded.config.data.env, was.get("data.env")
+    source = loaded.config.data.sources.get(env)
+    if source is None or not source.made_of or before in (None, env):
+        return
+    made_of = ", ".join(source.made_of)
+    raise ConfigError(
+        f"{made_of}: a file, or an option that reads it, has changed since the run began (data.env was {before}, now"
+        f" {env})",
+        f"`volley up {quoted(folder.path)}` continues with the run's own copy; for a new run add run.name=…",
+    )

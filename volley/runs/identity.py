@@ -15,7 +15,7 @@ from shared.run.folder import RunFolder
 from shared.services import SERVICES, kind_of
 from shared.web.access import Role, token_for
 from volley.runs.addresses import Addresses
-from volley.runs.first_start import name_of
+from volley.runs.run_file import name_of
 
 STRANGER = "another run's service answers there"
 _TIMEOUT_S = 3.0

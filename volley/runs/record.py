@@ -5,7 +5,6 @@ A folder is made once, continued only with a compatible configuration, and used 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import os
@@ -15,17 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import orjson
-from pydantic import TypeAdapter, ValidationError
-
-from shared import codec, config
+from shared import config
 from shared.config import LoadedConfig
-from shared.errors import ConfigError, DecodeError
+from shared.errors import ConfigError
 from shared.files.locks import try_lock
 from shared.files.reading import open_file, read_file
 from shared.files.storage import replace, storage
@@ -41,50 +36,12 @@ from volley import reaper
 from volley.layout import PROJECT
 from volley.printing import print_lines
 from volley.runs import first_start
+from volley.runs.run_file import Amendment, RunRecord, read_record, write_record
 from volley.session_files import write_private
 
 _ORPHANS_S = reaper.GRACE_S + reaper.KILLED_S + 10.0
 """Time for the processes of a killed supervisor to end, in seconds."""
-_MAX_RECORD = 4 * 2**20
 _PACKAGES = ("jax", "flax", "sglang-jax", "google-tunix", "orbax-checkpoint")
-
-
-@dataclass(frozen=True, slots=True)
-class Amendment:
-    """Settings changed in a run that has trained.
-
-    `time`: seconds since 1970. `from_step`: first step with the new values. `changes`: (was, now) by key.
-    """
-
-    time: float
-    from_step: int
-    changes: Mapping[str, tuple[Any, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class RunRecord:
-    """Content of run.json. Times are in seconds, `created` since 1970; `elapsed_s` counts only time worked.
-
-    `config`: settings in force (see shared.run.pinned), after `amendments`. `cwd`: folder in which the run was
-    started. `final`: last version of a finished run. `origin`: version of another run that it was started from (see
-    shared.models.origin). `failed`: why the run has ended by a failure; None while it works, or after a stop.
-    """
-
-    digest: str
-    seed: int
-    config: Mapping[str, Any]
-    versions: Mapping[str, str]
-    created: float
-    elapsed_s: float
-    finished: bool
-    cwd: str = "."
-    amendments: tuple[Amendment, ...] = ()
-    final: str | None = None
-    origin: Mapping[str, str] | None = None
-    failed: str | None = None
-
-
-_RECORD = TypeAdapter(RunRecord)
 
 
 class RunClaim(NamedTuple):
@@ -180,24 +137,6 @@ def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[LoadedConfig, 
     return config.changed(loaded, {"run.name": name, "run.dir": str(folder.path.parent)}), record
 
 
-def read_record(folder: RunFolder) -> RunRecord | None:
-    """Read run.json; None if the folder is not that of a run, or the record cannot be read."""
-    with contextlib.suppress(OSError, ValidationError, DecodeError):
-        text = read_file(folder.record, _MAX_RECORD)
-        codec.from_record(text, folder.record.name)
-        return _RECORD.validate_json(text, strict=True)
-    return None
-
-
-def write_record(folder: RunFolder, record: RunRecord) -> None:
-    write_json(folder.record, record)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace the file atomically. Raises StorageFull."""
-    replace(path, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE, default=str))
-
-
 def secret(folder: RunFolder, name: str, word: str | None = None) -> Path:
     """Write a secret to a file that only this user can read. Raises ConfigError.
 
@@ -274,6 +213,7 @@ def _amended(
     step = head.step if head else 0
     was, where = _in_force(record, head), f"run {folder.name} in {folder.path}"
     try:
+        first_start.check_files(was, loaded, folder)
         content.check(first_start.content_of(was), first_start.content_of(now), loaded.config.model.path)
         found = pinned.permitted(was, now, step=step, free=free)
     except ConfigError as error:

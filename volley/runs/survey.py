@@ -19,7 +19,6 @@ import numpy as np
 
 from shared.errors import ConfigError
 from shared.files.reading import open_file
-from shared.models.hub import kept_in
 from shared.run import trust
 from shared.run.folder import RunFolder
 
@@ -95,7 +94,7 @@ def look(folder: RunFolder) -> Survey:
 
 def _entries(folder: RunFolder) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the run's records, and all files of its checkpoints, groups and model; follow no links."""
-    trees = (folder.checkpoints, folder.archive, folder.refused_groups, kept_in(folder.path))
+    trees = (folder.checkpoints, folder.archive, folder.refused_groups, folder.model)
     files = (
         *(folder.config, folder.record, folder.services, folder.processes, folder.summary, folder.secrets),
         *(folder.metrics, folder.sft, folder.ledger, folder.refused, folder.evals, folder.mixture, folder.handovers),

@@ -17,7 +17,6 @@ from typing import Any
 
 import orjson
 
-from shared.config_files import read_tree
 from shared.errors import ConfigError
 from shared.run.sources import MAX_BYTES, packed_folder
 
@@ -112,6 +111,8 @@ def settings_of(file: Path | None) -> Mapping[str, Any]:
     """Settings of a YAML file; none if `file` is None. Raises ConfigError."""
     if file is None:
         return {}
+    from shared.config_files import read_tree
+
     settings = read_tree(file)
     try:
         orjson.dumps(settings)

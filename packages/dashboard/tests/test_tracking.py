@@ -18,7 +18,7 @@ from shared.errors import ConfigError, StorageFull, Unavailable
 from shared.run.folder import RunFolder
 from tests.support.disk import file_size_limit
 from tests.support.foreign import environment
-from volley.runs.record import RunRecord, write_record
+from volley.runs.run_file import RunRecord, write_record
 from volley_dashboard.tracking import command as track
 from volley_dashboard.tracking.feed import FLUSH, Feed
 from volley_dashboard.tracking.sidecar import tracked

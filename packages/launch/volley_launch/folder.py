@@ -21,7 +21,8 @@ from shared.run.folder import RunFolder
 from shared.services import SERVICES
 from shared.services_schema import TokenFiles
 from volley.local.hosts import SECRETS
-from volley.runs.record import dated, read_record
+from volley.runs.record import dated
+from volley.runs.run_file import read_record
 from volley.session_files import write_private
 
 _ADDRESSES: Mapping[str, Any] = {

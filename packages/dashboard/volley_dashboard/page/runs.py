@@ -9,7 +9,7 @@ from pathlib import Path
 from shared.errors import NotFound
 from shared.run.folder import RunFolder
 from volley.reporting.run_reader import RunReader, RunSummary
-from volley.runs.first_start import began
+from volley.runs.run_file import began
 
 _MOST_RUNS = 1000
 

@@ -16,7 +16,8 @@ from shared.run_config import value_of
 from volley.printing import print_lines, print_result
 from volley.reporting.working import working
 from volley.run_arguments import add_run_dir
-from volley.runs.record import read_record, stored
+from volley.runs.record import stored
+from volley.runs.run_file import read_record
 from volley_dashboard.keys import TRACKERS, TrackerName
 from volley_dashboard.tracking.upload import upload
 

@@ -22,7 +22,7 @@ from shared.files.storage import replace, storage
 from shared.run import commits
 from shared.run.folder import RunFolder
 from volley.reporting.jsonl import JsonlTail, Mark, numbers
-from volley.runs.record import read_record
+from volley.runs.run_file import read_record
 
 type Message = dict[str, Any]
 

@@ -6,19 +6,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shared.errors import ConfigError, NotFound, VolleyError
-from shared.models.chat import ChatTokenizer
 from shared.run import commits, token_values
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.types import Trajectory, WeightVersion
 from volley.reporting.jsonl import read
 from volley.runs import survey
-from volley.runs.first_start import name_of
+from volley.runs.run_file import name_of
 from volley_dashboard.trajectories import episodes, files
 from volley_dashboard.trajectories.index import EpisodeIndex, Filters, undone
+
+if TYPE_CHECKING:
+    from shared.models.chat import ChatTokenizer
 
 type Row = Mapping[str, Any]
 """Row of the index: see `volley_dashboard.trajectories.index`."""

@@ -6,20 +6,19 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shared.dialects.decoding import TokenDecoder
 from shared.errors import ConfigError, DecodeError, NotFound, VolleyError
-from shared.models.chat import ChatTokenizer
-from shared.models.hub import model_folder
 from shared.run import archive
 from shared.run.folder import RunFolder
 from shared.run.token_values import OfEpisodes, TokenValues
 from shared.sequences import EpisodeSequence
 from shared.types import Group, Trajectory, WeightVersion
-from volley.runs.record import stored
+
+if TYPE_CHECKING:
+    from shared.models.chat import ChatTokenizer
 
 _MOST_TOKENIZERS, _ANSWER_TOKENS = 4, 48
 _ARRAYS = ("token_ids", "loss_mask", "logprobs")
@@ -119,6 +118,8 @@ def texts(ids: Sequence[int], tokenizer: ChatTokenizer | None) -> list[str]:
     """Return the text that each token adds; empty for a token that only begins a character."""
     if tokenizer is None:
         return [f"{one} " for one in ids]
+    from shared.dialects.decoding import TokenDecoder
+
     decoder = TokenDecoder(tokenizer, skip_special=False)
     return [decoder.add([one]) for one in ids]
 
@@ -126,13 +127,19 @@ def texts(ids: Sequence[int], tokenizer: ChatTokenizer | None) -> list[str]:
 def tokenizer_of(folder: RunFolder) -> ChatTokenizer | None:
     """Return the tokenizer of a run's model; None if the model's folder is gone, or cannot be trusted."""
     path: Path | None = None
-    with suppress(VolleyError):
+    with suppress(VolleyError, ModuleNotFoundError):  # the client alone may lack the libraries of tokenizers
+        from shared.models import chat  # noqa: F401
+        from shared.models.hub import model_folder
+        from volley.runs.record import stored
+
         path = model_folder(stored(folder.path)[0].config.model.path, folder.path)
     return None if path is None else _tokenizer(path)
 
 
 @lru_cache(maxsize=_MOST_TOKENIZERS)
 def _tokenizer(path: Path) -> ChatTokenizer | None:
+    from shared.models.chat import ChatTokenizer
+
     try:
         return ChatTokenizer(path, needs_template=False)
     except ConfigError:
@@ -191,11 +198,12 @@ def answer_of(one: Trajectory, tokenizer: ChatTokenizer | None) -> str:
 def turn_texts(one: EpisodeSequence, tokenizer: ChatTokenizer | None) -> list[str]:
     """Return the text of each turn of a sequence. Without a tokenizer, tokens are shown by their ids."""
     ids, done, found = one.token_ids.tolist(), 0, list[str]()
-    decoder = None if tokenizer is None else TokenDecoder(tokenizer, skip_special=False)
+    if tokenizer is None:
+        return [" ".join(map(str, ids[turn.start : turn.end])) for turn in one.turns]
+    from shared.dialects.decoding import TokenDecoder
+
+    decoder = TokenDecoder(tokenizer, skip_special=False)
     for turn in one.turns:
-        if decoder is None:
-            found.append(" ".join(map(str, ids[turn.start : turn.end])))
-            continue
         decoder.add(ids[done : turn.start])
         found.append(decoder.add(ids[max(done, turn.start) : turn.end]))
         done = max(done, turn.end)

@@ -25,7 +25,7 @@ from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.types import Group, Trajectory, WeightVersion
 from volley.layout import CACHE
-from volley.runs.first_start import began
+from volley.runs.run_file import began
 
 _COLUMNS: Mapping[str, str] = {
     "version": "TEXT",

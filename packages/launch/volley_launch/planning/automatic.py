@@ -21,7 +21,7 @@ from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from volley.choices import is_given
 from volley.local.accelerators import check_device, find_accelerators
-from volley.runs.record import read_record
+from volley.runs.run_file import read_record
 from volley_launch.planning.devices import Devices, local, this_host
 from volley_launch.planning.evaluation import PlannedDevices, evaluate
 from volley_launch.planning.quantities import show_bytes

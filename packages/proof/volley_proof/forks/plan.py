@@ -17,7 +17,7 @@ from shared.run.lineage import ForkPoint, epoch_of
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
 from volley.runs import survey
-from volley.runs.record import read_record
+from volley.runs.run_file import read_record
 from volley_proof.forks import fork_start
 from volley_proof.forks.fork_start import ForkStart
 from volley_proof.verify import mixture

@@ -30,7 +30,7 @@ from volley.proof import Proof, prove
 from volley.reporting.working import Tell, silent, working
 from volley.run_arguments import add_run_dir
 from volley.runs import engines, survey
-from volley.runs.record import read_record
+from volley.runs.run_file import read_record
 from volley_proof.verify import (
     budget,
     checkpoints,

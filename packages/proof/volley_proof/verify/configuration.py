@@ -12,7 +12,7 @@ from shared.run.lineage import ForkPoint, in_lineage
 from shared.run.state import TrainerState
 from shared.schema import RunConfig
 from shared.types import WeightVersion
-from volley.runs.record import RunRecord, read_record
+from volley.runs.run_file import RunRecord, read_record
 from volley_proof.verify.violation import Violation, ViolationKind
 
 _MOST_NAMED = 20
