@@ -131,9 +131,14 @@ def _as_utf8(opened: io.BufferedReader[Any], file: Path) -> io.BufferedReader[An
     for sign, what, hint in _FOREIGN:
         if head.startswith(sign):
             raise ConfigError(f"{file} is {what}", hint)
-    mark, encoding = next(((mark, name) for mark, name in _MARKS if head.startswith(mark)), (b"", _UTF_8))
+    mark, encoding = mark_of(head)
     opened.read(len(mark))
     return opened if encoding == _UTF_8 else io.BufferedReader(_Recoded(opened, encoding), _BUFFER_BYTES)
+
+
+def mark_of(head: bytes) -> tuple[bytes, str]:
+    """Return the byte order mark that a file begins with, and its encoding; without one, none and UTF-8."""
+    return next(((mark, name) for mark, name in _MARKS if head.startswith(mark)), (b"", _UTF_8))
 
 
 class _Recoded(io.RawIOBase):

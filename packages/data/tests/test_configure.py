@@ -21,6 +21,7 @@ from shared.process.ports import hold_free
 from volley.__main__ import parse_arguments
 from volley.layout import PROJECT, python_of
 from volley.printing import json_output
+from volley.runs.record import claimed, stored
 from volley_data import configure as configuring
 from volley_data import sources
 from volley_data.configure import configure
@@ -61,6 +62,21 @@ def prints(completion, row):
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(ground_truth in solution_str)
+
+def sleeps(completion, row):
+    import time
+    time.sleep(100 * (row["a"] == "dog"))
+    return 1.0
+
+async def waits_long(prompts, completions, **columns):
+    import asyncio
+    await asyncio.sleep(100)
+
+def exits(completion, row):
+    raise SystemExit(3)
+
+def huge(completion, row):
+    return 10**400
 
 def neither(x, y, z):
     return 1.0
@@ -134,6 +150,16 @@ def test_verls_signature_takes_its_columns(here: Path) -> None:
         ("rewards.py:nan", "returned nan; it must return a finite number, on words.csv, line "),
         ("rewards.py:text", "returned the text '1'; it must return a number"),
         ("rewards.py:few", "returned 0 values for 1 answer"),
+        ("rewards.py:sleeps", r"sleeps of rewards\.py took longer than 4 s, on words\.csv, line \d+ with the answer"),
+        (
+            "rewards.py:waits_long",
+            r"waits_long of rewards\.py took longer than 4 s, on words\.csv, line \d+ with the answer",
+        ),
+        ("rewards.py:exits", r"exits of rewards\.py raised SystemExit: 3 \(line \d+\), on words\.csv, line \d+ with"),
+        (
+            "rewards.py:huge",
+            r"huge of rewards\.py returned inf; it must return a finite number, on words\.csv, line \d+ with",
+        ),
         ("rewards.py:compute_score", "takes ground_truth, which is no column of the data; they have prompt, a"),
         ("rewards.py:neither", r"neither\(x, y, z\) of .*rewards\.py has no signature of a reward"),
         (
@@ -170,6 +196,52 @@ def test_wrong_data_are_named(here: Path, content: str, said: str) -> None:
     (here / "data.jsonl").write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=said):
         made(data="data.jsonl")
+
+
+def test_a_column_that_a_row_lacks_is_none(here: Path) -> None:
+    lines = [{"prompt": f"p{n}", **({"a": "x"} if n % 2 else {})} for n in range(4)]
+    (here / "data.jsonl").write_bytes(b"\n".join(map(orjson.dumps, lines)))
+    reward = "def some(completions, a, **columns):\n    return [float(a[0] in (None, 'x')) for _ in completions]\n"
+    (here / "some.py").write_text(reward, encoding="utf-8")
+    assert made("some.py", "data.jsonl").config.data.env.startswith("data-")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+def test_tables_of_other_programs_are_read(here: Path, separator: str, encoding: str, end: str) -> None:
+    text = end.join(separator.join(row) for row in (("prompt", "n"), ("Größe", "1"), ('"a, b; c"', "2")))
+    for name in ("t.csv", *(["t.tsv"] if separator == "\t" else [])):
+        (here / name).write_bytes(text.encode(encoding))
+        assert [row for _, row in rows(here / name)] == [{"prompt": "Größe", "n": 1}, {"prompt": "a, b; c", "n": 2}]
+
+
+def test_a_run_whose_data_has_changed_is_refused_by_its_files(here: Path) -> None:
+    loaded = made(overrides=["model.initial_weights=random"])
+    with claimed(loaded) as claim:
+        claim.folder.ledger.write_text("{}\n", encoding="utf-8")
+    with claimed(made(overrides=["model.initial_weights=random"])):
+        pass
+    (here / "words.csv").write_text("prompt,a\nSay apple.,apple\nSay dog.,dog\n", encoding="utf-8")
+    expected = r"words\.csv, rewards\.py: a file, or an option that reads it, has changed since .*`volley up .*/words`"
+    with (
+        pytest.raises(ConfigError, match=expected),
+        claimed(made(overrides=["model.initial_weights=random"])),
+    ):
+        pass
+    with claimed(stored(claim.folder.path)[0]) as claim:
+        assert claim.record.config["data.env"] == loaded.config.data.env
+
+
+def test_a_prompt_in_both_splits_is_trained_in_neither(here: Path) -> None:
+    (here / "both").mkdir()
+    for split, prompts in (("train", "aabc"), ("test", "aad")):
+        (here / "both" / f"{split}.csv").write_text("\n".join(["prompt", *prompts]), encoding="utf-8")
+    loaded = made("rewards.py:prints", "both")
+    (source,) = loaded.config.data.sources.values()
+    spec = orjson.loads(zipfile.ZipFile(source.path).read("volley_rows.json"))
+    assert spec["splits"] == {"train": 2, "eval": 3}
+    assert "2 rows of both are left out, because their prompts are held out" in loaded.notes
 
 
 def test_data_that_are_not_there_are_named(here: Path) -> None:

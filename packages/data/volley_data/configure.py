@@ -70,9 +70,20 @@ def configure(
         replace(archive, packed.content)
     checked = trial.check(packed.content, archive.parent, ", ".join(one.file.name for one in rewards))
     loaded = configuration.load(config, overrides, given={**given, "data": {"env": str(archive)}})
+    held = [eval_data] if eval_data and Path(eval_data).exists() else []
+    loaded = _made_of(loaded, [data, *held, *(one.file for one in rewards), *([box.file] if box else [])])
     splits, turns = [*packed.splits.values()], 1 if box is None else box.turns
     loaded = defaults.fitted(loaded, _model_of(loaded), plain_name(data), splits, turns=turns, tools=checked.tools)
     return dataclasses.replace(loaded, notes=(*loaded.notes, *_notes(chosen, packed, checked)))
+
+
+def _made_of(loaded: LoadedConfig, files: Sequence[str | Path]) -> LoadedConfig:
+    """Record the names of the files that the environment was packed from, unless `data.env` was overridden."""
+    env, sources = loaded.config.data.env, loaded.tree["data"].get("sources") or {}
+    if env not in sources:
+        return loaded
+    made_of = list(dict.fromkeys(Path(one).name for one in files))
+    return configuration.changed(loaded, {"data.sources": {**sources, env: {**sources[env], "made_of": made_of}}})
 
 
 def _tools(given: str, loaded: LoadedConfig) -> ToolFile:

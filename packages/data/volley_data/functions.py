@@ -75,7 +75,7 @@ class RewardFunction:
         """Its part of volley_rows.json."""
         takes = None if self.takes is None else list(self.takes)
         found = {"module": module, "name": self.name, "style": self.style, "weight": self.weight, "takes": takes}
-        return {**found, "label": label, "shown": self.shown}
+        return {**found, "needs": list(self.needs), "label": label, "shown": self.shown}
 
 
 def reward_of(given: str) -> RewardFunction:

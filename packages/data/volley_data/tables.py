@@ -15,18 +15,19 @@ from typing import Any
 import orjson
 
 from shared.errors import ConfigError
-from shared.files.rows import MAX_LINE_BYTES
+from shared.files.rows import MAX_LINE_BYTES, mark_of
 from volley.layout import python_of
 
 _READER = Path(__file__).with_name("table_reader.py")
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_SEPARATORS = {".csv": ",;\t|", ".tsv": "\t"}
+"""Separators by suffix: the first that the first line holds."""
 _INT, _FLOAT = re.compile(r"-?(0|[1-9][0-9]{0,17})"), re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 
 
 def rows(file: Path, hint: str = "give an existing file") -> Iterator[tuple[str, Any]]:
     """Yield (place, row) of every row of a table. Raises ConfigError naming the file, and the row."""
-    if (separator := _SEPARATORS.get(file.suffix.lower())) is not None:
-        yield from _delimited(file, separator, hint)
+    if (separators := _SEPARATORS.get(file.suffix.lower())) is not None:
+        yield from _delimited(file, separators, hint)
         return
     for n, row in enumerate(from_reader(str(file), "file", str(file)), 1):
         yield f"{file}, row {n}", row
@@ -50,19 +51,19 @@ def from_reader(shown: str, *arguments: str) -> Iterator[Any]:
             )
 
 
-def _delimited(file: Path, separator: str, hint: str) -> Iterator[tuple[str, Any]]:
+def _delimited(file: Path, separators: str, hint: str) -> Iterator[tuple[str, Any]]:
     """Rows of a CSV file. A column is of numbers if all its fields are; an empty one of them is null."""
-    kinds = _kinds(file, separator, hint)
+    kinds = _kinds(file, separators, hint)
     if not kinds:
         raise ConfigError(f"{file} is empty", "its first line names the columns, each further one is a row")
-    for place, row in _fields(file, separator, hint):
+    for place, row in _fields(file, separators, hint):
         yield place, {name: _value(row[name], kind) for name, kind in kinds.items()}
 
 
-def _kinds(file: Path, separator: str, hint: str) -> Mapping[str, type]:
+def _kinds(file: Path, separators: str, hint: str) -> Mapping[str, type]:
     """Type of each column: int, float or str."""
     kinds, filled = dict[str, type](), set[str]()
-    for _, row in _fields(file, separator, hint):
+    for _, row in _fields(file, separators, hint):
         for name, field in row.items():
             kind = kinds.setdefault(name, int)
             if field:
@@ -78,14 +79,16 @@ def _value(field: str, kind: type) -> Any:
     return field if kind is str else kind(field) if field else None
 
 
-def _fields(file: Path, separator: str, hint: str) -> Iterator[tuple[str, dict[str, str]]]:
+def _fields(file: Path, separators: str, hint: str) -> Iterator[tuple[str, dict[str, str]]]:
     csv.field_size_limit(MAX_LINE_BYTES)
     try:
-        with file.open(encoding="utf-8-sig", newline="") as opened:
+        with file.open("rb") as raw:
+            mark, encoding = mark_of(raw.read(4))
+        with file.open(encoding=encoding, newline="") as opened:
+            opened.seek(len(mark))
             head = opened.readline()
-            opened.seek(0)
-            if separator == "," and "," not in head and ";" in head:
-                separator = ";"
+            opened.seek(len(mark))
+            separator = next((one for one in separators if one in head), separators[0])
             reader = csv.reader(opened, delimiter=separator, strict=True)
             names = [name.strip() for name in next(reader, [])]
             if wrong := [name for n, name in enumerate(names) if not name or name in names[:n]]:

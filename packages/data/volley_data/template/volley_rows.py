@@ -5,12 +5,14 @@ names the functions and the tools; `rows_SPLIT.jsonl` holds the rows, `rows_SPLI
 """
 
 import asyncio
+import contextlib
 import copy
 import importlib
 import inspect
 import json
 import math
 import os
+import signal
 import struct
 import time
 
@@ -21,7 +23,7 @@ OFFSET = struct.Struct("<Q")
 SAMPLES = ("", "I do not know.", "<answer>42</answer>")
 """Answers with which the functions are checked on all rows."""
 CHECK_S, SLOW_S = 20.0, 4.0
-"""Seconds for the check of all rows, and for one call during it."""
+"""Seconds for the check of all rows, and for one call of a function during it."""
 COMPARED, QUICK_S = 4, 0.5
 """Rows on which answers are also judged together, and seconds of a reward that is quick enough for that."""
 
@@ -37,8 +39,15 @@ class WrongReward(Exception):
     """A reward function failed or returned something that is no reward."""
 
 
+class TooSlow(BaseException):
+    """A function took longer than the check allows. Not an Exception, so that `except Exception` does not catch it."""
+
+
 class OwnRows:
     """The environment. Args: check: only call the functions on every row, and raise `Checked` with the result."""
+
+    limit_s, at = None, ""
+    """Limit of a call in seconds, and the row and answer that are checked."""
 
     def __init__(self, check=False):
         self.splits = {split: n for split, n in SPEC["splits"].items() if n}
@@ -46,7 +55,7 @@ class OwnRows:
         self.toolbox = volley_tools.OwnTools(SPEC["tools"]) if SPEC["tools"] else None
         self.tools = self.toolbox.schemas() if self.toolbox else []
         if check:
-            raise Checked(json.dumps(asyncio.run(self.check())))
+            raise Checked(json.dumps(self.checked()))
 
     async def reset(self, split, index, seed):
         self.row, self.said, self.turn = row_of(split, index), [], 0
@@ -59,10 +68,11 @@ class OwnRows:
 
     def begin(self, row):
         """Start the tools' object for a row. Returns its text. Raises WrongReward."""
+        shown = SPEC["tools"]["shown"]
         try:
-            return self.toolbox.start(copy.deepcopy(row["columns"]))
-        except Exception as error:
-            shown = SPEC["tools"]["shown"]
+            with limited(f"reset of {shown}", self.limit_s):
+                return self.toolbox.start(copy.deepcopy(row["columns"]))
+        except (Exception, SystemExit) as error:
             raise WrongReward(f"reset of {shown} raised {type(error).__name__}: {error}{line_of(error)}") from error
 
     async def step(self, text):
@@ -82,7 +92,8 @@ class OwnRows:
         parts, extra, full, told = {}, {}, True, None
         for spec, function in self.rewards:
             label, weight = spec["label"], spec["weight"]
-            (value,) = await call(spec, function, row, [(text, said)], self.toolbox)
+            with limited(spec["shown"], self.limit_s):
+                (value,) = await call(spec, function, row, [(text, said)], self.toolbox)
             found, more = read(spec, value)
             for name, part in found.items():
                 parts[f"{label}/{name}" if name else label] = weight * part
@@ -92,24 +103,27 @@ class OwnRows:
         extra["success"] = full if told is None else bool(told)
         return math.fsum(parts.values()), parts, extra
 
+    def checked(self):
+        """Check all rows. Returns the result, or the first mistake."""
+        self.limit_s = SLOW_S
+        try:
+            return asyncio.run(self.check())
+        except (WrongReward, TooSlow) as error:
+            return {"wrong": f"{error}, on {self.at}"}
+
     async def check(self):
-        """Call every function on every row. Returns the number of rows checked, or the first mistake."""
+        """Call every function on every row, for at most CHECK_S seconds. Returns `passed`."""
         began, n = time.monotonic(), 0
         for split, size in self.splits.items():
             for index in range(size):
-                row = row_of(split, index)
-                text = SAMPLES[n % len(SAMPLES)]
+                row, text = row_of(split, index), SAMPLES[n % len(SAMPLES)]
+                self.at = f"{row['place']} with the answer {text!r}"
                 started = time.monotonic()
-                try:
-                    if self.toolbox:
-                        self.begin(row)
-                    await self.score(row, *sample(text))
-                    if n < COMPARED and time.monotonic() - started < QUICK_S:
-                        await self.check_alone(row)
-                except WrongReward as error:
-                    return {"wrong": f"{error}, on {row['place']} with the answer {text!r}"}
-                if (took := time.monotonic() - started) > SLOW_S:
-                    return {"wrong": f"the reward took {took:.1f} s, on {row['place']}; a call may take {SLOW_S:g} s"}
+                if self.toolbox:
+                    self.begin(row)
+                await self.score(row, *sample(text))
+                if n < COMPARED and time.monotonic() - started < QUICK_S:
+                    await self.check_alone(row)
                 n += 1
                 if time.monotonic() - began > CHECK_S:
                     return self.passed(n, began)
@@ -160,6 +174,23 @@ def sample(text):
     return text, [{"role": "assistant", "content": text}]
 
 
+@contextlib.contextmanager
+def limited(shown, limit_s):
+    """Raise TooSlow in the block after `limit_s` seconds; None is no limit."""
+
+    def stop(*_):
+        raise TooSlow(f"{shown} took longer than {limit_s:g} s")
+
+    if limit_s is not None:
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        if limit_s is not None:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 async def call(spec, function, row, answers, toolbox):
     """Return one reward for each of the row's answers, pairs of text and messages. Raises WrongReward.
 
@@ -180,7 +211,7 @@ async def call(spec, function, row, answers, toolbox):
         return found
     except WrongReward:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise WrongReward(f"{spec['shown']} raised {type(error).__name__}: {error}{line_of(error)}") from error
 
 
@@ -221,6 +252,7 @@ def trl_arguments(spec, row, answers, toolbox):
     given["completions"] = [copy.deepcopy(said) if is_chat or toolbox else text for text, said in answers]
     if toolbox and toolbox.owner is not None:
         given["environments"] = [toolbox.owner] * n
+    given = {**dict.fromkeys(spec["needs"], [None] * n), **given}  # columns that only other rows have
     return given if spec["takes"] is None else {name: given[name] for name in spec["takes"] if name in given}
 
 
@@ -263,9 +295,13 @@ def number(spec, value):
         value = value.item()
     if not isinstance(value, (bool, int, float)):
         raise WrongReward(f"{spec['shown']} returned {short(value)}; it must return a number")
-    if not math.isfinite(value):
-        raise WrongReward(f"{spec['shown']} returned {float(value)}; it must return a finite number")
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        raise WrongReward(f"{spec['shown']} returned {found}; it must return a finite number")
+    return found
 
 
 def short(value):
