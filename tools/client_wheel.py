@@ -36,7 +36,7 @@ _IMPORT = re.compile(rf"^(\s*)(from|import) ({'|'.join(_ROOTS)})\b", re.MULTILIN
 _ON_DEMAND = {"huggingface_hub", "httpx", "pandas", "polars", "pyarrow", "pydantic_core", "starlette"}
 """Imported by methods that say what to install, in tests and services only, or part of another dependency."""
 _FULL = {"jinja2", "omegaconf", "tokenizers", "yaml"}
-"""Libraries of tokenizers and configurations: texts of tokens, and folders without the files that a supervisor writes."""
+"""Libraries of tokenizers and configurations: for texts of tokens, and folders that lack a supervisor's files."""
 _REPLACED = {
     "volley": "",
     "volley.layout": f'''"""Folders of the client."""
@@ -60,7 +60,8 @@ from volley_client import Client
 client = Client(env="https://env.example", orchestrator="https://orchestrator.example", token="…")
 ```
 
-Trajectories show tokens by their ids; `pip install 'volley-rl-client[full]'` adds their texts, and reads configurations.
+Trajectories show tokens by their ids; `pip install 'volley-rl-client[full]'` adds their
+texts, and reads configurations.
 """
 
 

@@ -17,7 +17,7 @@ from shared.errors import ConfigError
 from shared.files.reading import read_file
 from shared.models.config import ModelConfig
 from shared.run.folder import RunFolder
-from volley.runs.record import write_json
+from volley.runs.run_file import write_json
 
 _MOST_BYTES = 2**16
 
