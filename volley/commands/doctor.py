@@ -144,7 +144,8 @@ def _sandbox() -> Iterator[Finding]:
     missing = "; ".join(tier["missing"])
     level: Level = "ok" if tier["tier"] == 2 else "note" if tier["tier"] else "problem"
     fix = "" if level == "ok" else f"{missing or 'see docs/sandbox.md'}"
-    yield Finding("sandbox", level, f"tier {tier['tier']} of 2 for code of environments", fix)
+    how = ("not isolated", "partly isolated", "fully isolated")[tier["tier"]]
+    yield Finding("sandbox", level, f"code of environments is {how} (tier {tier['tier']} of 2)", fix)
 
 
 def _disk() -> Iterator[Finding]:

@@ -10,7 +10,7 @@ LAUNCH = Command(
 )
 PLAN = Command(
     "volley_launch.plan.command",
-    "devices, memory, hand-over, disk and cost of a run, before it starts",
+    "devices, memory, weight updates, disk and cost of a run, before it starts",
     "plan --config configs/quickstart.yaml",
     group="Train",
 )

@@ -1,4 +1,4 @@
-"""`volley plan`: what a run takes, before anything starts: devices, memory, hand-over, disk and cost."""
+"""`volley plan`: what a run takes, before anything starts: devices, memory, weight updates, disk and cost."""
 
 from __future__ import annotations
 

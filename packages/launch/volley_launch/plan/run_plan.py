@@ -1,4 +1,4 @@
-"""Plan of a run: topology, memory, hand-over, cost and disk, and the reasons why it cannot run."""
+"""Plan of a run: topology, memory, weight updates, cost and disk, and the reasons why it cannot run."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def format_plan(plan: RunPlan) -> str:
         ("each device of the trainer", plan.trainer, _of_trainer),
         ("each device of a rollout server", plan.rollout, _of_rollout),
         ("memory of the whole machine", plan.host, _of_host),
-        ("hand-over of a version to each rollout server", plan.hand_over, _of_hand_over),
+        ("weight update of each rollout server", plan.hand_over, _of_hand_over),
         ("disk, at most", plan.disk, _of_disk),
         ("cost of the devices", plan.cost, _of_cost),
     )

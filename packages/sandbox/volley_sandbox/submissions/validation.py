@@ -136,7 +136,7 @@ async def _check_play(backend: SubmittedBackend, findings: Findings) -> None:
     if low == high and backend.has_demonstration:
         findings.warnings.append(f"every reward was {low:g}: if all answers get the same reward, nothing is learnt")
     elif low == high:
-        summary += "; the replies of the validation know nothing of the task, a demonstration would show more"
+        summary += "; the test replies ignore the task: only a demonstration shows the reward of a good answer"
     findings.passed("rewards", summary)
 
 
