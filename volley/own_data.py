@@ -21,7 +21,10 @@ class OwnData(Protocol):
     def add(self, parser: argparse.ArgumentParser) -> None: ...
 
     def configured(self, arguments: argparse.Namespace, given: Sequence[str]) -> LoadedConfig | None:
-        """Return the configuration, None without --data. Args: given: the model and overrides. Raises ConfigError."""
+        """Return the configuration; None without --data and --env. Args: given: the model and overrides.
+
+        Raises ConfigError.
+        """
         ...
 
 
@@ -45,7 +48,8 @@ def load(arguments: argparse.Namespace) -> LoadedConfig:
         return loaded
     if not arguments.config:
         raise ConfigError(
-            "neither --config nor --data is given", "add --config FILE.yaml, or MODEL --data FILE --reward FILE.py"
+            "neither --config, --data nor --env is given",
+            "add --config FILE.yaml, MODEL --data FILE --reward FILE.py, or MODEL --env FILE",
         )
     return config.load(files_of(arguments.config), arguments.overrides)
 

@@ -38,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         found = schema()
         print_result(found, format_json(found))
         return 0
-    options = _OF_OPTIONS if getattr(arguments, "data", None) else ()
+    of_options = any(getattr(arguments, name, None) for name in ("data", "env"))
+    options = _OF_OPTIONS if of_options else ()
     rows = sources(own_data.load(arguments), arguments.config or (), arguments.overrides, options)
     if arguments.only_set:
         rows = {key: row for key, row in rows.items() if row["source"] != _DEFAULT}

@@ -76,7 +76,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "rest",
         nargs="*",
         metavar="MODEL | RUN_DIR | key.path=value",
-        help="model to train (with --data), or folder of a run to continue; settings that override the files",
+        help="model to train (with --data or --env), or folder of a run to continue; settings that override the files",
     )
     own_data.add(parser)
 
@@ -90,8 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.rest or "=" in Path(arguments.rest[0]).name:
         raise ConfigError(
             "neither a run's folder nor --config is given",
-            "run `volley train MODEL --data FILE --reward FILE.py`, `volley train --config FILE.yaml`, or `volley up"
-            " RUN_DIR`",
+            "run `volley train MODEL --data FILE --reward FILE.py`, `volley train MODEL --env FILE`,"
+            " `volley train --config FILE.yaml`, or `volley up RUN_DIR`",
         )
     return resume(Path(arguments.rest[0]), arguments.rest[1:])
 

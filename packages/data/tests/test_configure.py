@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -377,3 +378,49 @@ def test_other_commands_take_the_same_options(
     assert found["trainer.max_steps"] == {"value": 3, "source": "command line"}
     assert found["data.n_eval_tasks"] == {"value": 4, "source": "chosen: 4 tasks are held out"}
     assert found["model.path"]["source"] == found["data.env"]["source"] == "command line"
+
+
+ENVIRONMENT = """
+class Sums:
+    splits = {"train": 40, "eval": 10}
+
+    def reset(self, split, index, seed):
+        return f"{index} + 1 ="
+
+    def step(self, text):
+        return 0.0
+"""
+
+
+@pytest.mark.parametrize("given", [["--env", "sums.py"], ["data.env=sums.py"]])
+def test_a_model_and_an_environment_suffice(
+    here: Path, capsys: pytest.CaptureFixture[str], given: Sequence[str]
+) -> None:
+    (here / "sums.py").write_text(ENVIRONMENT, encoding="utf-8")
+    model = str(PROJECT / "configs/models/quickstart")
+    parsed = parse_arguments(["config", "show", "--json", model, *given, "trainer.max_steps=3"])
+    with json_output():
+        parsed.command(parsed)
+    found = orjson.loads(capsys.readouterr().out)
+    assert found["run.name"] == {"value": "sums", "source": "chosen: the name of the environment"}
+    assert found["data.env"]["value"].startswith("sums-")
+    assert found["trainer.max_steps"]["source"] == found["data.env"]["source"] == "command line"
+    context = found["rollout.engine.context_length"]["value"]
+    assert found["grpo_config.max_response_length"]["value"] <= context // 2
+    assert found["trainer.length_buckets"]["value"][-1] >= context
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--env", "sums.py"], "no model is named"),
+        (["m", "--env", "sums.py", "--data", "words.csv"], "--data and --env both"),
+        (["m", "--env", "sums.py", "--reward", "r.py"], "--reward goes with --data"),
+        (["m", "n", "--env", "sums.py"], "2 models are named"),
+        (["m", "--env", "absent.py"], "absent.py does not exist"),
+    ],
+)
+def test_mistakes_beside_an_environment_are_named(here: Path, arguments: Sequence[str], message: str) -> None:
+    parsed = parse_arguments(["train", *arguments])
+    with pytest.raises(ConfigError, match=message):
+        parsed.command(parsed)

@@ -1,12 +1,16 @@
-"""Arguments of `volley train`, `volley plan` and `volley config show` for a run on own data."""
+"""Arguments of `volley train`, `volley plan` and `volley config show` for a run on own data or an environment."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
+from shared.run.folder import RunFolder
+
+_OF_DATA = ("reward", "tools", "columns", "eval_data", "eval_share")
 
 
 class DataArguments:
@@ -14,7 +18,12 @@ class DataArguments:
 
     @staticmethod
     def add(parser: argparse.ArgumentParser) -> None:
-        group = parser.add_argument_group("on your own data", "volley train MODEL --data FILE --reward FILE.py")
+        group = parser.add_argument_group(
+            "on your own data or environment", "volley train MODEL --data FILE --reward FILE.py, or --env FILE"
+        )
+        group.add_argument(
+            "--env", metavar="FILE|FOLDER|NAME", help="environment or agent, instead of data and rewards"
+        )
         group.add_argument(
             "--data", metavar="FILE|FOLDER|HUB_ID", help="JSONL, JSON, CSV, Parquet, or datasets' folder"
         )
@@ -28,27 +37,27 @@ class DataArguments:
 
     @staticmethod
     def configured(arguments: argparse.Namespace, given: Sequence[str]) -> LoadedConfig | None:
-        """Make the configuration, if --data is given. Args: given: the model and the overrides.
+        """Make the configuration, if --data or --env is given. Args: given: the model and the overrides.
 
         Raises ConfigError.
         """
-        if arguments.data is None:
-            alone = [
-                name for name in ("reward", "tools", "columns", "eval_data", "eval_share") if _is_given(arguments, name)
-            ]
-            if alone:
-                raise ConfigError(f"--{alone[0].replace('_', '-')} goes with --data", "add --data FILE")
-            return None
+        from volley_data.configure import configure, with_environment
+
         models = [one for one in given if not _is_override(one)]
         overrides = [one for one in given if _is_override(one)]
-        path = [one.partition("=")[2] for one in overrides if one.startswith("model.path=")]
-        if len(models) + len(path[-1:]) != 1:
-            told = f"{len(models)} models are named: {', '.join(models)}" if models else "no model is named"
-            raise ConfigError(told, "write volley train MODEL --data FILE --reward FILE.py")
-        from volley_data.configure import configure
-
+        if arguments.data is None:
+            for name in _OF_DATA:
+                if _is_given(arguments, name):
+                    raise ConfigError(f"--{name.replace('_', '-')} goes with --data", "add --data FILE")
+            env = arguments.env or _environment_of_a_model(models, overrides, arguments)
+            if env is None:
+                return None
+            model = _model(models, overrides, "--env FILE")
+            return with_environment(model, env, config=arguments.config or (), overrides=overrides)
+        if arguments.env is not None:
+            raise ConfigError("--data and --env both name what to train on", "give one of them")
         return configure(
-            (models or path)[-1],
+            _model(models, overrides, "--data FILE --reward FILE.py"),
             arguments.data,
             arguments.reward,
             tools=arguments.tools,
@@ -58,6 +67,24 @@ class DataArguments:
             config=arguments.config or (),
             overrides=overrides,
         )
+
+
+def _model(models: Sequence[str], overrides: Sequence[str], options: str) -> str:
+    """Return the model of the command line. Raises ConfigError if there is none, or more than one."""
+    path = [one.partition("=")[2] for one in overrides if one.startswith("model.path=")]
+    if len(models) + len(path[-1:]) != 1:
+        told = f"{len(models)} models are named: {', '.join(models)}" if models else "no model is named"
+        raise ConfigError(told, f"write volley train MODEL {options}")
+    return (models or path)[-1]
+
+
+def _environment_of_a_model(
+    models: Sequence[str], overrides: Sequence[str], arguments: argparse.Namespace
+) -> str | None:
+    """Return the environment of `MODEL data.env=ENV`; None if the folder is that of a run."""
+    named = [one.partition("=")[2] for one in overrides if one.startswith("data.env=")]
+    is_model = len(models) == 1 and not arguments.config and not RunFolder(Path(models[0])).record.exists()
+    return named[-1] if named and is_model else None
 
 
 def _is_given(arguments: argparse.Namespace, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from shared import config as configuration
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
 from shared.files.storage import replace
+from shared.models.chat import ChatTokenizer
 from shared.models.hub import model_folder
 from volley.choices import is_given
 from volley.layout import CACHE
@@ -75,6 +77,31 @@ def configure(
     splits, turns = [*packed.splits.values()], 1 if box is None else box.turns
     loaded = defaults.fitted(loaded, _model_of(loaded), plain_name(data), splits, turns=turns, tools=checked.tools)
     return dataclasses.replace(loaded, notes=(*loaded.notes, *_notes(chosen, packed, checked)))
+
+
+def with_environment(
+    model: str | Path, env: str, *, config: Sequence[str | Path] = (), overrides: Sequence[str] = ()
+) -> LoadedConfig:
+    """Make the configuration of a run on an environment or agent. Raises ConfigError.
+
+    Args:
+        model: a folder or a hub id.
+        env: a file, a folder, an archive, or the name of a built-in environment.
+    """
+    loaded = configuration.load(config, [f"model.path={model}", f"data.env={env}", *overrides])
+    folder = _model_of(loaded)
+    loaded = defaults.of_environment(loaded, folder, plain_name(env))
+    if _is_agent(Path(env)) and ChatTokenizer(folder).leaves_out(defaults.ASKED, [defaults.TOOL]):
+        note = f"the chat template of {model} writes no tools: requests of an agent that have `tools` fail"
+        loaded = dataclasses.replace(loaded, notes=(*loaded.notes, f"{note}; Qwen3's template writes them"))
+    return loaded
+
+
+def _is_agent(file: Path) -> bool:
+    """Return True for a Python file whose class judges what an agent did, instead of playing steps."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return file.suffix == ".py" and "def judge(" in file.read_text(encoding="utf-8")
+    return False
 
 
 def _made_of(loaded: LoadedConfig, files: Sequence[str | Path]) -> LoadedConfig:

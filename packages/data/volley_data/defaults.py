@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,14 @@ from volley_launch.planning import automatic
 
 _MEASURED = 64
 _STEPS, _GROUPS, _EVALUATED, _INTERVAL = 40, 8, 200, 10
+_EPISODES = 32
+"""Held-out tasks of an environment, whose episodes may have many turns."""
+_CONTEXT, _ANSWER = 2048, 256
+"""Tokens of an episode and of one answer, where nothing is known about the texts."""
 
 _PARAMETERS = {"type": "object", "properties": {"text": {"type": "string", "description": "1"}}}
-_TOOL = {"type": "function", "function": {"name": "find", "description": "1", "parameters": _PARAMETERS}}
+ASKED = [{"role": "user", "content": "1"}]
+TOOL = {"type": "function", "function": {"name": "find", "description": "1", "parameters": _PARAMETERS}}
 
 
 def fitted(
@@ -44,10 +49,37 @@ def fitted(
     }
     if n_eval:
         chosen["orchestrator.eval_every_n_steps"] = (_INTERVAL, "held-out tasks show what is learnt")
+    loaded = _chosen(loaded, chosen)
+    return automatic.fit(loaded, ModelConfig.read(folder), _lengths(folder, splits, tools), packs=True)
+
+
+def of_environment(loaded: LoadedConfig, folder: Path, name: str) -> LoadedConfig:
+    """Choose what is left out for a run on an environment or agent, with its reason.
+
+    Args:
+        folder: of the model.
+        name: of the run.
+    """
+    model = ModelConfig.read(folder)
+    context = min(_CONTEXT, model.max_position_embeddings)
+    unknown = "texts of the environment are not known before the run"
+    chosen: dict[str, tuple[Any, str]] = {
+        "run.name": (name, "the name of the environment"),
+        "data.n_eval_tasks": (_EPISODES, "held-out episodes of an evaluation"),
+        "trainer.max_steps": (_STEPS, "a first run; more steps continue it"),
+        "trainer.groups_per_step": (_GROUPS, "tasks of a step"),
+        "orchestrator.eval_every_n_steps": (_INTERVAL, "held-out tasks show what is learnt"),
+        "rollout.engine.context_length": (context, unknown),
+        "grpo_config.max_response_length": (min(_ANSWER, context // 2), unknown),
+    }
+    return automatic.fit(_chosen(loaded, chosen), model, packs=True)
+
+
+def _chosen(loaded: LoadedConfig, chosen: Mapping[str, tuple[Any, str]]) -> LoadedConfig:
+    """Set values for which none is given; `chosen` has each with its reason."""
     missing = {key: one for key, one in chosen.items() if not is_given(loaded, key)}
     changed = config.changed(loaded, {key: value for key, (value, _) in missing.items()})
-    loaded = replace(changed, choices={**loaded.choices, **{key: reason for key, (_, reason) in missing.items()}})
-    return automatic.fit(loaded, ModelConfig.read(folder), _lengths(folder, splits, tools), packs=True)
+    return replace(changed, choices={**loaded.choices, **{key: reason for key, (_, reason) in missing.items()}})
 
 
 def describes_tools(folder: Path) -> bool:
@@ -55,10 +87,10 @@ def describes_tools(folder: Path) -> bool:
 
     Raises ConfigError if the template writes calls otherwise than the environment reads them.
     """
-    tokenizer, asked = ChatTokenizer(folder), [{"role": "user", "content": "1"}]
-    if tokenizer.leaves_out(asked, [_TOOL]):
+    tokenizer = ChatTokenizer(folder)
+    if tokenizer.leaves_out(ASKED, [TOOL]):
         return True
-    form = tokenizer.call_form(asked, [_TOOL])
+    form = tokenizer.call_form(ASKED, [TOOL])
     if form.end is None or "<tool_call>" not in form.start:
         shown = f"{form.start}…"
         raise ConfigError(

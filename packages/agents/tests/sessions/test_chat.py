@@ -69,15 +69,13 @@ async def test_errors_have_the_classes_of_the_sdk(tmp_path):
         async def ask(**fields):
             return await client.chat.completions.create(**{"model": MODEL, "messages": ASK, **fields})
 
-        with pytest.raises(openai.NotFoundError):
-            await ask(model="gpt-4o")
         with pytest.raises(openai.BadRequestError) as found:
             await ask(messages=[{"role": "user", "content": "long " * 200}])
         assert found.value.code == "context_length_exceeded"
         assert session.limit == "context"
         with pytest.raises(openai.UnprocessableEntityError, match="top_logprobs"):
             await ask(logprobs=True, top_logprobs=2)
-        await ask()
+        assert (await ask(model="gpt-4o")).model == MODEL
         await ask()
         with pytest.raises(openai.BadRequestError) as found:
             await ask()
@@ -119,18 +117,21 @@ async def test_the_three_dialects_continue_one_another(tmp_path):
         for text in texts[:3]:
             said_so_far += [{"role": "assistant", "content": [{"type": "text", "text": text}]}, ASK[0]]
         body = {"model": MODEL, "max_tokens": 32, "messages": said_so_far}
-        fourth = await http.post("/messages", json=body, headers={"x-api-key": recorder.sessions.key_of(session)})
+        fourth = await http.post(
+            "/messages", json={**body, "model": "claude"}, headers={"x-api-key": recorder.sessions.key_of(session)}
+        )
         assert [block["text"] for block in fourth.json()["content"]] == ["four"]
+        assert fourth.json()["model"] == MODEL
         assert fourth.headers["x-volley-sampling"] == "temperature=1.0; top_p=1.0; top_k=-1"
         assert len(session.tree.leaves()) == 1
         assert len(session.tree.nodes) == 4
         counted = await http.post("/messages/count_tokens", json={"messages": ASK})
         assert counted.json() == {"input_tokens": len(recorder.engine.prompts[0])}
-        failed = await http.post("/messages", json={**body, "model": "claude"})
+        failed = await http.post("/messages", json={"model": MODEL, "messages": ASK})  # without max_tokens
         assert (failed.status_code, failed.json()["type"], failed.json()["error"]["type"]) == (
-            404,
+            422,
             "error",
-            "not_found_error",
+            "invalid_request_error",
         )
 
 

@@ -24,7 +24,7 @@ from shared.dialects.completions import with_ids
 from shared.dialects.decoding import answered
 from shared.dialects.prompts import Prompt, begin_call, ends_open, render, variables_of
 from shared.dialects.records import Answered, Asked, Head, Sampled, usage_of
-from shared.errors import ContextExceeded, InputError, ModelNotFound, Unavailable, VolleyError, first_error
+from shared.errors import ContextExceeded, InputError, Unavailable, VolleyError, first_error
 from shared.models.chat import ChatTokenizer
 from shared.models.continuation import HistoryChanged
 from shared.process import offload, tracing
@@ -66,7 +66,7 @@ class CallSampler:
 
         def work() -> Asked:
             asked = read()
-            _check(asked, self.model)
+            _check(asked)
             return with_ids(asked, self.tokenizer)
 
         with _noting_context(session):
@@ -247,10 +247,8 @@ def _noting_context(session: AgentSession) -> Iterator[None]:
         raise
 
 
-def _check(asked: Asked, model: str) -> None:
-    """Raise InputError naming a field that a session cannot honour, ModelNotFound for another model."""
-    if asked.model not in ("", model):
-        raise ModelNotFound(f"there is no model {asked.model[:80]!r}", f"the model is {model!r}")
+def _check(asked: Asked) -> None:
+    """Raise InputError naming a field that a session cannot honour. Any model name means the trained model."""
     wanted = asked.sampling
     refused = {
         "continue_final_message": asked.continues,
