@@ -30,7 +30,6 @@ from tests.support.stack import SMALL
 from volley.__main__ import parser
 from volley.layout import python_of, variables_of
 from volley.runs import addresses
-from volley.wheel import DISTRIBUTION
 
 BLOCKS = blocks()
 SCRIPTS = [block for block in BLOCKS if block.script]
@@ -114,7 +113,6 @@ def test_the_pages_have_commands_and_each_is_known():
         "sh",
         "sbatch",
         "sky",
-        "uvx",
     }
 
 
@@ -123,8 +121,6 @@ def test_a_line_runs(place, line):
     variables, command = [], shlex.split(line)
     while re.match(r"[A-Z_]+=", command[0]):
         variables.append(command.pop(0))
-    if command[:3] == ["uvx", "--from", DISTRIBUTION]:
-        command = command[3:]
     if command[0] == "make":
         done = subprocess.run(["make", "-n", *command[1:]], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60)
     elif command[0] == "volley" and " ".join(command[1:]).startswith(SHORT):
