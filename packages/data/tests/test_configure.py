@@ -327,6 +327,17 @@ def _played(content: Path, *said: str) -> list[Any]:
     return orjson.loads(done.stdout)
 
 
+def test_a_reward_that_fails_in_an_episode_names_the_row(here: Path) -> None:
+    (here / "some.py").write_text(
+        "def some(completion, row):\n    return 1 / (completion != 'bad')\n", encoding="utf-8"
+    )
+    (source,) = made("some.py").config.data.sources.values()
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        _played(source.path, "bad")
+    told = b"some of some.py raised ZeroDivisionError: division by zero (line 2), on words.csv, line "
+    assert told in failed.value.stderr
+
+
 def test_the_tools_of_a_class_are_called_over_several_turns(here: Path) -> None:
     (here / "tools.py").write_text(TOOLS, encoding="utf-8")
     loaded = made("tools.py:counted", tools="tools.py:Book", overrides=["orchestrator.max_turns=3"])
@@ -342,7 +353,7 @@ def test_the_tools_of_a_class_are_called_over_several_turns(here: Path) -> None:
     _, unknown, unreadable, cut = _played(content, *wrong, call)
     assert unknown[0][0]["content"] == "error: KeyError: 'ben'"
     assert unreadable[0][0]["content"] == "error: a tool call must be one JSON object with name and arguments"
-    assert unreadable[4] == {"error": "tool"}
+    assert unreadable[4] == {"reward_components": {}, "error": "tool"}
     assert cut[1:4] == [0.0, False, True]
 
 

@@ -83,8 +83,11 @@ class OwnRows:
             answers = [await self.toolbox.call(one["function"]) for one in calls]
             self.said += [message for message, _ in answers]
             fault = {} if all(ok for _, ok in answers) else {"error": "tool"}
-            return [message for message, _ in answers], 0.0, False, False, fault
-        reward, parts, more = await self.score(self.row, content, self.said)
+            return [message for message, _ in answers], 0.0, False, False, {"reward_components": {}, **fault}
+        try:
+            reward, parts, more = await self.score(self.row, content, self.said)
+        except WrongReward as error:
+            raise WrongReward(f"{error}, on {self.row['place']}") from error
         return "", reward, not calls, bool(calls), {"reward_components": parts, **more}
 
     async def score(self, row, text, said):
