@@ -54,8 +54,13 @@ def test_the_page_names_every_route_and_its_role():
 def test_the_page_names_every_field(heading, honoured, neutral):
     meanings, values = tables(heading)
     assert sorted(name for (names, *_), _ in meanings for name in names) == sorted(honoured)
-    listed = {names[0]: [json.loads(value) for value in found] for (names, found), _ in values}
-    assert listed == {name: [one for one in allowed if one is not None] or [None] for name, allowed in neutral.items()}
+    listed = {name: [*map(json.loads, found)] for (found, names), _ in values for name in names}
+    assert listed == {name: _written(allowed) for name, allowed in neutral.items()}
+
+
+def _written(allowed):
+    """Values as the page lists them: null only where there is no other."""
+    return sorted((one for one in allowed if one is not None), key=json.dumps) or [None]
 
 
 def test_the_page_names_fields_that_change_nothing_and_those_of_each_prompt():
