@@ -21,7 +21,7 @@ from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from shared.visible import quoted, visible
 from shared.web.access import Role, read_token, token_for
-from volley.printing import join_lines, one_line, print_lines, print_result
+from volley.printing import join_lines, print_lines, print_result
 from volley.reporting.working import working
 from volley.run_arguments import add_trust
 from volley.runs import addresses
@@ -333,8 +333,13 @@ def _report_lines(report: Mapping[str, Any] | None) -> list[str]:
 
 
 def _check_lines(check: Mapping[str, Any]) -> list[str]:
-    lines = [f"  {'ok  ' if check['ok'] else 'FAIL'}  {check['name']}: {one_line(check['detail'])}"]
-    return [*lines, f"        {check['hint']}"] if check["hint"] and not check["ok"] else lines
+    """The check's first line and its hint; then the other lines, such as the end of a program's output."""
+    first, *others = check["detail"].splitlines() or [""]
+    hint = [check["hint"]] if check["hint"] and not check["ok"] else []
+    return [
+        f"  {'ok  ' if check['ok'] else 'FAIL'}  {check['name']}: {first}",
+        *(f"        {line}" for line in [*hint, *others]),
+    ]
 
 
 def _notes(report: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from shared.run import wedge
 from shared.run.folder import RunFolder
 from shared.run.wedge import ServiceReport, Verdict
 from shared.web.access import read_token
-from volley.printing import clear_screen, join_lines, print_result
+from volley.printing import clear_screen, join_lines, one_line, print_result
 from volley.reporting.environments import format_mixture
 from volley.run_arguments import add_trust
 from volley.runs import addresses
@@ -102,7 +102,7 @@ def _hint(folder: RunFolder | None) -> list[str]:
     if record is not None and record.finished:
         return ["it is finished: `volley report` shows its results, `volley up` with more steps continues it"]
     if record is not None and record.failed:
-        return [f"it has failed: {record.failed}", "once that is mended, `volley up` continues it"]
+        return [f"it has failed: {one_line(record.failed)}", "once that is mended, `volley up` continues it"]
     return ["`volley up` continues it; `volley report` shows its results"]
 
 

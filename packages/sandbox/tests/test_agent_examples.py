@@ -12,9 +12,9 @@ from tests.docs.commands import example_of
 from volley.layout import PROJECT
 from volley_sandbox.agents.trial import TRIAL_S
 from volley_sandbox.sandbox.sandboxes import Sandboxes
-from volley_sandbox.submissions.templates import source_of
+from volley_sandbox.submissions.templates import files, source_of
 
-TEMPLATE = PROJECT / "services" / "env" / "submissions" / "templates" / "agent.py"
+TEMPLATE = files()["agent"]
 EXAMPLES = [TEMPLATE, *sorted((PROJECT / "examples" / "agents").glob("*.py"))]
 
 

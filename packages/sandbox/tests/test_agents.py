@@ -27,7 +27,7 @@ from tests.env.conftest import OpenClient
 from tests.support.sandboxes import why_no_programs
 from tests.support.submitted import decided, submit
 from volley.layout import PROJECT
-from volley_sandbox.agents.backend import AgentBackend
+from volley_sandbox.agents.backend import AgentBackend, reason_in
 from volley_sandbox.sandbox.answers import AgentSpec
 from volley_sandbox.sandbox.limits import EnvironmentProgram, SandboxLimits
 from volley_sandbox.sandbox.sandboxes import Sandboxes
@@ -116,9 +116,9 @@ async def test_a_program_reaches_the_model_and_is_judged(client: httpx.AsyncClie
 @pytest.mark.parametrize(
     ("run", "state", "code", "told"),
     [
-        ("raise KeyError('lost')", "failed", 1, "KeyError: 'lost'"),
-        ("sys.exit(3)", "failed", 3, "exit code 3"),
-        ("os.kill(os.getpid(), 9)", "failed", 137, "exit code 137"),
+        ("raise KeyError('lost')", "failed", 1, "it ended with exit code 1: KeyError: 'lost'"),
+        ("print('no key'); sys.exit(3)", "failed", 3, "it ended with exit code 3: no key"),
+        ("os.kill(os.getpid(), 9)", "failed", 137, "it ended with exit code 137: it printed nothing"),
         ("x = 'x' * (5 * 10**8); time.sleep(60)", "failed", None, "sandbox_memory_mb"),
         ("subprocess.Popen(['sleep', '60']); return '13'", "exited", 0, ""),
     ],
@@ -127,7 +127,27 @@ async def test_ends_of_programs(play: Play, run: str, state: str, code: int | No
     found, judged = await play(RUNS % run, "http://127.0.0.1:9/v1", "sess-1")
     assert (found.state, found.exit_code) == (state, code), found
     assert told in found.detail
+    assert "\n" not in found.detail
     assert judged is None or judged.reward == float("13" in run)
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        (
+            "asked\nTraceback (most recent call last):\n  File 'a.py'\n    x\n    ^\nValueError: 2 errors\n  one",
+            "ValueError: 2 errors",
+        ),
+        (
+            "Traceback (most recent call last):\n  a\nKeyError: 1\nTraceback (most recent call last):\n  b\nOSError\n",
+            "OSError",
+        ),
+        ("killed\n\n", "killed"),
+        ("Traceback (most recent call last):", "Traceback (most recent call last):"),
+    ],
+)
+def test_the_reason_of_a_failure_is_one_line_of_the_output(output: str, reason: str) -> None:
+    assert reason_in(output) == reason
 
 
 async def test_a_program_without_end_is_ended_and_judged(play: Play) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from services.env.backend import AgentSpec, ModelAddress, ProgramState, call_seconds
 from services.env.episode_types import Message, StepResult, assistant
 from shared.errors import Conflict, RateLimited, VolleyError
+from shared.process import telemetry
 from volley_sandbox.backends.sandboxed import SandboxedBackend
 from volley_sandbox.sandbox import answers
 from volley_sandbox.sandbox.limits import EnvironmentProgram, SandboxLimits
@@ -34,7 +35,8 @@ MAX_OUTPUT = 16_384
 """Bytes that are kept from the end of a program's output."""
 START_S = 50.0
 """Seconds for a start and reset, less than a client waits."""
-_LATER_S = 10.0
+_LATER_S, _MAX_REASON, _MAX_LOGGED = 10.0, 500, 4000
+_log = telemetry.Log("agents")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -146,7 +148,11 @@ class AgentEpisode:
         finally:
             self._ended.set()
         if self._state.state == "failed":
-            self._backend.log.append(f"program: {self._state.detail}")
+            detail, output = self._state.detail, self._state.output[-_MAX_LOGGED:]
+            self._backend.log.append(f"program: {detail}\n{output}".rstrip())
+            _log.warning(
+                "an agent's program failed", env=self._backend.name, task=self.task, detail=detail, output=output
+            )
 
     async def _played(self, address: ModelAddress, model: Handler | None, timeout_s: float) -> ProgramState:
         from volley_sandbox.agents import door  # aiohttp, which only agents need
@@ -225,12 +231,19 @@ def state_of(end: answers.ProgramEnd, agent: AgentSpec, memory_mb: int, *, outag
     elif end.ended and outage:
         why = "it was ended while the model could not be reached"
     elif not end.ended and end.exit not in agent.exit_codes:
-        why = f"it ended with exit code {end.exit}"
+        why = f"it ended with exit code {end.exit}: {reason_in(end.output) or 'it printed nothing'}"
     if why:
-        printed = f"; the end of its output:\n{end.output[-2000:]}" if end.output.strip() else "; it printed nothing"
-        return ProgramState("failed", end.exit, why + printed, end.output)
+        return ProgramState("failed", end.exit, why, end.output)
     if end.ended == "time":
         return ProgramState("exited", None, f"it was ended after {agent.timeout_s:g} s", end.output)
     if end.ended == "stop":
         return ProgramState("exited", None, "it was ended, because the episode was finished", end.output)
     return ProgramState("exited", end.exit, "", end.output)
+
+
+def reason_in(output: str) -> str:
+    """Line of a program's output that tells why it failed: its last exception, else the last line; may be empty."""
+    lines = [line.rstrip() for line in output.splitlines() if line.strip()]
+    trace = max((at for at, line in enumerate(lines) if line.startswith("Traceback (most recent")), default=len(lines))
+    raised = [line for line in lines[trace + 1 :] if not line.startswith(" ")]
+    return (raised[:1] or lines[-1:] or [""])[0].strip()[:_MAX_REASON]

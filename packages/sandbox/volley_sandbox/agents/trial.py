@@ -55,7 +55,7 @@ async def _played(episode: AgentEpisode, shown: Demonstration | None) -> Trial:
     state = await episode.state(0.0)
     trial = Trial(episode.opening, f"{model.n_requests} calls", note=state.detail)
     if state.state == "failed":
-        return replace(trial, fault=state.detail)
+        return replace(trial, fault=f"{state.detail}\n{state.output[-2000:]}".rstrip())
     if not model.n_requests:
         output = state.output.strip()[-500:] or "nothing"
         return replace(trial, fault=f"the program never called the model; it printed: {output}", hint=_CALLS_HINT)
