@@ -136,7 +136,10 @@ def test_a_zip_file_and_a_folder_are_submitted(volley: Volley, url: str, tmp_pat
     assert (code, "project@1 is active" in out) == (0, True), out + err
     (folder / "src" / "more.py").write_text("x = 1\n", encoding="utf-8")
     code, out, err = volley("submit", str(folder), "--url", url, "--replace")
-    assert (code, "the archive holds envs, more" in err) == (1, True), out + err
+    assert (code, "project@2 is active" in out) == (0, True), out + err
+    (folder / "src" / "more.py").write_text(SUMS, encoding="utf-8")
+    code, out, err = volley("submit", str(folder), "--url", url, "--replace")
+    assert (code, "the archive holds envs:Sums, more:Sums; which class" in err) == (1, True), out + err
     assert volley("submit", str(folder), "--url", url, "--replace", "--entry", "envs:Sums")[0] == 0
 
 

@@ -227,6 +227,19 @@ def test_which_module_to_use(tmp_path: Path):
         found.locate(None)
     with pytest.raises(InputError, match="not the name of a module"):
         found.locate("../x:Y")
+    plays = (
+        "{}class {}(Base):\n    @x\n    def reset(self): ...\n\n    # by then\n    async def judge(self, output): ...\n"
+    )
+    block = '# /// script\n# dependencies = ["a"]\n# ///\n'
+    found = unpack(
+        packed({"a.py": plays.format(block, "Fruit"), "b.py": "class Shop:\n    def step(self): ..."}), tmp_path
+    )
+    assert (found.locate(None), found.locate("Fruit"), found.requirements) == (("a", "Fruit"), ("a", "Fruit"), ("a",))
+    found = unpack(packed({"a.py": plays.format("", "A"), "b/__init__.py": plays.format("", "B")}), tmp_path)
+    assert found.locate("B") == ("b", "B")
+    with pytest.raises(InputError, match="holds a:A, b:B; which class is the environment") as error:
+        found.locate(None)
+    assert "--entry a:A of `volley env`" in error.value.hint
     with pytest.raises(InputError, match="no module at all"):
         unpack(packed({"readme.txt": ""}), tmp_path).locate(None)
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import stat
 import unicodedata
 import uuid
 import zipfile
 import zlib
+from collections.abc import Iterator
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
 from dataclasses import dataclass
@@ -34,6 +36,8 @@ _BLOCK = 2**16
 _ENTRY_MARK = b"PK\x01\x02"
 _FORBIDDEN = frozenset('<>:"|?*\\')
 _MAX_READ = 2**20
+_CLASS = re.compile(r"^class[ \t]+(\w+)(.*(?:\n(?:[ \t)#].*)?)*)", re.MULTILINE)
+_METHOD = re.compile(r"^[ \t]+(?:async[ \t]+)?def[ \t]+(\w+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +58,10 @@ class UnpackedArchive:
         folder: folder from which its modules are imported.
         modules: names of the top-level modules and packages, in order.
         requirements: declared dependencies: a wheel's Requires-Dist, else those in pyproject.toml, else those in the
-        PEP 723 block of its only file.
+        PEP 723 block of its only file, or of the only one with an environment.
         requires_python: declared Python versions; empty for any.
-        entries: environments that it declares, as package.module:Class.
+        entries: environments as package.module:Class: those that it declares; else, of several modules, all classes
+        with the methods reset and step, or reset and judge.
     """
 
     top: Path
@@ -69,19 +74,25 @@ class UnpackedArchive:
     def locate(self, entry: str | None) -> tuple[str, str | None]:
         """Resolve `entry` to (module, class or None).
 
-        `entry` is package.module:Class, or a class of the only module, or None if there is no choice. Raises
+        `entry` is package.module:Class, or a class of the only module or of one of `entries`, or None for the only
+        one. Raises
         InputError.
         """
         if entry is not None and ":" in entry:
             module, _, name = entry.partition(":")
             return _checked_module(module), name or None
-        if len(self.entries) == 1 and entry is None:
-            module, _, name = self.entries[0].partition(":")
+        chosen = [one for one in self.entries if entry in (None, one.partition(":")[2])]
+        if len(chosen) == 1:
+            module, _, name = chosen[0].partition(":")
             return _checked_module(module), name or None
         if len(self.modules) == 1 and len(self.entries) <= 1:
             return self.modules[0], entry
         choice = ", ".join(self.entries or self.modules)[:500] or "no module at all"
-        raise InputError(f"the archive holds {choice}", "name one of them: ?entry=package.module:Class")
+        name = (chosen or self.entries or [f"{next(iter(self.modules), 'module')}:{entry or 'Class'}"])[0]
+        raise InputError(
+            f"the archive holds {choice}; which class is the environment?",
+            f"name it: --entry {name} of `volley env`, data.env=FOLDER:{name} of a run, ?entry={name} of a request",
+        )
 
 
 def unpack(data: bytes, folder: Path, limits: ArchiveLimits | None = None) -> UnpackedArchive:
@@ -197,15 +208,20 @@ def _described(top: Path) -> UnpackedArchive:
     infos = sorted(top.glob("*.dist-info"))
     folder = top / "src" if not infos and (top / "src").is_dir() else top
     modules = tuple(sorted(_modules(folder)))
+    is_project = (top / "pyproject.toml").is_file()
+    requirements, python, entries = tuple[str, ...](), "", tuple[str, ...]()
     if infos:
         requirements, python = _of_wheel(infos[0])
-        return UnpackedArchive(top, folder, modules, requirements, python, _entry_points(infos[0]))
-    if (top / "pyproject.toml").is_file():
+        entries = _entry_points(infos[0])
+    elif is_project:
         requirements, python, entries = _of_project(top / "pyproject.toml")
-        return UnpackedArchive(top, folder, modules, requirements, python, entries)
-    alone = folder / f"{modules[0]}.py" if len(modules) == 1 else None
-    found = read_metadata(_text(alone) if alone is not None and alone.is_file() else "")
-    return UnpackedArchive(top, folder, modules, found.dependencies, found.requires_python, ())
+    if not entries and len(modules) > 1:
+        entries = tuple(one for module in modules for one in _environments(folder, module))
+    with_them = {one.partition(":")[0] for one in entries} or {*modules}
+    if not infos and not is_project and len(with_them) == 1:
+        block = read_metadata(_text(folder / f"{with_them.pop()}.py"))
+        requirements, python = block.dependencies, block.requires_python
+    return UnpackedArchive(top, folder, modules, requirements, python, entries)
 
 
 def _without_folder(top: Path) -> Path:
@@ -220,6 +236,15 @@ def _without_folder(top: Path) -> Path:
 def _modules(folder: Path) -> set[str]:
     files = {path.stem for path in folder.glob("*.py") if path.stem.isidentifier() and path.stem != "setup"}
     return files | {path.parent.name for path in folder.glob("*/__init__.py") if path.parent.name.isidentifier()}
+
+
+def _environments(folder: Path, module: str) -> Iterator[str]:
+    """Classes of a module that look like environments, as module:Class, read from its text."""
+    text = _text(folder / f"{module}.py") or _text(folder / module / "__init__.py")
+    for name, body in _CLASS.findall(text):
+        methods = set(_METHOD.findall(body))
+        if "reset" in methods and methods & {"step", "judge"}:
+            yield f"{module}:{name}"
 
 
 def _of_wheel(info: Path) -> tuple[tuple[str, ...], str]:
