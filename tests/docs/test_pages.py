@@ -9,7 +9,7 @@ from tests.docs.commands import PAGES, ROOT, example_of, first_example
 MOST_WORDS = 1200
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _INSTALLS = re.compile(
-    r"volley[\w-]*\[[a-z]"
+    r"volley(?!-rl-client\[)[\w-]*\[[a-z]"
     r"|(?<!\w)(?:(?:pip3?|pipx|conda|uv tool|uv pip) (?:install|run|wheel|download)|(?:uv|poetry|pdm) add|--with|uvx)"
     r"(?![^\n;|`]* volley-(?:rl|client)\b)"
     r"""(?: [^\n;|`]*?)?[ '"=]volley(?:-\w+)*(?![\w./:])"""
