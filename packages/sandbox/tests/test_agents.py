@@ -156,6 +156,24 @@ async def test_a_program_without_end_is_ended_and_judged(play: Play) -> None:
     assert "after 0.5 s" in found.detail
 
 
+@pytest.mark.parametrize("taken", ["", ", task", ", model, **more", ", *, limit=3"])
+async def test_run_gets_the_arguments_that_it_takes(play: Play, taken: str) -> None:
+    source = ASKS.replace(
+        "def run(self, base_url, api_key, model):", f"def run(self{taken}):\n        import os\n        task = {TASK}"
+    )
+    source = source.replace('if api_key == "sess-1":', "if True:")
+    source = source.replace(
+        'ask(base_url, api_key, os.environ["VOLLEY_TASK"])', 'ask(os.environ["OPENAI_BASE_URL"], "sess-1", task)'
+    )
+    recorder = Recorder(adds)
+    async with recorder.serve() as base_url:
+        state, judged = await play(source, base_url, "sess-1")
+    assert (state.state, judged and judged.reward) == ("exited", 1.0), state
+
+
+TASK = "locals().get('task', os.environ['VOLLEY_TASK'])"
+
+
 async def test_a_declared_exit_code_is_data(client: httpx.AsyncClient) -> None:
     command = ASKS.replace(
         "    def run(self, base_url, api_key, model):", "    def unused(self, base_url, api_key, model):"
@@ -325,6 +343,7 @@ async def test_an_agent_outside_sends_its_output(client: httpx.AsyncClient) -> N
     [
         ("def judge", "def unjudged", "no method judge"),
         ("    timeout_s = 20", "    timeout_s, command = 20, ['a']", "either command or run"),
+        ("run(self, base_url, api_key, model)", "run(self, question)", "Adder.run takes question; it may take"),
         ("    timeout_s = 20", "    timeout_s, exit_codes = 20, [256]", "exit_codes"),
         ("timeout_s = 20", "timeout_s = -1", "timeout_s"),
         ("timeout_s = 20", "timeout_s, agent = 20, 'robot'", "agent"),

@@ -2,7 +2,7 @@
 
     class Agent:
         splits = {"train": 100}
-        command = ["python", "-m", "my_agent"]      # or: def run(self, base_url, api_key, model)
+        command = ["python", "-m", "my_agent"]      # or: def run(self, base_url, api_key, model, task)
         def reset(self, split, index, seed): ...    # returns the task
         def judge(self, output): ...                # returns a reward, or (reward, info)
 
@@ -35,6 +35,7 @@ MAX_TIMEOUT_S = 24 * 3600.0
 _MAX_CODES, _MAX_RESULT = 32, 1 << 20
 _SPARE = 4
 """Address space of one process over the memory of all of them: threads and libraries reserve more than they use."""
+_OF_RUN = ("base_url", "api_key", "model", "task")
 _RESULT = 3  # descriptor of the file for the value that `run` returns
 
 
@@ -88,7 +89,8 @@ class AgentAdapter(EnvironmentAdapter):
                 if command is not None:
                     os.execvpe(command[0], list(command), variables)  # noqa: S606 - this is the sandbox
                 os.environ.update(variables)
-                _call(lambda: self._live.run(base_url=base_url, api_key=api_key, model=model))
+                given = dict(zip(_OF_RUN, (base_url, api_key, model, self._task), strict=True))
+                _call(lambda: self._live.run(**{name: given[name] for name in _taken(self._live.run)}))
 
             kept = {out: Middle(_MAX_RESULT), err: Middle(max_output)}
             status, ended = supervise(become, kept, [out_end, err_end], timeout_s, memory_mb, stop)
@@ -130,6 +132,8 @@ class AgentAdapter(EnvironmentAdapter):
                 raise Refused(f"{name} has no method judge(output), which returns the reward")
             if (command is None) != callable(getattr(one, "run", None)):
                 raise Refused(f"{name} must have either command or run(base_url, api_key, model)")
+            if command is None and (others := [one for one in _taken(one.run) if one not in _OF_RUN]):
+                raise Refused(f"{name}.run takes {others[0]}; it may take {', '.join(_OF_RUN[:-1])} and {_OF_RUN[-1]}")
         if command is not None and not (
             isinstance(command, (list, tuple)) and command and all(isinstance(part, str) for part in command)
         ):
@@ -142,6 +146,14 @@ class AgentAdapter(EnvironmentAdapter):
         if not 0 < timeout_s <= MAX_TIMEOUT_S:
             raise Refused(f"{name}.timeout_s is {timeout_s:g}; it must be from 0 to {MAX_TIMEOUT_S:g} seconds")
         return {"kind": agent, "timeout_s": timeout_s, "exit_codes": sorted(codes), "judged": judged}
+
+
+def _taken(run: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that `run` takes; those with a default only if Volley has a value for them."""
+    named = [one for one in inspect.signature(run).parameters.values() if one.kind is not one.VAR_POSITIONAL]
+    if any(one.kind is one.VAR_KEYWORD for one in named):
+        return [*_OF_RUN]
+    return [one.name for one in named if one.default is one.empty or one.name in _OF_RUN]
 
 
 def _variables(base_url: str, api_key: str, model: str, task: str) -> dict[str, str]:
