@@ -31,7 +31,8 @@ check: install  ## formatting, lint, types, import contracts
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/pyrefly check --summary=none
 	@# Folders that need JAX, each in its own environment.
-	@$(BIN)/pyrefly check --summary=none --python-interpreter-path .venvs/trainer/bin/python services/trainer/models
+	@$(BIN)/pyrefly check --summary=none --python-interpreter-path .venvs/trainer/bin/python \
+	  services/trainer/models packages/convert/volley_convert
 	@$(BIN)/pyrefly check --summary=none --python-interpreter-path .venvs/rollout/bin/python \
 	  services/rollout/engines/sglang_jax packages/engines/volley_engines/gpu
 	@$(BIN)/lint-imports --cache-dir .cache/import-linter

@@ -13,7 +13,7 @@ WORKDIR /app
 COPY pyproject.toml uv.lock hatch_build.py docker/sync.sh ./
 COPY --from=projects /packages packages
 RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache \
-    sh sync.sh --all-packages --extra "$EXTRA" --extra traces
+    sh sync.sh --all-packages --extra "$EXTRA" --extra gguf --extra traces
 
 FROM python:3.13-slim
 RUN useradd --uid 10001 --user-group --no-log-init --home-dir /home/volley --create-home volley \

@@ -12,7 +12,8 @@ An entry point is a name and an object in a module, written in the package's pyp
     volley.parts      part that the core can do without: `bucket.run` → `(StoreContext) -> RunStore` (services.trainer.
                       loop.run_store), `bucket.versions` → `(address, folder) -> VersionStore` (services.rollout.
                       weights.sources), `trainer.processes` → `(RunConfig) -> context manager` that opens one of the
-                      trainer's processes as a `shared.boot.RunningService`, `plots` → `volley.reporting.plots.Plots`,
+                      trainer's processes as a `shared.boot.RunningService`, `model_conversion` → `(name, folder)` that
+                      makes a model's folder, `plots` → `volley.reporting.plots.Plots`,
                       `trajectories` → `(folder) -> volley.client.records.EpisodeArchive`,
                       `gpu_kernels` → `volley_engines.gpu`,
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
@@ -45,6 +46,7 @@ NAMED = (SECTIONS, KEYS, COMMANDS, ENGINES, PARTS, BACKENDS, ENVIRONMENTS, DATAS
 OWNERS: Mapping[str, str] = {
     "tinker": "volley-rl-tinker",
     **dict.fromkeys(("bucket.run", "bucket.versions"), "volley-rl-bucket"),
+    "model_conversion": "volley-rl-convert",
     "trainer.processes": "volley-rl-multihost",
     **dict.fromkeys(("launch", "node", "plan", "planner"), "volley-rl-launch"),
     "tunix": "volley-rl-tunix",

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = {
     "base": ["--all-packages", "--extra", "libraries", "--extra", "tools", "--extra", "traces"],
     "rollout": ["--all-packages", "--extra", "traces", "--extra", "rollout"],
-    "trainer": ["--all-packages", "--extra", "traces", "--extra", "trainer"],
+    "trainer": ["--all-packages", "--extra", "gguf", "--extra", "traces", "--extra", "trainer"],
 }
 OPTIONAL = {"docs": ["--only-group", "docs"]}  # made where named: `bootstrap.py docs`
 ACCELERATED = ("rollout", "trainer")

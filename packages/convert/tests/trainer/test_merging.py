@@ -13,12 +13,12 @@ import orjson
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from services.trainer.models import merging
 from shared.models import adapter
 from shared.models.weight_files import ADAPTER, ADAPTER_WEIGHTS
 from tests.support import families, models
 from tests.support.torch_client import Torch
 from tests.trainer.test_families import load, logprobs
+from volley_convert import merging
 
 CASE = families.case("llama-scaled")
 RANK = 2

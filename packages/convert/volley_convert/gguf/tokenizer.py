@@ -7,9 +7,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers.convert_slow_tokenizer import generate_merges
 
-from services.trainer.models.gguf.metadata import Metadata
 from shared.errors import ConfigError
 from shared.models.tokenizer_classes import QWEN2_WORDS
+from volley_convert.gguf.metadata import Metadata
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Types of tokens; those of other types are found by merges or stand for a byte."""

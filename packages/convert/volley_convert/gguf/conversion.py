@@ -17,13 +17,13 @@ import numpy as np
 import orjson
 from safetensors.numpy import save_file
 
-from services.trainer.models.gguf.metadata import Metadata, config_of, generation_of, token_ids
-from services.trainer.models.gguf.tokenizer import tokenizer_of
 from shared.errors import ConfigError
 from shared.models.config import CONFIG, GENERATION_CONFIG, ModelConfig
 from shared.models.names import from_hf, hf_name
 from shared.models.parameters import parameters
 from shared.models.weight_files import WEIGHTS
+from volley_convert.gguf.metadata import Metadata, config_of, generation_of, token_ids
+from volley_convert.gguf.tokenizer import tokenizer_of
 
 _MAGIC, _HEADER = b"GGUF", 8
 _EXACT = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)

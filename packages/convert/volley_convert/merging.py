@@ -1,4 +1,4 @@
-"""Merge the adapters of a PEFT folder into their base: `python -m services.trainer.models.merging ADAPTERS FOLDER`.
+"""Merge the adapters of a PEFT folder into their base: `python -m volley_convert.merging ADAPTERS FOLDER`.
 
 `volley model get` runs it. The folder holds the base's files, the tokenizer of the adapters' folder if it has one, and
 the weights W + scale · B A as PEFT computes them. Merged weights are float32, because bfloat16 would round away most of

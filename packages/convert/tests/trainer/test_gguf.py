@@ -13,18 +13,19 @@ import orjson
 import pytest
 from safetensors.numpy import load_file
 
-from services.trainer.models.gguf import __main__ as program
-from services.trainer.models.gguf.conversion import convert
-from services.trainer.models.gguf.metadata import Metadata, token_ids
-from services.trainer.models.gguf.metadata import config_of as config_of_file
-from services.trainer.models.gguf.tokenizer import tokenizer_of
+from packages.convert.tests.trainer import gguf_files
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.models.rope import Llama3Scaling, frequencies
 from shared.models.tokenizer_files import read_tokenizer
-from tests.support import gguf_files, models
+from tests.support import models
 from tests.support.torch_client import Torch
 from tests.trainer.test_families import load, logprobs
+from volley_convert.gguf import __main__ as program
+from volley_convert.gguf.conversion import convert
+from volley_convert.gguf.metadata import Metadata, token_ids
+from volley_convert.gguf.metadata import config_of as config_of_file
+from volley_convert.gguf.tokenizer import tokenizer_of
 
 IDS = np.random.default_rng(0).integers(3, 400, 40).astype(np.int32)
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "max_position_embeddings": 256}

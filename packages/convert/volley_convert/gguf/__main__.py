@@ -1,4 +1,4 @@
-"""Convert a GGUF file to a Hugging Face folder: `python -m services.trainer.models.gguf FILE.gguf FOLDER`.
+"""Convert a GGUF file to a Hugging Face folder: `python -m volley_convert.gguf FILE.gguf FOLDER`.
 
 `volley model get` runs it. It prints the result or a problem as a JSON object.
 """
@@ -21,7 +21,7 @@ _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMER
 def main(arguments: list[str]) -> int:
     """Return the exit code: 0 written, 2 for a file that cannot be converted."""
     os.environ |= _QUIET
-    from services.trainer.models.gguf.conversion import convert
+    from volley_convert.gguf.conversion import convert
 
     try:
         convert(Path(arguments[0]), Path(arguments[1]))
