@@ -11,7 +11,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _INSTALLS = re.compile(
     r"volley(?!-rl-client\[)[\w-]*\[[a-z]"
     r"|(?<!\w)(?:(?:pip3?|pipx|conda|uv tool|uv pip) (?:install|run|wheel|download)|(?:uv|poetry|pdm) add|--with|uvx)"
-    r"(?![^\n;|`]* volley-(?:rl|client)\b)"
+    r"(?![^\n;|`]* ['\"]?volley-(?:rl|client)\b)"
     r"""(?: [^\n;|`]*?)?[ '"=]volley(?:-\w+)*(?![\w./:])"""
 )
 """Advice to install by a name that is not the project's: `volley` belongs to somebody else on the package index."""
