@@ -60,7 +60,7 @@ from volley_client import Client
 client = Client(env="https://env.example", orchestrator="https://orchestrator.example", token="…")
 ```
 
-Trajectories show tokens by their ids; `pip install 'volley-rl-client[full]'` adds their
+Trajectories show tokens by their ids; `volley-rl-client[full]` adds their
 texts, and reads configurations.
 """
 
