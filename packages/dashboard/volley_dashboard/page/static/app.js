@@ -11,11 +11,11 @@ const live = document.getElementById("live");
 let stop = () => {};
 
 const pages = [
-  [/^\/?$/, () => showRuns(main)],
-  [/^\/run\/([^/?]+)$/, (run) => showRun(main, live, run)],
-  [/^\/run\/([^/?]+)\/episodes$/, (run, query) => showEpisodes(main, run, query)],
-  [/^\/ticket\/(\d+)$/, (ticket) => { location.replace(`#/run/${lastRun()}/ticket/${ticket}`); }],
-  [/^\/run\/([^/?]+)\/ticket\/([^?]+)$/, (run, ticket, query) => showTicket(main, run, ticket, query)],
+  [/^\/?$/, (view) => showRuns(view)],
+  [/^\/run\/([^/?]+)$/, (view, run) => showRun(view, live, run)],
+  [/^\/run\/([^/?]+)\/episodes$/, (view, run, query) => showEpisodes(view, run, query)],
+  [/^\/ticket\/(\d+)$/, (view, ticket) => { location.replace(`#/run/${lastRun()}/ticket/${ticket}`); }],
+  [/^\/run\/([^/?]+)\/ticket\/([^?]+)$/, (view, run, ticket, query) => showTicket(view, run, ticket, query)],
 ];
 
 async function route() {
@@ -29,12 +29,18 @@ async function route() {
   for (const [pattern, show] of pages) {
     const found = path.match(pattern);
     if (!found) continue;
+    // Each page has a place of its own: one that is left before its data arrive draws nothing over the next.
+    const view = element("div", { tabindex: "-1" }, element("p", { class: "soft" }, "Loading…"));
+    main.replaceChildren(view);
     try {
-      stop = (await show(...found.slice(1).map(decodeURIComponent), query)) || (() => {});
+      const leave = (await show(view, ...found.slice(1).map(decodeURIComponent), query)) || (() => {});
+      if (!view.isConnected) return leave();
+      stop = leave;
     } catch (error) {
+      if (!view.isConnected) return;
       showProblem(error);
     }
-    main.focus({ preventScroll: true });
+    view.focus({ preventScroll: true });
     return;
   }
   showProblem(new Problem("there is no such page"));
@@ -76,5 +82,9 @@ document.getElementById("theme").addEventListener("click", () => {
   setTheme(theme);
 });
 setTheme(localStorage.getItem("theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the part after # names a page
+  main.focus();
+});
 addEventListener("hashchange", route);
 route();

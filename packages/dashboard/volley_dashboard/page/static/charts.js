@@ -86,6 +86,7 @@ function joined(series) {
 
 // Only cards that are on the screen, or nearly, are drawn.
 const nearby = new IntersectionObserver((entries) => { for (const one of entries) one.target.seen(one.isIntersecting); }, { rootMargin: "300px" });
+addEventListener("beforeprint", () => { for (const card of document.querySelectorAll(".card")) card.seen?.(true); });
 
 // series: [{name, color, steps, values, at, dash, width}]; bands: [[upper, lower, color]] by index of series from 1.
 export function chart(title, series, { bands = [], height = 170, percent = false } = {}) {
@@ -105,9 +106,10 @@ export function chart(title, series, { bands = [], height = 170, percent = false
   let isSeen = false;
   let isStale = true;
   const draw = () => {
-    isStale = !isSeen;
-    if (!isSeen || !card.isConnected) return;
     plot?.destroy();
+    plot = null;
+    isStale = !isSeen;
+    if (isStale || !card.isConnected) return;
     shown = bands.length ? series : drawn(series);
     const { text, line } = axisColors();
     const look = { stroke: text, grid: { stroke: line, width: 1 }, ticks: { stroke: line }, font: "11px system-ui" };
@@ -139,7 +141,7 @@ export function chart(title, series, { bands = [], height = 170, percent = false
   card.draw = draw;
   card.seen = (isNear) => {
     isSeen = isNear;
-    if (isSeen && isStale) { if (plot) { isStale = false; card.update(series); } else draw(); }
+    if (isSeen && isStale) card.update(series);
   };
   label();
   nearby.observe(card);

@@ -34,7 +34,9 @@ export async function showRun(main, live, run) {
   }
 
   async function draw() {
-    found = await fetchJson(curves.wantsAll() ? path : `${path}?columns=${SHOWN}`);
+    const latest = await fetchJson(curves.wantsAll() ? path : `${path}?columns=${SHOWN}`);
+    if (!main.isConnected) return;
+    found = latest;
     showState(found.summary.state);
     if (found.summary.problem) return;
     curves.update(found);
@@ -42,7 +44,7 @@ export async function showRun(main, live, run) {
   }
 
   await draw();
-  if (found.summary.problem) return null;
+  if (found === null || found.summary.problem) return null;
   const source = new EventSource(`${path}/events?seen=${encodeURIComponent(found.edition)}`);
   const onRecords = () => {
     isBehind = document.hidden;
