@@ -5,7 +5,6 @@ A finished run needs no service, and a running one is not disturbed.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 
 from shared.errors import DecodeError, VolleyError
-from shared.files.locks import existing_lock_file, try_lock
 from shared.run import commits, counted, forks, trust
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
@@ -27,7 +25,7 @@ from volley.reporting.counted_rows import CountedRows, Selection, counted_rows
 from volley.reporting.intervals import SuccessRate
 from volley.reporting.jsonl import JsonlTail, numbers, sampled
 from volley.runs import survey
-from volley.runs.run_file import RunRecord, began, read_record
+from volley.runs.run_file import RunRecord, began, is_held, read_record
 
 type Kind = Literal["train", "eval", "sft", "handover"]
 type Rows = Sequence[Mapping[str, Any]]
@@ -217,13 +215,7 @@ class RunReader:
     @property
     def is_held(self) -> bool:
         """True if a process on this machine works on the run."""
-        descriptor = existing_lock_file(self.folder.path / ".lock")
-        if descriptor is None:
-            return False
-        try:
-            return not try_lock(descriptor, shared=True)
-        finally:
-            os.close(descriptor)
+        return is_held(self.folder)
 
 
 @dataclass(frozen=True, eq=False)

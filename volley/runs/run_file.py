@@ -5,6 +5,7 @@ The Python client reads them, so that this module imports no libraries of config
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from shared import codec
 from shared.errors import ConfigError, DecodeError
+from shared.files.locks import existing_lock_file, try_lock
 from shared.files.reading import read_file
 from shared.files.storage import replace
 from shared.run.folder import RunFolder
@@ -96,3 +98,14 @@ def name_of(folder: RunFolder) -> str:
 
         return config.recorded(folder.config).config.run.name
     return folder.name
+
+
+def is_held(folder: RunFolder) -> bool:
+    """Return True if a process on this machine works on the run."""
+    descriptor = existing_lock_file(folder.path / ".lock")
+    if descriptor is None:
+        return False
+    try:
+        return not try_lock(descriptor, shared=True)
+    finally:
+        os.close(descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from shared.errors import ConfigError
+from shared.files.locks import lock_file, try_lock
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
 from shared.queue.server import embedded_server
@@ -55,7 +57,7 @@ def test_a_valid_run_is_proven(run: RunFolder, capsys: pytest.CaptureFixture[str
     assert (result["tickets"], result["lost"], result["doubly_trained"], result["violations"]) == (12, 0, 0, [])
     assert result["by_disposition"] == {"trained": 10, "failed": 1, "stale": 1}
     assert command.main(run.path) == 0
-    assert capsys.readouterr().out.endswith("proven\n")
+    assert capsys.readouterr().out.endswith("\nproven: 10 groups, each trained exactly once\n")
 
 
 # What is planted, and how: each takes the run's folder and breaks one thing.
@@ -509,4 +511,8 @@ def test_a_redis_that_is_down_is_told(run: RunFolder):
     trust.accept(run)
     result = verify(run)
     assert result["ok"]
-    assert "did not answer" in result["redis"]
+    assert result["redis"] == "the run has stopped, so its queue was not read"
+    lock = lock_file(run.path / ".lock")
+    assert try_lock(lock)
+    assert "did not answer" in verify(run)["redis"]
+    os.close(lock)

@@ -186,7 +186,7 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint(tmp_path: Path):
     folder = RunFolder(small_run.write_config(tmp_path / RUN))
     result = command.verify(folder)
     assert (result["ok"], result["steps"], result["redis"]) == (True, 0, "the run's folder names no Redis")
-    assert command.format_result(result).endswith("nothing has been trained yet\nproven")
+    assert command.format_result(result).endswith("\nproven: nothing was trained")
     folder.sft.write_text(
         '{"step":0}\n{"step":7}\n', encoding="utf-8"
     )  # of a warm start, or before the first checkpoint of SFT

@@ -309,8 +309,6 @@ def format_result(result: Result) -> str:
         *(f"undone: ticket {x['ticket']}, step {x['step']} of epoch {x['epoch']}" for x in result.get("undone", ())),
         *(f"VIOLATION {_read(x)}" for x in result["violations"]),
     ]
-    if result["ok"] and result.get("steps") == 0 and "head" not in result:
-        lines.append("nothing has been trained yet")
     return join_lines([*lines, _verdict(result)])
 
 
@@ -319,7 +317,11 @@ def _verdict(result: Mapping[str, Any]) -> str:
         return f"NOT FINISHED: {why}"
     if not result["ok"]:
         return f"NOT PROVEN: {len(result['violations'])} violations"
-    return f"proven, with {AS_REPORTED}" if result.get("reported") else "proven"
+    n = result["by_disposition"].get("trained", 0)
+    about = f"proven: {n} group{'s'[: n != 1]}, each trained exactly once" if n else "proven: nothing was trained"
+    if "data" in result:  # supervised: no groups
+        about = "proven"
+    return f"{about}, with {AS_REPORTED}" if result.get("reported") else about
 
 
 def _result(findings: ViolationList, fates: tickets.TicketFates | None, about: Result) -> Result:

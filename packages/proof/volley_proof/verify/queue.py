@@ -20,6 +20,7 @@ from shared.run import trust
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.services_schema import ServicesSection
+from volley.runs.run_file import is_held
 from volley_proof.verify.tickets import lost
 from volley_proof.verify.violation import Violation, ViolationKind
 
@@ -53,7 +54,7 @@ async def ask(folder: RunFolder, run: str) -> QueueContents | str:
     except TimeoutError:
         return f"the run's Redis address did not answer within {_PATIENCE_S:.0f} s"
     except VolleyError as error:
-        return error.detail
+        return error.detail if is_held(folder) else "the run has stopped, so its queue was not read"
     except (
         RedisError,
         ValueError,
