@@ -158,7 +158,7 @@ def test_going_on_with_a_finished_run_shows_its_report(tmp_path: Path) -> None:
         f"run r is finished; `volley up {folder.path} trainer.max_steps=N`, N above 10, continues it\n"
     )
     status = volley("status", str(folder.path))
-    assert "it is finished: `volley report` shows its results" in status.stdout
+    assert status.stdout.startswith(f"run r is finished\n`volley report {folder.path}` shows its results")
     assert "e000001-s000001" in done.stdout
     refused = volley("up", str(folder.path), "trainer.groups_per_step=11")
     assert refused.returncode == 2

@@ -33,6 +33,7 @@ from volley.commands.train import fresh_name
 from volley.layout import PROJECT
 from volley.reporting import report
 from volley.runs import elapsed as worked
+from volley.runs import first_start
 from volley.runs import record as runs
 
 
@@ -226,6 +227,7 @@ def test_a_hub_id_stays_one(tmp_path: Path) -> None:
 COUNTS = """
 import sys, time
 from volley.runs import elapsed as worked
+from volley.runs import first_start
 from volley.runs import record as runs
 from shared import config
 with runs.claimed(config.load([sys.argv[1]])) as claim, worked.counting(claim.folder, claim.record):
@@ -285,10 +287,26 @@ def test_why_a_run_has_failed_is_kept_until_it_is_started_again(tmp_path: Path) 
     found = runs.read_record(folder)
     assert found is not None
     assert found.failed == "http://r0 refuses e000001-s000000 for good"
-    assert any(found.failed in line for line in status._hint(folder))
+    assert status._ended(folder) == [
+        "run r has failed: http://r0 refuses e000001-s000000 for good",
+        f"once that is mended, `volley up {folder.path}` continues it",
+    ]
+    own = dataclasses.replace(found, config={**found.config, "data.env": "fruit-604afa20@1"})
+    runs.write_record(folder, own)
+    assert "its own copy of fruit-604afa20@1; a corrected file needs another run.name=…" in status._ended(folder)[1]
     assert report.summarize([], [], found)["failed"] == found.failed
     with runs.claimed(loaded(tmp_path)) as (_, again, _):
         assert again.failed is None
+
+
+def test_a_changed_environment_is_refused_by_the_name_of_its_file(tmp_path: Path) -> None:
+    (file := tmp_path / "fruit.py").write_text("class A: ...", encoding="utf-8")
+    given = load([], ["model.path=none", f"data.env={file}", f"run.dir={tmp_path}", "run.name=r"])
+    with pytest.raises(
+        ConfigError, match=r"fruit\.py: a file, .* has changed since the run began \(data\.env was fruit-0"
+    ):
+        first_start.check_files({"data.env": "fruit-0a1b2c3d@1"}, given, RunFolder(tmp_path / "r"))
+    first_start.check_files({"data.env": "other-0a1b2c3d@1"}, given, RunFolder(tmp_path / "r"))
 
 
 def broken(folder: Path, what: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,15 +15,18 @@ from shared.errors import ConfigError
 from shared.run import wedge
 from shared.run.folder import RunFolder
 from shared.run.wedge import ServiceReport, Verdict
+from shared.visible import quoted
 from shared.web.access import read_token
 from volley.printing import clear_screen, join_lines, one_line, print_result
 from volley.reporting.environments import format_mixture
 from volley.run_arguments import add_trust
 from volley.runs import addresses
+from volley.runs.identity import STRANGER
 from volley.runs.observing import TIMEOUT_S, ServiceStatus, described, observe, of_run, state_of, warnings_of
-from volley.runs.run_file import read_record
+from volley.runs.run_file import is_held, read_record
 
 _KEYS = ("current", "staged", "state", "step", "version", "epoch", "phase")
+_OF_FILE = re.compile(r".+-[0-9a-f]{8}@1")  # see shared.run.sources
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -84,8 +88,9 @@ def main(
     else:
         folder = RunFolder(Path(targets[0]).absolute()) if targets else addresses.newest_run()
         seen, verdict = asyncio.run(of_run(folder))
-    hint = _hint(folder) if verdict.state == "stopped" else []
-    print_result(described(seen, verdict), _text(seen, verdict, hint), one_line=repeated)
+    ended = verdict.state == "stopped" and folder is not None and not is_held(folder)
+    text = join_lines([*_ended(folder), *_elsewhere(seen, verdict)]) if ended and folder else _text(seen, verdict)
+    print_result(described(seen, verdict), text, one_line=repeated)
     return 0 if all(s.error is None and s.not_ready is None for s in seen) and verdict.state != "wedged" else 1
 
 
@@ -96,17 +101,28 @@ def _at(urls: Sequence[str], token_file: Path | None, ca_file: Path | None) -> l
     ]
 
 
-def _hint(folder: RunFolder | None) -> list[str]:
-    """Next commands for a run whose services have ended."""
-    record = None if folder is None else read_record(folder)
+def _ended(folder: RunFolder) -> list[str]:
+    """State of a run whose services have ended, and the next commands."""
+    record, run, where = read_record(folder), f"run {folder.name}", quoted(folder.path)
+    report, up = f"`volley report {where}`", f"`volley up {where}`"
     if record is not None and record.finished:
-        return ["it is finished: `volley report` shows its results, `volley up` with more steps continues it"]
+        return [f"{run} is finished", f"{report} shows its results, {up} with more steps continues it"]
     if record is not None and record.failed:
-        return [f"it has failed: {one_line(record.failed)}", "once that is mended, `volley up` continues it"]
-    return ["`volley up` continues it; `volley report` shows its results"]
+        env = str(record.config.get("data.env"))
+        copied = f" with its own copy of {env}; a corrected file needs another run.name=…"
+        return [
+            f"{run} has failed: {one_line(record.failed)}",
+            f"once that is mended, {up} continues it{copied if _OF_FILE.fullmatch(env) else ''}",
+        ]
+    return [f"{run} is stopped", f"{up} continues it; {report} shows its results"]
 
 
-def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str] = ()) -> str:
+def _elsewhere(seen: Sequence[ServiceReport], verdict: Verdict) -> list[str]:
+    """Sentence on another run's services at this run's addresses, if there are any."""
+    return list(verdict.chain) if any(one.error == STRANGER for one in seen) else []
+
+
+def _text(seen: Sequence[ServiceReport], verdict: Verdict) -> str:
     rows = [(f"{s.name} (external)" if s.external else s.name, s.url, state_of(s), _details_of(s)) for s in seen]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [
@@ -123,7 +139,7 @@ def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str] =
     chain = [f"  ← {sentence}" for sentence in verdict.chain]
     warnings = [f"warning: {one}" for one in warnings_of(seen)]
     return join_lines(
-        [*lines, f"{state}{quiet}{circle}", *chain, *warnings, *_mixture(seen), *_memory(seen), *_bucket(seen), *hint]
+        [*lines, f"{state}{quiet}{circle}", *chain, *warnings, *_mixture(seen), *_memory(seen), *_bucket(seen)]
     )
 
 

@@ -35,9 +35,9 @@ def check_files(was: Flat, loaded: LoadedConfig, folder: RunFolder) -> None:
     """Raise ConfigError naming the files if another environment was made of them than at the run's start."""
     env, before = loaded.config.data.env, was.get("data.env")
     source = loaded.config.data.sources.get(env)
-    if source is None or not source.made_of or before in (None, env):
+    if source is None or str(before).rpartition("-")[0] != env.rpartition("-")[0] or before == env:
         return
-    made_of = ", ".join(source.made_of)
+    made_of = ", ".join(source.made_of) or source.path.name
     raise ConfigError(
         f"{made_of}: a file, or an option that reads it, has changed since the run began (data.env was {before}, now"
         f" {env})",
