@@ -26,7 +26,7 @@ from volley_sandbox.submissions.container_checks import CONTAINERS_S, check_cont
 from volley_sandbox.submissions.findings import Failed, Findings, gathered, raise_if_ours, spread
 from volley_sandbox.submissions.record import Check, Report
 
-MAX_CALL_S = 5.0
+MAX_CALL_S = 15.0
 """Seconds that a reset or a step may take during validation."""
 DEADLINE_S = 180.0
 """Seconds for the whole validation."""
