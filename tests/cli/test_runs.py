@@ -99,6 +99,36 @@ def test_a_try_that_trained_nothing_pins_nothing(tmp_path: Path) -> None:
     assert runs.stored(folder.path)[0].config.trainer.groups_per_step == 8
 
 
+def test_a_run_without_a_step_takes_another_configuration_and_keeps_nothing_made_with_the_old_one(
+    tmp_path: Path,
+) -> None:
+    begun(tmp_path, 0, trainer={"groups_per_step": 4})
+    folder = RunFolder(tmp_path / "r")
+    folder.ledger.write_text("{}\n", encoding="utf-8")
+    folder.redis.mkdir()
+    (folder.redis / "dump.rdb").touch()
+    other = loaded(tmp_path)
+    with pytest.raises(ConfigError, match="may not change"):
+        claim(other)  # as `volley follow`: the trainer may be at work
+    for elsewhere in ({"services": {"redis_url": "redis://h"}}, {"services": {"trainer": {"url": "http://h"}}}):
+        with (
+            pytest.raises(ConfigError, match="may not change"),
+            runs.claimed(loaded(tmp_path, **elsewhere), may_clear=True),
+        ):
+            pass
+    said = list[str]()
+    with runs.claimed(other, said.append, may_clear=True) as (_, record, _):
+        assert (record.config["trainer.groups_per_step"], record.amendments) == (8, ())
+    assert "(trainer.groups_per_step: 4 → 8); its first weights" in said[0]
+    assert not any(path.exists() for path in (folder.ledger, folder.checkpoints, folder.redis / "dump.rdb"))
+    begun(tmp_path, 1)
+    with (
+        pytest.raises(ConfigError, match="may not change"),
+        runs.claimed(loaded(tmp_path, trainer={"groups_per_step": 4}), may_clear=True),
+    ):
+        pass
+
+
 def test_what_may_change_is_said_and_listed_before_it_does(tmp_path: Path) -> None:
     begun(tmp_path)
     said: list[str] = []

@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 import orjson
 import pytest
 
+from shared.run import archive
+from shared.types import Group
 from tests.support.stack import continued, training
 from volley.reporting import jsonl
 from volley_proof.verify.command import verify
@@ -63,6 +65,26 @@ def test_nothing_outlives_a_killed_supervisor_and_the_next_one_waits_for_that(tm
             assert not any(map(exists, left))
             second.wait_for(r"^all services answer")
         assert run.leftovers(30) == []
+
+
+def test_a_run_that_was_stopped_before_its_first_step_is_started_again_with_other_settings(tmp_path: Path) -> None:
+    settings = ["trainer.max_steps=2", "trainer.groups_per_step=8"]
+    with training(tmp_path, "trainer.groups_per_step=1000", simulated=True) as first:  # no step is ever trained
+        first.wait_for(r"^held-out after step 0")
+        first.wait_for(r"^all services answer")
+        first.process.send_signal(signal.SIGINT)
+        assert first.wait(90) == 130
+    assert [row["step"] for row in jsonl.read(first.folder.evals)] == [0, 0]  # of two environments
+    assert jsonl.read(first.folder.metrics) == []
+    with training(tmp_path, *settings, "grpo_config.num_generations=4", simulated=True) as second:
+        assert second.wait(120) == 0, second.text()
+        assert "has trained nothing yet: its configuration is replaced (grpo_config.num_generations: 2" in second.text()
+    assert [row["step"] for row in jsonl.read(first.folder.evals)] == [0, 0, 2, 2]
+    result = verify(first.folder)
+    assert result["ok"], result["violations"]
+    root = first.folder.archive
+    payloads = [one for version in archive.versions(root) for one in archive.read(root, "system", version)]
+    assert [len(Group.decode(one).trajectories) for one in payloads] == [4] * 16
 
 
 def test_two_servers_never_write_one_queue_even_if_nobody_is_left_to_end_the_first(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
     loaded, model = prepared(loaded)
     supervised = loaded.config.is_supervised
     watch = sft_run.follow if supervised else follow
-    with claimed(loaded) as claim:
+    with claimed(loaded, may_clear=seams.place is None) as claim:
         choices.record(loaded, claim.folder)
         keep_lost_in(claim.folder.logs / "volley.log")
         folder, max_steps = claim.folder, 0 if supervised else loaded.config.trainer.max_steps

@@ -238,7 +238,7 @@ def _started(loaded: LoadedConfig, handed: HandedFiles, *, fresh: bool, wait: bo
     loaded, _ = _in_thread(lambda: train_command.prepared(loaded))
     folder = RunFolder(loaded.config.run.folder.absolute())
     loaded = handed.kept_in(folder.inputs, loaded)
-    with claimed(loaded):
+    with claimed(loaded, may_clear=True):
         choices.record(loaded, folder)
     for line in choices.lines(loaded) if display else ():
         print_lines(f"chosen: {line}")

@@ -35,7 +35,7 @@ from shared.visible import quoted
 from volley import reaper
 from volley.layout import PROJECT
 from volley.printing import print_lines
-from volley.runs import first_start
+from volley.runs import first_start, untrained
 from volley.runs.run_file import Amendment, RunRecord, read_record, write_record
 from volley.session_files import write_private
 
@@ -54,13 +54,19 @@ class RunClaim(NamedTuple):
 
 @contextmanager
 def claimed(
-    loaded: LoadedConfig, say: Callable[[str], None] = print_lines, free: tuple[str, ...] = ()
+    loaded: LoadedConfig,
+    say: Callable[[str], None] = print_lines,
+    free: tuple[str, ...] = (),
+    *,
+    may_clear: bool = False,
 ) -> Iterator[RunClaim]:
     """Make the run's folder, or continue the existing one, exclusively for this process.
 
-    After a supervisor was killed, waits until its last process has ended. A run that has trained nothing takes the new
-    configuration; for any other, `say` gets each change. Raises ConfigError if another process works on the run, if a
-    setting differs that may not change (and does not start with one of `free`), or if the run is finished.
+    After a supervisor was killed, waits until its last process has ended. A run without weights takes the new
+    configuration; with `may_clear`, which needs all its services on this host, so does a run without a step, and its
+    first weights and groups are removed. For any other, `say` gets each change. Raises ConfigError if another process
+    works on the run, if a setting differs that may not change (and does not start with one of `free`), or if the run is
+    finished.
     """
     folder = RunFolder(loaded.config.run.folder.absolute())
     try:
@@ -76,7 +82,7 @@ def claimed(
         record = read_record(folder)
         loaded = dated(loaded, record)
         loaded = first_start.with_content(loaded, folder, {} if record is None else record.config)
-        record = _continued(folder, loaded, say, free) or _new(loaded)
+        record = _continued(folder, loaded, say, free, may_clear=may_clear) or _new(loaded)
         described = None if origin is None else dataclasses.asdict(origin)
         record = dataclasses.replace(record, origin=described, failed=None)
         replace(folder.config, loaded.to_yaml().encode())
@@ -182,7 +188,7 @@ def _agree(folder: RunFolder, in_force: Mapping[str, Any]) -> None:
 
 
 def _continued(
-    folder: RunFolder, loaded: LoadedConfig, say: Callable[[str], None], free: tuple[str, ...]
+    folder: RunFolder, loaded: LoadedConfig, say: Callable[[str], None], free: tuple[str, ...], *, may_clear: bool
 ) -> RunRecord | None:
     record = read_record(folder)
     if record is None:
@@ -192,11 +198,24 @@ def _continued(
         # services that were started by hand have trained it
         return _amended(folder, _new(loaded), loaded, say, free) if head else None
     if not (record.finished or _has_begun(folder)):
-        if differing := pinned.changes(record.config, pinned.relevant(loaded.config)):
-            changes = "; ".join(map(str, differing[:5]))
-            say(f"run {folder.name} has trained nothing yet: its configuration is replaced ({changes})")
-        return dataclasses.replace(_new(loaded), created=record.created, elapsed_s=record.elapsed_s)
-    return _amended(folder, record, loaded, say, free)
+        return _replaced(folder, record, loaded, say)
+    try:
+        return _amended(folder, record, loaded, say, free)
+    except ConfigError:
+        if record.finished or not may_clear or not untrained.may_be_cleared(folder, loaded.config):
+            raise
+    untrained.clear(folder)
+    return _replaced(folder, record, loaded, say, removed="; its first weights, evaluations and groups are made again")
+
+
+def _replaced(
+    folder: RunFolder, record: RunRecord, loaded: LoadedConfig, say: Callable[[str], None], removed: str = ""
+) -> RunRecord:
+    """Record of a run that has trained nothing, with its new configuration."""
+    if differing := pinned.changes(record.config, pinned.relevant(loaded.config)):
+        changes = "; ".join(map(str, differing[:5]))
+        say(f"run {folder.name} has trained nothing yet: its configuration is replaced ({changes}){removed}")
+    return dataclasses.replace(_new(loaded), created=record.created, elapsed_s=record.elapsed_s)
 
 
 def _has_begun(folder: RunFolder) -> bool:
