@@ -92,6 +92,18 @@ def random_one(completions, **columns):
 def tokens(completions, completion_ids, **columns):
     return [1.0 for _ in completions]
 
+def only_tokens(completion_ids):
+    return [1.0 for _ in completion_ids]
+
+def responds(prompts, responses):
+    return [1.0 for _ in responses]
+
+def misnames(completions, aa):
+    return [1.0 for _ in completions]
+
+def lacks(completions, answer):
+    return [1.0 for _ in completions]
+
 def no_tokens(completions, completion_ids=None, **columns):
     return [1.0 for _ in completions]
 """
@@ -168,6 +180,10 @@ def test_verls_signature_takes_its_columns(here: Path) -> None:
             r"shortest of rewards\.py compares answers: it returned \[1\.0, 1\.0, 1\.0, 1\.0\] for",
         ),
         ("rewards.py:tokens", "needs completion_ids, which only TRL's trainer has"),
+        ("rewards.py:only_tokens", "needs completion_ids, which only TRL's trainer has"),
+        ("rewards.py:responds", r"takes responses, .* \(the model's answers are called completions; other arguments"),
+        ("rewards.py:misnames", r"takes aa, .* \(name the column that holds it: --columns aa=a\)$"),
+        ("rewards.py:lacks", r"takes answer, .* \(name the column that holds it: --columns answer=COLUMN\)$"),
         ("rewards.py:plane", "rewards.py has no function plane"),
         ("missing.py", "missing.py does not exist"),
         ("rewards.py:plain=much", "much is no weight"),

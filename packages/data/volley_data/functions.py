@@ -66,9 +66,12 @@ class RewardFunction:
             have |= {"data_source", "solution_str", "extra_info"} | ({"ground_truth"} & have)
             have |= {"ground_truth"} if "reward_model" in columns else set()
         if missing := [name for name in self.needs if name not in have]:
+            near = get_close_matches(missing[0], columns, n=1)
+            hint = f"name the column that holds it: --columns {missing[0]}={near[0] if near else 'COLUMN'}"
+            if self.style == "trl" and not near and "completions" not in (self.takes or self.needs):
+                hint = "the model's answers are called completions; other arguments are columns"
             raise ConfigError(
-                f"{self.shown} takes {missing[0]}, which is no column of the data; they have {told}",
-                f"name the column that holds it: --columns {missing[0]}={columns[-1] if columns else 'COLUMN'}",
+                f"{self.shown} takes {missing[0]}, which is no column of the data; they have {told}", hint
             )
 
     def spec(self, module: str, label: str) -> dict[str, Any]:
@@ -169,7 +172,7 @@ def _only(file: Path, functions: Mapping[str, ast.FunctionDef | ast.AsyncFunctio
 def style_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Style | None:
     """How a function is called, by the names of its arguments; None if they do not tell."""
     names = _names(function)
-    if {"prompts", "completions", "environments"} & {*names}:
+    if {"prompts", "completions", "environments", *_OF_TRL} & {*names}:
         return "trl"
     if "solution_str" in names:
         return "verl"
