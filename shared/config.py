@@ -10,19 +10,18 @@ import argparse
 import copy
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import orjson
 import yaml
 from pydantic import ValidationError
 
-from shared import packages
 from shared.config_files import PROJECT, is_plain, present, read_tree, translated
+from shared.config_mistakes import check_form, explained
 from shared.errors import ConfigError
 from shared.hints import hint_for
 from shared.run import pinned, rule_files
@@ -32,9 +31,7 @@ from shared.run.sources import is_source, resolved
 from shared.run_config import run_model
 from shared.schema import RunConfig
 from shared.services_schema import Tls, TokenFiles
-from shared.visible import shortened
 
-_MAX_NAMED = 10  # mistakes in one message
 _MODEL = "model.path"
 _PATHS = (
     _MODEL,
@@ -182,14 +179,11 @@ def _overridden(tree: Any, overrides: Sequence[str]) -> Any:
     """Apply overrides. Raises ConfigError naming the one that cannot be used."""
     from omegaconf import OmegaConf
 
-    for override in overrides:
-        key, sign, _ = override.partition("=")
-        if not sign or not key:
-            raise ConfigError(
-                f"override {override!r} is not of the form key.path=value", "write key.path=value without spaces"
-            )
+    for n, override in enumerate(overrides):
+        check_form(overrides[n:])
+        key, _, value = override.partition("=")
         check_text("override", override)
-        if found := hint_for(key):
+        if found := hint_for(key, value):
             raise ConfigError(f"override {override[:200]!r}: {found[0]}", found[1])
         with translated(f"override {override[:200]!r}"):
             tree = _merged(tree, OmegaConf.from_dotlist([override]))
@@ -298,98 +292,10 @@ def validate(tree: Any) -> LoadedConfig:
     try:
         return LoadedConfig(run_model().model_validate(plain), plain)
     except ValidationError as error:
-        mistakes = error.errors()[:_MAX_NAMED]
-        hint = next(filter(None, map(_hint, mistakes)), "")
-        raise ConfigError("; ".join(map(_explain, mistakes)), hint) from error
+        raise explained(error) from error
 
 
 def _resolved(tree: Any) -> Any:
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(tree, resolve=True) if OmegaConf.is_config(tree) else tree
-
-
-def _hint(error: Any) -> str:
-    """Name the valid values or keys, shortened, or what to write for a value of another kind."""
-    key = ".".join(str(part) for part in _located(error["loc"])[0])
-    if error["type"] == "union_tag_invalid":
-        return f"valid: {shortened(one.strip(chr(39) + ' ') for one in error['ctx']['expected_tags'].split(','))}"
-    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{key} is a section: write {key}.KEY=VALUE"
-    if error["type"] == "missing" and key == "model":
-        return "write model.path=MODEL: a folder or a hub id"
-    if error["type"].startswith(("int_", "float_")) and not isinstance(error["input"], str | int | float):
-        return f"write {key}=NUMBER"
-    return ""
-
-
-def _explain(error: Any) -> str:
-    loc, section = _located(error["loc"])
-    key = ".".join(str(part) for part in loc) or "configuration"
-    tag = str(error.get("ctx", {}).get("discriminator", "")).strip("'")
-    if error["type"] == "extra_forbidden":
-        return _explain_unknown(key, getattr(section, "model_fields", {}))
-    if loc == ("algorithm",) and isinstance(error["input"], str):
-        return f"algorithm is a section: write algorithm.name={error['input'][:200]}"
-    if error["type"] == "union_tag_invalid":
-        given, expected = error["ctx"]["tag"], error["ctx"]["expected_tags"]
-        near = get_close_matches(given, [one.strip("' ") for one in expected.split(",")], n=1)
-        return f"{key}.{tag}={given!r}: " + (f"did you mean {near[0]}?" if near else "unknown")
-    if error["type"] == "union_tag_not_found":
-        return f"{key}.{tag} is missing"
-    if error["type"] == "missing":
-        return f"{key} is missing"
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"]) if not loc else f"{key}: {error['ctx']['error']}"
-    if error["type"] == "model_type":
-        return f"{key} is a section, not {repr(error['input'])[:200]}"
-    if error["input"] is None:
-        return f"{key} has no value"
-    told = error["msg"].partition(", unable to parse")[0]  # which says the same again
-    return f"{key}={repr(error['input'])[:200]}: {told[0].lower()}{told[1:]}"
-
-
-def _explain_unknown(key: str, known: Iterable[str]) -> str:
-    """Name the key that was meant: a similar one of the same section, or one of that name in another section."""
-    if found := hint_for(key):
-        return f"unknown key {key}: {found[0]} ({found[1]})"
-    if owner := packages.missing(key):
-        return f"unknown key {key}: {owner}"
-    section, dot, name = key.rpartition(".")
-    if near := get_close_matches(name, known, n=1, cutoff=0.75):
-        return f"unknown key {key}: did you mean {section}{dot}{near[0]}?"
-    elsewhere = [one for one in _keys(run_model()) if one.rpartition(".")[2] == name and one != key]
-    elsewhere.sort(key=lambda one: (not one.startswith(f"{section or 'trainer'}."), one.count(".")))
-    if elsewhere:
-        return f"unknown key {key}: did you mean {' or '.join(elsewhere[:2])}?"
-    return f"unknown key {key}" + (f" (valid here: {shortened(known, 12)})" if known else "")
-
-
-def _keys(section: Any, prefix: str = "") -> Mapping[str, None]:
-    """List the dotted keys of a section and of the sections in it, of each kind of a union, each once."""
-    found = dict[str, None]()
-    for name, one in section.model_fields.items():
-        found[prefix + name] = None
-        for inner in (one.annotation, *get_args(one.annotation)):
-            if hasattr(inner, "model_fields"):
-                found |= _keys(inner, f"{prefix}{name}.")
-    return found
-
-
-def _located(loc: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-    """Location without the tags of unions, which pydantic adds, and the section of its last key (None if unknown)."""
-    found, section, of = list[Any](), None, run_model()
-    for part in loc:
-        if tagged := [one for one in get_args(of) if _is_tagged(one, part)]:
-            of = tagged[0]
-            continue
-        found.append(part)
-        section = of if hasattr(of, "model_fields") else None
-        of = getattr(getattr(section, "model_fields", {}).get(part), "annotation", None)
-    return tuple(found), section
-
-
-def _is_tagged(section: Any, tag: Any) -> bool:
-    """True if `tag` selects this section of a union."""
-    fields = getattr(section, "model_fields", {})
-    return any(name in fields and tag in get_args(fields[name].annotation) for name in ("name", "kind"))

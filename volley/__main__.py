@@ -201,23 +201,52 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if late and not (takes and all("=" in one and one[0] != "-" for one in late)):
         meant = [one.lstrip("-") for one in late if re.match(r"--\w+\.\w", one)]
         told = f": settings have no dashes, write {meant[0]}{'' if '=' in meant[0] else '=VALUE'}" if meant else ""
-        raise ConfigError(f"unrecognized arguments: {' '.join(late)}{told}", _of_command(whole, arguments, late))
+        raise ConfigError(
+            f"unrecognized arguments: {' '.join(late)}{told}", _of_command(whole, arguments, late, given, takes)
+        )
     if late and takes:
         setattr(arguments, takes, [*getattr(arguments, takes), *late])
     return arguments
 
 
-def _of_command(whole: argparse.ArgumentParser, arguments: argparse.Namespace, late: Sequence[str]) -> str:
-    """Hint at the option that was meant, or at the command's help."""
+def _of_command(
+    whole: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    late: Sequence[str],
+    given: Sequence[str],
+    takes: str | None,
+) -> str:
+    """Hint at the option or the setting that was meant, or at the command's help.
+
+    Args:
+        late: arguments that the parser does not know.
+        given: the whole command line.
+        takes: name of the parser's argument that takes settings.
+    """
     called = getattr(arguments, "called", "")
     part = subcommands(whole).get(called)
     options = [one for one in getattr(part, "_option_string_actions", ()) if one.startswith("--")]
-    wrong = next((one.partition("=")[0] for one in late if one.startswith("--")), "")
-    if near := get_close_matches(wrong, options, n=1):
+    wrong = next((one for one in late if one.startswith("--")), "")
+    name, equals, value = wrong.partition("=")
+    if wrong and not equals:
+        value = next(iter(given[given.index(wrong) + 1 :]), "")
+    if takes and name and (meant := _setting_of(name, "" if value.startswith("--") else value, takes)):
+        return meant
+    if near := get_close_matches(name, options, n=1):
         return f"did you mean {near[0]}?"
-    if wrong == "--model" and hasattr(arguments, "config"):
-        return "write model.path=MODEL"
     return f"`{whole.prog} {called} --help` lists the arguments"
+
+
+def _setting_of(option: str, value: str, takes: str) -> str | None:
+    """Say how to write a setting that is given as an option; None if there is no such setting."""
+    from shared.config_mistakes import setting_of
+
+    name = option.removeprefix("--").replace("-", "_")
+    if name in ("model", "model_path", "model_name_or_path"):
+        instead = f"`volley train {value or 'MODEL'}`" if takes == "rest" else f"model.path={value or 'MODEL'}"
+        return f"the model has no option: write {instead}"
+    found = setting_of(name, value)
+    return f"settings have no dashes: {found}" if found and found.startswith("write ") else found
 
 
 def _setting(argument: str) -> str:

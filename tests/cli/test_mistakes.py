@@ -13,6 +13,8 @@ CONFIG = str(PROJECT / "configs/quickstart.yaml")
 QUICKSTART = str(PROJECT / "configs/models/quickstart")
 TRAIN = ["train", "--config", CONFIG]
 
+_FORM = "override '{}' is not of the form key.path=value\n  "
+_OPTION = "unrecognized arguments: --{}\n  settings have no dashes: write {}\n"
 MISTAKES = [
     (["trian"], "'trian' is unknown: did you mean train?"),
     (["nothing"], "'nothing' is unknown; commands are quickstart, train, "),
@@ -36,7 +38,32 @@ MISTAKES = [
     ([*TRAIN, "model.path=empty"], "model.path {cwd}/empty holds no config.json"),
     ([*TRAIN, "rollout.engine.device=gpu"], "rollout.engine.device gpu: this machine has no GPU that can be seen"),
     ([*TRAIN, "sft.enabled=1"], "unknown key sft.enabled"),
-    ([*TRAIN, "run.name", "=", "a"], "override 'run.name' is not of the form key.path=value"),
+    ([*TRAIN, "run.name", "=", "a"], _FORM.format("run.name") + "write run.name=a without spaces"),
+    ([*TRAIN, "run.name", "=a"], _FORM.format("run.name") + "write run.name=a without spaces"),
+    ([*TRAIN, "run.trackers=wandb"], "run.trackers='wandb' is not a list\n  write run.trackers=[wandb]"),
+    (
+        [*TRAIN, "trainer.length_buckets=8"],
+        "trainer.length_buckets=8 is not a list\n  write trainer.length_buckets=[8]",
+    ),
+    ([*TRAIN, "algorithm.name=gspo"], "algorithm.name='gspo': write algorithm.name=gspo-token"),
+    ([*TRAIN, "algorithm=grpo"], "algorithm is a section: write algorithm.name=grpo\n"),
+    ([*TRAIN, "output_dir=out"], "override 'output_dir=out': it is a key of TRL\n  write run.dir=out\n"),
+    ([*TRAIN, "--num_generations", "4"], _OPTION.format("num_generations", "grpo_config.num_generations=4")),
+    (
+        [*TRAIN, "--learning-rate", "1e-6"],
+        _OPTION.format("learning-rate", "trainer.optimizer_config.learning_rate=1e-6"),
+    ),
+    ([*TRAIN, "--beta=0.04"], _OPTION.format("beta=0.04", "algorithm.beta=0.04")),
+    (["train", "--model", "x"], "unrecognized arguments: --model\n  the model has no option: write `volley train x`\n"),
+    (["train", "x", "--agent", "x.py"], "unrecognized arguments: --agent x.py\n  did you mean --env?\n"),
+    (["train", "x", "--reward_funcs", "r.py"], "unrecognized arguments: --reward_funcs r.py\n  give --reward r.py\n"),
+    (["train", QUICKSTART], f"{QUICKSTART} is a model, not a run\n  add --data FILE --reward FILE.py, or --env FILE\n"),
+    (["train", "x", "p.csv", "r.py"], "x is a model, not a run\n  add --data p.csv --reward r.py\n"),
+    (["train", "x", "r.py"], "x is a model, not a run\n  add --env r.py, or --data FILE --reward r.py\n"),
+    (
+        ["train", "--config", "trl.yaml"],
+        "config file trl.yaml: num_train_epochs, output_dir, report_to are keys of TRL",
+    ),
     (["serve", QUICKSTART, "--device", "gpu"], "--device gpu: this machine has no GPU"),
     (["train", "--config", "missing.yaml"], "config file missing.yaml: No such file or directory"),
     (["train", "--config", "empty"], "config file empty: Is a directory"),
@@ -54,6 +81,7 @@ MISTAKES = [
     (["sft", "tabs.yaml", "--model", QUICKSTART], "{cwd}/tabs.yaml is not a data file"),
 ]
 FILES = {
+    "trl.yaml": b"num_train_epochs: 1\noutput_dir: out\nreport_to: wandb\n",
     "tabs.yaml": b"run:\n\tname: x\n",
     "list.yaml": b"- a\n- b\n",
     "nothing.yaml": b"",
@@ -82,8 +110,8 @@ def test_a_mistake_is_answered_by_one_line_and_a_hint(
     assert ended.value.code == 2
     shown = capfd.readouterr()
     assert shown.out == ""
-    line, *hint = shown.err.splitlines()
-    assert line.startswith(f"volley: {first.replace('{cwd}', str(tmp_path))}")
+    _, *hint = shown.err.splitlines()
+    assert shown.err.startswith(f"volley: {first.replace('{cwd}', str(tmp_path))}")
     assert len(hint) <= 1
     assert all(one.startswith("  ") for one in hint)
     assert "\\n" not in shown.err

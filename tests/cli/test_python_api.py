@@ -38,6 +38,21 @@ def test_settings_are_nested_or_dotted() -> None:
         overrides_of({"trainer": {"max_steps": object()}})
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("reward_funcs", r"^reward_funcs is an argument of TRL \(write reward=…\)$"),
+        ("train_dataset", r"\(write data=…\)$"),
+        ("eval_dataset", r"\(write eval_data=…\)$"),
+        ("model_name_or_path", r"\(write model=…\)$"),
+        ("args", r"\(write each setting by its name, such as trainer\.max_steps\)$"),
+    ],
+)
+def test_an_argument_of_another_trainer_is_named(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        volley.train("m", **{name: object()})
+
+
 def test_output_reaches_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     command = CommandProcess(["print('out'); import sys; print('err', file=sys.stderr); sys.exit(3)"], program=PYTHON)
     assert command.wait(60) == 3

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import pytest
 
+from shared.hints import TRL, TUNIX, VERL
 from shared.schema import RunConfig
 from tests.docs.commands import ROOT
 from tools.docs.keys import chapters
@@ -48,3 +50,49 @@ def test_every_other_name_is_a_section_a_command_a_file_or_the_last_part_of_a_ke
             last = {key.rpartition(".")[2] for key in kinds}
             values = {value for row in kinds.values() for kind in row for value in re.findall(r"[\w+-]+", kind)}
             assert name in RunConfig.model_fields or name in last | values, name
+
+
+@pytest.mark.parametrize(("trainer", "table"), [("TRL", TRL), ("Tunix", TUNIX), ("verl", VERL)])
+def test_the_hints_of_messages_agree_with_the_page(
+    trainer: str, table: Mapping[str, str], kinds: dict[str, set[str]]
+) -> None:
+    rows = [row for row in _rows(trainer) if row[-1] != "Volley |"]
+    assert len(rows) > 10
+    for row in rows:
+        for name in _names(trainer, row[0]):
+            if text := table.get(name):
+                setting, _, value = text.partition("; ")[0].partition("=")
+                assert _explains(row[-1], setting, value), f"{name}: {text}"
+            else:
+                last = name.rpartition(".")[2]
+                assert any(key.rpartition(".")[2] == last and _explains(row[-1], key, "") for key in kinds), name
+
+
+def _rows(trainer: str) -> list[list[str]]:
+    part = PAGE.partition(f"## From {trainer}\n")[2].partition("\n## ")[0]
+    return [line.split(" | ") for line in part.splitlines() if line.startswith("| `")]
+
+
+def _names(trainer: str, cell: str) -> list[str]:
+    """Names of the first column, as the table has them: with their sections (verl), without (TRL, Tunix)."""
+    found: list[str] = []
+    key = ""
+    for name in re.findall(r"`([^`]+)`", cell):
+        if found and ": " in found[0] and ": " not in name:
+            found.append(f"{key}: {name}")  # another value of the same key
+            continue
+        plain = name.rpartition(".")[2] if trainer == "Tunix" else name
+        section = found[0].rpartition(".")[0] if trainer == "verl" and found and "." not in name else ""
+        found.append(f"{section}.{plain}" if section else plain)
+        key = plain.partition(": ")[0]
+    return found
+
+
+def _explains(cell: str, setting: str, value: str) -> bool:
+    """True if the last column names the setting, or says that there is none."""
+    if " " in setting:
+        return "none" in cell or "`volley up" in cell or "a setting for each" in cell
+    section, _, last = setting.rpartition(".")
+    names = re.findall(r"`([^`]+)`", cell)
+    is_named = any(one.partition(": ")[0] in (setting, last) for one in names) or setting in cell
+    return is_named or (section in names and "the same" in cell) or (bool(value) and value.partition(":")[0] in cell)

@@ -1,11 +1,13 @@
-"""Hints for keys of other projects name keys of Volley, and no key of Volley is taken for another's."""
+"""Hints for names of other trainers lead to keys of Volley, and no key of Volley is taken for another's."""
 
-from shared.config import _keys
-from shared.hints import VERL_KEYS
+from shared.config_mistakes import _keys
+from shared.hints import _TABLES
 from shared.run_config import run_model
 
 
-def test_keys_of_verl_are_none_of_volley_and_lead_to_its_keys():
+def test_names_of_other_trainers_are_no_keys_of_volley_and_lead_to_its_keys():
     known = _keys(run_model())
-    assert not VERL_KEYS.keys() & known.keys()
-    assert {*VERL_KEYS.values()} <= known.keys()
+    for table in _TABLES.values():
+        assert not table.keys() & known.keys()
+        settings = [text.partition(";")[0].partition("=")[0] for text in table.values()]
+        assert {one for one in settings if " " not in one and not one.startswith("--")} <= known.keys()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.hints import renamed
 
 
 def overrides_of(settings: Mapping[str, Any]) -> list[str]:
@@ -16,7 +17,17 @@ def overrides_of(settings: Mapping[str, Any]) -> list[str]:
     `trainer={"max_steps": 8}`, `trainer__max_steps=8` and `**{"trainer.max_steps": 8}` say the same. Raises ConfigError
     for a value that a configuration file cannot hold.
     """
+    for name in settings:
+        if (found := renamed(name)) and (instead := _argument(found[1])):
+            raise ConfigError(f"{name} is an argument of {found[0]}", instead)
     return list(_flat(settings, ""))
+
+
+def _argument(text: str) -> str | None:
+    """Say which argument of `volley.train` to write, from a text of `shared.hints`; None for a setting."""
+    if text == "model.path" or text.startswith("--"):
+        return f"write {'model' if text == 'model.path' else text[2:].replace('-', '_')}=…"
+    return text if text.startswith("write ") else None
 
 
 def _flat(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:

@@ -41,6 +41,7 @@ from volley.session_files import write_private
 
 _ORPHANS_S = reaper.GRACE_S + reaper.KILLED_S + 10.0
 """Time for the processes of a killed supervisor to end, in seconds."""
+_DATA = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 _PACKAGES = ("jax", "flax", "sglang-jax", "google-tunix", "orbax-checkpoint")
 
 
@@ -111,6 +112,8 @@ def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[LoadedConfig, 
     directory.
     """
     folder = RunFolder(run_dir.absolute())
+    if not folder.record.exists() and ((folder.path / "config.json").is_file() or _named_files(overrides)):
+        raise ConfigError(f"{run_dir} is a model, not a run", f"add {_training_options(overrides)}")
     if not folder.path.is_dir():
         is_file = run_dir.suffix in (".yaml", ".yml") or run_dir.is_file()
         raise ConfigError(
@@ -141,6 +144,22 @@ def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[LoadedConfig, 
             f"run.name (was {name}, now {other}) may not change", "leave it out; --config FILE.yaml starts another run"
         )
     return config.changed(loaded, {"run.name": name, "run.dir": str(folder.path.parent)}), record
+
+
+def _named_files(words: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """Return the data files and the Python files among arguments that follow a model; None if there are none."""
+    data = [one for one in words if Path(one).suffix in _DATA and "=" not in one]
+    python = [one for one in words if Path(one).suffix == ".py" and "=" not in one]
+    return (data, python) if data or python else None
+
+
+def _training_options(words: Sequence[str]) -> str:
+    """Options that train a model on the files among the arguments."""
+    data, python = _named_files(words) or ([], [])
+    if python and not data:
+        return f"--env {quoted(python[0])}, or --data FILE --reward {quoted(python[0])}"
+    reward = quoted(python[0]) if python else "FILE.py"
+    return f"--data {quoted(data[0]) if data else 'FILE'} --reward {reward}" + ("" if data else ", or --env FILE")
 
 
 def secret(folder: RunFolder, name: str, word: str | None = None) -> Path:
