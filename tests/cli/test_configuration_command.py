@@ -47,7 +47,7 @@ def test_a_wrong_configuration_is_refused_as_elsewhere(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         parsed.command(parsed)
     nothing = parse_arguments(["config", "show"])
-    with pytest.raises(ConfigError, match="neither --config nor --data is given"):
+    with pytest.raises(ConfigError, match="neither --config, --data nor --env is given"):
         nothing.command(nothing)
 
 
