@@ -110,6 +110,11 @@ def test_without_a_proof_it_claims_none() -> None:
     assert told.endswith("; 240 groups trained, 2 ended stale.")
 
 
+def test_a_run_whose_rewards_taught_nothing_says_so() -> None:
+    told = sentence(RUN, summary([row(0, 0.3), row(15, 0.3)], equal_rewards=True))
+    assert told.endswith(". All groups had equal rewards, so nothing was learned from them: see docs/debugging.md.")
+
+
 def test_a_proof_that_fails_is_told() -> None:
     told = sentence(RUN, summary([]), {"ok": False, "by_disposition": {}, "violations": [{}, {}]})
     assert "; the proof FAILED with 2 violations, which `volley verify /runs/r` names." in told

@@ -18,6 +18,7 @@ from volley.reporting import report
 from volley.reporting.jsonl import JsonlTail
 from volley.reporting.lines import eval_line, step_line
 from volley.reporting.progress import PlainLines, RecordTails
+from volley.runs.run_file import RunRecord
 
 
 def step(n: int, **fields: Any) -> dict[str, Any]:
@@ -243,3 +244,12 @@ def test_lines_of_more_values_than_a_record_has_are_skipped(tmp_path: Path):
     path = tmp_path / "evals.jsonl"
     path.write_bytes(b'{"x":[' + b"[]," * 20_000 + b'[]]}\n{"step":1}\n')
     assert JsonlTail(path).new() == [{"step": 1}]
+
+
+@pytest.mark.parametrize(
+    ("shares", "size", "told"), [((1.0, 1.0), 8, True), ((1.0, 0.5), 8, False), ((1.0,), 1, False)]
+)
+def test_equal_rewards_in_all_groups_are_told(shares: tuple[float, ...], size: int, told: bool) -> None:
+    rows = [step(n) | {"zero_variance_groups": share} for n, share in enumerate(shares, 1)]
+    record = RunRecord("0", 0, {"grpo_config.num_generations": size}, {}, 0.0, 0.0, finished=True)
+    assert report.summarize(rows, [], record)["equal_rewards"] == told

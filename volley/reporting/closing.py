@@ -20,7 +20,8 @@ def sentence(folder: RunFolder, summary: Mapping[str, Any], proof: Mapping[str, 
     """
     rates = [SuccessRate(**rate) for rate in summary["evaluations"]]
     parts = [*_success(rates, summary["steps"], _extent(folder.name, summary)), *_groups(folder, summary, proof)]
-    return "; ".join(parts) + "."
+    flat = " All groups had equal rewards, so nothing was learned from them: see docs/debugging.md."
+    return "; ".join(parts) + "." + flat * bool(summary.get("equal_rewards"))
 
 
 def _success(rates: Sequence[SuccessRate], steps: int, extent: str) -> list[str]:

@@ -35,7 +35,7 @@ from volley.runs import engines, survey
 from volley.runs.run_file import RunRecord, read_record, write_json
 
 _MAIN, _UNNAMED, _ENGINE = "data.env", "main environment", "rollout.engine.kind"
-_COMPONENT = "reward/"
+_COMPONENT, _GROUP_SIZE = "reward/", "grpo_config.num_generations"
 
 type Rows = Sequence[Mapping[str, Any]]
 
@@ -150,7 +150,15 @@ def summarize(steps: Rows, evals: Rows, record: RunRecord | None) -> dict[str, A
         if record
         else [],
         "tokens_trained": sum(int(row.get("tokens") or 0) for row in steps),
+        "equal_rewards": _equal_rewards(steps, record),
     }
+
+
+def _equal_rewards(steps: Rows, record: RunRecord | None) -> bool:
+    """Return True if every trained group has several episodes, all with the same reward."""
+    size = record.config.get(_GROUP_SIZE, 0) if record else 0
+    is_grouped = isinstance(size, int) and size > 1
+    return is_grouped and bool(steps) and all(row.get("zero_variance_groups") == 1 for row in steps)
 
 
 def reward_components(steps: Rows) -> dict[str, list[float]]:
