@@ -31,8 +31,10 @@ _GROUPS: Mapping[str, Mapping[str, Command]] = {
             "volley.commands.train",
             "start or continue training, with all services on this machine",
             "train --config configs/quickstart.yaml run.name=mine",
-            aliases=("up",),
             outlives_output=True,
+        ),
+        "up": Command(
+            "volley.commands.train", "start or continue the run of a folder", "up runs/quickstart", outlives_output=True
         ),
         "sft": Command(
             "volley.commands.sft",
@@ -260,10 +262,8 @@ def parser(called: str | None = None) -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=f"volley {version(wheel.DISTRIBUTION)}")
     parts = whole.add_subparsers(required=True, metavar="COMMAND", parser_class=_CommandParser)
     for name, command in all_commands().items():
-        part = parts.add_parser(
-            name, aliases=command.aliases, help=command.help, epilog=f"example: {_example(command)}"
-        )
-        if called is None or called in (name, *command.aliases):
+        part = parts.add_parser(name, help=command.help, epilog=f"example: {_example(command)}")
+        if called is None or called == name:
             module = import_module(command.module)
             module.add(part)
             _add_json(part)

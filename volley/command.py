@@ -16,6 +16,5 @@ class Command:
     module: str
     help: str
     example: str
-    aliases: tuple[str, ...] = ()
     outlives_output: bool = False
     group: str = "Packages"
