@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 
 from shared.process.ports import free_port
+from shared.run.folder import RunFolder
+from shared.services_schema import ServicesSection
 from tests.support.net import wait_http
 from volley.__main__ import main
 from volley.layout import PROJECT
+from volley.runs import addresses
 
 type Volley = Callable[..., tuple[int, str, str]]
 
@@ -54,7 +57,10 @@ def volley(capsys: pytest.CaptureFixture[str]) -> Volley:
 
 def test_a_template_is_written_tried_and_submitted(volley: Volley, url: str, tmp_path: Path) -> None:
     file = tmp_path / "sums.py"
-    assert volley("init", str(file))[0] == 0
+    code, out, _ = volley("init", str(file))
+    assert (code, f"train it:  volley train MODEL --env {file}\n" in out) == (0, True)
+    missing = tmp_path / "x"
+    assert volley("init", str(missing / "y.py"))[2].startswith(f"volley: folder {missing} does not exist\n")
     assert volley("init", str(file)) == (2, "", f"volley: {file} exists already\n  choose another name\n")
     code, out, _ = volley("submit", str(file), "--url", url)
     assert code == 0
@@ -199,6 +205,25 @@ def test_a_zip_file_and_a_folder_are_tried_without_a_service(tmp_path: Path) -> 
         command = [sys.executable, "-m", "volley", "env", "test", str(path)]
         ended = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", timeout=120)
         assert (ended.returncode, "ok    loads" in ended.stdout) == (0, True), ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [("import nowhere", "`# /// script` block"), ("x = 1", "`volley env init FILE.py --template agent`")],
+)
+def test_a_file_that_does_not_load_gets_a_hint(tmp_path: Path, text: str, hint: str) -> None:
+    (file := tmp_path / "mine.py").write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "volley", "env", "test", str(file)]
+    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", timeout=120)
+    assert (ended.returncode, hint in ended.stdout.splitlines()[1]) == (1, True), ended.stdout
+
+
+def test_the_log_of_a_run_that_has_ended_is_where_its_files_are(volley: Volley, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    addresses.write(folder, {"env": f"http://127.0.0.1:{free_port()}"}, {}, ServicesSection())
+    code, _, err = volley("logs", "fruit", "--run", str(tmp_path))
+    told = f"run {folder.name} has ended, and its environment service with it\n  its logs are in {folder.logs};"
+    assert (code, told in err) == (1, True), err
 
 
 def test_a_file_is_tried_with_settings_of_the_service(tmp_path: Path) -> None:

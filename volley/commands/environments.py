@@ -17,7 +17,7 @@ from typing import Any
 
 from shared import packages
 from shared.clients.env import EnvClient
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ServiceUnreachable
 from shared.run.folder import RunFolder
 from shared.visible import quoted, visible
 from shared.web.access import Role, read_token, token_for
@@ -25,6 +25,7 @@ from volley.printing import join_lines, print_lines, print_result
 from volley.reporting.working import working
 from volley.run_arguments import add_trust
 from volley.runs import addresses
+from volley.runs.run_file import is_held
 from volley.submissions.source import EnvSource, read_content, settings_of
 from volley.submissions.trial import validated
 from volley.submissions.waiting import decided
@@ -48,8 +49,7 @@ class EnvTarget:
         if self.url is not None:
             token = read_token(self.token_file, "--token-file") if self.token_file else None
             return EnvClient(self.url, token=token, ca_file=self.ca_file)
-        folder = RunFolder(self.run_dir.absolute()) if self.run_dir else addresses.newest_run()
-        found = addresses.read(folder)
+        found = addresses.read(_folder_of(self.run_dir))
         return EnvClient(found.url("env"), token=token_for(found.token_files, Role.ADMIN), ca_file=found.ca_file)
 
 
@@ -149,7 +149,19 @@ def _weight(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError, and the service's errors."""
     part: Callable[[argparse.Namespace], int] = arguments.part
-    return part(arguments)
+    try:
+        return part(arguments)
+    except ServiceUnreachable:
+        if arguments.url is None and not is_held(folder := _folder_of(arguments.run)):
+            raise ServiceUnreachable(
+                f"run {folder.name} has ended, and its environment service with it",
+                f"its logs are in {folder.logs}; `volley up {quoted(folder.path)}` continues it",
+            ) from None
+        raise
+
+
+def _folder_of(run_dir: Path | None) -> RunFolder:
+    return RunFolder(run_dir.absolute()) if run_dir else addresses.newest_run()
 
 
 def _run_init(arguments: argparse.Namespace) -> int:
@@ -211,7 +223,13 @@ def init(file: Path, template: str) -> int:
             out.write(templates()[template].read_text(encoding="utf-8"))
     except FileExistsError:
         raise ConfigError(f"{file} exists already", "choose another name") from None
-    steps = [f"try it:    volley env test {quoted(file)}", f"submit it: volley env submit {quoted(file)} --weight 1"]
+    except FileNotFoundError:
+        raise ConfigError(f"folder {file.parent} does not exist", "make it, or choose another one") from None
+    steps = [
+        f"try it:    volley env test {quoted(file)}",
+        f"train it:  volley train MODEL --env {quoted(file)}",
+        f"submit it: volley env submit {quoted(file)} --weight 1  # to a run that is running",
+    ]
     print_result({"file": file, "template": template}, join_lines([f"wrote {file}", *steps]))
     return 0
 

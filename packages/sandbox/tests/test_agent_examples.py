@@ -35,6 +35,7 @@ def test_an_example_solves_its_tasks(file: Path, can_start_programs: None) -> No
     if ended.returncode == 2 and "the package index cannot be reached" in ended.stderr:
         pytest.skip("the package index cannot be reached")
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "every reward was" not in ended.stdout, "the demonstration's rewards are equal"
     agent = next(line for line in ended.stdout.splitlines() if line.split()[:2] == ["ok", "agent:"])
     assert agent.count("reward 1") == 2
 

@@ -222,6 +222,16 @@ async def test_a_file_that_cannot_be_used(sandboxes: Sandboxes, source: str, why
     assert failed.value.why == why
 
 
+async def test_an_agent_without_a_program_is_named(sandboxes: Sandboxes):
+    late = "class A:\n  splits = {'train': 3}\n  def reset(self, split, index, seed):\n    self.command = ['a']\n"
+    sandbox = await sandboxes.start(
+        EnvironmentProgram(late + "    return 'x'\n  def judge(self, output): return 1.0\n")
+    )
+    with pytest.raises(SandboxFailed, match=r"A has judge, but neither run\(.*\) nor command, set in the class"):
+        await sandbox.call("reset", {"split": "train", "index": 0, "seed": 0}, 20.0)
+    await sandbox.close()
+
+
 ENDLESS = """
 import itertools
 

@@ -92,8 +92,8 @@ async def _check_loading(backend: SubmittedBackend, findings: Findings) -> Envir
         description = await backend.describe()
     except VolleyError as error:
         raise_if_ours(error, backend)
-        missing = _DATA_HINT if "FileNotFoundError" in error.detail else ""
-        findings.failed(check, error.detail, error.hint or missing)
+        hint = next((hint for mark, hint in _LOADING_HINTS.items() if mark in error.detail), "")
+        findings.failed(check, error.detail, error.hint or hint)
         return None
     findings.passed(check, ", ".join(filter(None, (description.entry, f"{description.protocol} protocol"))))
     sizes = ", ".join(f"{split}: {n}" for split, n in description.splits.items())
@@ -104,7 +104,12 @@ async def _check_loading(backend: SubmittedBackend, findings: Findings) -> Envir
     return description
 
 
-_DATA_HINT = "put the file and its data in one folder, name that folder, and open data beside Path(__file__)"
+_LOADING_HINTS = {
+    "FileNotFoundError": "put file and data in one folder, name that folder, and open data beside Path(__file__)",
+    "ModuleNotFoundError": "declare a package in the file's `# /// script` block; for a module of your own, name the"
+    " folder that holds it and the file",
+    "no class has the methods": "an agent is a class too: `volley env init FILE.py --template agent` shows one",
+}
 _SPLITS_HINT = 'give the class splits = {"train": 1000, "eval": 100}: the number of tasks of each'
 
 
@@ -133,10 +138,12 @@ async def _check_play(backend: SubmittedBackend, findings: Findings) -> None:
         findings.passed("time", summary)
     low, high = min(findings.rewards, default=0.0), max(findings.rewards, default=0.0)
     summary = f"from {low:g} to {high:g} in {findings.n_episodes} episodes, all finite"
-    if low == high and backend.has_demonstration:
-        findings.warnings.append(f"every reward was {low:g}: if all answers get the same reward, nothing is learnt")
-    elif low == high:
+    if low == high and not backend.has_demonstration:
         summary += "; the test replies ignore the task: only a demonstration shows the reward of a good answer"
+    elif low == high and isinstance(backend, AgentBackend):
+        summary += "; the model's answers were those of the demonstrations"
+    elif low == high:
+        findings.warnings.append(f"every reward was {low:g}: if all answers get the same reward, nothing is learnt")
     findings.passed("rewards", summary)
 
 

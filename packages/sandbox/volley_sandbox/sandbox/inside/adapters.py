@@ -190,6 +190,11 @@ class VolleyAdapter(EnvironmentAdapter):
     def _open(self, environment: Any, split: str, index: int, seed: int) -> tuple[Any, list[dict[str, Any]]]:
         episode = self._wait(environment.reset(split, index, seed))
         if not hasattr(episode, "opening") or not callable(getattr(episode, "step", None)):
+            if callable(getattr(self._class, "judge", None)):
+                raise Refused(
+                    f"{self._class.__name__} has judge, but neither run(base_url, api_key, model) nor command, set in"
+                    " the class and not by reset"
+                )
             raise Refused(
                 f"reset returned {short(episode)}; an environment without a method step must return an episode with"
                 " opening and step"
