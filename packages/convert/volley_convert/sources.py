@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -57,6 +58,15 @@ def _from_gguf(file: Path, folder: Path) -> None:
     if not file.is_file():
         raise ConfigError(f"{file} is no file", "name a GGUF file of this machine")
     _run("gguf", f"converting {file.name}", str(file), folder)
+    if note := note_of(file.name):
+        print_lines(note)
+
+
+def note_of(file: str) -> str:
+    """Note on a GGUF file whose name says that its weights are quantized; empty for any other."""
+    name = Path(file).name
+    bits = re.search(r"[-._]I?Q([1-8])(_\w+)?\.gguf$", name, re.IGNORECASE)
+    return f"{name} has {bits[1]}-bit weights, converted to bfloat16" if bits else ""
 
 
 def _run(module: str, what: str, source: str, folder: Path) -> None:
