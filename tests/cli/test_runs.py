@@ -323,7 +323,9 @@ def test_why_a_run_has_failed_is_kept_until_it_is_started_again(tmp_path: Path) 
     ]
     own = dataclasses.replace(found, config={**found.config, "data.env": "fruit-604afa20@1"})
     runs.write_record(folder, own)
-    assert "its own copy of fruit-604afa20@1; a corrected file needs another run.name=…" in status._ended(folder)[1]
+    for metrics, told in (("", "is used if you repeat the command that started the run"), ("{}\n", "needs another")):
+        folder.metrics.write_text(metrics, encoding="utf-8")
+        assert f"its own copy of fruit-604afa20@1; a corrected file {told}" in status._ended(folder)[1]
     assert report.summarize([], [], found)["failed"] == found.failed
     with runs.claimed(loaded(tmp_path)) as (_, again, _):
         assert again.failed is None

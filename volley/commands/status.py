@@ -109,7 +109,9 @@ def _ended(folder: RunFolder) -> list[str]:
         return [f"{run} is finished", f"{report} shows its results, {up} with more steps continues it"]
     if record is not None and record.failed:
         env = str(record.config.get("data.env"))
-        copied = f" with its own copy of {env}; a corrected file needs another run.name=…"
+        has_step = folder.metrics.exists() and folder.metrics.stat().st_size
+        other = "needs another run.name=…" if has_step else "is used if you repeat the command that started the run"
+        copied = f" with its own copy of {env}; a corrected file {other}"
         return [
             f"{run} has failed: {one_line(record.failed)}",
             f"once that is mended, {up} continues it{copied if _OF_FILE.fullmatch(env) else ''}",
