@@ -326,6 +326,7 @@ def test_why_a_run_has_failed_is_kept_until_it_is_started_again(tmp_path: Path) 
     for metrics, told in (("", "is used if you repeat the command that started the run"), ("{}\n", "needs another")):
         folder.metrics.write_text(metrics, encoding="utf-8")
         assert f"its own copy of fruit-604afa20@1; a corrected file {told}" in status._ended(folder)[1]
+    folder.metrics.unlink()
     assert report.summarize([], [], found)["failed"] == found.failed
     with runs.claimed(loaded(tmp_path)) as (_, again, _):
         assert again.failed is None
