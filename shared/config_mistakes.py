@@ -48,11 +48,14 @@ def named(name: str, section: str = "trainer") -> list[str]:
     return sorted(found, key=lambda one: (not one.startswith(f"{section}."), one.count(".")))
 
 
-def setting_of(name: str, value: str) -> str | None:
-    """Return what to write for a setting that is named like an option; None if there is no such setting."""
+def setting_of(name: str, value: str, section: str) -> str | None:
+    """Return what to write for a setting that is named like an option; None if there is no such setting.
+
+    One in `section` is preferred to those of the same name.
+    """
     if found := renamed(name, value):
         return advice(found[1], value)
-    keys = named(name)
+    keys = named(name, section)
     return advice(keys[0], value) if keys else None
 
 

@@ -1,7 +1,8 @@
 """Names that other trainers give to settings and arguments, and what to write instead.
 
 A name is a key, or `key: value` for one value of it. What to write is a setting of Volley, an option of `volley train`,
-or a sentence; a remark may follow after `; `. docs/migration.md explains the same names, and a test compares.
+or a sentence; a remark may follow after `; `. Without a remark, or with one that starts with `for `, the value stays
+the same. docs/migration.md explains the same names, and a test compares.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TRL: Mapping[str, str] = {
     "generation_batch_size": _ONE_STEP,
     "max_completion_length": "grpo_config.max_response_length",
     "max_prompt_length": "rollout.engine.context_length; it bounds prompt and answer together",
-    "num_train_epochs": "trainer.max_steps; an epoch is the number of tasks divided by trainer.groups_per_step",
+    "num_train_epochs": "trainer.max_steps; an epoch is tasks divided by trainer.groups_per_step; for SFT sft.epochs",
     "lr_scheduler_type": "trainer.optimizer_config.schedule_type",
     "loss_type": "algorithm.name; docs/algorithms.md lists them",
     "loss_type: grpo": "algorithm.name=grpo; with algorithm.loss_agg_mode=sequence-mean-token-mean",
@@ -47,7 +48,7 @@ TRL: Mapping[str, str] = {
     "scale_rewards: group": "algorithm.name=grpo",
     "scale_rewards: none": "algorithm.name=drgrpo",
     "delta": "algorithm.epsilon_c",
-    "beta": "algorithm.beta",
+    "beta": "algorithm.beta; for DPO dpo.beta",
     "mask_truncated_completions": "algorithm.mask_truncated",
     "vllm_importance_sampling_correction": "algorithm.sampler_is=token",
     "vllm_importance_sampling_mode": "algorithm.sampler_is; or algorithm.sampler_rs, which masks instead",
@@ -148,7 +149,7 @@ def advice(text: str, value: object = "") -> str:
     setting, _, remark = text.partition("; ")
     if " " in setting:
         return text
-    is_plain = not remark and re.fullmatch(r"[\w./+-]{1,60}", str(value))
+    is_plain = (not remark or remark.startswith("for ")) and re.fullmatch(r"[\w./+-]{1,60}", str(value))
     if setting[:2] == "--":
         return f"give {setting}" + (f" {value}" if is_plain else "")
     if "=" not in setting:

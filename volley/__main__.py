@@ -232,22 +232,22 @@ def _of_command(
     name, equals, value = wrong.partition("=")
     if wrong and not equals:
         value = next(iter(given[given.index(wrong) + 1 :]), "")
-    if takes and name and (meant := _setting_of(name, "" if value.startswith("--") else value, takes)):
+    if takes and name and (meant := _setting_of(name, "" if value.startswith("--") else value, takes, called)):
         return meant
     if near := get_close_matches(name, options, n=1):
         return f"did you mean {near[0]}?"
     return f"`{whole.prog} {called} --help` lists the arguments"
 
 
-def _setting_of(option: str, value: str, takes: str) -> str | None:
-    """Say how to write a setting that is given as an option; None if there is no such setting."""
+def _setting_of(option: str, value: str, takes: str, called: str) -> str | None:
+    """Say how to write a setting that is given as an option of command `called`; None if there is no such setting."""
     from shared.config_mistakes import setting_of
 
     name = option.removeprefix("--").replace("-", "_")
     if name in ("model", "model_path", "model_name_or_path"):
         instead = f"`volley train {value or 'MODEL'}`" if takes == "rest" else f"model.path={value or 'MODEL'}"
         return f"the model has no option: write {instead}"
-    found = setting_of(name, value)
+    found = setting_of(name, value, "sft" if called in ("sft", "dpo") else "trainer")
     return f"settings have no dashes: {found}" if found and found.startswith("write ") else found
 
 

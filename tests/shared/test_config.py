@@ -105,7 +105,7 @@ def test_the_written_config_is_the_same_config(tmp_path):
         (["reward_funcs=r.py"], r"TRL \(give --reward r\.py\)$"),
         (["loss_type=dr_grpo"], r"TRL \(write algorithm\.name=drgrpo\)$"),
         (["algorithm.loss_type=dapo"], r"loss_type is a key of TRL \(write algorithm\.name=grpo; DAPO's clipping"),
-        (["grpo_config.beta=0.1"], r"beta is a key of TRL \(write algorithm\.beta=0\.1\)$"),
+        (["grpo_config.beta=0.1"], r"beta is a key of TRL \(write algorithm\.beta=0\.1; for DPO dpo\.beta\)$"),
         (["trainer.loss_algo=rloo"], r"loss_algo is a key of Tunix \(write algorithm\.name=rloo\)$"),
         (["orchestrator.eval_every_n_steps=0"], r"greater than 0 \(for none, write orch.*eval_every_n_steps=null\)$"),
         (["trainer.groups_per_step=0"], r"input should be greater than 0$"),
