@@ -235,6 +235,8 @@ def test_which_module_to_use(tmp_path: Path):
         packed({"a.py": plays.format(block, "Fruit"), "b.py": "class Shop:\n    def step(self): ..."}), tmp_path
     )
     assert (found.locate(None), found.locate("Fruit"), found.requirements) == (("a", "Fruit"), ("a", "Fruit"), ("a",))
+    inherits = {"a.py": plays.format("", "Fruit"), "b.py": "from a import Fruit\nclass Big(Fruit):\n    splits = {}\n"}
+    assert unpack(packed(inherits), tmp_path).entries == ("a:Fruit", "b:Big")
     found = unpack(packed({"a.py": plays.format("", "A"), "b/__init__.py": plays.format("", "B")}), tmp_path)
     assert found.locate("B") == ("b", "B")
     with pytest.raises(InputError, match="holds a:A, b:B; which class is the environment") as error:

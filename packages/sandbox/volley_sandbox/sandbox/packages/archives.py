@@ -15,7 +15,7 @@ import unicodedata
 import uuid
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
 from dataclasses import dataclass
@@ -36,7 +36,8 @@ _BLOCK = 2**16
 _ENTRY_MARK = b"PK\x01\x02"
 _FORBIDDEN = frozenset('<>:"|?*\\')
 _MAX_READ = 2**20
-_CLASS = re.compile(r"^class[ \t]+(\w+)(.*(?:\n(?:[ \t)#].*)?)*)", re.MULTILINE)
+_CLASS = re.compile(r"^class[ \t]+(\w+)(.*)((?:\n(?:[ \t)#].*)?)*)", re.MULTILINE)
+_NAME = re.compile(r"\w+")
 _METHOD = re.compile(r"^[ \t]+(?:async[ \t]+)?def[ \t]+(\w+)", re.MULTILINE)
 
 
@@ -216,7 +217,7 @@ def _described(top: Path) -> UnpackedArchive:
     elif is_project:
         requirements, python, entries = _of_project(top / "pyproject.toml")
     if not entries and len(modules) > 1:
-        entries = tuple(one for module in modules for one in _environments(folder, module))
+        entries = tuple(_environments(folder, modules))
     with_them = {one.partition(":")[0] for one in entries} or {*modules}
     if not infos and not is_project and len(with_them) == 1:
         block = read_metadata(_text(folder / f"{with_them.pop()}.py"))
@@ -238,13 +239,15 @@ def _modules(folder: Path) -> set[str]:
     return files | {path.parent.name for path in folder.glob("*/__init__.py") if path.parent.name.isidentifier()}
 
 
-def _environments(folder: Path, module: str) -> Iterator[str]:
-    """Classes of a module that look like environments, as module:Class, read from its text."""
-    text = _text(folder / f"{module}.py") or _text(folder / module / "__init__.py")
-    for name, body in _CLASS.findall(text):
+def _environments(folder: Path, modules: Sequence[str]) -> Iterator[str]:
+    """Classes of modules that look like environments, and those that inherit from them, as module:Class, by text."""
+    plain: set[str] = set()
+    texts = {one: _text(folder / f"{one}.py") or _text(folder / one / "__init__.py") for one in modules}
+    classes = [(module, *found) for module, text in texts.items() for found in _CLASS.findall(text)]
+    for _, name, _, body in classes:
         methods = set(_METHOD.findall(body))
-        if "reset" in methods and methods & {"step", "judge"}:
-            yield f"{module}:{name}"
+        plain |= {name} if "reset" in methods and methods & {"step", "judge"} else set()
+    return (f"{module}:{name}" for module, name, bases, _ in classes if plain & {name, *_NAME.findall(bases)})
 
 
 def _of_wheel(info: Path) -> tuple[tuple[str, ...], str]:
