@@ -2,7 +2,7 @@
 
 A name is a key, or `key: value` for one value of it. What to write is a setting of Volley, an option of `volley train`,
 or a sentence; a remark may follow after `; `. Without a remark, or with one that starts with `for `, the value stays
-the same. docs/migration.md explains the same names, and a test compares.
+the same. docs/migration.md explains the same names, and a test compares. Last, a hint for packages that are missing.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
 _VERL_DOCS = "docs/migration.md#from-verl names the keys of Volley"
 _VERL_ONLY = frozenset({"actor_rollout_ref", "critic", "system", "reward", "reward_model", "custom_reward_function"})
 """Sections of verl that Volley does not have."""
@@ -169,3 +170,13 @@ def hint_for(key: str, value: object = "") -> tuple[str, str] | None:
         return f"it is a key of {found[0]}", advice(found[1], value)
     section = key.partition(".")[0]
     return (f"{section} is a section of verl", _VERL_DOCS) if section in _VERL_ONLY else None
+
+
+def missing_package(failure: str) -> str | None:
+    """Return what to add to a user's file that imports a package without declaring it; None for other failures.
+
+    The package is assumed to have the name under which it is imported.
+    """
+    if (found := _MISSING.search(failure)) is None:
+        return None
+    return f'add at the top of the file, a line each: `# /// script`, `# dependencies = ["{found[1]}"]`, `# ///`'

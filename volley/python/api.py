@@ -71,19 +71,20 @@ def train(
             chosen = overrides if model is None else [*overrides, *overrides_of({"model.path": model})]
             loaded = _in_thread(lambda: configuration.rooted(configuration.load(paths, chosen), Path.cwd()))
         else:
-            loaded = _in_thread(
-                lambda: packages.part("own_data")(
-                    model,
-                    files.rows(data, "train"),
-                    files.rewards(reward),
-                    tools=files.tools(tools),
-                    columns=columns,
-                    eval_data=files.rows(eval_data, "eval"),
-                    eval_share=eval_share,
-                    config=paths_of(config),
-                    overrides=overrides,
+            with files.named():
+                loaded = _in_thread(
+                    lambda: packages.part("own_data")(
+                        model,
+                        files.rows(data, "train"),
+                        files.rewards(reward),
+                        tools=files.tools(tools),
+                        columns=columns,
+                        eval_data=files.rows(eval_data, "eval"),
+                        eval_share=eval_share,
+                        config=paths_of(config),
+                        overrides=overrides,
+                    )
                 )
-            )
         return _started(loaded, files, fresh=name is None, wait=wait, display=display)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ from typing import Any
 from shared.config import LoadedConfig, validate
 from shared.errors import ConfigError
 from volley.python.source import source_of
+
+_OPTION = re.compile(r"--(data|reward|tools|eval-data|eval-share)\b(?: ([\d.]+))?")
+_COLUMNS = re.compile(r"--columns (\w+)=(\w+)(?:,(\w+)=(\w+))?|--columns")
 
 type Files = str | Path | Sequence[str | Path]
 type Rows = str | Path | Iterable[Mapping[str, Any]]
@@ -75,6 +80,24 @@ class HandedFiles:
             raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from error
         return replace(validate(json.loads(text.replace(here, there))), notes=loaded.notes, choices=loaded.choices)
 
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Name rows and arguments in errors as the Python program does, not as files and options of a command."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(self._in_python(error.detail), self._in_python(error.hint or "")) from error
+
+    def _in_python(self, text: str) -> str:
+        for name, argument in (("train.jsonl", "data"), ("eval.jsonl", "eval_data")):
+            if (self._folder / name).exists():
+                path = rf"(?:{re.escape(str(self._folder))}/)?\b{re.escape(name)}"
+                text = re.sub(rf"{path}, line (\d+)", lambda row, of=argument: f"row {int(row[1]) - 1} of {of}", text)
+                text = re.sub(path, argument, text)
+        text = re.sub(rf"{re.escape(str(self._folder))}/\d+/", "", text)
+        text = _COLUMNS.sub(_as_dict, text)
+        return _OPTION.sub(lambda found: found[1].replace("-", "_") + (f"={found[2]}" if found[2] else ""), text)
+
     def _function(self, function: Callable[..., Any]) -> str:
         return f"{self._module(function.__name__, source_of(function))}:{function.__name__}"
 
@@ -83,6 +106,12 @@ class HandedFiles:
         path.parent.mkdir()
         path.write_text(text, encoding="utf-8")
         return path
+
+
+def _as_dict(option: re.Match[str]) -> str:
+    names = [name for name in option.groups() if name is not None]
+    pairs = ", ".join(f'"{new}": "{column}"' for new, column in zip(names[::2], names[1::2], strict=True))
+    return f"columns={{{pairs}}}" if pairs else "columns"
 
 
 def _rows(data: Any) -> Iterable[Mapping[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 import pytest
 
+import volley
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
 from shared.files.rows import rows
@@ -192,6 +193,40 @@ def test_verls_signature_takes_its_columns(here: Path) -> None:
 def test_a_wrong_reward_is_named(here: Path, reward: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         made(reward)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import absent.part\ndef f(completion, row):\n    return 1.0\n",
+        "def f(completion, row):\n    import absent\n    return 1.0\n",
+    ],
+)
+def test_a_package_that_a_reward_does_not_declare_is_named_as_it_is_declared(here: Path, text: str) -> None:
+    (here / "needs.py").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match="No module named 'absent'") as raised:
+        made("needs.py")
+    assert '`# /// script`, `# dependencies = ["absent"]`, `# ///`' in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "said"),
+    [
+        ([{"prompt": "p"}], {}, r"^data has 1 different prompt: .*hold out none: eval_share=0\)"),
+        ([{"a": "p"}], {}, r'^row 0 of data has none of the columns .*columns=\{"prompt": "a"\}'),
+        ([{"prompt": "p"}], {"eval_data": [{"prompt": "q"}, {"a": "r"}]}, "^row 1 of eval_data has none"),
+        ([{"prompt": "p"}], {"eval_share": 3}, "^eval_share=3 is not a share"),
+    ],
+)
+def test_mistakes_in_python_data_are_named_as_the_program_does(
+    here: Path, rows: Any, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        volley.train(PROJECT / "configs/models/quickstart", rows, "rewards.py:prints", **given)
+
+
+def test_without_held_out_tasks_none_are_chosen(here: Path) -> None:
+    assert "data.n_eval_tasks" not in made(eval_share=0).choices
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,12 @@ def fitted(
     n_train, n_eval = len(splits[0].tasks), sum(len(part.tasks) for part in splits[1:])
     chosen: dict[str, tuple[Any, str]] = {
         "run.name": (name, "the name of the data"),
-        "data.n_eval_tasks": (max(1, min(n_eval, _EVALUATED)), f"{n_eval} tasks are held out"),
         "orchestrator.max_turns": (turns, "answers of an episode" if turns > 1 else "a prompt has one answer"),
         "trainer.max_steps": (_STEPS, "a first run; more steps continue it"),
         "trainer.groups_per_step": (min(_GROUPS, n_train), "prompts of a step"),
     }
     if n_eval:
+        chosen["data.n_eval_tasks"] = (min(n_eval, _EVALUATED), f"{n_eval} tasks are held out")
         chosen["orchestrator.eval_every_n_steps"] = (_INTERVAL, "held-out tasks show what is learnt")
     loaded = _chosen(loaded, chosen)
     return automatic.fit(loaded, ModelConfig.read(folder), _lengths(folder, splits, tools), packs=True)

@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from shared.errors import ConfigError
+from shared.hints import missing_package
 from volley.submissions.source import Content
 from volley.submissions.trial import validated
 
@@ -39,10 +40,11 @@ def check(content: bytes, folder: Path, shown: str) -> RewardTrial:
     loads = _failed(packed, {"check": True})
     match = _CHECKED.search(loads[1] if loads else "")
     if match is None:
-        raise ConfigError(f"{shown}: {_one_line(loads)}", "correct the file")
+        raise ConfigError(f"{shown}: {_one_line(loads)}", (loads and loads[2]) or "correct the file")
     found: dict[str, Any] = orjson.loads(match[1])
     if "wrong" in found:
-        raise ConfigError(str(found["wrong"]), "correct the reward")
+        wrong = str(found["wrong"])
+        raise ConfigError(wrong, missing_package(wrong) or "correct the reward")
     if failed := _failed(packed, {}):
         raise ConfigError(f"{shown}: {_one_line(failed)}", failed[2])
     trial = RewardTrial(**found)

@@ -9,6 +9,7 @@ from typing import Any
 
 from services.env.backend import SubmittedBackend
 from shared.errors import Unavailable, VolleyError
+from shared.hints import missing_package
 from volley_sandbox.submissions.record import Check, Report
 
 SEED_HINT = "draw what is random from random.Random(...) seeded by split, index and seed; no clocks, no global state"
@@ -38,6 +39,8 @@ class Findings:
         self.add(Check(name=name, ok=False, detail=detail, hint=hint))
 
     def add(self, check: Check) -> None:
+        if not check.ok and (hint := missing_package(check.detail)) is not None:
+            check = check.model_copy(update={"hint": hint})
         self.checks.append(check)
         self.on_check(check)
 
