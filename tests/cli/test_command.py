@@ -21,6 +21,7 @@ from shared.models.hub import model_folder
 from shared.process.ports import free_port
 from shared.services_schema import Endpoint, ServicesSection
 from volley.__main__ import _example, all_commands, main, parse_arguments
+from volley.commands import export
 from volley.layout import PROJECT
 from volley.local import ports
 from volley.runs import record as runs
@@ -115,6 +116,14 @@ def test_a_runs_folder_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"is the folder of a run, not of a model \(.*{tmp_path}@latest"):
         model_folder(str(tmp_path))
+
+
+def test_export_takes_a_version_as_other_commands_do(tmp_path: Path) -> None:
+    assert export.named(tmp_path, None) == (tmp_path, "latest")
+    for run, version in ((tmp_path, "e000001-s000002"), (Path(f"{tmp_path}@e000001-s000002"), None)):
+        assert export.named(run, version) == (tmp_path, "e000001-s000002")
+    with pytest.raises(ConfigError, match="name two versions"):
+        export.named(Path(f"{tmp_path}@e000001-s000002"), "e000001-s000001")
 
 
 def test_help_lists_the_commands_and_imports_none_of_them() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from shared.errors import ConfigError
 from shared.models.origin import LATEST
 from shared.run import trust
 from shared.run.folder import RunFolder
@@ -12,13 +13,14 @@ from volley.layout import variables_of
 from volley.local import trainer_program
 from volley.printing import join_lines, print_result
 from volley.reporting.working import working
-from volley.run_arguments import add_run_dir
+from volley.run_arguments import add_trust
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    add_run_dir(parser)
+    parser.add_argument("run_dir", type=Path, metavar="RUN|RUN@VERSION", help="a run's newest or given version")
+    add_trust(parser)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make")
-    parser.add_argument("--version", default=LATEST, metavar="VERSION", help="e000001-s000020 (default: the newest)")
+    parser.add_argument("--version", metavar="VERSION", help="the same as RUN@VERSION: e000001-s000020")
     parser.add_argument(
         "--adapter", action="store_true", help="with trainer.lora: write only the adapters, as PEFT saves them"
     )
@@ -26,10 +28,20 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Raises as `main`."""
-    return main(arguments.run_dir, arguments.folder, arguments.version, adapter=arguments.adapter)
+    return main(*named(arguments.run_dir, arguments.version), arguments.folder, adapter=arguments.adapter)
 
 
-def main(run_dir: Path, folder: Path, version: str, *, adapter: bool = False) -> int:
+def named(run: Path, version: str | None) -> tuple[Path, str]:
+    """Return the folder and the version that RUN or RUN@VERSION and --version name. Raises ConfigError."""
+    name, at, of_name = str(run).rpartition("@")
+    if not at or run.is_dir():
+        return run, version or LATEST
+    if version not in (None, of_name):
+        raise ConfigError(f"{run} and --version {version} name two versions", "give one of them")
+    return Path(name), of_name
+
+
+def main(run_dir: Path, version: str, folder: Path, *, adapter: bool = False) -> int:
     """Write `folder` with a program of the trainer's virtual environment. Raises ConfigError, WeightsError."""
     if (run := RunFolder(run_dir.absolute())).config.exists():
         trust.check(run)
