@@ -27,7 +27,7 @@ from shared.types import Trajectory, WeightVersion
 from tests.support import small_run
 from tests.support.foreign import environment
 from tests.support.stack import Training, training
-from volley import AsyncClient, Client
+from volley import AsyncClient, Client, Run
 from volley.client.tables import Table
 from volley.layout import PROJECT
 
@@ -234,6 +234,22 @@ def test_columns_are_arrays_of_their_kind() -> None:
     assert found["e"].tolist() == [[1], None]
     assert Table([]).to_numpy() == {}
     assert Table(rows)[1:].to_numpy()["a"].tolist() == [2]
+
+
+def test_a_table_prints_its_columns() -> None:
+    rows = [{"step": 0, "success": 0.25}, {"step": 1, "loss": -1.0}]
+    assert str(Table(rows)[["step", "success"]]) == "step  success\n   0     0.25\n   1        –"
+    assert str(Table([])) == "Table(0 rows)"
+
+
+def test_metrics_of_a_run_need_no_pandas(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    RunFolder(run).evals.write_bytes(orjson.dumps({"step": 0, "env": None, "success": 0.5}) + b"\n")
+    found = Run(run).metrics()
+    assert isinstance(found, Table)
+    columns = found.columns()
+    assert columns["step"] == sorted(columns["step"])
+    assert {"reward_mean", "eval_success"} <= columns.keys()
 
 
 def test_tables_name_the_missing_package(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,11 @@ class Table(Sequence[Row]):
     @overload
     def __getitem__(self, index: int) -> Row: ...
     @overload
-    def __getitem__(self, index: slice) -> Table: ...
-    def __getitem__(self, index: int | slice) -> Row | Table:
+    def __getitem__(self, index: slice | list[str]) -> Table: ...
+    def __getitem__(self, index: int | slice | list[str]) -> Row | Table:
+        """Return a row, or the table of some rows, or that of the named columns."""
+        if isinstance(index, list):
+            return Table([{name: row.get(name) for name in index} for row in self._rows])
         return Table(self._rows[index]) if isinstance(index, slice) else self._rows[index]
 
     def __len__(self) -> int:
@@ -34,6 +37,13 @@ class Table(Sequence[Row]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} rows)"
+
+    def __str__(self) -> str:
+        """Write the rows as aligned text, a line each, below the names of the columns."""
+        cells = {name: [name, *map(_shown, values)] for name, values in self.columns().items()}
+        widths = {name: max(map(len, column)) for name, column in cells.items()}
+        lines = zip(*([cell.rjust(widths[name]) for cell in column] for name, column in cells.items()), strict=True)
+        return "\n".join(map("  ".join, lines)) or repr(self)
 
     def columns(self) -> dict[str, list[Any]]:
         """Return the values of each column, in the order of the rows."""
@@ -67,6 +77,10 @@ def library(name: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise missing(name, "such tables") from error
+
+
+def _shown(value: Any) -> str:
+    return "–" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _array(values: Sequence[Any]) -> np.ndarray:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -113,25 +114,22 @@ class Run:
     def metrics(self) -> Any:
         """Return a `pandas.DataFrame`, indexed by step: the trainer's metrics, and of evaluations columns `eval_…`.
 
-        A supervised run has its losses instead. Raises ConfigError if pandas is not installed.
+        A supervised run has its losses instead. Without pandas it is a `Table`, whose rows have the key `step`.
         """
-        client = self.client
-        steps, evaluations = client.steps(), client.evaluations()
-        if not len(steps) and len(supervised := client.supervised_steps()):
-            return supervised.to_pandas().set_index("step")
-        frame = steps.to_pandas()
-        rows = [
-            {"step": row["step"], **{f"eval_{key}": row.get(key) for key in ("success", "reward_mean", "turns_mean")}}
-            for row in evaluations
-            if row.get("env") is None
-        ]
         from volley.client.tables import Table
 
-        measured = Table(rows).to_pandas()
-        if frame.empty or measured.empty:
-            found = measured if frame.empty else frame
-            return found.set_index("step") if len(found) else found
-        return frame.merge(measured, on="step", how="outer").set_index("step")
+        client = self.client
+        rows: dict[int, dict[str, Any]] = {row["step"]: dict(row) for row in client.steps()}
+        for row in client.evaluations():
+            if row.get("env") is None:
+                measured = {f"eval_{key}": row.get(key) for key in ("success", "reward_mean", "turns_mean")}
+                rows[row["step"]] = rows.get(row["step"], {"step": row["step"]}) | measured
+        if not len(client.steps()) and len(supervised := client.supervised_steps()):
+            rows = {row["step"]: dict(row) for row in supervised}
+        table = Table([rows[step] for step in sorted(rows)])
+        if find_spec("pandas") is None:
+            return table
+        return table.to_pandas().set_index("step") if len(table) else table.to_pandas()
 
     def trajectories(self, **filters: Any) -> Trajectories:
         """Return the archived episodes that meet the filters. Raises ConfigError for a wrong filter."""
