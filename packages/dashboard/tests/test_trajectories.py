@@ -111,6 +111,7 @@ def test_the_list_is_cut_and_sorted(run: Path, capsys: pytest.CaptureFixture[str
     code, out, err = called(capsys, run, "--limit", "3")
     assert (code, err, len(out.splitlines())) == (0, "", 5)
     assert "3 of 20 episodes" in out
+    assert "  tokens with prompt  turns  " in out
 
 
 def test_an_episode_is_shown_in_full(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

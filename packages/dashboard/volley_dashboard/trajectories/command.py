@@ -18,8 +18,9 @@ from volley_dashboard.trajectories.index import SORTS, Filters
 
 _SHOWN = 20
 _CUT = 32
-_HEAD = ("ticket.sample", "step", "environment", "task", "reward", "end", "tokens", "turns", "stale", "failed attempts")
-_RIGHT = ("step", "reward", "tokens", "turns", "stale")
+_TOKENS = "tokens with prompt"
+_HEAD = ("ticket.sample", "step", "environment", "task", "reward", "end", _TOKENS, "turns", "stale", "failed attempts")
+_RIGHT = ("step", "reward", _TOKENS, "turns", "stale")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
