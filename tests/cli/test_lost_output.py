@@ -130,6 +130,7 @@ def test_a_run_goes_on_and_its_log_gets_the_lines(tmp_path: Path, both: str) -> 
     told = (tmp_path / "errors").read_text(encoding="utf-8")
     assert code == 0, told
     assert "DONE: steps=2" in log.splitlines()[-1]
+    assert f"next: volley report {tmp_path}/chaos, volley trajectories " in log.splitlines()[-2]
     assert told.count("\n") == (0 if both else 1)
     assert both or f"Broken pipe; the command goes on, and lines that cannot be printed are added to {tmp_path}" in told
 

@@ -152,6 +152,22 @@ def test_the_summary_counts_a_replayed_step_once(folder: RunFolder) -> None:
     assert "+45.0 points" in report.table(summary, folder)
 
 
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, "  3.1e-06 with tokens of older weights\n"),
+        ({"logprob_abs_diff_current": 2e-7}, "  2.0e-07 (3.1e-06 with tokens of older weights)\n"),
+        ({"staleness_max": 0}, "  3.1e-06\n"),
+    ],
+)
+def test_log_probabilities_of_the_present_weights_come_first(
+    folder: RunFolder, fields: dict[str, Any], shown: str
+) -> None:
+    folder.metrics.unlink()
+    write(folder.metrics, [step(1, **fields)])
+    assert f"mean |Δ log p|, rollout against trainer{shown}" in report.table(report.make(folder), folder)
+
+
 def test_the_plot_is_a_png_of_readable_size(folder: RunFolder) -> None:
     report.make(folder)
     data = folder.plot.read_bytes()

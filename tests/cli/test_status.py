@@ -17,8 +17,9 @@ from shared.services_schema import Limits, TokenFiles
 from shared.web.access import Role, read_tokens
 from shared.web.http import create_app
 from tests.support.asgi import served
-from volley.commands import status
+from volley.commands import status, train
 from volley.commands.status import _text
+from volley.local.stack import LocalStack
 from volley.printing import json_output
 from volley.runs import observing
 
@@ -88,6 +89,22 @@ async def test_a_wedge_is_shown_from_the_runs_folder_with_a_viewers_token(tmp_pa
         "← trainer waits for groups: 1 of 8 are here\n  ← orchestrator waits for answers of rollout servers (4"
         " requests)" in shown
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "shown"),
+    [
+        ({}, "the run is waiting; "),
+        (
+            {"rollout-0": {"/weights": {}, "/get_server_info": {"internal_state": {"paused": True}}}},
+            "the run is wedged; ",
+        ),
+    ],
+)
+async def test_progress_calls_a_run_wedged_only_for_a_fault(changed, shown):
+    async with stack(**changed) as urls:
+        told = await train._waiting(LocalStack(urls, None, None, []), "wedged")
+    assert told.startswith(shown)
 
 
 async def test_how_far_the_bucket_follows_is_shown(capsys):

@@ -298,6 +298,7 @@ def finish(folder: RunFolder, record: RunRecord, *, prove: bool = False) -> int:
     print_text(closing.sentence(folder, summary, proof))
     if proof is not None and not proof["ok"]:
         return 1
+    say(closing.next_commands(folder))
     say(f"DONE: steps={summary['steps']} elapsed_sec={summary['elapsed_sec']:.1f}")
     return 0
 
@@ -345,7 +346,7 @@ async def follow(running: stack.LocalStack, folder: RunFolder, display: Progress
             ):  # else the trainer has refused a step, or is to begin again
                 raise ServiceFailed(f"run {folder.name} failed: {reason}", f"logs: {folder.logs}")
             if time.monotonic() - news > display.quiet_s:
-                display.quiet(f"the run is {state}; {await _waiting_for(running)}")
+                display.quiet(await _waiting(running, state))
                 news = time.monotonic()
             await asyncio.sleep(_POLL_S)
 
@@ -359,12 +360,16 @@ async def _refused(running: stack.LocalStack) -> str:
             return ""
 
 
-async def _waiting_for(running: stack.LocalStack) -> str:
-    """Chain of waits, from the waiting service to the one that blocks the others."""
-    services = [ServiceStatus(name, kind_of(name), running.client(name)) for name in running.urls]
-    seen = await ask_all(services)
-    chain = wedge.judge(seen).chain
-    return "; ".join(chain or unready(seen)) or "all services are ready"
+async def _waiting(running: stack.LocalStack, state: str) -> str:
+    """State of the run, and the chain of waits from the waiting service to the one that blocks the others.
+
+    A run that is only slow is not called wedged: some service must have halted, or services wait for each other.
+    """
+    seen = await ask_all([ServiceStatus(name, kind_of(name), running.client(name)) for name in running.urls])
+    verdict = wedge.judge(seen)
+    if state == "wedged" and not (verdict.cycle or any(node.halted for node in wedge.nodes(seen))):
+        state = "waiting"
+    return f"the run is {state}; {'; '.join(verdict.chain or unready(seen)) or 'all services are ready'}"
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shared.run.folder import RunFolder
@@ -22,6 +23,13 @@ def sentence(folder: RunFolder, summary: Mapping[str, Any], proof: Mapping[str, 
     parts = [*_success(rates, summary["steps"], _extent(folder.name, summary)), *_groups(folder, summary, proof)]
     flat = " All groups had equal rewards, so nothing was learned from them: see docs/debugging.md."
     return "; ".join(parts) + "." + flat * bool(summary.get("equal_rewards"))
+
+
+def next_commands(folder: RunFolder) -> str:
+    """Line with commands for a finished run, whose folder is relative if it lies below the working directory."""
+    path = folder.path
+    shown = quoted(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return f"next: volley report {shown}, volley trajectories {shown}, volley export {shown} FOLDER"
 
 
 def _success(rates: Sequence[SuccessRate], steps: int, extent: str) -> list[str]:

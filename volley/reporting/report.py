@@ -142,6 +142,7 @@ def summarize(steps: Rows, evals: Rows, record: RunRecord | None) -> dict[str, A
         "reward_components": reward_components(steps),
         "kl_last_step": final.get("kl"),
         "logprob_abs_diff_mean": _mean(steps, "logprob_abs_diff"),
+        "logprob_abs_diff_current_mean": _mean(steps, "logprob_abs_diff_current"),
         "staleness_max": max(
             (row["staleness_max"] for row in steps if row.get("staleness_max") is not None), default=None
         ),
@@ -229,7 +230,7 @@ def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str
             f"{_or_dash(summary['reward_first_step'], '.3f')} → {_or_dash(summary['reward_last_step'], '.3f')}",
         ),
         *_component_rows(summary["reward_components"]),
-        ("mean |Δ log p|, rollout against trainer", _or_dash(summary["logprob_abs_diff_mean"], ".1e")),
+        ("mean |Δ log p|, rollout against trainer", _difference(summary)),
         ("largest staleness (steps)", _or_dash(summary["staleness_max"], ".0f")),
         ("tokens/s during RL", _or_dash(summary["tokens_per_sec"], ",.0f")),
         ("newest weights", str(summary["final_weight_version"] or "–")),
@@ -340,6 +341,15 @@ def _tokens_per_sec(steps: Rows) -> float | None:
 def _span(steps: Rows) -> float:
     """Seconds from the start of the first step to the end of the last."""
     return float(steps[-1]["time"]) - float(steps[0]["time"]) + float(steps[0].get("step_s") or 0.0) if steps else 0.0
+
+
+def _difference(summary: Mapping[str, Any]) -> str:
+    """Mean |Δ log p| of tokens of the present weights; then of all tokens, which also holds what was learnt since."""
+    every, current = summary["logprob_abs_diff_mean"], summary["logprob_abs_diff_current_mean"]
+    if not summary["staleness_max"]:
+        return _or_dash(every, ".1e")
+    older = f"{_or_dash(every, '.1e')} with tokens of older weights"
+    return older if current is None else f"{current:.1e} ({older})"
 
 
 def _mean(rows: Rows, key: str) -> float | None:
