@@ -43,6 +43,8 @@ MAX_STEPS = 1000
 _FINISHED = "finish_early"
 _SLOW_S = 5.0
 """Seconds after which an unanswered call is reported."""
+_MAX_LOGGED = 4000
+_log = telemetry.Log("episodes")
 
 _OPEN = telemetry.Gauge("volley_env_episodes", "Episodes in memory", registry=telemetry.REGISTRY)
 _EVENTS = telemetry.Counter(
@@ -162,7 +164,9 @@ class Episodes:
         await agent.play()
         state = await agent.state(0.0)
         if state.state == "failed" and slot.id in self._slots:
-            _EVENTS.labels(slot.request.entry.name, "failed").inc()
+            name = slot.request.entry.name
+            _EVENTS.labels(name, "failed").inc()
+            _log.warning("program failed", env=name, reason=state.detail, output=state.output[-_MAX_LOGGED:])
             self._report_call(slot, 1, began, SandboxFailed(state.detail))
 
     async def _answered(

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from services.env.backend import AgentSpec, ModelAddress, ProgramState, call_seconds
 from services.env.episode_types import Message, StepResult, assistant
 from shared.errors import Conflict, RateLimited, VolleyError
-from shared.process import telemetry
 from volley_sandbox.backends.sandboxed import SandboxedBackend
 from volley_sandbox.sandbox import answers
 from volley_sandbox.sandbox.limits import EnvironmentProgram, SandboxLimits
@@ -36,7 +35,6 @@ MAX_OUTPUT = 16_384
 START_S = 50.0
 """Seconds for a start and reset, less than a client waits."""
 _LATER_S, _MAX_REASON, _MAX_LOGGED = 10.0, 500, 4000
-_log = telemetry.Log("agents")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -148,11 +146,7 @@ class AgentEpisode:
         finally:
             self._ended.set()
         if self._state.state == "failed":
-            detail, output = self._state.detail, self._state.output[-_MAX_LOGGED:]
-            self._backend.log.append(f"program: {detail}\n{output}".rstrip())
-            _log.warning(
-                "an agent's program failed", env=self._backend.name, task=self.task, detail=detail, output=output
-            )
+            self._backend.log.append(f"program: {self._state.detail}\n{self._state.output[-_MAX_LOGGED:]}".rstrip())
 
     async def _played(self, address: ModelAddress, model: Handler | None, timeout_s: float) -> ProgramState:
         from volley_sandbox.agents import door  # aiohttp, which only agents need
