@@ -8,6 +8,7 @@ validate; the decoder does.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from shared.errors import DecodeError
 from shared.text import well_formed
@@ -19,6 +20,8 @@ MAX_LINE_VALUES = 10_000
 MAX_DEPTH = 64
 MAX_URL = 500
 """Characters of an address that a request names."""
+MAX_CALLS = 1000
+"""Tool calls of one message; the rest is not read."""
 
 _SCALARS = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
 _FIXED_EXTENSIONS = {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18}
@@ -137,3 +140,8 @@ def shortened(text: str, most: int) -> str:
     tail = most // 3
     head = most - tail
     return f"{text[:head]}\n[… {len(text) - most} of {len(text)} characters left out …]\n{text[-tail:]}"
+
+
+def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Return whether `value` is one of the options by JSON's equality (false is not 0); an array never is."""
+    return any(type(value) in ((int, float) if type(one) is int else (type(one),)) and value == one for one in allowed)

@@ -13,7 +13,8 @@ An entry point is a name and an object in a module, written in the package's pyp
                       loop.run_store), `bucket.versions` → `(address, folder) -> VersionStore` (services.rollout.
                       weights.sources), `trainer.processes` → `(RunConfig) -> context manager` that opens one of the
                       trainer's processes as a `shared.boot.RunningService`, `model_conversion` → `(name, folder)` that
-                      makes a model's folder, `plots` → `volley.reporting.plots.Plots`,
+                      makes a model's folder, `client_errors` → `(VolleyError, path) -> fields` that clients of a path
+                      read beside a problem body, `plots` → `volley.reporting.plots.Plots`,
                       `trajectories` → `(folder) -> volley.client.records.EpisodeArchive`,
                       `gpu_kernels` → `volley_engines.gpu`,
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
@@ -60,6 +61,7 @@ OWNERS: Mapping[str, str] = {
         ("environments", "environment_check", "environment_templates", "sandbox_tier"), "volley-rl-sandbox"
     ),
     **dict.fromkeys(("code", "gsm8k", "math", "text_to_sql"), "volley-rl-environments"),
+    "client_errors": "volley-rl-serving",
     **dict.fromkeys(("verify", "replay", "fork", "reverify"), "volley-rl-proof"),
 }
 """Distribution that brings a section, a command or an engine, for the message to somebody who has not installed it."""

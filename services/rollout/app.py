@@ -11,7 +11,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from services.rollout import metrics
-from services.rollout.api import control, generate, openai, routes
+from services.rollout.api import control, generate, routes
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.engines.base import BASE_VERSION, Engine
 from services.rollout.engines.kinds import OpenEngine, opener
@@ -160,7 +160,7 @@ def build_app(
         limits=limits,
         tokens=tokens,
         ready=generation.why_not,
-        roles={**routes.ROLES, **generate.ROLES, **control.ROLES, **openai.ROLES},
+        roles={**routes.ROLES, **generate.ROLES, **control.ROLES},
         max_objects=_OBJECTS + settings.engine.context_length,  # a JSON prompt is a list of numbers
         direct=generate.direct_routes(),
     )
@@ -172,7 +172,6 @@ def build_app(
     app.include_router(routes.router)
     app.include_router(generate.router)
     app.include_router(control.router)
-    app.include_router(openai.router)
     return app
 
 

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from shared.dialects.dialect import CHAT, COMPLETIONS, MESSAGES, RESPONSES
-from shared.dialects.fields import IGNORED, MESSAGES_NEUTRAL, NEUTRAL, RESPONSES_NEUTRAL
 from tests.docs.commands import ROOT
+from volley_serving.dialects.dialect import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from volley_serving.dialects.fields import IGNORED, MESSAGES_NEUTRAL, NEUTRAL, RESPONSES_NEUTRAL
 
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
 from services.rollout.weights.serving import Serving
 from services.rollout.weights.updater import WeightUpdater
-from shared import codec
+from shared import codec, packages
 from shared.models.config import ModelConfig
 from tests.support import models
 from tests.support.engine import SETTINGS, FakeEngine
@@ -35,6 +36,12 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def http(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with served(engine, tmp_path) as client:
+        yield client
+
+
+@asynccontextmanager
+async def served(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     updates = WeightUpdater(engine, tmp_path, ModelConfig.parse(models.tiny_config()), "test", state=Serving(VERSION))
     app = build_app(SETTINGS, engine, updates, GenerationRunner(engine, 0.2, updates), None)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
@@ -62,6 +69,16 @@ async def test_a_text_is_answered_with_text_and_ids(http: httpx.AsyncClient) -> 
     same = await ask(http, input_ids=[F], sampling_params={"max_new_tokens": 3})
     assert (same["text"], same["output_ids"]) == ("GHI", [41, 42, 43])
     assert found["meta_info"]["prompt_tokens"] == 1
+
+
+async def test_it_needs_no_package(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "found", lambda group: {})
+    async with served(engine, tmp_path) as http:
+        assert (await ask(http, text="F", sampling_params={"max_new_tokens": 1}))["text"] == "G"
+        refused = await ask(http, status=400, text="F" * 1000)
+        assert refused["error"] == {"message": refused["error"]["message"]}
+        chat = await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "F"}]})
+        assert (chat.status_code, "error" in chat.json()) == (404, False)
 
 
 async def test_msgpack_answers_have_arrays_and_no_text(http: httpx.AsyncClient) -> None:

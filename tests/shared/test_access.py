@@ -11,7 +11,7 @@ from fastapi import APIRouter, FastAPI
 from services.env.api import environments
 from services.env.api import routes as env
 from services.orchestrator import routes as orchestrator
-from services.rollout.api import control, generate, openai
+from services.rollout.api import control, generate
 from services.rollout.api import routes as rollout
 from services.trainer import routes as trainer
 from services.trainer.publishing import routes as publishing
@@ -32,8 +32,8 @@ SERVICES = {
     ),
     "orchestrator": ([orchestrator.router], orchestrator.ROLES),
     "rollout": (
-        [rollout.router, generate.router, control.router, openai.router],
-        {**rollout.ROLES, **generate.ROLES, **control.ROLES, **openai.ROLES},
+        [rollout.router, generate.router, control.router],
+        {**rollout.ROLES, **generate.ROLES, **control.ROLES},
     ),
     "tinker": ([tinker.router, tinker_records.router], {**tinker.ROLES, **tinker_records.ROLES}),
     "trainer": ([trainer.router, publishing.router], {**trainer.ROLES, **publishing.ROLES}),

@@ -21,8 +21,6 @@ from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.status import RunStatus
 from services.trainer.rl_backend import check_turns
 from shared.clients.env import Opening, StepReply
-from shared.dialects.prompts import render
-from shared.dialects.records import Asked
 from shared.errors import ConfigError, InputError
 from shared.models.chat import ChatTokenizer
 from shared.models.continuation import HistoryChanged
@@ -30,6 +28,8 @@ from shared.schema import RunConfig
 from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, spec
 from tests.support.looking_back import LOOKING_BACK, TEMPLATES
 from tests.support.templates import model_folder
+from volley_serving.dialects.prompts import render
+from volley_serving.dialects.records import Asked
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bridges" / "verl"))
 

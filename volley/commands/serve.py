@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
-from shared import boot, config
+from shared import boot, config, packages
 from shared.clients.base import HttpClient
 from shared.config import LoadedConfig
 from shared.errors import ConfigError, VolleyError, first_error
@@ -313,20 +313,33 @@ def ready_lines(served: ServedModel, after_s: float) -> list[str]:
         "",
         f'curl {quoted(served.url + path)}{header} -H "Content-Type: application/json" -d {quoted(json.dumps(body))}',
         "",
-        f"OpenAI clients: OPENAI_BASE_URL={served.url}/v1 OPENAI_API_KEY={served.token or 'none'}",
         f"all routes: {served.url}/docs    stop: Ctrl-C",
     ]
+    if _has_openai():
+        key = served.token or "none"
+        lines.insert(-1, f"OpenAI clients: OPENAI_BASE_URL={served.url}/v1 OPENAI_API_KEY={key}")
     if served.token is None and served.loaded.config.services.rollout.host not in boot.LOOPBACK:
         lines.append("warning: other machines can reach this address, and no token is required")
     return lines
 
 
 def _example(model: Path) -> tuple[str, dict[str, object]]:
-    """Path and body of a request that the model's tokenizer allows."""
+    """Path and body of a request that the server and the model's tokenizer allow."""
     if not (model / "tokenizer.json").is_file():
         return "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 16}}
+    if not (_has_openai() and _has_template(model)):
+        return "/generate", {"text": "2 + 2 =", "sampling_params": {"max_new_tokens": 16}}
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 32}
+
+
+def _has_template(model: Path) -> bool:
     try:
         ChatTokenizer(model)
     except ConfigError:
-        return "/generate", {"text": "2 + 2 =", "sampling_params": {"max_new_tokens": 16}}
-    return "/v1/chat/completions", {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 32}
+        return False
+    return True
+
+
+def _has_openai() -> bool:
+    """Return whether a package adds OpenAI's routes to the server."""
+    return "rollout.openai" in packages.found(packages.ROUTERS)

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.env.episode_types import assistant
-from shared.dialects.calls import tool_calls, write_call
 from shared.errors import ConfigError, NotFound
 from volley.layout import PROJECT
 from volley_environments.gsm8k.data import read_number, same_number
 from volley_environments.gsm8k.environment import Gsm8k, Gsm8kConfig
+from volley_serving.dialects.calls import tool_calls, write_call
 
 
 @given(st.integers(-(10**12), 10**12), st.text(alphabet=st.characters(exclude_characters="#")))

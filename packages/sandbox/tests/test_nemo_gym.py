@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.dialects.calls import before_calls, tool_calls
 from shared.errors import InputError, Unavailable
 from shared.process.ports import free_port
 from shared.services_schema import Limits
@@ -23,6 +22,7 @@ from tests.support.submitted import decided, opened, reached, timed_out
 from tools.installed import python_with
 from volley_sandbox.backends.remote.nemo_gym_rows import output_items, read_row, response
 from volley_sandbox.submissions.canary import MAX_EPISODES
+from volley_serving.dialects.calls import before_calls, tool_calls
 
 INCREMENT = {"type": "function", "name": "increment", "parameters": {"properties": {"by": {"type": "integer"}}}}
 CALL = '<tool_call>{"name": "increment", "arguments": {"by": %s}}</tool_call>'

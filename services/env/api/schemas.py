@@ -9,8 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic.config import JsonDict
 
 from services.env.episode_types import Message
-from shared.bounds import MAX_URL
-from shared.dialects.calls import MAX_CALLS
+from shared.bounds import MAX_CALLS, MAX_URL
 from shared.types import MAX_MESSAGE
 from shared.web import http
 

@@ -19,12 +19,11 @@ from services.rollout.api.generate_body import AskedPrompt, GenerateBody
 from services.rollout.api.generation import Receive
 from services.rollout.api.routes import RolloutState
 from services.rollout.engines.base import FinishReason, GenerateResult, NewTokens, ScoredTokens, TopTokens
-from shared.dialects.decoding import TokenDecoder
-from shared.dialects.errors import sglang_error
-from shared.dialects.reading import held_back
 from shared.errors import VolleyError
 from shared.models.chat import ChatTokenizer
+from shared.models.token_decoder import TokenDecoder, held_back
 from shared.routing import to_wire
+from shared.web.problems import sglang_error
 
 type TextOf = Callable[[int], str]
 type Rows = list[list[Any]]

@@ -219,22 +219,3 @@ SERVER = _object(
 )
 LOADS = _object({"loads": {"type": "array", "items": {"type": "object"}}})
 LOAD: Schema = {"type": "array", "items": {"type": "object"}}
-MODELS = _object({"object": {"const": "list"}, "data": {"type": "array", "items": {"type": "object"}}})
-SERVED_MODEL = _object({"id": {"type": "string"}, "object": {"const": "model"}})
-RESPONSE = _object({"id": {"type": "string"}, "object": {"const": "response"}, "output": {"type": "array"}})
-MESSAGE = _object({"id": {"type": "string"}, "type": {"const": "message"}, "content": {"type": "array"}})
-COUNT = _object({"input_tokens": _COUNT})
-ANSWER = _object(
-    {
-        "id": {"type": "string"},
-        "object": {"enum": ["text_completion", "chat.completion"]},
-        "created": _COUNT,
-        "model": {"type": "string"},
-        "choices": {
-            "type": "array",
-            "items": _object({"index": _COUNT, "finish_reason": {"type": "string"}}),
-            "minItems": 1,
-        },
-        "usage": _object({"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT}),
-    }
-)

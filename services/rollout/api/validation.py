@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from services.rollout.engines.base import EngineInfo, GenerateRequest, Grammar, GrammarKind, SamplingParams
-from shared.dialects.fields import is_one_of
+from shared.bounds import is_one_of
 from shared.errors import ContextExceeded, InputError
 
 CROWD = 16

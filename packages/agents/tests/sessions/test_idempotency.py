@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule
 
 from packages.agents.tests.sessions.recorder import opening
-from shared.dialects.records import Answered, Head, Usage
 from shared.errors import Conflict, Unavailable
 from shared.types import VersionSpan
 from tests.orchestrator.fakes import spec
@@ -22,6 +21,7 @@ from volley_agents.sessions.messages import digest_of
 from volley_agents.sessions.records import CallRequest
 from volley_agents.sessions.sessions import Sessions
 from volley_agents.sessions.tree import ROOT, Node
+from volley_serving.dialects.records import Answered, Head, Usage
 
 
 class Process:

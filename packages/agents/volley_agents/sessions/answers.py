@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared import codec
-from shared.dialects.records import Answered, Call, Head, Sampled, Usage
 from volley_agents.sessions.tree import Node, Tree
+from volley_serving.dialects.records import Answered, Call, Head, Sampled, Usage
 
 
 @dataclass(frozen=True, slots=True)

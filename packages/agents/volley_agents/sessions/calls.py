@@ -19,11 +19,6 @@ from services.orchestrator.episodes.recorder import Recorder
 from services.orchestrator.episodes.turn import EpisodeState, TokenBounds, TurnSampler
 from services.orchestrator.status import RunStatus
 from shared.clients.rollout import Generation
-from shared.dialects.chat import message_of
-from shared.dialects.completions import with_ids
-from shared.dialects.decoding import answered
-from shared.dialects.prompts import Prompt, begin_call, ends_open, render, variables_of
-from shared.dialects.records import Answered, Asked, Head, Sampled, usage_of
 from shared.errors import ContextExceeded, InputError, Unavailable, VolleyError, first_error
 from shared.models.chat import ChatTokenizer
 from shared.models.continuation import HistoryChanged
@@ -34,6 +29,11 @@ from volley_agents.sessions.failures import CallsUsedUp
 from volley_agents.sessions.messages import digest_of, following
 from volley_agents.sessions.session import AgentSession, RunningSample
 from volley_agents.sessions.tree import ROOT, Node, TreePosition
+from volley_serving.dialects.chat import message_of
+from volley_serving.dialects.completions import with_ids
+from volley_serving.dialects.decoding import answered
+from volley_serving.dialects.prompts import Prompt, begin_call, ends_open, render, variables_of
+from volley_serving.dialects.records import Answered, Asked, Head, Sampled, usage_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,6 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from shared.dialects import dialect as dialects
-from shared.dialects import messages
-from shared.dialects.dialect import Dialect
-from shared.dialects.prompts import render
 from shared.errors import Conflict, InputError, NotFound
 from shared.process import offload
 from shared.run.mixture import base_name
@@ -30,6 +26,10 @@ from volley_agents.sessions.serving import CallResponse, Exchange
 from volley_agents.sessions.session import AgentSession
 from volley_agents.sessions.sessions import Sessions
 from volley_agents.sessions.views import claimed_view, session_view
+from volley_serving.dialects import dialect as dialects
+from volley_serving.dialects import messages
+from volley_serving.dialects.dialect import Dialect
+from volley_serving.dialects.prompts import render
 
 router = APIRouter(prefix="/v1", tags=["sessions"])
 ROLES = {

@@ -15,9 +15,6 @@ import orjson
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shared.dialects.dialect import Dialect
-from shared.dialects.events import KEEP_ALIVE, encode_finished
-from shared.dialects.records import Asked, Head
 from shared.errors import InputError, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
@@ -26,6 +23,9 @@ from volley_agents.sessions import metrics
 from volley_agents.sessions.answers import RecordedCall
 from volley_agents.sessions.records import CallEntry
 from volley_agents.sessions.session import AgentSession
+from volley_serving.dialects.dialect import Dialect
+from volley_serving.dialects.events import KEEP_ALIVE, encode_finished
+from volley_serving.dialects.records import Asked, Head
 
 _QUIET_S = 10.0
 """Time without a byte on a stream that waits, in seconds."""

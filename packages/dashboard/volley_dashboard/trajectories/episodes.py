@@ -118,7 +118,7 @@ def texts(ids: Sequence[int], tokenizer: ChatTokenizer | None) -> list[str]:
     """Return the text that each token adds; empty for a token that only begins a character."""
     if tokenizer is None:
         return [f"{one} " for one in ids]
-    from shared.dialects.decoding import TokenDecoder
+    from shared.models.token_decoder import TokenDecoder
 
     decoder = TokenDecoder(tokenizer, skip_special=False)
     return [decoder.add([one]) for one in ids]
@@ -200,7 +200,7 @@ def turn_texts(one: EpisodeSequence, tokenizer: ChatTokenizer | None) -> list[st
     ids, done, found = one.token_ids.tolist(), 0, list[str]()
     if tokenizer is None:
         return [" ".join(map(str, ids[turn.start : turn.end])) for turn in one.turns]
-    from shared.dialects.decoding import TokenDecoder
+    from shared.models.token_decoder import TokenDecoder
 
     decoder = TokenDecoder(tokenizer, skip_special=False)
     for turn in one.turns:

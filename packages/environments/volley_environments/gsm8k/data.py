@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from services.env.environments.problem_files import read_rows
 from services.env.episode_types import Message, assistant
-from shared.dialects.calls import CallFormat, write_call
 from shared.errors import ConfigError
 from volley_sandbox.tools.arithmetic import CalculatorError, calculate
+from volley_serving.dialects.calls import CallFormat, write_call
 
 _NUMBER = r"(?:(?<!\d)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _STRICT = re.compile(rf"#### ({_NUMBER})")

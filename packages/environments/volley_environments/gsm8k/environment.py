@@ -24,7 +24,6 @@ from services.env.episode_types import (
     assistant,
     user,
 )
-from shared.dialects.calls import CallFormat, ToolCall, tool_calls, write_call
 from volley_environments.gsm8k.data import (
     MAX_NUMBER,
     Problem,
@@ -35,6 +34,7 @@ from volley_environments.gsm8k.data import (
     solution_text,
 )
 from volley_sandbox.tools.arithmetic import CalculatorError, calculate
+from volley_serving.dialects.calls import CallFormat, ToolCall, tool_calls, write_call
 
 CALCULATOR: Mapping[str, Any] = {
     "type": "function",

@@ -9,13 +9,13 @@ from typing import Any
 import pytest_asyncio
 
 from services.env.threads import ThreadRunner
-from shared.dialects.calls import ToolCall
 from volley_sandbox.sandbox.sandboxes import Sandboxes
 from volley_sandbox.tools.base import ToolContext
 from volley_sandbox.tools.dispatch import EpisodeTools
 from volley_sandbox.tools.mcp import McpServers
 from volley_sandbox.tools.settings import split_config
 from volley_sandbox.tools.toolset import Toolbox, ToolSet
+from volley_serving.dialects.calls import ToolCall
 
 type OpenTools = Callable[..., Awaitable[EpisodeTools]]
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.env.episode_types import Message, assistant
-from shared.dialects.calls import MAX_CALLS, CallFormat, ToolCall, tool_calls, with_calls_written, write_call
+from shared.bounds import MAX_CALLS
 from shared.models.templates import compile_template
 from tests.support.templates import published
+from volley_serving.dialects.calls import CallFormat, ToolCall, tool_calls, with_calls_written, write_call
 
 PYTHON = {
     "type": "function",

@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from services.env.catalogue import Catalogue
-from shared.dialects.calls import write_call
 from shared.errors import ConfigError, InputError
 from tests.env.conftest import OpenClient
 from tests.env.test_catalogue import RUNNER
@@ -23,6 +22,7 @@ from volley_sandbox.tools.settings import (
     WorkspaceSettings,
     split_config,
 )
+from volley_serving.dialects.calls import write_call
 
 EQUIPMENT = EquippingToolbox(Sandboxes(), RUNNER, McpServers())
 CALC = write_call("calculator", {"expression": "48/2"})

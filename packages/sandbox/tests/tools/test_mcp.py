@@ -13,11 +13,11 @@ import pytest
 
 from packages.sandbox.tests.tools.conftest import OpenTools, ask
 from packages.sandbox.tests.tools.test_environments import open_episode, say
-from shared.dialects.calls import ToolCall, write_call
 from shared.errors import ConfigError, Unavailable
 from shared.process.ports import free_port
 from tests.env.conftest import OpenClient
 from tests.support.loop_clock import skip
+from volley_serving.dialects.calls import ToolCall, write_call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROOT = str(Path(__file__).parents[4])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from packages.sandbox.tests.tools.conftest import OpenTools, ask
-from shared.dialects.calls import ToolCall
 from shared.errors import Busy, Conflict, RateLimited, SandboxLost
 from shared.process import telemetry
 from volley_sandbox.sandbox.sandboxes import Sandboxes
@@ -21,6 +20,7 @@ from volley_sandbox.tools.python import PythonSession
 from volley_sandbox.tools.settings import PythonSettings, ToolUse
 from volley_sandbox.tools.toolset import Toolbox
 from volley_sandbox.tools.workspace import Workspace
+from volley_serving.dialects.calls import ToolCall
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,12 +11,12 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from services.env.episode_types import Message
-from shared.dialects import dialect
-from shared.dialects.dialect import Dialect
-from shared.dialects.events import encode_finished
-from shared.dialects.reading import new_id
-from shared.dialects.records import Answered, Asked, Call, Head, Sampled, Usage
 from shared.errors import VolleyError
+from volley_serving.dialects import dialect
+from volley_serving.dialects.dialect import Dialect
+from volley_serving.dialects.events import encode_finished
+from volley_serving.dialects.reading import new_id
+from volley_serving.dialects.records import Answered, Asked, Call, Head, Sampled, Usage
 
 _KNOWS_NOTHING = "I do not know."
 _SAMPLED = Sampled(np.zeros(0, np.int32), np.zeros(0, np.float32))

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.env.api.state import state_of
-from shared.dialects.calls import ToolCall
 from shared.errors import NotFound, RateLimited, Unavailable
 from shared.web import http
 from shared.web.access import Role
@@ -24,6 +23,7 @@ from volley_sandbox.extension import MAX_TRIALS, extension_of
 from volley_sandbox.tools.base import ToolContext
 from volley_sandbox.tools.dispatch import EpisodeTools
 from volley_sandbox.tools.settings import ToolUse
+from volley_serving.dialects.calls import ToolCall
 
 router = APIRouter(tags=["tools"])
 ROUTES = ServiceRoutes(router, {"GET /tools": Role.SERVICE, "POST /tools/{name}/call": Role.SERVICE})

@@ -35,7 +35,6 @@ from services.env.episode_types import (
     user,
 )
 from services.env.repeated_call import RepeatedCall, answered
-from shared.dialects.calls import CallFormat, tool_calls_of
 from shared.errors import Conflict, InputError, NotFound, SandboxFailed
 from shared.text import well_formed
 from volley_sandbox.harbor.containers import Agent, Containers
@@ -44,6 +43,7 @@ from volley_sandbox.tools.base import ToolFault
 from volley_sandbox.tools.bash import BASH, BashSession, CommandResult
 from volley_sandbox.tools.dispatch import EpisodeTools
 from volley_sandbox.tools.settings import ToolUse
+from volley_serving.dialects.calls import CallFormat, tool_calls_of
 
 HARBOR = "harbor"
 """Protocol of a submission of task folders."""

@@ -16,12 +16,12 @@ from typing import Any
 
 from services.env.backend import CALL_SECONDS, Call, KnownSplits, LiveEpisode
 from services.env.episode_types import Demonstration, Message, StepResult, check_task
-from shared.dialects.calls import with_calls_written
 from shared.errors import NotFound, SandboxFailed, VolleyError
 from volley_sandbox.sandbox import answers
 from volley_sandbox.sandbox.limits import EnvironmentProgram, SandboxLimits
 from volley_sandbox.sandbox.sandbox import Sandbox
 from volley_sandbox.sandbox.sandboxes import Sandboxes
+from volley_serving.dialects.calls import with_calls_written
 
 LOG_LINES = 200
 

@@ -15,12 +15,12 @@ from services.env.backend import EnvironmentBackend, LiveEpisode
 from services.env.episode_types import Demonstration, Info, Message, StepResult
 from services.env.threads import InThreads
 from services.env.workers.processes import InProcesses
-from shared.dialects.calls import CallFormat, tool_calls_of, write_call
 from shared.errors import ConfigError, GivenUp
 from volley_sandbox.tools.base import ToolContext, ToolDescription
 from volley_sandbox.tools.dispatch import EpisodeTools
 from volley_sandbox.tools.settings import ToolUse
 from volley_sandbox.tools.toolset import ToolSet
+from volley_serving.dialects.calls import CallFormat, tool_calls_of, write_call
 
 _TIMEOUT_S = 29.0
 """Deadline of all calls of a message, in seconds, in addition to the tools' own deadlines."""

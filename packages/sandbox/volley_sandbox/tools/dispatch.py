@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.bounds import shortened
-from shared.dialects.calls import ToolCall
 from shared.errors import Busy, RateLimited, VolleyError, first_error
 from shared.process import telemetry
 from volley_sandbox.tools.base import ToolDescription, ToolFault, ToolSession
 from volley_sandbox.tools.settings import ToolUse
+from volley_serving.dialects.calls import ToolCall
 
 TURN_S = 25.0
 """Seconds for all calls of a message; a client waits a little longer for a step."""

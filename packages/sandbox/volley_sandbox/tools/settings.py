@@ -21,10 +21,10 @@ from pydantic import (
     model_validator,
 )
 
-from shared.dialects.calls import CallFormat
 from shared.errors import Forbidden, InputError
 from volley_sandbox.tools.base import ToolFault
 from volley_sandbox.tools.workspace import Workspace, encoded
+from volley_serving.dialects.calls import CallFormat
 
 MAX_TOOLS = 16
 _KEYS = ("tools", "tool_use")

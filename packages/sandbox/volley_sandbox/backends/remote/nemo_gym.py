@@ -27,7 +27,6 @@ from services.env.episode_types import MAX_REWARD, Demonstration, Info, Message,
 from shared import codec
 from shared.bounds import MAX_OBJECTS, shortened
 from shared.clients.base import HttpClient, HttpReply
-from shared.dialects.calls import CallFormat, ToolCall, before_calls, tool_calls_of
 from shared.errors import DecodeError, NemoGymRefused, NotFound, StorageDenied, Unavailable
 from shared.process import offload
 from shared.types import MAX_MESSAGE
@@ -42,6 +41,7 @@ from volley_sandbox.backends.remote.nemo_gym_rows import (
 )
 from volley_sandbox.backends.remote.paths import at_path
 from volley_sandbox.backends.remote.site import CONNECT_S, RemoteContext, RemoteDescription, RemoteSite
+from volley_serving.dialects.calls import CallFormat, ToolCall, before_calls, tool_calls_of
 
 MAX_CALLS = 32
 """Most calls of one message that are carried out."""

@@ -19,9 +19,9 @@ import orjson
 
 from services.env.episode_types import Message, user
 from shared import codec
-from shared.dialects.calls import ToolCall
 from shared.errors import DecodeError, InputError
 from volley_sandbox.sandbox.answers import MAX_SPLITS
+from volley_serving.dialects.calls import ToolCall
 
 MAX_ROW_BYTES, MAX_ROW_VALUES = 2**20, 20_000
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}

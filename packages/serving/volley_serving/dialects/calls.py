@@ -27,15 +27,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from shared.dialects.embedded_json import MAX_ARGUMENTS, after_space, json_at
+from shared.bounds import MAX_CALLS
 from shared.errors import DecodeError
+from volley_serving.dialects.embedded_json import MAX_ARGUMENTS, after_space, json_at
 
 type Message = Mapping[str, Any]
 """Chat message with the keys `content` and, in OpenAI's shape, `tool_calls`."""
 type CallFormat = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"]
 
-MAX_CALLS = 1000
-"""Calls of one message; the rest is not read."""
 
 _OBJECT = "a tool call must be one JSON object with name and arguments"
 _OPEN, _CLOSE, _MISTRAL, _PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
-from shared.dialects.choices import read_format, read_tool_choice
-from shared.dialects.fields import RESPONSES_NEUTRAL, honoured
-from shared.dialects.openai_body import MAX_TOP_K, MAX_TOP_LOGPROBS
-from shared.dialects.records import Asked, Sampling
 from shared.errors import InputError
 from shared.models.messages import kind, read_messages
+from volley_serving.dialects.choices import read_format, read_tool_choice
+from volley_serving.dialects.fields import RESPONSES_NEUTRAL, honoured
+from volley_serving.dialects.openai_body import MAX_TOP_K, MAX_TOP_LOGPROBS
+from volley_serving.dialects.records import Asked, Sampling
 
 LOGPROBS = "message.output_text.logprobs"
 _EXAMPLE: JsonDict = {"input": "What is 2 + 2?", "max_output_tokens": 8}

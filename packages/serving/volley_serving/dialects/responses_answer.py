@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shared.dialects.chat import token_rows
-from shared.dialects.errors import openai_error
-from shared.dialects.events import event
-from shared.dialects.records import AnswerContent, Answered, Asked, Call, Head, Piece, Reasoning, Sampled, Usage
 from shared.errors import VolleyError
 from shared.models.chat import ChatTokenizer
+from volley_serving.dialects.chat import token_rows
+from volley_serving.dialects.errors import openai_error
+from volley_serving.dialects.events import event
+from volley_serving.dialects.records import AnswerContent, Answered, Asked, Call, Head, Piece, Reasoning, Sampled, Usage
 
 type Item = dict[str, Any]
 

@@ -9,11 +9,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
-from shared.dialects.choices import read_format, read_tool_choice
-from shared.dialects.errors import openai_error
-from shared.dialects.events import event
-from shared.dialects.openai_body import MAX_TOP_LOGPROBS, SamplingBody
-from shared.dialects.records import (
+from shared.errors import InputError, VolleyError
+from shared.models.chat import ChatTokenizer
+from shared.models.messages import read_messages
+from volley_serving.dialects.choices import read_format, read_tool_choice
+from volley_serving.dialects.errors import openai_error
+from volley_serving.dialects.events import event
+from volley_serving.dialects.openai_body import MAX_TOP_LOGPROBS, SamplingBody
+from volley_serving.dialects.records import (
     AnswerContent,
     Answered,
     Asked,
@@ -24,9 +27,6 @@ from shared.dialects.records import (
     Sampled,
     Usage,
 )
-from shared.errors import InputError, VolleyError
-from shared.models.chat import ChatTokenizer
-from shared.models.messages import read_messages
 
 _EXAMPLE: JsonDict = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 8}
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shared.dialects.errors import anthropic_error
-from shared.dialects.events import event
-from shared.dialects.records import AnswerContent, Answered, Asked, Call, Head, Piece, Reasoning, Sampled, Usage
 from shared.errors import VolleyError
 from shared.models.chat import ChatTokenizer
+from volley_serving.dialects.errors import anthropic_error
+from volley_serving.dialects.events import event
+from volley_serving.dialects.records import AnswerContent, Answered, Asked, Call, Head, Piece, Reasoning, Sampled, Usage
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
 

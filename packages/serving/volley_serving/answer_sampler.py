@@ -20,11 +20,11 @@ from services.rollout.engines.base import (
     SamplingParams,
     TopTokens,
 )
-from shared.dialects.decoding import AnswerDecoder
-from shared.dialects.events import AnswerStream
-from shared.dialects.grammars import AnswerGrammar
-from shared.dialects.prompts import Prompt
-from shared.dialects.records import Answered, Asked, EchoedPrompt, Piece, Sampled, TopLogprobs, Usage, usage_of
+from volley_serving.dialects.decoding import AnswerDecoder
+from volley_serving.dialects.events import AnswerStream
+from volley_serving.dialects.grammars import AnswerGrammar
+from volley_serving.dialects.prompts import Prompt
+from volley_serving.dialects.records import Answered, Asked, EchoedPrompt, Piece, Sampled, TopLogprobs, Usage, usage_of
 
 type Sink = Callable[[int, list[Piece], Sampled | None], None]
 _EMPTY = np.empty(0, np.float32)

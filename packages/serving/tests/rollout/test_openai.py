@@ -25,15 +25,15 @@ from services.rollout.app import build_app
 from services.rollout.engines.base import OPTIONS, GenerateRequest, Grammar, OnTokens, SamplingParams
 from services.rollout.weights.serving import Serving
 from services.rollout.weights.updater import WeightUpdater
-from shared.dialects.chat import ChatBody
-from shared.dialects.completions import CompletionBody
-from shared.dialects.fields import IGNORED, NEUTRAL
-from shared.dialects.messages import CountBody, MessagesBody
-from shared.dialects.responses import ResponsesBody
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from tests.support import models
 from tests.support.engine import SETTINGS, FakeEngine, counted
+from volley_serving.dialects.chat import ChatBody
+from volley_serving.dialects.completions import CompletionBody
+from volley_serving.dialects.fields import IGNORED, NEUTRAL
+from volley_serving.dialects.messages import CountBody, MessagesBody
+from volley_serving.dialects.responses import ResponsesBody
 
 VERSION = "e000001-s000000"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

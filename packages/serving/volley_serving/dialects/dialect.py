@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from shared.dialects import chat, completions, messages, messages_answer, responses, responses_answer
-from shared.dialects.events import AnswerStream
-from shared.dialects.records import Answered, Asked, Head, Usage
 from shared.models.chat import ChatTokenizer
+from volley_serving.dialects import chat, completions, messages, messages_answer, responses, responses_answer
+from volley_serving.dialects.events import AnswerStream
+from volley_serving.dialects.records import Answered, Asked, Head, Usage
 
 
 @dataclass(frozen=True, slots=True)

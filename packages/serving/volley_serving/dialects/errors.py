@@ -23,16 +23,19 @@ _KINDS = {
 _ANTHROPIC = ("/messages", "/messages/count_tokens")
 _OPENAI = ("/completions", "/models", "/embeddings", "/responses")
 """Ends of the paths that a client requests, also if its base URL lacks the folder."""
-_FOLDER, _NATIVE = "/v1/", "/generate"
+_FOLDER = "/v1/"
 
 
 def client_fields(error: VolleyError, path: str) -> dict[str, Any]:
-    """Return what the clients of a path read beside a problem body; nothing on the paths of other clients."""
+    """Return what the clients of a path read beside a problem body; nothing on the paths of other clients.
+
+    Entry point `client_errors` of `volley.parts`.
+    """
     if path.endswith(_ANTHROPIC):
         return {"type": "error", "error": anthropic_error(error)}
     if path.startswith(_FOLDER) or path.endswith(_OPENAI):
         return {"error": openai_error(error)}
-    return {"error": sglang_error(error)} if path == _NATIVE else {}
+    return {}
 
 
 def openai_error(error: VolleyError) -> dict[str, Any]:
@@ -47,19 +50,6 @@ def anthropic_error(error: VolleyError) -> dict[str, Any]:
         if n <= limit:
             text = f"input length and `max_tokens` exceed context limit: {n} + {new} > {limit}"
     return {"type": _kind(error), "message": text}
-
-
-def sglang_error(error: VolleyError) -> dict[str, Any]:
-    text = str(error)
-    if isinstance(error, ContextExceeded) and error.limit:
-        n, new, limit = error.n_prompt, error.n_new, error.limit
-        text = f"The input ({n} tokens) is longer than the model's context length ({limit} tokens)."
-        if n <= limit:
-            text = (
-                f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested a"
-                f" total of {n + new} tokens: {n} tokens from the input messages and {new} tokens for the completion."
-            )
-    return {"message": text}
 
 
 def _kind(error: VolleyError) -> str:

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import orjson
 
-from shared.dialects.records import Answered, Piece, Sampled, Usage
 from shared.errors import VolleyError
+from volley_serving.dialects.records import Answered, Piece, Sampled, Usage
 
 KEEP_ALIVE = b": waiting\n\n"
 """Comment that clients skip; it keeps a connection open while there is nothing to send."""

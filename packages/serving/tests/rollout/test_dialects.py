@@ -13,14 +13,14 @@ import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from shared.dialects.grammars import AnswerGrammar
-from shared.dialects.prompts import render
-from shared.dialects.records import Asked
 from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
 from tests.rollout.speaking import TOKENIZER, Server, running
 from tests.support.engine import SETTINGS
 from tests.support.templates import model_folder, published, tiny_folder
+from volley_serving.dialects.grammars import AnswerGrammar
+from volley_serving.dialects.prompts import render
+from volley_serving.dialects.records import Asked
 
 TINY_TEMPLATE = json.loads((Path(SETTINGS.engine.model_path) / "tokenizer_config.json").read_text("utf-8"))[
     "chat_template"

@@ -10,8 +10,9 @@ import json
 import uuid
 from collections.abc import Sequence
 
-from shared.dialects.calls import Schemas, text_calls
-from shared.dialects.records import AnswerContent, Call, Piece, Reasoning
+from shared.models.token_decoder import held_back
+from volley_serving.dialects.calls import Schemas, text_calls
+from volley_serving.dialects.records import AnswerContent, Call, Piece, Reasoning
 
 THINK, END_THINK = "<think>", "</think>"
 _TAG, _END_TAG = "<tool_call>", "</tool_call>"
@@ -150,12 +151,6 @@ class AnswerReader:
 def new_id() -> str:
     """Make the id of a call: nine letters and digits, which every chat template accepts, Mistral's too."""
     return uuid.uuid4().hex[:9]
-
-
-def held_back(text: str, marks: Sequence[str]) -> int:
-    """Return how many characters at the end of `text` may be the beginning of a mark."""
-    longest = min(len(text), max(map(len, marks), default=1) - 1)
-    return next((n for n in range(longest, 0, -1) if any(mark.startswith(text[-n:]) for mark in marks)), 0)
 
 
 def _kept(text: str, marks: Sequence[str]) -> int:

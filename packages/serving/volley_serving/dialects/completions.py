@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from shared.dialects.chat import DONE, envelope, exact_tokens, token_writer, write_usage
-from shared.dialects.errors import openai_error
-from shared.dialects.events import event
-from shared.dialects.openai_body import MAX_TOP_LOGPROBS, SamplingBody, TokenId
-from shared.dialects.records import AnswerContent, Answered, Asked, Head, Piece, Sampled, TopLogprobs, Usage
 from shared.errors import InputError, VolleyError
 from shared.models.chat import ChatTokenizer
+from volley_serving.dialects.chat import DONE, envelope, exact_tokens, token_writer, write_usage
+from volley_serving.dialects.errors import openai_error
+from volley_serving.dialects.events import event
+from volley_serving.dialects.openai_body import MAX_TOP_LOGPROBS, SamplingBody, TokenId
+from volley_serving.dialects.records import AnswerContent, Answered, Asked, Head, Piece, Sampled, TopLogprobs, Usage
 
 DEFAULT_TOKENS = 16
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shared.dialects import grammars
-from shared.dialects.choices import function_names
-from shared.dialects.grammars import AnswerGrammar
-from shared.dialects.reading import END_THINK, THINK
-from shared.dialects.records import Asked
 from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
+from volley_serving.dialects import grammars
+from volley_serving.dialects.choices import function_names
+from volley_serving.dialects.grammars import AnswerGrammar
+from volley_serving.dialects.reading import END_THINK, THINK
+from volley_serving.dialects.records import Asked
 
 _TAIL = 16  # tokens
 _NO_THOUGHTS = f"\n{END_THINK}\n\n"

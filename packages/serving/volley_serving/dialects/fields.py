@@ -10,6 +10,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from shared.bounds import is_one_of
 from shared.errors import InputError
 
 IGNORED = frozenset(
@@ -117,8 +118,3 @@ def honoured(
         hints = "".join(_HINTS.get(name, "") for name in sorted(refused))
         raise InputError(f"{', '.join(told)} {'is' if len(refused) == 1 else 'are'} not supported", f"leave out{hints}")
     return {name: value for name, value in given.items() if name in known}
-
-
-def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Return whether `value` is one of the options by JSON's equality (false is not 0); an array never is."""
-    return any(type(value) in ((int, float) if type(one) is int else (type(one),)) and value == one for one in allowed)

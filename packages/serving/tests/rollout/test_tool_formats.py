@@ -7,7 +7,7 @@ from sgl_jax.srt.entrypoints.openai.protocol import Function, Tool
 from sgl_jax.srt.function_call.function_call_parser import FunctionCallParser
 
 from services.env.episode_types import assistant
-from shared.dialects.calls import tool_calls, write_call
+from volley_serving.dialects.calls import tool_calls, write_call
 
 SCHEMA = {
     "type": "function",

@@ -1,4 +1,4 @@
-"""Routes of OpenAI and Anthropic on the same engine, for clients that send text (shared.dialects)."""
+"""Routes of OpenAI and Anthropic on a rollout server's engine, for clients that send text."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from services.rollout.api import schemas
-from services.rollout.api.answer_sampler import AnswerSampler
 from services.rollout.api.event_stream import EventStream
 from services.rollout.api.generation import ClientGone
 from services.rollout.api.routes import Rollout, RolloutState
-from shared.dialects.completions import with_ids
-from shared.dialects.dialect import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Dialect
-from shared.dialects.messages import CountBody
-from shared.dialects.messages import read as read_count
-from shared.dialects.prompts import Prompt, render
-from shared.dialects.records import Asked, Head
 from shared.errors import InputError, ModelNotFound
 from shared.models.chat import ChatTokenizer
 from shared.process import offload
 from shared.web.access import Role
 from shared.web.http import read_model, respond
 from shared.web.openapi import declares
+from shared.web.routes import ServiceRoutes
+from volley_serving import schemas
+from volley_serving.answer_sampler import AnswerSampler
+from volley_serving.dialects.completions import with_ids
+from volley_serving.dialects.dialect import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Dialect
+from volley_serving.dialects.messages import CountBody
+from volley_serving.dialects.messages import read as read_count
+from volley_serving.dialects.prompts import Prompt, render
+from volley_serving.dialects.records import Asked, Head
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 ROLES = {
@@ -37,6 +38,7 @@ ROLES = {
     "POST /v1/completions": Role.SERVICE,
     "POST /v1/chat/completions": Role.SERVICE,
 }
+ROUTES = ServiceRoutes(router, ROLES)
 
 
 @router.get("/models", openapi_extra=declares(answer=schemas.MODELS))

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from shared.dialects.fields import honoured
-from shared.dialects.records import Sampling
+from volley_serving.dialects.fields import honoured
+from volley_serving.dialects.records import Sampling
 
 MAX_TOP_K = 1 << 30
 MAX_STOPS = 1024

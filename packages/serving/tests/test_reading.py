@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.dialects.reading import AnswerReader
-from shared.dialects.records import AnswerContent, Call, Reasoning
+from volley_serving.dialects.reading import AnswerReader
+from volley_serving.dialects.records import AnswerContent, Call, Reasoning
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.dialects.decoding import AnswerDecoder, TokenDecoder, answered
-from shared.dialects.records import AnswerContent, Asked, Piece, Sampled, Sampling
 from shared.types import VersionSpan
 from tests.support.tokenizer import tiny_tokenizer
+from volley_serving.dialects.decoding import AnswerDecoder, TokenDecoder, answered
+from volley_serving.dialects.records import AnswerContent, Asked, Piece, Sampled, Sampling
 
 TOKENIZER = tiny_tokenizer()
 MESSAGES = ({"role": "user", "content": "?"},)

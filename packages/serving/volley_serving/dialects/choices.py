@@ -6,8 +6,8 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shared.dialects.records import ToolChoice
 from shared.errors import InputError
+from volley_serving.dialects.records import ToolChoice
 
 
 def read_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[ToolChoice, str | None]:
