@@ -120,6 +120,12 @@ def test_a_proof_that_fails_is_told() -> None:
     assert "; the proof FAILED with 2 violations, which `volley verify /runs/r` names." in told
 
 
+def test_a_proof_that_ran_out_of_time_is_no_failure() -> None:
+    proof = {"ok": False, "not_finished": "it took 60 s", "by_disposition": {}, "violations": []}
+    told = sentence(RUN, summary([]), proof)
+    assert "; the proof did not finish (it took 60 s): run `volley verify /runs/r`." in told
+
+
 @pytest.mark.parametrize(("before", "after"), [(0.30, 0.36), (0.36, 0.30), (0.3, 0.3)])
 def test_a_difference_within_the_intervals_is_no_rise(before: float, after: float) -> None:
     told = sentence(RUN, summary([row(0, before), row(15, after)]))

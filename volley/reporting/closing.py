@@ -79,6 +79,8 @@ def _groups(folder: RunFolder, summary: Mapping[str, Any], proof: Mapping[str, A
     others = ", ".join(f"{n} ended {end}" for end, n in sorted(ends.items()) if n)
     if proof is None:
         return [f"{_counted(trained, 'group')} trained" + (f", {others}" if others else "")]
+    if (why := proof.get("not_finished")) is not None:
+        return [f"the proof did not finish ({why}): run `volley verify {quoted(folder.path)}`"]
     if not proof["ok"]:
         violations = _counted(len(proof["violations"]), "violation")
         return [f"the proof FAILED with {violations}, which `volley verify {quoted(folder.path)}` names"]
