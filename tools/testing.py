@@ -32,7 +32,7 @@ LONG, CHANGED, MINUTES = "--long", "--changed", "--minutes"
 _TESTS_FAILED, _NO_TESTS_COLLECTED = 1, 5
 _BESIDE = 4
 _MOST_AGAIN = 40
-_AGAIN_S = 900.0
+_AGAIN_S = 300.0
 """Time after the end given by `--minutes` in which failed tests may run again; cut off, they stay failed."""
 _TEARDOWN_S = 120.0
 """Time for an interrupted pytest to end what its tests have started."""
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
     started, wanted = time.monotonic(), suites(long=LONG in arguments)
     for revision in _values(CHANGED, arguments):
         wanted = narrowed(wanted, reached_tests(PROJECT, revision or None))
-    ends_at = started + 60 * min(map(float, _values(MINUTES, arguments)), default=inf)
+    ends_at = started + 60 * min(map(_minutes, _values(MINUTES, arguments)), default=inf)
     own = (LONG, CHANGED, MINUTES)
     given = [argument for argument in arguments if argument.partition("=")[0] not in own]
     print(f"tests of {', '.join(suite.name for suite in wanted)}; each suite is shown when it is over", flush=True)
@@ -134,7 +134,14 @@ def main(arguments: Sequence[str]) -> int:
     summaries = {name: summary(output) for name, (_, output) in results.items()}
     print("\n" + "\n".join(f"{suite.name:<8} {summaries[suite.name]}" for suite in wanted))
     print(total([*summaries.values()], time.monotonic() - started), flush=True)
-    return max((0 if code == _NO_TESTS_COLLECTED else code for code in codes.values()), default=0)
+    return int(any(code not in (0, _NO_TESTS_COLLECTED) for code in codes.values()))  # below 0: ended by a signal
+
+
+def _minutes(given: str) -> float:
+    try:
+        return float(given)
+    except ValueError:
+        raise SystemExit(f"{MINUTES}={given}: write a number, such as {MINUTES}=20") from None
 
 
 def _values(name: str, arguments: Sequence[str]) -> list[str]:
@@ -146,9 +153,12 @@ def _again(
     wanted: Sequence[Suite], results: Mapping[str, tuple[int, str]], arguments: Sequence[str], ends_at: float
 ) -> dict[str, int]:
     """Run failed tests again, one suite after another. Returns the exit codes of these suites."""
-    failed = {
-        suite.name: failures(results[suite.name][1]) for suite in wanted if results[suite.name][0] == _TESTS_FAILED
-    }
+    failed = dict[str, list[str]]()
+    for suite in wanted:
+        code, output = results[suite.name]
+        names, counts = failures(output), _counts(summary(output))
+        if code == _TESTS_FAILED and len(names) == sum(counts.get(what, 0) for what in ("failed", "error", "errors")):
+            failed[suite.name] = names
     if sum(map(len, failed.values())) > _MOST_AGAIN:
         return {}
     codes: dict[str, int] = {}
@@ -161,6 +171,11 @@ def _again(
             if passed:
                 print("\n".join(f"PASSED ALONE {name}" for name in names), flush=True)
     return codes
+
+
+def has_failed(output: str) -> bool:
+    """True if a line of pytest's progress, such as `tests/test_a.py ..F. [10%]`, or its summary has a failure."""
+    return bool(failures(output) or re.search(r"^\S+\.py [.sxX]*[FE]", output, re.MULTILINE))
 
 
 def failures(output: str) -> list[str]:
@@ -208,7 +223,7 @@ def _cut(running: subprocess.Popen[str]) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         running.kill()
         output, _ = running.communicate()
-    return _TESTS_FAILED if failures(output) else 0, f"{output}\n{CUT}: interrupted\n"
+    return _TESTS_FAILED if has_failed(output) else 0, f"{output}\n{CUT}: interrupted\n"
 
 
 def _variables(suite: Suite) -> dict[str, str]:
@@ -218,9 +233,10 @@ def _variables(suite: Suite) -> dict[str, str]:
 
 
 def summary(output: str) -> str:
-    """Summary line of pytest; output of its threads and children may follow it."""
+    """Summary line of pytest, which output of its threads and children may follow, and whether it was cut off."""
     lines = output.split("\n")
-    return next((line for line in reversed(lines) if re.search(r" in \d+\.\d+s\b", line)), "no summary")
+    found = next((line for line in reversed(lines) if re.search(r" in \d+\.\d+s\b", line)), "no summary")
+    return f"{found} {CUT}" if CUT in output else found
 
 
 def total(summaries: Sequence[str], elapsed_s: float) -> str:

@@ -132,7 +132,14 @@ def test_quick():
 
 
 def test_slow():
-    time.sleep(60)
+    {slow}
+"""
+STUBBORN = """
+    while True:
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            pass
 """
 
 
@@ -141,7 +148,7 @@ def test_what_still_runs_at_the_end_of_the_time_is_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], right: str, code: int
 ) -> None:
     file = tmp_path / "test_slow.py"
-    file.write_text(SLOW.replace("{right}", right), encoding="utf-8")
+    file.write_text(SLOW.replace("{right}", right).replace("{slow}", "time.sleep(60)"), encoding="utf-8")
     bare = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the project's take seconds to load
     running, later = (
         testing.Suite(name, (str(file),), options=("-c", os.devnull), variables=bare) for name in ("running", "later")
@@ -156,3 +163,35 @@ def test_what_still_runs_at_the_end_of_the_time_is_interrupted(
     assert ("1 failed" in first) == (code == 1)
     assert f"{testing.CUT}: not started" in second
     assert ("again, alone" in second) == (code == 1)
+
+
+@pytest.mark.parametrize(("right", "code"), [("1", 0), ("0", 1)])
+def test_a_suite_that_cannot_be_interrupted_keeps_its_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], right: str, code: int
+) -> None:
+    file = tmp_path / "test_stubborn.py"
+    file.write_text(SLOW.replace("{right}", right).replace("    {slow}", STUBBORN), encoding="utf-8")
+    bare = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    suite = testing.Suite("stubborn", (str(file),), options=("-c", os.devnull), variables=bare)
+    monkeypatch.setattr(testing, "suites", lambda long: (suite,))
+    monkeypatch.setattr(testing, "_TEARDOWN_S", 1.0)
+    assert testing.main(["--minutes=0.2"]) == code
+    assert f"no summary {testing.CUT}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "returned"),
+    [
+        (-9, "tests/test_a.py ...", 1),
+        (3, "INTERNALERROR", 1),
+        (5, "==== 3 deselected in 0.10s ====", 0),
+        (1, "FAILED a.py::t - x\nERROR b.py - boom\n==== 1 failed, 1 error in 1.00s ====", 1),
+    ],
+)
+def test_no_end_of_a_suite_but_success_is_success(
+    monkeypatch: pytest.MonkeyPatch, code: int, output: str, returned: int
+) -> None:
+    ends = {"good": (0, "==== 1 passed in 1.00s ===="), "other": (code, output)}
+    monkeypatch.setattr(testing, "suites", lambda long: tuple(testing.Suite(name, ()) for name in ends))
+    monkeypatch.setattr(testing, "_pytest", lambda suite, arguments, ends_at: ends[suite.name])
+    assert testing.main([]) == returned
