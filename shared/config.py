@@ -106,14 +106,15 @@ def load(
     Raises ConfigError naming the wrong file, key or value.
     """
     trees = [_found_beside(read_tree(Path(path), "config file"), Path(path).parent) for path in paths]
+    sources = [f"config file {path}" for path in paths]
     if given:
-        paths, trees = [*paths, "of the command line"], [*trees, dict(given)]
+        sources, trees = [*sources, "the command line"], [*trees, dict(given)]
     whole: Any = dict(base or {})
-    for path, tree in zip(paths, trees, strict=True):
-        with translated(f"config file {path}"):
+    for source, tree in zip(sources, trees, strict=True):
+        with translated(source):
             whole = _merged(whole, tree)
     whole = _overridden(whole, overrides)
-    with _in_file(paths, overrides):
+    with _in_file(() if given else paths, overrides):
         return _sourced(validate(whole), Path.cwd())
 
 

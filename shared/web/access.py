@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
 
-from starlette.routing import compile_path
-
 from shared.errors import ConfigError
 from shared.services_schema import TokenFiles
 from shared.visible import quoted
@@ -67,6 +65,8 @@ class RoleTable:
     """Role of every request, from declarations like {"POST /episodes/{id}/step": Role.SERVICE}."""
 
     def __init__(self, declared: Mapping[str, Role]) -> None:
+        from starlette.routing import compile_path  # of services only: the client reads tokens with this module
+
         rows: list[tuple[str, str, Role]] = []
         for key, role in declared.items():
             method, _, path = key.partition(" ")

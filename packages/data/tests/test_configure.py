@@ -26,7 +26,7 @@ from volley.printing import json_output
 from volley.runs.record import claimed, stored
 from volley_data import configure as configuring
 from volley_data import sources
-from volley_data.configure import configure
+from volley_data.configure import configure, with_environment
 from volley_environments.gsm8k.data import read_problems
 
 WORDS = ["apple", "bread", "bridge", "candle", "chair", "cloud", "doctor", "dog", "engine", "farmer"]
@@ -480,9 +480,35 @@ def test_a_model_and_an_environment_suffice(
         (["m", "--env", "sums.py", "--reward", "r.py"], "--reward goes with --data"),
         (["m", "n", "--env", "sums.py"], "2 models are named"),
         (["m", "--env", "absent.py"], "absent.py does not exist"),
+        (["m", "--env", "sums.py", "data.env=x.py"], "--env and data.env both"),
+        (["m", "model.path=n", "--env", "sums.py"], "2 models are named: m, n"),
+        (["m", "--env", ""], "--env is empty"),
     ],
 )
 def test_mistakes_beside_an_environment_are_named(here: Path, arguments: Sequence[str], message: str) -> None:
     parsed = parse_arguments(["train", *arguments])
     with pytest.raises(ConfigError, match=message):
         parsed.command(parsed)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lengths"),
+    [
+        ([], (2048, 256)),
+        (["rollout.engine.context_length=64"], (64, 32)),
+        (["grpo_config.max_response_length=100"], (2048, 100)),
+        (["grpo_config.max_response_length=8"], (2048, 8)),
+    ],
+)
+def test_chosen_lengths_fit_given_ones(here: Path, overrides: Sequence[str], lengths: tuple[int, int]) -> None:
+    config = with_environment(str(PROJECT / "configs/models/quickstart"), "frozen_lake", overrides=overrides).config
+    assert (config.rollout.engine.context_length, config.grpo_config.max_response_length) == lengths
+
+
+def test_a_path_is_no_yaml_and_a_file_may_name_the_model(here: Path) -> None:
+    folder = here / "one #2: x"
+    folder.mkdir()
+    (folder / "sums.py").write_text(ENVIRONMENT, encoding="utf-8")
+    loaded = with_environment(None, f"{folder}/sums.py", config=[PROJECT / "configs/quickstart.yaml"])
+    assert loaded.config.model.path.endswith("configs/models/quickstart")
+    assert loaded.config.data.env.startswith("sums-")

@@ -49,15 +49,15 @@ class DataArguments:
             for name in _OF_DATA:
                 if _is_given(arguments, name):
                     raise ConfigError(f"--{name.replace('_', '-')} goes with --data", "add --data FILE")
-            env = arguments.env or _environment_of_a_model(models, overrides, arguments)
+            env = _environment(arguments, models, overrides)
             if env is None:
                 return None
-            model = _model(models, overrides, "--env FILE")
+            model = _model(models, overrides, "--env FILE", configured=bool(arguments.config))
             return with_environment(model, env, config=arguments.config or (), overrides=overrides)
         if arguments.env is not None:
             raise ConfigError("--data and --env both name what to train on", "give one of them")
         return configure(
-            _model(models, overrides, "--data FILE --reward FILE.py"),
+            _model(models, overrides, "--data FILE --reward FILE.py", configured=bool(arguments.config)),
             arguments.data,
             arguments.reward,
             tools=arguments.tools,
@@ -69,22 +69,36 @@ class DataArguments:
         )
 
 
-def _model(models: Sequence[str], overrides: Sequence[str], options: str) -> str:
-    """Return the model of the command line. Raises ConfigError if there is none, or more than one."""
-    path = [one.partition("=")[2] for one in overrides if one.startswith("model.path=")]
-    if len(models) + len(path[-1:]) != 1:
-        told = f"{len(models)} models are named: {', '.join(models)}" if models else "no model is named"
+def _model(models: Sequence[str], overrides: Sequence[str], options: str, *, configured: bool) -> str | None:
+    """Return the model of the command line; None if there is none and files configure the run.
+
+    Raises ConfigError if there is none, or more than one.
+    """
+    named = [*models, *_values("model.path", overrides)[-1:]]
+    if not named and configured:
+        return None
+    if len(named) != 1:
+        told = f"{len(named)} models are named: {', '.join(named)}" if named else "no model is named"
         raise ConfigError(told, f"write volley train MODEL {options}")
-    return (models or path)[-1]
+    return named[0]
 
 
-def _environment_of_a_model(
-    models: Sequence[str], overrides: Sequence[str], arguments: argparse.Namespace
-) -> str | None:
-    """Return the environment of `MODEL data.env=ENV`; None if the folder is that of a run."""
-    named = [one.partition("=")[2] for one in overrides if one.startswith("data.env=")]
+def _environment(arguments: argparse.Namespace, models: Sequence[str], overrides: Sequence[str]) -> str | None:
+    """Return the environment of `--env ENV` or `MODEL data.env=ENV`; None for other commands. Raises ConfigError."""
+    named = _values("data.env", overrides)
+    if arguments.env is not None:
+        if named:
+            raise ConfigError("--env and data.env both name the environment", "give one of them")
+        if not arguments.env:
+            raise ConfigError("--env is empty", "write volley train MODEL --env FILE")
+        return str(arguments.env)
     is_model = len(models) == 1 and not arguments.config and not RunFolder(Path(models[0])).record.exists()
     return named[-1] if named and is_model else None
+
+
+def _values(key: str, overrides: Sequence[str]) -> list[str]:
+    """Values of a key in overrides."""
+    return [one.partition("=")[2] for one in overrides if one.partition("=")[0] == key]
 
 
 def _is_given(arguments: argparse.Namespace, name: str) -> bool:

@@ -80,19 +80,22 @@ def configure(
 
 
 def with_environment(
-    model: str | Path, env: str, *, config: Sequence[str | Path] = (), overrides: Sequence[str] = ()
+    model: str | None, env: str, *, config: Sequence[str | Path] = (), overrides: Sequence[str] = ()
 ) -> LoadedConfig:
     """Make the configuration of a run on an environment or agent. Raises ConfigError.
 
     Args:
-        model: a folder or a hub id.
+        model: a folder or a hub id; None if a file of `config` names it.
         env: a file, a folder, an archive, or the name of a built-in environment.
     """
-    loaded = configuration.load(config, [f"model.path={model}", f"data.env={env}", *overrides])
+    given: dict[str, Any] = (
+        {"data": {"env": env}} if model is None else {"model": {"path": model}, "data": {"env": env}}
+    )
+    loaded = configuration.load(config, overrides, given=given)
     folder = _model_of(loaded)
     loaded = defaults.of_environment(loaded, folder, plain_name(env))
     if _is_agent(Path(env)) and ChatTokenizer(folder).leaves_out(defaults.ASKED, [defaults.TOOL]):
-        note = f"the chat template of {model} writes no tools: requests of an agent that have `tools` fail"
+        note = f"{loaded.config.model.path}: its chat template writes no tools, an agent's requests with `tools` fail"
         loaded = dataclasses.replace(loaded, notes=(*loaded.notes, f"{note}; Qwen3's template writes them"))
     return loaded
 

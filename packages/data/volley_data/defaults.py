@@ -61,7 +61,12 @@ def of_environment(loaded: LoadedConfig, folder: Path, name: str) -> LoadedConfi
         name: of the run.
     """
     model = ModelConfig.read(folder)
-    context = min(_CONTEXT, model.max_position_embeddings)
+    context, answer = min(_CONTEXT, model.max_position_embeddings), _ANSWER
+    if is_given(loaded, "grpo_config.max_response_length"):
+        answer = loaded.config.grpo_config.max_response_length
+        context = min(max(context, 2 * answer), model.max_position_embeddings)
+    if is_given(loaded, "rollout.engine.context_length"):
+        context = loaded.config.rollout.engine.context_length
     unknown = "texts of the environment are not known before the run"
     chosen: dict[str, tuple[Any, str]] = {
         "run.name": (name, "the name of the environment"),
@@ -70,7 +75,7 @@ def of_environment(loaded: LoadedConfig, folder: Path, name: str) -> LoadedConfi
         "trainer.groups_per_step": (_GROUPS, "tasks of a step"),
         "orchestrator.eval_every_n_steps": (_INTERVAL, "held-out tasks show what is learnt"),
         "rollout.engine.context_length": (context, unknown),
-        "grpo_config.max_response_length": (min(_ANSWER, context // 2), unknown),
+        "grpo_config.max_response_length": (min(answer, context // 2), unknown),
     }
     return automatic.fit(_chosen(loaded, chosen), model, packs=True)
 
