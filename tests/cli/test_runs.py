@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,27 +106,81 @@ def test_a_run_without_a_step_takes_another_configuration_and_keeps_nothing_made
     begun(tmp_path, 0, trainer={"groups_per_step": 4})
     folder = RunFolder(tmp_path / "r")
     folder.ledger.write_text("{}\n", encoding="utf-8")
-    folder.redis.mkdir()
-    (folder.redis / "dump.rdb").touch()
+    for path in (folder.redis / "dump.rdb", folder.environment_data, folder.choices, folder.path / ".removed-x" / "y"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     other = loaded(tmp_path)
     with pytest.raises(ConfigError, match="may not change"):
         claim(other)  # as `volley follow`: the trainer may be at work
-    for elsewhere in ({"services": {"redis_url": "redis://h"}}, {"services": {"trainer": {"url": "http://h"}}}):
-        with (
-            pytest.raises(ConfigError, match="may not change"),
-            runs.claimed(loaded(tmp_path, **elsewhere), may_clear=True),
-        ):
-            pass
     said = list[str]()
     with runs.claimed(other, said.append, may_clear=True) as (_, record, _):
         assert (record.config["trainer.groups_per_step"], record.amendments) == (8, ())
-    assert "(trainer.groups_per_step: 4 → 8); its first weights" in said[0]
-    assert not any(path.exists() for path in (folder.ledger, folder.checkpoints, folder.redis / "dump.rdb"))
+    assert "trainer.groups_per_step (was 4, now 8) may not change" in said[0]
+    assert "no step was trained" in said[0]
+    gone = (folder.ledger, folder.checkpoints, folder.redis / "dump.rdb", folder.environment_data, folder.choices)
+    assert not any(path.exists() for path in (*gone, folder.path / ".removed-x"))
+
+
+ELSEWHERE = [
+    {"services": {"redis_url": "redis://h"}},
+    {"services": {"trainer": {"url": "http://h"}}},
+    {"services": {"rollout_urls": ["http://h"]}},
+]
+
+
+@pytest.mark.parametrize("elsewhere", ELSEWHERE)
+@pytest.mark.parametrize("was_elsewhere", [True, False])
+def test_a_run_with_services_elsewhere_is_never_cleared(
+    tmp_path: Path, elsewhere: dict[str, Any], was_elsewhere: bool
+) -> None:
+    begun(tmp_path, 0, trainer={"groups_per_step": 4}, **(elsewhere if was_elsewhere else {}))
+    other = loaded(tmp_path, **({} if was_elsewhere else elsewhere))
+    with pytest.raises(ConfigError, match="may not change"), runs.claimed(other, may_clear=True):
+        pass
+    assert RunFolder(tmp_path / "r").checkpoints.exists()
+
+
+def _file(*parts: str) -> Callable[[RunFolder], None]:
+    def write(folder: RunFolder) -> None:
+        path = folder.path.joinpath(*parts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"1")
+
+    return write
+
+
+def _linked(folder: RunFolder) -> None:
+    folder.checkpoints.rename(folder.path / "elsewhere")
+    folder.checkpoints.symlink_to(folder.path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        _file("metrics.jsonl"),
+        _file("refused.jsonl"),
+        _file("refused", "e000001", "s000001-1.zst"),
+        _file("checkpoints", "bad", "e000001-s000005", "x"),
+        _file("archive", "e000001", "s000001.zst"),
+        _file("fork.json"),
+        _file("bucket.json"),
+        _linked,
+    ],
+)
+def test_a_folder_that_may_hold_a_step_is_never_cleared(tmp_path: Path, left: Callable[[RunFolder], None]) -> None:
+    begun(tmp_path, 0, trainer={"groups_per_step": 4})
+    folder = RunFolder(tmp_path / "r")
+    left(folder)
+    before = sorted(folder.path.rglob("*"))
+    with pytest.raises(ConfigError), runs.claimed(loaded(tmp_path), may_clear=True):
+        pass
+    assert sorted(folder.path.rglob("*")) == before
+
+
+def test_a_run_with_a_step_is_never_cleared(tmp_path: Path) -> None:
     begun(tmp_path, 1)
-    with (
-        pytest.raises(ConfigError, match="may not change"),
-        runs.claimed(loaded(tmp_path, trainer={"groups_per_step": 4}), may_clear=True),
-    ):
+    other = loaded(tmp_path, trainer={"groups_per_step": 4})
+    with pytest.raises(ConfigError, match="may not change"), runs.claimed(other, may_clear=True):
         pass
 
 

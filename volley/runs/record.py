@@ -26,7 +26,7 @@ from shared.files.reading import open_file, read_file
 from shared.files.storage import replace, storage
 from shared.models import content
 from shared.models.hub import keep
-from shared.models.origin import LATEST
+from shared.models.origin import LATEST, Origin
 from shared.run import commits, pinned, trust
 from shared.run.checkpoint_files import MANIFEST
 from shared.run.folder import RunFolder
@@ -77,19 +77,27 @@ def claimed(
     except OSError as error:
         raise ConfigError(f"run folder {folder.path}: {error.strerror}", "choose another with run.dir=…") from error
     with _locked(folder, say) as lock:
-        origin = keep(loaded.config)
-        if origin is not None:
-            loaded = config.changed(loaded, {"model.path": origin.path})
-        record = read_record(folder)
-        loaded = dated(loaded, record)
-        loaded = first_start.with_content(loaded, folder, {} if record is None else record.config)
-        record = _continued(folder, loaded, say, free, may_clear=may_clear) or _new(loaded)
+        given = loaded
+        loaded, origin = _completed(folder, given)
+        if may_clear and _clear_if_changed(folder, loaded, say, free):
+            loaded, origin = _completed(folder, given)
+        record = _continued(folder, loaded, say, free) or _new(loaded)
         described = None if origin is None else dataclasses.asdict(origin)
         record = dataclasses.replace(record, origin=described, failed=None)
         replace(folder.config, loaded.to_yaml().encode())
         write_record(folder, record)
         trust.mark(folder)
         yield RunClaim(folder, record, lock)
+
+
+def _completed(folder: RunFolder, loaded: LoadedConfig) -> tuple[LoadedConfig, Origin | None]:
+    """Add the date and the content of models and files to a configuration, and the origin of weights of another run."""
+    origin = keep(loaded.config)
+    if origin is not None:
+        loaded = config.changed(loaded, {"model.path": origin.path})
+    record = read_record(folder)
+    loaded = dated(loaded, record)
+    return first_start.with_content(loaded, folder, {} if record is None else record.config), origin
 
 
 def dated(loaded: LoadedConfig, record: RunRecord | None) -> LoadedConfig:
@@ -206,8 +214,26 @@ def _agree(folder: RunFolder, in_force: Mapping[str, Any]) -> None:
         trust.mark(folder)
 
 
+def _clear_if_changed(
+    folder: RunFolder, loaded: LoadedConfig, say: Callable[[str], None], free: tuple[str, ...]
+) -> bool:
+    """Clear a run that has begun without a step, if its settings may not change to these; return True if it was."""
+    record = read_record(folder)
+    if record is None or record.finished or not _has_begun(folder):
+        return False
+    try:
+        _amended(folder, record, loaded, lambda line: None, free)
+    except ConfigError as error:
+        if not untrained.may_be_cleared(folder, loaded.config):
+            return False
+        say(f"{error.detail}: no step was trained, so its first weights, evaluations and groups are removed")
+        untrained.clear(folder)
+        return True
+    return False
+
+
 def _continued(
-    folder: RunFolder, loaded: LoadedConfig, say: Callable[[str], None], free: tuple[str, ...], *, may_clear: bool
+    folder: RunFolder, loaded: LoadedConfig, say: Callable[[str], None], free: tuple[str, ...]
 ) -> RunRecord | None:
     record = read_record(folder)
     if record is None:
@@ -216,24 +242,18 @@ def _continued(
             raise ConfigError(f"{folder.path} holds files but no readable run.json", "choose another run.name=…")
         # services that were started by hand have trained it
         return _amended(folder, _new(loaded), loaded, say, free) if head else None
-    if not (record.finished or _has_begun(folder)):
-        return _replaced(folder, record, loaded, say)
-    try:
+    if record.finished or _has_begun(folder):
         return _amended(folder, record, loaded, say, free)
-    except ConfigError:
-        if record.finished or not may_clear or not untrained.may_be_cleared(folder, loaded.config):
-            raise
-    untrained.clear(folder)
-    return _replaced(folder, record, loaded, say, removed="; its first weights, evaluations and groups are made again")
+    return _replaced(folder, record, loaded, say)
 
 
-def _replaced(
-    folder: RunFolder, record: RunRecord, loaded: LoadedConfig, say: Callable[[str], None], removed: str = ""
-) -> RunRecord:
+def _replaced(folder: RunFolder, record: RunRecord, loaded: LoadedConfig, say: Callable[[str], None]) -> RunRecord:
     """Record of a run that has trained nothing, with its new configuration."""
+    untrained.sweep(folder)
     if differing := pinned.changes(record.config, pinned.relevant(loaded.config)):
         changes = "; ".join(map(str, differing[:5]))
-        say(f"run {folder.name} has trained nothing yet: its configuration is replaced ({changes}){removed}")
+        say(f"run {folder.name} has trained nothing yet: its configuration is replaced ({changes})")
+        folder.choices.unlink(missing_ok=True)
     return dataclasses.replace(_new(loaded), created=record.created, elapsed_s=record.elapsed_s)
 
 

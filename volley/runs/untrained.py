@@ -6,32 +6,54 @@ are removed last, so a crash between two removals leaves a run that either conti
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
+from shared.config import recorded
+from shared.errors import ConfigError
 from shared.files.storage import storage
 from shared.queue.server import folder_lock
 from shared.run import checkpoint_files, commits
+from shared.run.checkpoint_files import BAD
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
+
+_STEP = re.compile(r"s(\d{6,})\b")
+"""Step in the names of archived groups, such as `s000001.zst`."""
 
 
 def may_be_cleared(folder: RunFolder, config: RunConfig) -> bool:
     """Return True if no step was trained, and nobody but the run's own processes holds what it has made.
 
-    A bucket, an external Redis or a trainer elsewhere may hold weights or groups of the old settings.
+    A bucket, or a Redis, trainer or rollout server elsewhere may hold weights or groups of the old settings, of which
+    the folder's configuration tells too. A folder that is a link or a mount is not removed.
     """
-    services = config.services
-    elsewhere = (services.redis_url, services.trainer.url, services.orchestrator.url, config.run.bucket)
-    if any(elsewhere) or folder.fork.exists() or folder.bucket.exists():
+    try:
+        before = recorded(folder.config).config
+    except ConfigError:
+        return False
+    if any(map(_is_elsewhere, (config, before))) or folder.fork.exists() or folder.bucket.exists():
+        return False
+    if any(path.is_symlink() or path.is_mount() for path in (folder.redis, folder.archive, folder.checkpoints)):
         return False
     made = [*checkpoint_files.versions(folder.checkpoints), *commits.versions(folder.archive)]
-    files = (folder.metrics, folder.sft, folder.refused)
-    return not any(version.step for version in made) and not any(f.exists() and f.stat().st_size for f in files)
+    archived = (found for path in folder.archive.rglob("s*") if (found := _STEP.match(path.name)))
+    if any(version.step for version in made) or any(int(found[1]) for found in archived):
+        return False
+    evidence = (folder.metrics, folder.sft, folder.refused, folder.refused_groups, folder.checkpoints / BAD)
+    return not any(path.exists() and path.stat().st_size for path in evidence)
+
+
+def _is_elsewhere(config: RunConfig) -> bool:
+    """Return True if a service of the run that keeps its weights or groups may be another host's."""
+    services = config.services
+    urls = (services.redis_url, services.trainer.url, services.orchestrator.url, *services.rollout_urls)
+    return any(urls) or bool(config.run.bucket)
 
 
 def clear(folder: RunFolder) -> None:
-    """Remove the queue, evaluations, ended tickets and first weights of a run without a step.
+    """Remove the queue, evaluations, ended tickets, first weights and copied model of a run without a step.
 
     Submitted environments, logs, keys and the teacher's account stay. Raises ConfigError if a Redis server still uses
     the queue's folder, and StorageDenied.
@@ -47,14 +69,26 @@ def clear(folder: RunFolder) -> None:
         databases = [
             path for first in (folder.partials, folder.sessions) for path in folder.path.glob(f"{first.name}*")
         ]
-        for path in (*records, *others, *databases, folder.summary, folder.plot, folder.archive, folder.checkpoints):
+        others = (*others, folder.summary, folder.plot, folder.choices, folder.model)
+        for path in (*records, *others, *databases, folder.archive, folder.checkpoints):
+            _remove(path)
+    sweep(folder)
+
+
+def sweep(folder: RunFolder) -> None:
+    """Remove what a run without weights need not keep: digests of its data, and what a crash left half removed."""
+    with storage(folder.path):
+        for path in (folder.environment_data, *folder.path.glob(".removed-*")):
             _remove(path)
 
 
 def _remove(path: Path) -> None:
     """Remove a file or a folder; a folder is renamed first, so that no part of it is taken for the whole."""
     if path.is_dir() and not path.is_symlink():
-        away = path.with_name(f".removed-{path.name}")
+        away = path.with_name(f".removed-{path.name.removeprefix('.removed-')}")
+        if path == away:
+            shutil.rmtree(path)
+            return
         shutil.rmtree(away, ignore_errors=True)
         path.rename(away)
         shutil.rmtree(away)
