@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from shared import packages
 from shared.errors import ConfigError, VolleyError
-from shared.visible import shortened
+from shared.visible import quoted, shortened
 from volley import wheel
 from volley.bootstrap import InstallError
 from volley.command import Command
@@ -245,7 +245,7 @@ def _setting_of(option: str, value: str, takes: str, called: str) -> str | None:
 
     name = option.removeprefix("--").replace("-", "_")
     if name in ("model", "model_path", "model_name_or_path"):
-        instead = f"`volley train {value or 'MODEL'}`" if takes == "rest" else f"model.path={value or 'MODEL'}"
+        instead = f"`volley train {quoted(value or 'MODEL')}`" if takes == "rest" else f"model.path={value or 'MODEL'}"
         return f"the model has no option: write {instead}"
     found = setting_of(name, value, "sft" if called in ("sft", "dpo") else "trainer")
     return f"settings have no dashes: {found}" if found and found.startswith("write ") else found

@@ -209,7 +209,7 @@ def test_a_zip_file_and_a_folder_are_tried_without_a_service(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("text", "hint"),
-    [("import nowhere", "`# /// script` block"), ("x = 1", "`volley env init FILE.py --template agent`")],
+    [("import nowhere", "`# /// script`"), ("x = 1", "`volley env init FILE.py --template agent`")],
 )
 def test_a_file_that_does_not_load_gets_a_hint(tmp_path: Path, text: str, hint: str) -> None:
     (file := tmp_path / "mine.py").write_text(text, encoding="utf-8")

@@ -36,6 +36,8 @@ def named(run: Path, version: str | None) -> tuple[Path, str]:
     name, at, of_name = str(run).rpartition("@")
     if not at or run.is_dir():
         return run, version or LATEST
+    if not of_name:
+        raise ConfigError(f"{run} names no version", f"write {name}@VERSION, {name}@{LATEST} or {name}")
     if version not in (None, of_name):
         raise ConfigError(f"{run} and --version {version} name two versions", "give one of them")
     return Path(name), of_name

@@ -103,8 +103,8 @@ def _at(urls: Sequence[str], token_file: Path | None, ca_file: Path | None) -> l
 
 def _ended(folder: RunFolder) -> list[str]:
     """State of a run whose services have ended, and the next commands."""
-    record, run, where = read_record(folder), f"run {folder.name}", quoted(folder.path)
-    report, up = f"`volley report {where}`", f"`volley up {where}`"
+    record, run = read_record(folder), f"run {folder.name}"
+    report, up = f"`volley report {quoted(folder.path)}`", f"`volley up {quoted(folder.path)}`"
     if record is not None and record.finished:
         return [f"{run} is finished", f"{report} shows its results, {up} with more steps continues it"]
     if record is not None and record.failed:

@@ -155,11 +155,22 @@ def summarize(steps: Rows, evals: Rows, record: RunRecord | None) -> dict[str, A
     }
 
 
+_CENTRED = frozenset({"grpo", "drgrpo", "rloo", "dapo", "gspo-token", "cispo", "sapo"})
+"""Algorithms whose advantage is 0 in a group of equal rewards, and that learn from nothing else."""
+
+
 def _equal_rewards(steps: Rows, record: RunRecord | None) -> bool:
-    """Return True if every trained group has several episodes, all with the same reward."""
-    size = record.config.get(_GROUP_SIZE, 0) if record else 0
-    is_grouped = isinstance(size, int) and size > 1
-    return is_grouped and bool(steps) and all(row.get("zero_variance_groups") == 1 for row in steps)
+    """Return True if every trained group has several episodes, all with the same reward, and only that teaches."""
+    settings = record.config if record else {}
+    size, beta = settings.get(_GROUP_SIZE, 0), settings.get("algorithm.beta", 0)
+    is_centred = settings.get("algorithm.name", "grpo") in _CENTRED and not beta
+    return (
+        is_centred
+        and isinstance(size, int)
+        and size > 1
+        and bool(steps)
+        and all(row.get("zero_variance_groups") == 1 for row in steps)
+    )
 
 
 def reward_components(steps: Rows) -> dict[str, list[float]]:

@@ -30,6 +30,7 @@ from volley.runs.run_file import RunRecord, began, is_held, read_record
 type Kind = Literal["train", "eval", "sft", "handover"]
 type Rows = Sequence[Mapping[str, Any]]
 _RECENT = 32
+_FEWEST = 32
 _MOST_AT_ONCE = 2 * 2**20
 """Bytes of records that are read before a run is shown; of more, `RunReader.glance` reads a sample."""
 _SAMPLED, _NEWEST = 400, 8
@@ -107,13 +108,14 @@ class RunReader:
             if tail.is_undone():  # a crash undid steps
                 tail.restart()
                 self._rows[kind].restart()
-                has_new = True
+                self._known, has_new = None, True
             new = tail.new()
             self._rows[kind].add(new)
             has_new |= bool(new) and kind != "handover"
         if self._ledger.is_undone():
             self._ledger.restart()
             self._dispositions.clear()
+            self._known = None
         self._dispositions.update(
             name for line in self._ledger.records() if isinstance(name := line.get("disposition"), str)
         )
@@ -152,11 +154,18 @@ class RunReader:
             return self.snapshot()
         record, head = read_record(self.folder), self.head
         found = {kind: sampled(path, _SAMPLED) for kind, path in self._files.items() if kind != "handover"}
+        if any(len(lines) < _FEWEST and self._is_long(kind) for kind, lines in found.items()):
+            return self.snapshot()  # a sample has no lines above 8 KiB
         rows = {kind: counted_rows(lines, _COUNTING[kind], head) for kind, lines in found.items()}
         newest = {id(row) for one in rows.values() for row in one[-_NEWEST:]}
         if any(lines and newest.isdisjoint(map(id, lines[-_NEWEST:])) for lines in found.values()):
             return self.snapshot()  # the newest lines were undone, so the sample lacks the newest that count
         return Snapshot(record, head, rows["train"], rows["eval"], rows["sft"], (), {}, None)
+
+    def _is_long(self, kind: Kind) -> bool:
+        with suppress(OSError):
+            return self._files[kind].stat().st_size > _MOST_AT_ONCE
+        return False
 
     def _unread(self) -> int:
         """Bytes of the records that `refresh` would read."""

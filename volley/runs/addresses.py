@@ -101,7 +101,7 @@ def _configured(folder: RunFolder) -> Addresses:
         from shared import config
     except ModuleNotFoundError as error:  # the client alone may lack the libraries of configurations
         missing = f"{folder.processes} is missing, and {folder.config} cannot be read without {error.name}"
-        raise ConfigError(missing, f"pip install {error.name}") from error
+        raise ConfigError(missing, "pip install 'volley-rl-client[full]'") from error
 
     services = config.load([folder.config]).config.services
     urls = followed(services)

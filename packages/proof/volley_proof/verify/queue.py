@@ -54,7 +54,8 @@ async def ask(folder: RunFolder, run: str) -> QueueContents | str:
     except TimeoutError:
         return f"the run's Redis address did not answer within {_PATIENCE_S:.0f} s"
     except VolleyError as error:
-        return error.detail if is_held(folder) else "the run has stopped, so its queue was not read"
+        is_own = folder.config.exists() and config.load([folder.config]).config.services.redis_url is None
+        return "the run has stopped, so its queue was not read" if is_own and not is_held(folder) else error.detail
     except (
         RedisError,
         ValueError,
