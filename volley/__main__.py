@@ -211,6 +211,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
+_OF_DATA = ("--data", "--reward", "--env", "--tools", "--columns", "--eval-data", "--eval-share")
+"""Options that a package brings to commands of the core."""
+
+
 def _of_command(
     whole: argparse.ArgumentParser,
     arguments: argparse.Namespace,
@@ -232,6 +236,8 @@ def _of_command(
     name, equals, value = wrong.partition("=")
     if wrong and not equals:
         value = next(iter(given[given.index(wrong) + 1 :]), "")
+    if name in _OF_DATA and (absent := packages.missing("own_data.options")):
+        return f"{name}: {absent}"
     if takes and name and (meant := _setting_of(name, "" if value.startswith("--") else value, takes, called)):
         return meant
     if near := get_close_matches(name, options, n=1):

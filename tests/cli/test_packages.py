@@ -26,6 +26,7 @@ from shared.schema import RunConfig, TrainerSection
 from shared.section import PackageSection
 from tests.support import small_run
 from volley import Client
+from volley.__main__ import parse_arguments
 from volley.layout import PROJECT
 from volley.reporting import report
 
@@ -330,6 +331,31 @@ async def test_a_trainer_of_several_processes_names_its_package(monkeypatch: pyt
     with pytest.raises(ConfigError, match="processes: it belongs to the package volley-rl-multihost, which is not"):
         async with open_trainer_process(config):
             pytest.fail("it was opened")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["train", "m", "--env", "frozen_lake"], "--env: it belongs to the package volley-rl-data, which is not"),
+        (["train", "m", "--data", "x.csv"], "--data: it belongs to the package volley-rl-data, which is not"),
+        (["env", "init", "x.py"], "environment_templates: it belongs to the package volley-rl-sandbox, which is not"),
+    ],
+)
+def test_a_command_without_its_package_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = packages.found
+    monkeypatch.setattr(packages, "found", lambda group: {} if group == packages.PARTS else found(group))
+
+    def run() -> None:
+        parsed = parse_arguments(arguments)
+        parsed.command(parsed)
+
+    with pytest.raises(ConfigError) as refused:
+        run()
+    assert told in f"{refused.value.detail} {refused.value.hint}"
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

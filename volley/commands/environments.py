@@ -217,10 +217,11 @@ def templates() -> Mapping[str, Path]:
 
 
 def init(file: Path, template: str) -> int:
-    """Write a template. Raises ConfigError if the file exists."""
+    """Write a template. Raises ConfigError if the file exists, or no package has templates."""
+    text = packages.part("environment_templates")()[template].read_text(encoding="utf-8")
     try:
         with file.open("x", encoding="utf-8") as out:
-            out.write(templates()[template].read_text(encoding="utf-8"))
+            out.write(text)
     except FileExistsError:
         raise ConfigError(f"{file} exists already", "choose another name") from None
     except FileNotFoundError:

@@ -70,6 +70,12 @@ def sleeps(completion, row):
     time.sleep(100 * (row["a"] == "dog"))
     return 1.0
 
+def hangs_at_42(completions, **columns):
+    import time
+    if "42" in completions[0]:
+        time.sleep(100)
+    return [1.0 for _ in completions]
+
 async def waits_long(prompts, completions, **columns):
     import asyncio
     await asyncio.sleep(100)
@@ -169,6 +175,7 @@ def test_verls_signature_takes_its_columns(here: Path) -> None:
             "rewards.py:waits_long",
             r"waits_long of rewards\.py took longer than 4 s, on words\.csv, line \d+ with the answer",
         ),
+        ("rewards.py:hangs_at_42", r"took longer than 4 s, on words\.csv, line \d+ with the answer '<answer>42"),
         ("rewards.py:exits", r"exits of rewards\.py raised SystemExit: 3 \(line \d+\), on words\.csv, line \d+ with"),
         (
             "rewards.py:huge",

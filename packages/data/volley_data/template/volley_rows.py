@@ -139,8 +139,10 @@ class OwnRows:
             if spec["style"] != "trl":
                 continue
             alone = await self.alone(spec, function, row, group)
+            self.at = f"{row['place']} with {len(group)} answers at once"
             try:
-                beside = await call(spec, function, row, group, self.toolbox)
+                with limited(spec["shown"], self.limit_s):
+                    beside = await call(spec, function, row, group, self.toolbox)
             except WrongReward:  # written for one answer
                 continue
             if not same(spec, alone, beside) and same(spec, alone, await self.alone(spec, function, row, group)):
@@ -150,7 +152,12 @@ class OwnRows:
                 )
 
     async def alone(self, spec, function, row, group):
-        return [(await call(spec, function, row, [one], self.toolbox))[0] for one in group]
+        found = []
+        for one in group:
+            self.at = f"{row['place']} with the answer {one[0]!r}"
+            with limited(spec["shown"], self.limit_s):
+                found.append((await call(spec, function, row, [one], self.toolbox))[0])
+        return found
 
     def passed(self, n, began):
         """Result of a check without a mistake; `tools` is the number of characters of their schemas."""
