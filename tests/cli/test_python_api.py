@@ -129,8 +129,14 @@ def test_handed_files_move_into_the_runs_folder(tmp_path: Path) -> None:
     (path,) = files.data_files([{"messages": []}], "train")
     loaded = load([CONFIG], [f"sft.train=[{path}]", f"run.dir={tmp_path}"])
     kept = files.kept_in(tmp_path / "inputs", loaded)
-    assert kept.config.sft.train == (tmp_path / "inputs/train.jsonl",)
-    assert (tmp_path / "inputs/train.jsonl").read_bytes() == path.read_bytes()
+    (there,) = kept.config.sft.train
+    assert (there.parent.parent, there.name) == (tmp_path / "inputs", "train.jsonl")
+    assert there.read_bytes() == path.read_bytes()
+    assert files.kept_in(tmp_path / "inputs", loaded).config.sft.train == (there,)
+    first = path.read_bytes()
+    path.write_text("other", encoding="utf-8")
+    assert files.kept_in(tmp_path / "inputs", loaded).config.sft.train != (there,)
+    assert there.read_bytes() == first
 
 
 @pytest.mark.parametrize("start", [volley.train, volley.sft])

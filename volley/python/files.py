@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import shutil
@@ -69,8 +70,11 @@ class HandedFiles:
         return str(self._module("tools", source_of(*tools)))
 
     def kept_in(self, folder: Path, loaded: LoadedConfig) -> LoadedConfig:
-        """Copy the files that the configuration names into a folder, and name them there. Raises ConfigError."""
-        text = json.dumps(loaded.tree, default=str)
+        """Copy the files that the configuration names into a folder, and name them there. Raises ConfigError.
+
+        They lie below their digest, so that other files of a start that is refused replace none of a run.
+        """
+        text, folder = json.dumps(loaded.tree, default=str), folder / self._digest()
         here, there = (json.dumps(str(one))[1:-1] for one in (self._folder, folder))
         if here not in text:
             return loaded
@@ -79,6 +83,13 @@ class HandedFiles:
         except OSError as error:
             raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from error
         return replace(validate(json.loads(text.replace(here, there))), notes=loaded.notes, choices=loaded.choices)
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for path in sorted(path for path in self._folder.rglob("*") if path.is_file()):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(self._folder)} {len(content)}\n".encode() + content)
+        return digest.hexdigest()[:16]
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
