@@ -283,9 +283,12 @@ def _recent(known: Snapshot, *, is_supervised: bool) -> Sequence[float]:
 
 
 def thinned(rows: Rows, most: int) -> Rows:
-    """Return at most `most` of the rows at equal distances, and the last one."""
-    stride = -(-len(rows) // most)
-    return rows if stride <= 1 else [*rows[:-1:stride], rows[-1]]
+    """Return all rows of steps at equal distances, at most `most` of them, and of the last step."""
+    if (stride := -(-len(rows) // most)) <= 1:
+        return rows
+    steps = [*dict.fromkeys(row["step"] for row in rows)]
+    kept = {*steps[::stride], steps[-1]}
+    return [row for row in rows if row["step"] in kept]
 
 
 def columns(rows: Rows, wanted: Collection[str] | None = None) -> dict[str, Any]:

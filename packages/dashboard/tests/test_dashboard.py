@@ -588,6 +588,8 @@ def test_long_curves_are_thinned_to_their_last_step() -> None:
     assert 900 < len(thinned(rows, 1000)) <= 1001
     assert thinned(rows[:5], 1000) == rows[:5]
     assert thinned([], 10) == []
+    two = [{"step": i // 2, "env": ("a", "b")[i % 2]} for i in range(1200)]
+    assert [row["env"] for row in thinned(two, 1000)].count("b") == len(thinned(two, 1000)) / 2
 
 
 @pytest.mark.parametrize(("n", "shown"), [(3, "3 4 5"), (60, " ".join(map(str, range(3, 51))) + "…")])
