@@ -43,7 +43,9 @@ def _success(rates: Sequence[SuccessRate], steps: int, extent: str) -> list[str]
     first, last = rates[0], rates[-1]
     if len(rates) == 1:
         return [f"Held-out success was measured once, {_interval(first)} after step {first.step}, in {extent}"]
-    tasks = f"on {first.tasks} tasks" if first.tasks == last.tasks else f"on {first.tasks}, then {last.tasks} tasks"
+    tasks = f"on {_counted(first.tasks, 'task')}"
+    if first.tasks != last.tasks:
+        tasks = f"on {first.tasks}, then {last.tasks} tasks"
     whole = (first.step, last.step) == (0, steps)
     before, after = _interval(first), str(last)
     if not whole:
