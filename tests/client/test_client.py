@@ -340,6 +340,7 @@ def test_the_notebook_runs_on_a_live_run(tmp_path: Path) -> None:
         going.wait_for(r"^step +1/", 900)
         variables = {"PYTHONPATH": f"{site}:{PROJECT}", "PATH": "/usr/bin:/bin", "RUN": str(going.folder.path)}
         variables |= {"MPLBACKEND": "agg", "HOME": str(tmp_path), "SESSIONS": "8"}
+        variables["XDG_STATE_HOME"] = os.environ["XDG_STATE_HOME"]  # with the key that marks the run as ours
         program = [sys.executable, "-c", "from nbclient.cli import main; main()", "--timeout", "240"]
         command = [*program, "--output", str(tmp_path / "run"), "examples/notebooks/run_from_python.ipynb"]
         done = subprocess.run(command, cwd=PROJECT, env=variables, capture_output=True, timeout=480)
