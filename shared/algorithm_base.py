@@ -96,6 +96,11 @@ class PolicyGradientSection(Section):
         return not self.compares_group
 
     @property
+    def rests_on_equal_rewards(self) -> bool:
+        """True if groups of equal rewards train nothing: no advantage, and neither a KL nor a teacher."""
+        return not (self.learns_from_equal_rewards or self.credit == "turn" or self.teacher_kl_coef or self.beta)
+
+    @property
     def is_unbounded(self) -> bool:
         """True if nothing bounds the ratio to the policy that sampled, except a correction."""
         return False

@@ -276,6 +276,10 @@ class OwnSection(EstimatedSection, ClippedSection):
     def compares_group(self) -> bool:
         return self.advantage is None
 
+    @property
+    def rests_on_equal_rewards(self) -> bool:
+        return super().rests_on_equal_rewards and self.loss is None
+
 
 AlgorithmSection = Annotated[
     GrpoSection

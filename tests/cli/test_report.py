@@ -10,10 +10,13 @@ from typing import Any
 import orjson
 import pytest
 
+from shared.config import load
 from shared.engines import DeclaredEngine
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
+from shared.run.pinned import relevant
 from shared.run.state import initial_state
+from volley.layout import PROJECT
 from volley.reporting import report
 from volley.reporting.jsonl import JsonlTail
 from volley.reporting.lines import eval_line, step_line
@@ -263,9 +266,22 @@ def test_lines_of_more_values_than_a_record_has_are_skipped(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("shares", "size", "told"), [((1.0, 1.0), 8, True), ((1.0, 0.5), 8, False), ((1.0,), 1, False)]
+    ("shares", "size", "algorithm", "told"),
+    [
+        ((1.0, 1.0), 8, "grpo", True),
+        ((1.0, 0.5), 8, "grpo", False),
+        ((1.0,), 1, "grpo", False),
+        ((1.0,), 8, "rloo", True),
+        ((1.0,), 8, "grpo algorithm.beta=0.1", False),
+        ((1.0,), 8, "grpo algorithm.credit=turn", False),
+        ((1.0,), 8, "reinforce_plus_plus", False),
+        ((1.0,), 8, "ppo", False),
+        ((1.0,), 8, "own algorithm.loss=examples/rules/luspo.py:loss", False),
+    ],
 )
-def test_equal_rewards_in_all_groups_are_told(shares: tuple[float, ...], size: int, told: bool) -> None:
+def test_equal_rewards_in_all_groups_are_told(shares: tuple[float, ...], size: int, algorithm: str, told: bool) -> None:
     rows = [step(n) | {"zero_variance_groups": share} for n, share in enumerate(shares, 1)]
-    record = RunRecord("0", 0, {"grpo_config.num_generations": size}, {}, 0.0, 0.0, finished=True)
+    overrides = [f"algorithm.name={algorithm.split()[0]}", *algorithm.split()[1:]]
+    settings = relevant(load([PROJECT / "configs/quickstart.yaml"], overrides).config)
+    record = RunRecord("0", 0, settings | {"grpo_config.num_generations": size}, {}, 0.0, 0.0, finished=True)
     assert report.summarize(rows, [], record)["equal_rewards"] == told

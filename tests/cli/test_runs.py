@@ -374,7 +374,7 @@ def test_why_a_run_has_failed_is_kept_until_it_is_started_again(tmp_path: Path) 
     assert found.failed == "http://r0 refuses e000001-s000000 for good"
     assert status._ended(folder) == [
         "run r has failed: http://r0 refuses e000001-s000000 for good",
-        f"once that is mended, `volley up {folder.path}` continues it",
+        f"after you have fixed it, `volley up {folder.path}` continues it",
     ]
     own = dataclasses.replace(found, config={**found.config, "data.env": "fruit-604afa20@1"})
     runs.write_record(folder, own)

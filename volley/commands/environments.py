@@ -152,7 +152,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return part(arguments)
     except ServiceUnreachable:
-        if arguments.url is None and not is_held(folder := _folder_of(arguments.run)):
+        if arguments.url is not None:
+            raise
+        folder = _folder_of(arguments.run)
+        if not is_held(folder) and "env" not in addresses.read(folder).external:
             raise ServiceUnreachable(
                 f"run {folder.name} has ended, and its environment service with it",
                 f"its logs are in {folder.logs}; `volley up {quoted(folder.path)}` continues it",

@@ -114,7 +114,7 @@ def _ended(folder: RunFolder) -> list[str]:
         copied = f" with its own copy of {env}; a corrected file {other}"
         return [
             f"{run} has failed: {one_line(record.failed)}",
-            f"once that is mended, {up} continues it{copied if _OF_FILE.fullmatch(env) else ''}",
+            f"after you have fixed it, {up} continues it{copied if _OF_FILE.fullmatch(env) else ''}",
         ]
     return [f"{run} is stopped", f"{up} continues it; {report} shows its results"]
 

@@ -16,6 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from shared.engines import AS_REPORTED, DeclaredEngine
 from shared.errors import ConfigError, DecodeError
 from shared.failure_rates import CERTAIN, TOLERATED, tail
@@ -155,22 +157,23 @@ def summarize(steps: Rows, evals: Rows, record: RunRecord | None) -> dict[str, A
     }
 
 
-_CENTRED = frozenset({"grpo", "drgrpo", "rloo", "dapo", "gspo-token", "cispo", "sapo"})
-"""Algorithms whose advantage is 0 in a group of equal rewards, and that learn from nothing else."""
-
-
 def _equal_rewards(steps: Rows, record: RunRecord | None) -> bool:
-    """Return True if every trained group has several episodes, all with the same reward, and only that teaches."""
+    """Return True if every trained group has several episodes, all with the same reward, and nothing else teaches."""
     settings = record.config if record else {}
-    size, beta = settings.get(_GROUP_SIZE, 0), settings.get("algorithm.beta", 0)
-    is_centred = settings.get("algorithm.name", "grpo") in _CENTRED and not beta
-    return (
-        is_centred
-        and isinstance(size, int)
-        and size > 1
-        and bool(steps)
-        and all(row.get("zero_variance_groups") == 1 for row in steps)
-    )
+    size = settings.get(_GROUP_SIZE, 0)
+    if not (isinstance(size, int) and size > 1 and steps):
+        return False
+    return all(row.get("zero_variance_groups") == 1 for row in steps) and _rests_on_equal_rewards(settings)
+
+
+def _rests_on_equal_rewards(settings: Mapping[str, Any]) -> bool:
+    from shared.algorithm_schema import AlgorithmSection
+
+    names = {key: key.removeprefix("algorithm.") for key in settings if key.startswith("algorithm.")}
+    given = {name: settings[key] for key, name in names.items() if "." not in name}
+    with suppress(ValidationError):
+        return TypeAdapter[Any](AlgorithmSection).validate_python({"name": "grpo", **given}).rests_on_equal_rewards
+    return False
 
 
 def reward_components(steps: Rows) -> dict[str, list[float]]:

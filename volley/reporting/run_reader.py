@@ -30,10 +30,10 @@ from volley.runs.run_file import RunRecord, began, is_held, read_record
 type Kind = Literal["train", "eval", "sft", "handover"]
 type Rows = Sequence[Mapping[str, Any]]
 _RECENT = 32
-_FEWEST = 32
 _MOST_AT_ONCE = 2 * 2**20
 """Bytes of records that are read before a run is shown; of more, `RunReader.glance` reads a sample."""
-_SAMPLED, _NEWEST = 400, 8
+_SAMPLED, _NEWEST, _FEWEST = 400, 8, 32
+"""Lines of a sample; of them, those that must count for the head; and the fewest that stand for a long file."""
 _HANDOVER_BYTES = 2**18
 _EXACT = 2**24
 """Numbers below are sent with float32's digits, which is more than a curve shows."""

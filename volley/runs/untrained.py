@@ -1,7 +1,7 @@
 """Start a run that was stopped before its first step again with other settings: nothing made with the old ones stays.
 
 Invariant: as long as the folder holds the old first weights, a start with other settings removes the rest again. They
-are removed last, so a crash between two removals leaves a run that either continues with the old settings or is begun.
+are removed last, so a crash between two removals leaves a run that continues with the old settings or starts anew.
 """
 
 from __future__ import annotations
@@ -69,26 +69,23 @@ def clear(folder: RunFolder) -> None:
         databases = [
             path for first in (folder.partials, folder.sessions) for path in folder.path.glob(f"{first.name}*")
         ]
-        others = (*others, folder.summary, folder.plot, folder.choices, folder.model)
-        for path in (*records, *others, *databases, folder.archive, folder.checkpoints):
+        shown = (folder.summary, folder.plot, folder.model)
+        for path in (*records, *others, *shown, *databases, folder.archive, folder.checkpoints):
             _remove(path)
-    sweep(folder)
 
 
 def sweep(folder: RunFolder) -> None:
     """Remove what a run without weights need not keep: digests of its data, and what a crash left half removed."""
     with storage(folder.path):
-        for path in (folder.environment_data, *folder.path.glob(".removed-*")):
-            _remove(path)
+        _remove(folder.environment_data)
+        for away in folder.path.glob(".removed-*"):
+            shutil.rmtree(away)
 
 
 def _remove(path: Path) -> None:
     """Remove a file or a folder; a folder is renamed first, so that no part of it is taken for the whole."""
     if path.is_dir() and not path.is_symlink():
-        away = path.with_name(f".removed-{path.name.removeprefix('.removed-')}")
-        if path == away:
-            shutil.rmtree(path)
-            return
+        away = path.with_name(f".removed-{path.name}")
         shutil.rmtree(away, ignore_errors=True)
         path.rename(away)
         shutil.rmtree(away)
