@@ -224,6 +224,9 @@ def test_the_log_of_a_run_that_has_ended_is_where_its_files_are(volley: Volley, 
     code, _, err = volley("logs", "fruit", "--run", str(tmp_path))
     told = f"run {folder.name} has ended, and its environment service with it\n  its logs are in {folder.logs};"
     assert (code, told in err) == (1, True), err
+    addresses.write(folder, {}, {"env": f"http://127.0.0.1:{free_port()}"}, ServicesSection())
+    code, _, err = volley("logs", "fruit", "--run", str(tmp_path))
+    assert (code, "has ended" in err) == (1, False), err
 
 
 def test_a_file_is_tried_with_settings_of_the_service(tmp_path: Path) -> None:

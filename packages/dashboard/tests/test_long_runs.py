@@ -91,6 +91,13 @@ def test_the_first_look_at_a_long_run_reads_a_sample(folder: RunFolder) -> None:
     assert whole.dispositions
 
 
+def test_a_run_of_long_lines_is_read_whole(folder: RunFolder) -> None:
+    lines = (orjson.dumps(line(i, note="x" * 70_000)) + b"\n" for i in range(STEPS - 60, STEPS + 1))
+    folder.metrics.write_bytes(b"".join(lines))
+    found = RunReader("r", folder).glance()
+    assert (found.revision is None, steps(found.train)[-1]) == (False, STEPS)
+
+
 def test_a_sample_is_not_shown_if_its_newest_lines_were_undone(folder: RunFolder) -> None:
     with folder.metrics.open("ab") as file:
         file.writelines(orjson.dumps(line(STEPS + i, epoch=1)) + b"\n" for i in range(1, 200))
@@ -149,7 +156,7 @@ def test_each_new_line_is_read_once(folder: RunFolder) -> None:
     assert all(one is other for one, other in zip(before.train, after.train, strict=False))
 
 
-@pytest.mark.parametrize("change", ["cut", "replaced", "restored"])
+@pytest.mark.parametrize("change", ["cut", "replaced", "restored", "ledger"])
 def test_changed_files_are_read_anew(folder: RunFolder, change: str) -> None:
     reader = RunReader("r", folder)
     reader.snapshot()
@@ -161,6 +168,9 @@ def test_changed_files_are_read_anew(folder: RunFolder, change: str) -> None:
         lines[500] = lines[500].replace(b'"note":"x', b'"note":"y')
         folder.metrics.with_suffix(".new").write_bytes(b"".join(lines))
         folder.metrics.with_suffix(".new").replace(folder.metrics)
+    elif change == "ledger":  # of the same size
+        folder.ledger.unlink()
+        folder.ledger.write_bytes(b"".join(ended).replace(b'"trained"', b'"failed!"'))
     else:  # an older copy that has gone on
         folder.metrics.unlink()
         folder.metrics.write_bytes(

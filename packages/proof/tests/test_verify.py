@@ -516,3 +516,8 @@ def test_a_redis_that_is_down_is_told(run: RunFolder):
     assert try_lock(lock)
     assert "did not answer" in verify(run)["redis"]
     os.close(lock)
+    own = yaml.safe_load(run.config.read_bytes()) if run.config.exists() else {}
+    services = {**own.get("services", {}), "redis_url": "redis://127.0.0.1:1/0"}  # of another host
+    run.config.write_text(yaml.safe_dump({**own, "services": services}), encoding="utf-8")
+    trust.accept(run)
+    assert "did not answer" in verify(run)["redis"]
