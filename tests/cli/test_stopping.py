@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.terminal import in_terminal
-from volley.commands.train import Stopped, stopping_on_signal
 from volley.layout import PROJECT
+from volley.local.signals import Stopped, stopping_on_signal
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,8 @@ from tools.soak.judgement import SoakSample, judged
 from tools.soak.samples import queue_usage, usage, usage_alone
 from volley.commands import train
 from volley.layout import PROJECT
+from volley.local.preflight import check_inputs
+from volley.local.signals import Stopped
 from volley.local.stack import LocalStack
 from volley.printing import complain, join_lines, print_result, use_json
 from volley.program import run_program
@@ -66,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
         os.chdir(PROJECT)
     loaded = _new_run(arguments.config or [CONFIG], arguments.overrides)
     samples: list[SoakSample] = []
-    train.check_inputs(loaded)
+    check_inputs(loaded)
     with claimed(loaded, _tell) as claim:
         try:
             train.supervise(
@@ -76,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 _tell,
                 seen=PlainLines(0, _tell).service,
             )
-        except train.Stopped as stopped:
+        except Stopped as stopped:
             return stopped.exit_code
         if len(samples) < _ENOUGH:
             raise VolleyError(f"only {len(samples)} samples were taken", "soak for longer")

@@ -24,7 +24,9 @@ from shared.run.folder import RunFolder
 from shared.services import SERVICES
 from volley.commands import train
 from volley.local import stack
+from volley.local.preflight import check_inputs
 from volley.local.scratch import scratch_folder
+from volley.local.signals import Stopped
 from volley.local.supervisor import ServiceFailed
 from volley.printing import is_json, print_lines, print_result
 from volley.reporting import jsonl
@@ -108,7 +110,7 @@ def main(
         )
     try:
         result, _ = measured(target, paths, overrides, seams)
-    except train.Stopped as stopped:
+    except Stopped as stopped:
         print_lines(f"stopped by {stopped}: nothing was measured")
         return stopped.exit_code
     if output is not None:
@@ -163,7 +165,7 @@ def _configured(target: str, paths: Sequence[str], overrides: Sequence[str]) -> 
         loaded = dated(loaded, read_record(run))
     changed = config.changed(loaded, {"model.path": path, **weights, **_alone()})
     changed = config.rooted(changed, Path.cwd())
-    train.check_inputs(changed)
+    check_inputs(changed)
     return changed, run if is_run else None
 
 

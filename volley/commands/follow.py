@@ -20,6 +20,7 @@ from shared.web.access import Role, token_for
 from volley.commands import train
 from volley.local import stack
 from volley.local.sidecars import sidecars
+from volley.local.signals import Stopped, stopping_on_signal
 from volley.printing import print_lines
 from volley.reporting import report
 from volley.reporting.display import shown
@@ -51,7 +52,7 @@ def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
         with counting(folder, record) as worked:
             try:
                 asyncio.run(_watch(loaded, folder))
-            except train.Stopped as stopped:
+            except Stopped as stopped:
                 with suppress(OSError):  # standard output may be gone
                     print_lines(f"stopped by {stopped}; run {folder.name} continues; the same command follows it again")
                 return stopped.exit_code
@@ -64,6 +65,6 @@ async def _watch(loaded: LoadedConfig, folder: RunFolder) -> None:
     urls = followed(services)
     print_lines(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
     running = stack.LocalStack(urls, token_for(services.token_files, Role.VIEWER), services.tls.ca_file, [])
-    async with train.stopping_on_signal():
+    async with stopping_on_signal():
         with sidecars(folder, loaded.config), shown(loaded.config.trainer.max_steps) as display:
             await train.follow(running, folder, display, RecordTails(folder))

@@ -32,11 +32,11 @@ from shared.services import SERVICES
 from shared.services_schema import Endpoint
 from shared.visible import quoted
 from shared.web.access import MIN_TOKEN
-from volley.commands.train import Stopped, stopping_on_signal
 from volley.layout import python_of, variables_of
 from volley.local.accelerators import check_device
 from volley.local.processes import ProcessSpec, Reaper
 from volley.local.scratch import scratch_folder
+from volley.local.signals import Stopped, stopping_on_signal
 from volley.local.supervisor import SupervisedProcess, keep_running
 from volley.printing import print_lines as say
 from volley.printing import print_result

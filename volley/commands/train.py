@@ -8,21 +8,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from shared import config
 from shared.config import LoadedConfig
-from shared.environments import check_environments
 from shared.errors import ConfigError, VolleyError, first_error
-from shared.files.reading import open_file
-from shared.files.rows import check_data_file
-from shared.findings import beyond_positions, findings
-from shared.models.config import ModelConfig
-from shared.models.hub import check_weights, model_folder
+from shared.findings import findings
 from shared.run import commits, wedge
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
@@ -30,10 +23,11 @@ from shared.services import kind_of
 from shared.visible import quoted
 from volley import choices, own_data
 from volley.commands import sft_run
-from volley.local import external, stack
-from volley.local.accelerators import check_device
+from volley.local import stack
+from volley.local.preflight import notes_on_model, prepared
 from volley.local.processes import Reaper
 from volley.local.sidecars import sidecars
+from volley.local.signals import Stopped, stopping_on_signal
 from volley.local.supervisor import RestartPolicy, Say, Seen, ServiceFailed, ServiceState, unseen
 from volley.printing import keep_lost_in, print_result
 from volley.printing import print_lines as say
@@ -41,7 +35,6 @@ from volley.proof import prove as prove_folder
 from volley.reporting import closing, report
 from volley.reporting.display import shown
 from volley.reporting.progress import Activity, ProgressDisplay, RecordTails, print_text
-from volley.runs import survey
 from volley.runs.answers import fetch_status
 from volley.runs.elapsed import counting
 from volley.runs.observing import ServiceStatus, ask_all, unready
@@ -55,14 +48,6 @@ _SAVED = ("done", "refused")
 
 
 type Work = Callable[[stack.LocalStack], Awaitable[None]]
-
-
-class Stopped(Exception):
-    """A signal stopped the command."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.exit_code = 128 + number
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +127,7 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
 
                 for line in choices.lines(loaded):
                     display.say(f"chosen: {line}")
-                for finding in [*loaded.notes, *findings(loaded.config), *_of_the_model(loaded, model)]:
+                for finding in [*loaded.notes, *findings(loaded.config), *notes_on_model(loaded, model)]:
                     display.say(f"note: {finding}")
 
                 async def work(running: stack.LocalStack) -> None:
@@ -195,75 +180,6 @@ def supervise(
             worked.failed = error.detail
             raise
     return worked.record()
-
-
-def _of_the_model(loaded: LoadedConfig, folder: Path) -> list[str]:
-    """Notes on the model; none for a folder that the services will refuse."""
-    from shared.models.tokenizer_files import read_tokenizer
-
-    notes: list[str | None] = []
-    with suppress(ConfigError):
-        model = ModelConfig.read(folder)
-        notes.append(beyond_positions(loaded.config, model))
-        if (lacking := choices.shortages(loaded, model).get("host")) is not None:
-            notes.append(f"{lacking.detail}; change: {lacking.hint}")
-    with suppress(ConfigError):
-        notes.append(read_tokenizer(folder).note)
-    return [note for note in notes if note is not None]
-
-
-def prepared(loaded: LoadedConfig) -> tuple[LoadedConfig, Path]:
-    """Check what a run needs, and choose values that are left out. Returns the model's folder too.
-
-    A model that cannot be read is left to the services to refuse. Raises VolleyError, also if the training or a rollout
-    server does not fit into memory.
-    """
-    folder = check_inputs(loaded)
-    try:
-        model = ModelConfig.read(folder)
-    except ConfigError:
-        return loaded, folder
-    loaded = choices.fit(loaded, model)
-    lacking = choices.shortages(loaded, model)
-    lacking.pop("host", None)  # whose sum has a margin: a note says so
-    if lacking:
-        hints = " and ".join(one.hint or "" for one in lacking.values())
-        raise ConfigError("; ".join(one.detail for one in lacking.values()), hints)
-    return loaded, folder
-
-
-def check_inputs(loaded: LoadedConfig) -> Path:
-    """Check configuration, devices, files and external services before anything starts. Returns the model's folder.
-
-    Raises VolleyError.
-    """
-    findings(loaded.config)
-    check_environments(loaded.config)
-    device, counts = loaded.config.rollout.engine.device, loaded.config.local_processes()
-    if device != "cpu" and (counts["trainer"] or counts["rollout"]):
-        check_device(device, ())
-    for key in ("train", "eval"):
-        path: Path | None = getattr(loaded.config.data, key)
-        if path is not None and loaded.config.services.env.url is None:  # else the file is on that service's host
-            try:
-                open_file(path).close()
-            except OSError as error:
-                raise ConfigError(
-                    f"data.{key}={path}: {error.strerror}", f"give an existing file with data.{key}=…"
-                ) from error
-    learns = loaded.config.is_supervised or loaded.config.sft.trains
-    for path in (*loaded.config.sft.train, *loaded.config.sft.eval) if learns else ():
-        if not path.exists():
-            raise ConfigError(f"{path}: no such file or folder", "name files of conversations, or folders with them")
-        if not path.is_dir():
-            check_data_file(path)
-    model = loaded.config.model.path
-    if "@" in model and not Path(model).is_dir():
-        survey.check(RunFolder(Path(model.rpartition("@")[0]).absolute()))
-    folder = model_folder(model, loaded.config.run.folder)
-    check_weights(loaded.config)
-    asyncio.run(external.check(loaded.config))
-    return folder
 
 
 def fresh_name(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
@@ -370,45 +286,3 @@ async def _waiting(running: stack.LocalStack, state: str) -> str:
     if state == "wedged" and not (verdict.cycle or any(node.halted for node in wedge.nodes(seen))):
         state = "waiting"
     return f"the run is {state}; {'; '.join(verdict.chain or unready(seen)) or 'all services are ready'}"
-
-
-@asynccontextmanager
-async def stopping_on_signal(
-    first: Callable[[str], None] = lambda name: None, again: Callable[[], None] = lambda: None
-) -> AsyncIterator[None]:
-    """Cancel the body at SIGINT, SIGTERM or SIGHUP. A SIGHUP that the parent ignores stays ignored.
-
-    Args:
-        first: called with the name of the first signal.
-        again: called for each further signal.
-
-    Raises Stopped.
-    """
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    received: list[int] = []
-    assert task is not None
-
-    def on_signal(number: int) -> None:
-        received.append(number)
-        if len(received) == 1:
-            task.cancel()
-            with suppress(OSError):  # the terminal or the pipe's reader may be gone
-                first(signal.Signals(number).name)
-        else:
-            again()
-
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` leaves it
-        numbers.append(signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal, number)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        task.uncancel()
-        raise Stopped(received[0]) from None
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

@@ -14,8 +14,8 @@ from shared.models.config import ModelConfig
 from shared.run.folder import RunFolder
 from tests.support.large_models import QWEN3_4B, SMOLLM2
 from volley import choices
-from volley.commands import train
 from volley.commands.configuration import sources
+from volley.local.preflight import prepared
 from volley.runs.record import claimed
 from volley_launch.planning import automatic
 from volley_launch.planning.automatic import PromptLengths
@@ -118,10 +118,10 @@ def test_a_run_without_memory_is_refused_before_it_has_a_folder(
     few, most = devices("cpu=10MiB"), devices("cpu=64GiB")
     monkeypatch.setattr(automatic, "_devices", lambda run: few)
     with pytest.raises(ConfigError, match=r"training takes .* has 10\.00 MiB"):
-        train.prepared(load([], asked))
+        prepared(load([], asked))
     assert not (tmp_path / "runs").exists()
     monkeypatch.setattr(automatic, "_devices", lambda run: most)
-    assert train.prepared(load([], asked))[1] == tiny
+    assert prepared(load([], asked))[1] == tiny
 
 
 def test_a_run_that_fits_nowhere_keeps_the_defaults() -> None:

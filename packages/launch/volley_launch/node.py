@@ -26,6 +26,7 @@ from volley.local import stack
 from volley.local.hosts import FIRST_PORT, Hosts
 from volley.local.processes import Reaper
 from volley.local.scratch import scratch_folder
+from volley.local.signals import Stopped, stopping_on_signal
 from volley.local.supervisor import RestartPolicy
 from volley.printing import print_lines
 from volley_launch.folder import LaunchFolder
@@ -90,7 +91,7 @@ def main(
         loaded = _loaded(files, overrides, layer)
         try:
             _join(loaded, launch.host(index, place.address), place.address, seams, silence_s)
-        except train.Stopped as stopped:
+        except Stopped as stopped:
             print_lines(f"{place.address}: stopped by {stopped}")
             return stopped.exit_code
     return 0
@@ -122,7 +123,7 @@ async def _joined(
     token, ca_file = token_for(services.token_files, Role.VIEWER), services.tls.ca_file
     with Reaper.running() as reaper:
         async with (
-            train.stopping_on_signal(lambda name: say(f"{name}: stopping all services"), reaper.kill_all),
+            stopping_on_signal(lambda name: say(f"{name}: stopping all services"), reaper.kill_all),
             HttpClient(services.base_url("trainer"), timeout_s=5.0, ca_file=ca_file) as trainer,
             HttpClient(services.base_url("orchestrator"), token=token, timeout_s=5.0, ca_file=ca_file) as orchestrator,
         ):

@@ -23,7 +23,8 @@ from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.cli.test_hostile_folder import LIMIT_S, peak, within
 from tests.support import small_run
-from volley.commands import compare, train
+from volley.commands import compare
+from volley.local.preflight import check_inputs
 from volley.reporting import report
 from volley.runs import survey
 from volley_proof.verify import budget, command
@@ -157,7 +158,7 @@ def test_a_run_to_start_from_is_looked_at_as_well(run: RunFolder) -> None:
     terabyte(f"{PARAMS}/w.npy")(run)
     tree = {"model": {"path": f"{run.path}@{HEAD}"}, "data": {"env": "frozen_lake"}}
     with pytest.raises(ConfigError, match="is sparse"):
-        train.check_inputs(config.validate(tree))
+        check_inputs(config.validate(tree))
 
 
 def test_a_device_is_refused_before_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,10 @@ from shared.run.folder import RunFolder
 from shared.services import SERVICES
 from shared.visible import quoted
 from volley.commands.serve import add_server, find_port, is_ready, until_stopped, with_context, without_key
-from volley.commands.train import stopping_on_signal
 from volley.layout import python_of, variables_of
 from volley.local.accelerators import check_device
 from volley.local.processes import ProcessSpec, Reaper
+from volley.local.signals import stopping_on_signal
 from volley.local.supervisor import SupervisedProcess, keep_running
 from volley.printing import print_lines as say
 from volley.printing import print_result

@@ -1,0 +1,90 @@
+"""Checks of a run's configuration, model, files and services before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+from shared.config import LoadedConfig
+from shared.environments import check_environments
+from shared.errors import ConfigError
+from shared.files.reading import open_file
+from shared.files.rows import check_data_file
+from shared.findings import beyond_positions, findings
+from shared.models.config import ModelConfig
+from shared.models.hub import check_weights, model_folder
+from shared.run.folder import RunFolder
+from volley import choices
+from volley.local import external
+from volley.local.accelerators import check_device
+from volley.runs import survey
+
+
+def notes_on_model(loaded: LoadedConfig, folder: Path) -> list[str]:
+    """Notes on the model; none for a folder that the services will refuse."""
+    from shared.models.tokenizer_files import read_tokenizer
+
+    notes: list[str | None] = []
+    with suppress(ConfigError):
+        model = ModelConfig.read(folder)
+        notes.append(beyond_positions(loaded.config, model))
+        if (lacking := choices.shortages(loaded, model).get("host")) is not None:
+            notes.append(f"{lacking.detail}; change: {lacking.hint}")
+    with suppress(ConfigError):
+        notes.append(read_tokenizer(folder).note)
+    return [note for note in notes if note is not None]
+
+
+def prepared(loaded: LoadedConfig) -> tuple[LoadedConfig, Path]:
+    """Check what a run needs, and choose values that are left out. Returns the model's folder too.
+
+    A model that cannot be read is left to the services to refuse. Raises VolleyError, also if the training or a rollout
+    server does not fit into memory.
+    """
+    folder = check_inputs(loaded)
+    try:
+        model = ModelConfig.read(folder)
+    except ConfigError:
+        return loaded, folder
+    loaded = choices.fit(loaded, model)
+    lacking = choices.shortages(loaded, model)
+    lacking.pop("host", None)  # whose sum has a margin: a note says so
+    if lacking:
+        hints = " and ".join(one.hint or "" for one in lacking.values())
+        raise ConfigError("; ".join(one.detail for one in lacking.values()), hints)
+    return loaded, folder
+
+
+def check_inputs(loaded: LoadedConfig) -> Path:
+    """Check configuration, devices, files and external services before anything starts. Returns the model's folder.
+
+    Raises VolleyError.
+    """
+    findings(loaded.config)
+    check_environments(loaded.config)
+    device, counts = loaded.config.rollout.engine.device, loaded.config.local_processes()
+    if device != "cpu" and (counts["trainer"] or counts["rollout"]):
+        check_device(device, ())
+    for key in ("train", "eval"):
+        path: Path | None = getattr(loaded.config.data, key)
+        if path is not None and loaded.config.services.env.url is None:  # else the file is on that service's host
+            try:
+                open_file(path).close()
+            except OSError as error:
+                raise ConfigError(
+                    f"data.{key}={path}: {error.strerror}", f"give an existing file with data.{key}=…"
+                ) from error
+    learns = loaded.config.is_supervised or loaded.config.sft.trains
+    for path in (*loaded.config.sft.train, *loaded.config.sft.eval) if learns else ():
+        if not path.exists():
+            raise ConfigError(f"{path}: no such file or folder", "name files of conversations, or folders with them")
+        if not path.is_dir():
+            check_data_file(path)
+    model = loaded.config.model.path
+    if "@" in model and not Path(model).is_dir():
+        survey.check(RunFolder(Path(model.rpartition("@")[0]).absolute()))
+    folder = model_folder(model, loaded.config.run.folder)
+    check_weights(loaded.config)
+    asyncio.run(external.check(loaded.config))
+    return folder
