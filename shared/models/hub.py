@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 
 import orjson
@@ -48,9 +49,7 @@ def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = F
             f"`volley model get {quoted(path)} {quoted(str(made))}` converts it; then say model.path={made}",
         )
     if path.startswith((".", "/")) or path.count("/") != 1 or folder.parent.is_dir():
-        raise ConfigError(
-            f"model.path {path} is no folder", "give a Hugging Face folder, a hub id like Qwen/Qwen3-4B, or RUN@VERSION"
-        )
+        raise ConfigError(f"model.path {path} is no folder", _local_hint(folder))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -64,6 +63,17 @@ def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = F
             f"model.path {path} is no folder, and {_why(error)}",
             _hint(path),
         ) from error
+
+
+def _local_hint(missing: Path) -> str:
+    """Name the folder that was probably meant, or the command that makes it."""
+    beside = missing.parent.glob("*/config.json") if missing.parent.is_dir() else iter(())
+    if near := get_close_matches(missing.name, [file.parent.name for file in beside], n=1):
+        return f"did you mean {quoted(str(missing.with_name(near[0])))}?"
+    if "smollm2" in missing.name.lower():
+        target = quoted(str(missing if missing.parent.name else Path("models") / missing))
+        return f"`volley model get smollm2 {target}` makes a model of that name; then say model.path={target}"
+    return "give a Hugging Face folder, a hub id like Qwen/Qwen3-4B, or RUN@VERSION"
 
 
 def _why(error: Exception) -> str:
