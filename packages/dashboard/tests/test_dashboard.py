@@ -38,6 +38,7 @@ from volley.reporting.intervals import SuccessRate
 from volley.reporting.run_reader import thinned
 from volley_dashboard.page import commands
 from volley_dashboard.page.advice import advise
+from volley_dashboard.page.answers import PageFiles
 from volley_dashboard.page.app import STATIC, make_app
 from volley_dashboard.page.entrance import Entrance
 from volley_dashboard.page.handovers import handovers
@@ -115,7 +116,14 @@ async def test_a_browser_stays_admitted_when_it_opens_another_dashboard(root: Pa
 
 
 async def test_each_answer_forbids_what_is_not_from_here(page: httpx.AsyncClient) -> None:
-    for path in ("/", "/static/app.js", "/api/runs", "/api/runs/none", "/static/../app.py"):
+    for path in (
+        "/",
+        f"/static/{PageFiles(STATIC).digest}/app.js",
+        "/static/old/app.js",
+        "/api/runs",
+        "/api/runs/none",
+        "/static/../app.py",
+    ):
         policy = (await page.get(path)).headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
@@ -123,6 +131,22 @@ async def test_each_answer_forbids_what_is_not_from_here(page: httpx.AsyncClient
         text = file.read_text(encoding="utf-8")
         assert "innerHTML" not in text or file.name == "uplot.js"
         assert "https://" not in text.replace("https://github.com/leeoniya/uPlot", "")
+
+
+async def test_a_browser_keeps_the_files_of_the_page_until_they_change(page: httpx.AsyncClient, tmp_path: Path) -> None:
+    first = await page.get("/")
+    named = re.findall(r'(?:src|href)="(/static/[^"]+)"', first.text)
+    assert first.headers["cache-control"] == "no-cache"
+    assert len(named) >= 10
+    for path in named:
+        found = await page.get(path)
+        assert (found.status_code, found.headers["cache-control"]) == (200, "max-age=31536000, immutable")
+    old = await page.get("/static/0123456789abcdef/app.js")
+    assert (old.status_code, "immutable" in old.headers.get("cache-control", "")) == (404, False)
+    (tmp_path / "index.html").write_text('<script src="/static/a.js">', encoding="utf-8")
+    before = PageFiles(tmp_path).digest
+    (tmp_path / "a.js").write_text("1", encoding="utf-8")
+    assert PageFiles(tmp_path).digest != before
 
 
 async def test_a_run_is_shown_with_its_curves_and_ledger(page: httpx.AsyncClient) -> None:

@@ -26,7 +26,8 @@ from volley.reporting import run_reader
 from volley.reporting.counted_rows import CountedRows
 from volley.reporting.jsonl import sampled
 from volley.reporting.run_reader import RunReader
-from volley_dashboard.page.app import make_app
+from volley_dashboard.page.answers import PageFiles
+from volley_dashboard.page.app import STATIC, make_app
 from volley_dashboard.page.entrance import Entrance
 from volley_dashboard.page.live import events
 from volley_dashboard.page.runs import Runs
@@ -133,7 +134,7 @@ async def test_answers_are_packed_for_those_that_accept_it(folder: RunFolder) ->
     entrance = Entrance()
     async with served(make_app(Runs([folder.path.parent]), entrance)) as url, httpx.AsyncClient(base_url=url) as client:
         await client.get(f"/login?code={entrance.code}")
-        for path in ("/api/runs/r", "/static/uplot.js"):
+        for path in ("/api/runs/r", f"/static/{PageFiles(STATIC).digest}/uplot.js"):
             sent = []
             for accepted in ("gzip", "identity", "gzip;q=0"):
                 async with client.stream("GET", path, headers={"accept-encoding": accepted}) as answer:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import mimetypes
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import orjson
 from fastapi import BackgroundTasks, Request
 from fastapi.responses import Response
 
+from shared.errors import NotFound
 from shared.web.assets import Asset
 
-_LEAST = 1024
-_CHECKED = {"Cache-Control": "no-cache"}
+_LEAST, _PAGE = 1024, "index.html"
+_CHECKED, _KEPT = {"Cache-Control": "no-cache"}, {"Cache-Control": "max-age=31536000, immutable"}
 _PACKED = {"Content-Encoding": "gzip", "Vary": "Accept-Encoding"}
 
 
@@ -26,17 +27,29 @@ def json_answer(request: Request, value: Any, later: BackgroundTasks | None = No
     return Response(content, media_type="application/json", headers=headers, background=later)
 
 
-def file_answer(request: Request, path: Path) -> Response:
-    """Answer with a file of the page, read and packed once."""
-    packed = _accepts_gzip(request)
-    media_type = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    return Asset(_content(path, packed), headers=_CHECKED | (_PACKED if packed else {}), media_type=media_type)
+class PageFiles:
+    """Files of the page, read and packed once.
 
+    The page names the others below the digest of all (`/static/DIGEST/app.js`), so that a browser keeps them until they
+    change.
+    """
 
-@cache
-def _content(path: Path, packed: bool) -> bytes:
-    content = path.read_bytes()
-    return gzip.compress(content) if packed else content
+    def __init__(self, folder: Path) -> None:
+        files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())} if folder.is_dir() else {}
+        self.digest = hashlib.sha256(b"".join(files.values())).hexdigest()[:16]
+        named = f"/static/{self.digest}/".encode()
+        self._plain = {
+            name: content.replace(b"/static/", named) if name == _PAGE else content for name, content in files.items()
+        }
+        self._packed = {name: gzip.compress(content) for name, content in self._plain.items()}
+
+    def answer(self, request: Request, name: str) -> Response:
+        """Raises NotFound."""
+        packed = _accepts_gzip(request)
+        if (content := (self._packed if packed else self._plain).get(name)) is None:
+            raise NotFound(f"there is no file {name[:100]}")
+        headers = (_CHECKED if name == _PAGE else _KEPT) | (_PACKED if packed else {})
+        return Asset(content, headers=headers, media_type=mimetypes.guess_type(name)[0] or "application/octet-stream")
 
 
 def _accepts_gzip(request: Request) -> bool:

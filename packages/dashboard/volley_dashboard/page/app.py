@@ -21,7 +21,7 @@ from shared.web.http import create_app
 from volley.reporting.run_reader import RunReader, Snapshot
 from volley_dashboard.page import commands
 from volley_dashboard.page.advice import advise
-from volley_dashboard.page.answers import file_answer, json_answer
+from volley_dashboard.page.answers import PageFiles, json_answer
 from volley_dashboard.page.entrance import CookieAccess, Entrance
 from volley_dashboard.page.handovers import handovers
 from volley_dashboard.page.live import FleetReports, edition, events
@@ -32,7 +32,7 @@ from volley_dashboard.trajectories.archived import ArchivedEpisodes
 from volley_dashboard.trajectories.index import Filters, Listing, undone
 
 STATIC = Path(__file__).with_name("static")
-_FILES = frozenset(path.name for path in STATIC.iterdir()) if STATIC.is_dir() else frozenset[str]()
+_FILES = PageFiles(STATIC)
 _MOST_STREAMS = 32
 _MOST_OPEN = 8
 _BLOCK = 2**18
@@ -45,7 +45,7 @@ _MOST_FILES = 24
 ROLES = {
     "GET /": Role.ANYONE,
     "GET /login": Role.ANYONE,
-    "GET /static/{name}": Role.ANYONE,
+    "GET /static/{digest}/{name}": Role.ANYONE,
     "GET /api/runs": Role.VIEWER,
     "GET /api/runs/{run}": Role.VIEWER,
     "GET /api/runs/{run}/fleet": Role.VIEWER,
@@ -112,14 +112,14 @@ def _state(request: Request) -> DashboardState:
 
 @router.get("/", include_in_schema=False)
 async def page(request: Request) -> Response:
-    return file_answer(request, STATIC / "index.html")
+    return _FILES.answer(request, "index.html")
 
 
-@router.get("/static/{name}", include_in_schema=False)
-async def static(request: Request, name: str) -> Response:
-    if name not in _FILES:
-        raise NotFound(f"there is no file {name[:100]}")
-    return file_answer(request, STATIC / name)
+@router.get("/static/{digest}/{name}", include_in_schema=False)
+async def static(request: Request, digest: str, name: str) -> Response:
+    if digest != _FILES.digest:
+        raise NotFound(f"this dashboard has no files {digest[:100]}", "reload the page")
+    return _FILES.answer(request, name)
 
 
 @router.get("/login", include_in_schema=False)
