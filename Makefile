@@ -7,7 +7,7 @@ ARGS ?=
 OUT ?= dist
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-long check docs build audit format fuzz bench lower chaos soak sizes clean
+.PHONY: help install quickstart test test-long check docs build audit format fuzz bench lower recipes chaos soak sizes clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -68,6 +68,9 @@ bench: install  ## measure; writes bench.json
 
 lower: install  ## compile a configuration's steps for TPUs that are not here; ARGS="FILE.yaml --tpu v5e"
 	@$(BIN)/python -m tools.lower $(ARGS)
+
+recipes: install  ## train a recipe's runs and compare them with its committed interval; ARGS="NAME --seeds 0"
+	@$(BIN)/python -m tools.recipes $(ARGS)
 
 sizes: install  ## lines of the core and of each package, and what one quickstart imports
 	@$(BIN)/python -m tools.sizes $(ARGS)

@@ -10,7 +10,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PROJECT = "volley/project"
 """Folder of the wheel with the files that are not code; volley/wheel.py puts them beside the code again."""
-FILES = ("pyproject.toml", "uv.lock", "configs", "deploy/sky", "deploy/slurm", "deploy/tpu-vm")
+FILES = ("pyproject.toml", "uv.lock", "configs", "recipes", "deploy/sky", "deploy/slurm", "deploy/tpu-vm")
 
 
 class WheelHook(BuildHookInterface):

@@ -57,7 +57,7 @@ def _errors_of_omegaconf() -> tuple[type[Exception], ...]:
 def present(path: Path) -> Path:
     """Return the path, or the file of that name that comes with Volley, such as `configs/quickstart.yaml`."""
     ours = PROJECT / path
-    return ours if path.parts[:1] == ("configs",) and not path.exists() and ours.exists() else path
+    return ours if path.parts[:1] in (("configs",), ("recipes",)) and not path.exists() and ours.exists() else path
 
 
 def read_tree(path: Path, noun: str = "") -> dict[str, Any]:

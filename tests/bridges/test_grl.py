@@ -107,7 +107,7 @@ def loaded(tmp_path, found: Translation) -> LoadedConfig:
 
 
 def test_the_example_runs_on_the_warm_start_of_sokoban(tmp_path, capsys):
-    ours = config.load([ROOT / "configs/sokoban.yaml"]).config
+    ours = config.load([ROOT / "recipes/sokoban/config.yaml"]).config
     assert main([str(EXAMPLE)]) == 0
     (tmp_path / "run.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
     theirs = config.load([tmp_path / "run.yaml"]).config

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "recipes").glob("*/README.md")),
+)
 _FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"\s{2,}#\s.*$")
 _STATE = re.compile(r"^(curl|eval|umask|for|[A-Z]+=\$\(|\w+\(\))")

@@ -21,7 +21,11 @@ def write(tmp_path, text, name="c.yaml"):
     return path
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path",
+    [*sorted(ROOT.glob("configs/*.yaml")), *sorted(ROOT.glob("recipes/*/config*.yaml"))],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
 def test_every_committed_config_parses(path):
     assert config.load([path]).config.run.name
 

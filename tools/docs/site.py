@@ -21,7 +21,8 @@ _SECTION = r"^{} ([^:\n]+).*?\n(.*?)(?=^{} |\Z)"
 _ROW = re.compile(r"^\| \[[^\]]+\]\(([\w-]+\.md)\)", re.MULTILINE)
 _NAMED = re.compile(r"\[[\w-]+\.md\]\(([\w-]+\.md)")
 _LOADED = re.compile(r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=\"(?:https?:)?//[^\"]*")
-_OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)")
+_OUTSIDE = re.compile(r"(?<!!)\[([^\]]+)\]\(\.\./([^)#]+)[^)]*\)")
+_PICTURE = re.compile(r"(!\[[^\]]*\]\()\.\./(recipes/)")
 
 
 def slug(heading: str, separator: str) -> str:
@@ -34,6 +35,15 @@ def on_config(config: Any) -> Any:
     config["nav"] = ["README.md", *navigation(index)]
     config["mdx_configs"]["toc"]["slugify"] = slug
     return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the recipes' curves, which lie outside of the documentation."""
+    from mkdocs.structure.files import File
+
+    for path in sorted(ROOT.glob("recipes/*/curve.svg")):
+        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    return files
 
 
 def navigation(index: str, level: int = 2) -> list[Any]:
@@ -49,6 +59,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta["search"] = {"boost": BOOSTED[page.file.src_uri]}
     references = json.loads(REFERENCE.read_text(encoding="utf-8"))
     whole = MARKER.sub(lambda found: references[found[1]], markdown)
+    whole = _PICTURE.sub(r"\1\2", whole)
     return without_outside_links(_NAMED.sub(lambda found: f"[{_title(found[1])}]({found[1]}", whole))
 
 

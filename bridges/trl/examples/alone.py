@@ -1,7 +1,7 @@
-"""Train with TRL's GRPOTrainer alone on the task of configs/smollm2_sentences.yaml, to compare it with Volley.
+"""Train with TRL's GRPOTrainer alone on the task of recipes/short_sentences/config.yaml, to compare it with Volley.
 
-python bridges/trl/examples/alone.py models/smollm2 configs/environments/short_sentences.py --steps 8
-volley train --config configs/smollm2_sentences.yaml orchestrator.eval_every_n_steps=2
+python bridges/trl/examples/alone.py models/smollm2 recipes/short_sentences/short_sentences.py --steps 8
+volley train --config recipes/short_sentences/config.yaml orchestrator.eval_every_n_steps=2
 
 Model, prompts, rewards, answers a step, temperature, optimizer and held-out tasks are the same. Each line is JSON: a
 step or an evaluation, with seconds and CPU seconds since the start, and the most memory so far.
@@ -25,7 +25,7 @@ GROUPS, ANSWERS, TOKENS, HELD_OUT = 6, 8, 28, 60
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of the model")
-    parser.add_argument("environment", help="configs/environments/short_sentences.py")
+    parser.add_argument("environment", help="recipes/short_sentences/short_sentences.py")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--every", type=int, default=2, help="steps between two evaluations")
     parser.add_argument("--seed", type=int, default=0)

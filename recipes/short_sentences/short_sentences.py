@@ -2,8 +2,8 @@
 # requires-python = ">=3.12"
 # dependencies = []
 # ///
-"""One short sentence that holds two given words, for ../smollm2_sentences.yaml. Right is: both words, one sentence with
-its full stop, and no more than `MOST` words, which is some more than are asked for.
+"""One short sentence that holds two given words, for the configuration beside it. Right is: both words, one sentence
+with its full stop, and no more than `MOST` words, which is some more than are asked for.
 """
 
 import re

@@ -1,0 +1,119 @@
+"""Train and verify the runs of a recipe, and measure what they take."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import orjson
+from pydantic import TypeAdapter
+
+from shared.errors import ConfigError
+from shared.run.folder import RunFolder
+from tools.recipes.records import Recipe, Run, Summary, digest, results
+from tools.soak.samples import usage
+from volley.layout import PROJECT
+from volley.runs.run_file import read_record, write_json
+
+_SAMPLE_EVERY_S = 1.0
+_RUN = TypeAdapter(Run)
+
+
+def commands(name: str, recipe: Recipe, seed: int, folder: Path) -> dict[str, list[str]]:
+    """Arguments of `volley` for each run with a seed, by label, in order."""
+    folders = {label: folder / f"{name}-{label}-{seed}" for label in recipe.runs}
+    own = {label: [f"run.dir={folder}", f"run.name={path.name}", f"run.seed={seed}"] for label, path in folders.items()}
+    known = {**folders, "prepared": _prepared(name, folder)}
+    return {label: [*text.format_map(known).split(), *own[label]] for label, text in recipe.runs.items()}
+
+
+def trained(name: str, recipe: Recipe, seeds: Sequence[int], folder: Path) -> Iterator[Run]:
+    """Train and verify each run, unless it is finished. Raises SystemExit if a command fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made_with = digest(recipe)
+    if recipe.prepare:
+        subprocess.run([sys.executable, recipe.prepare, str(_prepared(name, folder))], cwd=PROJECT, check=True)
+    for seed in seeds:
+        for label, arguments in commands(name, recipe, seed, folder).items():
+            run = RunFolder(folder / f"{name}-{label}-{seed}")
+            figures = folder / f"{run.name}.json"
+            if not figures.exists():
+                print(f"volley {' '.join(arguments)}", flush=True)
+                write_json(figures, {"digest": made_with, **_measured(arguments, run, label, seed)})
+            kept = orjson.loads(figures.read_bytes())
+            if kept.pop("digest") != made_with:
+                raise ConfigError(f"{run.path} was trained with another recipe", f"remove {figures} and the run")
+            yield _RUN.validate_python(kept)
+
+
+def _prepared(name: str, folder: Path) -> Path:
+    return folder / f"{name}.prepared.jsonl"
+
+
+def _measured(arguments: Sequence[str], run: RunFolder, label: str, seed: int) -> dict[str, Any]:
+    """Train and verify one run; return its figures. Raises SystemExit if a command fails."""
+    cpu_s, memory, load = _watched(["-m", "volley", *arguments])
+    if subprocess.run([sys.executable, "-m", "volley", "verify", str(run.path)], cwd=PROJECT).returncode:
+        raise SystemExit(1)
+    summary = orjson.loads(run.summary.read_bytes())
+    evaluations = [(one["step"], one["success"], one["tasks"]) for one in summary.get("evaluations", ())]
+    return asdict(
+        Run(
+            label=label,
+            seed=seed,
+            steps=summary["steps"],
+            tokens=summary["tokens_trained"],
+            evaluations=tuple(evaluations),
+            measures=summary.get("measures", {}),
+            staleness_max=summary.get("staleness_max"),
+            seconds=summary["elapsed_sec"],
+            cpu_seconds=round(cpu_s, 1),
+            memory_gb=round(memory / 1e9, 2),
+            load=round(load, 1),
+        )
+    )
+
+
+def _watched(arguments: Sequence[str]) -> tuple[float, int, float]:
+    """Run Python with these arguments; return CPU seconds, most bytes of memory, and the mean load.
+
+    Raises SystemExit if the program fails.
+    """
+    with subprocess.Popen([sys.executable, *arguments], cwd=PROJECT) as process:
+        most, loads = 0, [os.getloadavg()[0]]
+        try:
+            while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
+                most = max(most, sum(one.memory for one in usage({"run": process.pid}).values()))
+                loads.append(os.getloadavg()[0])
+                time.sleep(_SAMPLE_EVERY_S)
+        except BaseException:
+            process.terminate()
+            raise
+        process.returncode = os.waitstatus_to_exitcode(ended[1])
+    if process.returncode:
+        raise SystemExit(1)
+    return ended[2].ru_utime + ended[2].ru_stime, most, fmean(loads)
+
+
+def summarize(recipe: Recipe, runs: tuple[Run, ...], last: Path) -> Summary:
+    """Summarize all runs of a recipe. The record in `last`, the folder of the last one, names date and versions."""
+    record = read_record(RunFolder(last.absolute()))
+    if record is None:
+        raise ConfigError(f"{last} has no readable run.json", "remove it, and train it again")
+    date = time.strftime("%Y-%m-%d", time.gmtime(record.created))
+    return Summary(digest(recipe), date, machine(), dict(record.versions), results(runs), runs)
+
+
+def machine() -> dict[str, str | int]:
+    """Name of the processor, number of usable cores, and memory in GB."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "memory_gb": round(memory / 1e9)}
