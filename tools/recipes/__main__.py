@@ -63,9 +63,9 @@ def write(name: str, recipe: Recipe, summary: Summary) -> None:
     folder = RECIPES / name
     write_json(folder / "summary.json", summary)
     replace(folder / "curve.svg", pages.curve(recipe, summary).encode())
-    pages.fill(folder / "README.md", pages.figures(recipe, summary))
-    pages.fill(pages.GALLERY, pages.gallery())
-    pages.fill(pages.README, pages.featured())
+    pages.fill(folder / "README.md", {"figures": pages.figures(recipe, summary)})
+    pages.fill(pages.GALLERY, {"figures": pages.gallery()})
+    pages.fill(pages.README, pages.of_readme())
 
 
 if __name__ == "__main__":

@@ -1,24 +1,28 @@
 """Curve of a recipe as a small SVG, and the blocks of pages that show its figures.
 
-A block stands between `<!-- figures -->` and `<!-- end of figures -->`, and follows from summary.json alone.
+A block stands between `<!-- NAME -->` and `<!-- end of NAME -->`, and follows from summary.json alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
 from shared.files.storage import replace
+from shared.run.folder import RunFolder
 from tools.recipes import records
 from tools.recipes.records import RECIPES, Recipe, Run, Summary
 from volley.layout import PROJECT
+from volley.reporting import closing
+from volley.reporting.intervals import success_rates
 
 GALLERY, README = PROJECT / "docs" / "recipes.md", PROJECT / "README.md"
 FEATURED = ("frozen_lake", "sokoban", "short_sentences")
 """Recipes whose curves README shows beside each other."""
 LONG_S = 45 * 60.0
-_BEGIN, _END = "<!-- figures -->", "<!-- end of figures -->"
 _COLORS = ("#1b6ca8", "#c65d21", "#2e8b57", "#8e4585")
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 440, 290, 46, 396, 54, 246
 _LEGEND_EVERY, _BAR_EVERY = 18, 9
@@ -31,17 +35,20 @@ path { fill: none; stroke-width: 1; opacity: .5; } .mean { stroke-width: 3; opac
 type Points = Sequence[tuple[int, float]]
 
 
-def fill(page: Path, block: str) -> None:
-    """Replace the block of a page. Raises ValueError if it has none."""
-    replace(page, filled(page.read_text(encoding="utf-8"), block).encode())
+def fill(page: Path, blocks: Mapping[str, str]) -> None:
+    """Replace blocks of a page, by name. Raises ValueError if it lacks one."""
+    text = page.read_text(encoding="utf-8")
+    for name, block in blocks.items():
+        text = filled(text, block, name)
+    replace(page, text.encode())
 
 
-def filled(text: str, block: str) -> str:
+def filled(text: str, block: str, name: str = "figures") -> str:
     """Text of a page with this block. Raises ValueError if it has none."""
-    before, begin, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
+    before, begin, rest = text.partition(f"<!-- {name} -->")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
     if not (begin and end):
-        raise ValueError(f"the page has no {_BEGIN} … {_END}")
+        raise ValueError(f"the page has no block <!-- {name} -->")
     return f"{before}{begin}\n{block}\n{end}{after}"
 
 
@@ -97,17 +104,41 @@ def is_long(summary: Summary) -> bool:
 
 def gallery() -> str:
     """Title, curve, sentence and figures of each recipe that has results."""
-    found = [name for name in records.names() if (RECIPES / name / "summary.json").exists()]
-    return "\n\n".join(_shown(name, records.load(name), records.read(name)) for name in found)
+    return "\n\n".join(_shown(name, records.load(name), records.read(name)) for name in _with_results())
 
 
-def featured() -> str:
+def _with_results() -> list[str]:
+    return [name for name in records.names() if (RECIPES / name / "summary.json").exists()]
+
+
+def of_readme() -> dict[str, str]:
+    """Blocks of README: the featured recipes, and the last words of the quickstart."""
+    return {"figures": _featured(), "quickstart": _quickstart()}
+
+
+def _quickstart() -> str:
+    """Sentence that `make quickstart` ends with: the first seed of the recipe on FrozenLake."""
+    first = records.read("frozen_lake").runs[0]
+    rows = [{"step": step, "success": success, "n_tasks": tasks} for step, success, tasks in first.evaluations]
+    summary = {
+        "evaluations": [asdict(rate) for rate in success_rates(rows)],
+        "steps": first.steps,
+        "max_steps": first.steps,
+        "finished": True,
+        "elapsed_sec": first.seconds,
+    }
+    proof = {"ok": True, "by_disposition": {"trained": first.groups}}
+    sentence = closing.sentence(RunFolder(PROJECT / "runs" / "quickstart"), summary, proof)
+    return "\n".join(["```text", *textwrap.wrap(sentence, 104), "```"])
+
+
+def _featured() -> str:
     """Table of the featured recipes' curves, for README."""
-    known = [(name, records.load(name), records.read(name)) for name in FEATURED]
+    known = [(name, records.load(name), records.read(name)) for name in FEATURED if name in _with_results()]
     rows = [
         [f"[{recipe.title}](recipes/{name}/README.md)" for name, recipe, _ in known],
         ["---"] * len(known),
-        [f"![Held-out success](recipes/{name}/curve.svg)" for name, _, _ in known],
+        [f"![Curve](recipes/{name}/curve.svg)" for name, _, _ in known],
         [_sentence(recipe, summary) for _, recipe, summary in known],
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -117,7 +148,7 @@ def _sentence(recipe: Recipe, summary: Summary) -> str:
     seconds = fmean(run.seconds for run in summary.runs)
     size = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
     n = len(recipe.seeds)
-    return f"{n} seed{'s' * (n > 1)}, {size} each on {summary.machine['cores']} cores"
+    return f"{n} seed{'s' * (n > 1)}, {size} each"
 
 
 def _shown(name: str, recipe: Recipe, summary: Summary) -> str:

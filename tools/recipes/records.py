@@ -42,15 +42,16 @@ class Recipe(BaseModel):
 class Run:
     """Figures of one run.
 
-    `evaluations`: step, success and number of tasks of each. `measures`: first and last value of each figure of a
-    supervised run. `seconds`: from the command to the end of its work. `cpu_seconds`, `memory_gb`: of all its
-    processes, the latter at its highest, without pages of files. `load`: mean number of runnable threads on the
-    machine, including those of other programs.
+    `groups`: trained ones. `evaluations`: step, success and number of tasks of each. `measures`: first and last value
+    of each figure of a supervised run. `seconds`: from the command to the end of its work. `cpu_seconds`, `memory_gb`:
+    of all its processes, the latter at its highest, without pages of files. `load`: mean number of runnable threads on
+    the machine, including those of other programs.
     """
 
     label: str
     seed: int
     steps: int
+    groups: int
     tokens: int
     evaluations: tuple[tuple[int, float, int], ...]
     measures: Mapping[str, tuple[float, ...]]

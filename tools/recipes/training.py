@@ -69,6 +69,7 @@ def _measured(arguments: Sequence[str], run: RunFolder, label: str, seed: int) -
             label=label,
             seed=seed,
             steps=summary["steps"],
+            groups=summary.get("tickets", {}).get("trained", 0),
             tokens=summary["tokens_trained"],
             evaluations=tuple(evaluations),
             measures=summary.get("measures", {}),
