@@ -66,9 +66,9 @@ def _row(label: str, summary: Summary) -> str:
     runs, result = _of(summary, label), summary.results.get(label)
     success = ["–", "–", "–"]
     if result is not None:
-        before = {f"{run.before * 100:.1f}" for run in runs}
+        before = [f"{run.before * 100:.1f}" for run in runs]
         success = [
-            f"{' · '.join(sorted(before))} %",
+            f"{' · '.join(before if len({*before}) > 1 else before[:1])} %",
             f"{' · '.join(f'{run.after * 100:.1f}' for run in runs)} %",
             f"{result.low * 100:.1f}–{result.high * 100:.1f} %",
         ]
@@ -118,7 +118,9 @@ def of_readme() -> dict[str, str]:
 
 def _quickstart() -> str:
     """Sentence that `make quickstart` ends with: the first seed of the recipe on FrozenLake."""
-    first = records.read("frozen_lake").runs[0]
+    known = records.read("frozen_lake")
+    first = known.runs[0]
+    where = f"On {known.machine['cores']} cores at load {first.load:.0f}, it ends with"
     rows = [{"step": step, "success": success, "n_tasks": tasks} for step, success, tasks in first.evaluations]
     summary = {
         "evaluations": [asdict(rate) for rate in success_rates(rows)],
@@ -129,7 +131,7 @@ def _quickstart() -> str:
     }
     proof = {"ok": True, "by_disposition": {"trained": first.groups}}
     sentence = closing.sentence(RunFolder(PROJECT / "runs" / "quickstart"), summary, proof)
-    return "\n".join(["```text", *textwrap.wrap(sentence, 104), "```"])
+    return "\n".join([where, "", "```text", *textwrap.wrap(sentence, 104), "```"])
 
 
 def _featured() -> str:
@@ -137,18 +139,16 @@ def _featured() -> str:
     known = [(name, records.load(name), records.read(name)) for name in FEATURED if name in _with_results()]
     rows = [
         [f"[{recipe.title}](recipes/{name}/README.md)" for name, recipe, _ in known],
-        ["---"] * len(known),
+        ["-"] * len(known),
         [f"![Curve](recipes/{name}/curve.svg)" for name, _, _ in known],
         [_sentence(recipe, summary) for _, recipe, summary in known],
     ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join(f"|{'|'.join(row)}|" for row in rows)
 
 
 def _sentence(recipe: Recipe, summary: Summary) -> str:
-    seconds = fmean(run.seconds for run in summary.runs)
-    size = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
     n = len(recipe.seeds)
-    return f"{n} seed{'s' * (n > 1)}, {size} each"
+    return f"{n} seed{'s' * (n > 1)}, {fmean(run.cpu_seconds for run in summary.runs):.0f} CPU seconds each"
 
 
 def _shown(name: str, recipe: Recipe, summary: Summary) -> str:
