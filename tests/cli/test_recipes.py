@@ -13,7 +13,7 @@ import pytest
 from shared import config
 from shared.errors import ConfigError
 from tools.recipes import pages, records
-from tools.recipes.records import RECIPES, Result, Run
+from tools.recipes.records import RECIPES, RecipeResult, RecipeRun
 from tools.recipes.training import commands
 from volley.__main__ import parser
 from volley.layout import PROJECT
@@ -24,9 +24,9 @@ SHORT = (("frozen_lake", "0"),)
 """Recipe and seed of runs that end within about two minutes."""
 
 
-def run(label: str = "grpo", seed: int = 0, before: float = 0.25, after: float = 0.9, tasks: int = 200) -> Run:
+def run(label: str = "grpo", seed: int = 0, before: float = 0.25, after: float = 0.9, tasks: int = 200) -> RecipeRun:
     evaluations = ((0, before, tasks), (8, (before + after) / 2, tasks), (16, after, tasks))
-    return Run(label, seed, 16, 256, 1000, evaluations, {}, 0.0, 60.0, 110.0, 1.6, 2.0)
+    return RecipeRun(label, seed, 16, 256, 1000, evaluations, {}, 0.0, 60.0, 110.0, 1.6, 2.0)
 
 
 def test_one_run_has_the_interval_of_its_evaluation() -> None:
@@ -45,19 +45,19 @@ def test_equal_runs_keep_the_width_of_one_evaluation() -> None:
 
 @pytest.mark.parametrize(("after", "agrees"), [(0.9, True), (0.84, True), (0.79, False), (0.99, False)])
 def test_a_repeated_run_is_compared_with_the_interval(after: float, agrees: bool) -> None:
-    (line,), found = records.compared({"grpo": Result(0.25, 0.9, 0.8, 0.95)}, [run(after=after)])
+    (line,), found = records.compared({"grpo": RecipeResult(0.25, 0.9, 0.8, 0.95)}, [run(after=after)])
     assert found is agrees
     assert ("agrees with" in line, "DIFFERS from" in line) == (agrees, not agrees)
 
 
 def test_the_mean_over_seeds_is_compared() -> None:
-    committed = {"grpo": Result(0.25, 0.9, 0.8, 0.95)}
+    committed = {"grpo": RecipeResult(0.25, 0.9, 0.8, 0.95)}
     _, agrees = records.compared(committed, [run(seed=0, after=0.78), run(seed=1, after=0.94)])
     assert agrees
 
 
 def test_supervised_runs_have_no_result() -> None:
-    sft = Run("sft", 0, 10, 0, 1000, (), {"loss": (2.0, 1.0)}, None, 10.0, 10.0, 1.0, 2.0)
+    sft = RecipeRun("sft", 0, 10, 0, 1000, (), {"loss": (2.0, 1.0)}, None, 10.0, 10.0, 1.0, 2.0)
     assert set(records.results([sft, run()])) == {"grpo"}
 
 

@@ -80,7 +80,7 @@ def test_the_index_is_the_navigation_with_groups_inside_its_sections() -> None:
     index = "## One: a\n\n| [a.md](a.md) | x |\n\n## Two\n\n### In\n\n| [b.md](b.md) | y |\n\n## Three\n\ntext\n"
     assert site.navigation(index) == [{"One": ["a.md"]}, {"Two": [{"In": ["b.md"]}]}]
     sections = site.navigation((ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
-    assert sections[0]["Tutorial"][1] == "own-data.md"
+    assert sections[0]["Tutorial"][1] == "recipes.md"
     assert len(sections[1]["How-to"]) == 5
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from shared.errors import ConfigError
 from shared.files.storage import replace
 from tools.recipes import pages, records
-from tools.recipes.records import RECIPES, Recipe, Summary
+from tools.recipes.records import RECIPES, Recipe, RecipeSummary
 from tools.recipes.training import summarize, trained
 from volley.layout import PROJECT
 from volley.program import run_program
@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
     return int(not agree)
 
 
-def write(name: str, recipe: Recipe, summary: Summary) -> None:
+def write(name: str, recipe: Recipe, summary: RecipeSummary) -> None:
     """Write summary, curve, and the figures of the recipe's page, the gallery and README."""
     folder = RECIPES / name
     write_json(folder / "summary.json", summary)

@@ -14,7 +14,7 @@ from statistics import fmean
 from shared.files.storage import replace
 from shared.run.folder import RunFolder
 from tools.recipes import records
-from tools.recipes.records import RECIPES, Recipe, Run, Summary
+from tools.recipes.records import RECIPES, Recipe, RecipeRun, RecipeSummary
 from volley.layout import PROJECT
 from volley.reporting import closing
 from volley.reporting.intervals import success_rates
@@ -52,7 +52,7 @@ def filled(text: str, block: str, name: str = "figures") -> str:
     return f"{before}{begin}\n{block}\n{end}{after}"
 
 
-def figures(recipe: Recipe, summary: Summary) -> str:
+def figures(recipe: Recipe, summary: RecipeSummary) -> str:
     """Table of a recipe's runs, and how they were measured."""
     rows = [
         "| run | before | after, each seed | one more run | seconds | CPU seconds | memory | trained tokens |",
@@ -62,7 +62,7 @@ def figures(recipe: Recipe, summary: Summary) -> str:
     return "\n".join([*rows, "", _measured(recipe, summary)])
 
 
-def _row(label: str, summary: Summary) -> str:
+def _row(label: str, summary: RecipeSummary) -> str:
     runs, result = _of(summary, label), summary.results.get(label)
     success = ["–", "–", "–"]
     if result is not None:
@@ -83,7 +83,7 @@ def _row(label: str, summary: Summary) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _measured(recipe: Recipe, summary: Summary) -> str:
+def _measured(recipe: Recipe, summary: RecipeSummary) -> str:
     tasks = sorted({run.tasks for run in summary.runs if run.evaluations})
     seeds = ", ".join(map(str, recipe.seeds))
     machine, seconds = summary.machine, sum(run.seconds for run in summary.runs)
@@ -97,7 +97,7 @@ def _measured(recipe: Recipe, summary: Summary) -> str:
     )
 
 
-def is_long(summary: Summary) -> bool:
+def is_long(summary: RecipeSummary) -> bool:
     """Return True if all runs together took more than 45 minutes."""
     return sum(run.seconds for run in summary.runs) > LONG_S
 
@@ -146,12 +146,12 @@ def _featured() -> str:
     return "\n".join(f"|{'|'.join(row)}|" for row in rows)
 
 
-def _sentence(recipe: Recipe, summary: Summary) -> str:
+def _sentence(recipe: Recipe, summary: RecipeSummary) -> str:
     n = len(recipe.seeds)
     return f"{n} seed{'s' * (n > 1)}, {fmean(run.cpu_seconds for run in summary.runs):.0f} CPU seconds each"
 
 
-def _shown(name: str, recipe: Recipe, summary: Summary) -> str:
+def _shown(name: str, recipe: Recipe, summary: RecipeSummary) -> str:
     where = f"../recipes/{name}"
     return "\n\n".join(
         [
@@ -163,11 +163,11 @@ def _shown(name: str, recipe: Recipe, summary: Summary) -> str:
     )
 
 
-def _of(summary: Summary, label: str) -> list[Run]:
+def _of(summary: RecipeSummary, label: str) -> list[RecipeRun]:
     return [run for run in summary.runs if run.label == label]
 
 
-def curve(recipe: Recipe, summary: Summary) -> str:
+def curve(recipe: Recipe, summary: RecipeSummary) -> str:
     """SVG of held-out success by step: thin lines for seeds, a thick one for their mean, a bar for the interval."""
     labels = [label for label in recipe.runs if label in summary.results]
     last = max(run.evaluations[-1][0] for label in labels for run in _of(summary, label))
@@ -205,7 +205,7 @@ def _every(last: int) -> int:
     return next(n for n in (1, 2, 4, 5, 8, 10, 16, 20, 25, 50, 100, 250, 1000, last) if last / n <= 8)
 
 
-def _mean(runs: Sequence[Run]) -> list[tuple[int, float]]:
+def _mean(runs: Sequence[RecipeRun]) -> list[tuple[int, float]]:
     """Mean success at the steps that all runs evaluated."""
     known = [{step: success for step, success, _ in run.evaluations} for run in runs]
     return [(step, fmean(one[step] for one in known)) for step in known[0] if all(step in one for one in known)]

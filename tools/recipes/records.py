@@ -39,7 +39,7 @@ class Recipe(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecipeRun:
     """Figures of one run.
 
     `groups`: trained ones. `evaluations`: step, success and number of tasks of each. `measures`: first and last value
@@ -75,7 +75,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class RecipeResult:
     """Mean success of the runs with one label, and the interval in which one further run lies: see `interval`."""
 
     before: float
@@ -85,7 +85,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class RecipeSummary:
     """Content of `summary.json`. `digest`: of the recipe's configuration. `results`: by label, of runs that evaluate.
 
     `machine`: `cpu`, `cores`, `memory_gb`. `versions`: of software. `date`: of the last run, in UTC.
@@ -95,11 +95,11 @@ class Summary:
     date: str
     machine: Mapping[str, str | int]
     versions: Mapping[str, str]
-    results: Mapping[str, Result]
-    runs: tuple[Run, ...]
+    results: Mapping[str, RecipeResult]
+    runs: tuple[RecipeRun, ...]
 
 
-_SUMMARY = TypeAdapter(Summary)
+_SUMMARY = TypeAdapter(RecipeSummary)
 
 
 def names() -> list[str]:
@@ -119,7 +119,7 @@ def load(name: str) -> Recipe:
         raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
-def read(name: str) -> Summary:
+def read(name: str) -> RecipeSummary:
     """Read the committed results. Raises ConfigError if there are none."""
     path = RECIPES / name / "summary.json"
     try:
@@ -169,21 +169,23 @@ def interval(successes: Sequence[float], tasks: int) -> tuple[float, float]:
     return max(0.0, min(low, mean - half)), min(1.0, max(high, mean + half))
 
 
-def results(runs: Sequence[Run]) -> dict[str, Result]:
+def results(runs: Sequence[RecipeRun]) -> dict[str, RecipeResult]:
     """Results by label, of the runs that evaluate."""
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[RecipeRun]] = {}
     for run in runs:
         if run.evaluations:
             found.setdefault(run.label, []).append(run)
     return {label: _result(several) for label, several in found.items()}
 
 
-def _result(runs: Sequence[Run]) -> Result:
+def _result(runs: Sequence[RecipeRun]) -> RecipeResult:
     after = [run.after for run in runs]
-    return Result(fmean(run.before for run in runs), fmean(after), *interval(after, min(run.tasks for run in runs)))
+    return RecipeResult(
+        fmean(run.before for run in runs), fmean(after), *interval(after, min(run.tasks for run in runs))
+    )
 
 
-def compared(committed: Mapping[str, Result], runs: Sequence[Run]) -> tuple[list[str], bool]:
+def compared(committed: Mapping[str, RecipeResult], runs: Sequence[RecipeRun]) -> tuple[list[str], bool]:
     """Return a line for each result, and whether all agree with the committed ones."""
     lines, agree = list[str](), True
     for label, now in results(runs).items():

@@ -17,13 +17,13 @@ from pydantic import TypeAdapter
 
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
-from tools.recipes.records import Recipe, Run, Summary, digest, results
+from tools.recipes.records import Recipe, RecipeRun, RecipeSummary, digest, results
 from tools.soak.samples import usage
 from volley.layout import PROJECT
 from volley.runs.run_file import read_record, write_json
 
 _SAMPLE_EVERY_S = 1.0
-_RUN = TypeAdapter(Run)
+_RUN = TypeAdapter(RecipeRun)
 
 
 def commands(name: str, recipe: Recipe, seed: int, folder: Path) -> dict[str, list[str]]:
@@ -34,7 +34,7 @@ def commands(name: str, recipe: Recipe, seed: int, folder: Path) -> dict[str, li
     return {label: [*text.format_map(known).split(), *own[label]] for label, text in recipe.runs.items()}
 
 
-def trained(name: str, recipe: Recipe, seeds: Sequence[int], folder: Path) -> Iterator[Run]:
+def trained(name: str, recipe: Recipe, seeds: Sequence[int], folder: Path) -> Iterator[RecipeRun]:
     """Train and verify each run, unless it is finished. Raises SystemExit if a command fails."""
     folder.mkdir(parents=True, exist_ok=True)
     made_with = digest(recipe)
@@ -65,7 +65,7 @@ def _measured(arguments: Sequence[str], run: RunFolder, label: str, seed: int) -
     summary = orjson.loads(run.summary.read_bytes())
     evaluations = [(one["step"], one["success"], one["tasks"]) for one in summary.get("evaluations", ())]
     return asdict(
-        Run(
+        RecipeRun(
             label=label,
             seed=seed,
             steps=summary["steps"],
@@ -103,13 +103,13 @@ def _watched(arguments: Sequence[str]) -> tuple[float, int, float]:
     return ended[2].ru_utime + ended[2].ru_stime, most, fmean(loads)
 
 
-def summarize(recipe: Recipe, runs: tuple[Run, ...], last: Path) -> Summary:
+def summarize(recipe: Recipe, runs: tuple[RecipeRun, ...], last: Path) -> RecipeSummary:
     """Summarize all runs of a recipe. The record in `last`, the folder of the last one, names date and versions."""
     record = read_record(RunFolder(last.absolute()))
     if record is None:
         raise ConfigError(f"{last} has no readable run.json", "remove it, and train it again")
     date = time.strftime("%Y-%m-%d", time.gmtime(record.created))
-    return Summary(digest(recipe), date, machine(), dict(record.versions), results(runs), runs)
+    return RecipeSummary(digest(recipe), date, machine(), dict(record.versions), results(runs), runs)
 
 
 def machine() -> dict[str, str | int]:
