@@ -15,8 +15,9 @@ An entry point is a name and an object in a module, written in the package's pyp
                       trainer's processes as a `shared.boot.RunningService`, `model_conversion` → `(name, folder)` that
                       makes a model's folder, `client_errors` → `(VolleyError, path) -> fields` that clients of a path
                       read beside a problem body, `plots` → `volley.reporting.plots.Plots`,
-                      `trajectories` → `(folder) -> volley.client.records.EpisodeArchive`,
+                      `trajectories` → `(folder) -> volley_python.client.records.EpisodeArchive`,
                       `gpu_kernels` → `volley_engines.gpu`,
+                      `python_api` → module with the names that `volley` offers to programs, such as `train`,
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
                       `planner` → `volley.choices.Planner`,
                       `tables` → `shared.files.rows.rows` for CSV, Parquet and Arrow,
@@ -54,6 +55,7 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(
         ("run.dashboard", "run.trackers", "dashboard", "track", "trajectories", "plots"), "volley-rl-dashboard"
     ),
+    "python_api": "volley-rl-python",
     **dict.fromkeys(("own_data", "own_data.options", "tables"), "volley-rl-data"),
     **dict.fromkeys(("sglang", "vllm", "gpu_kernels"), "volley-rl-engines"),
     **dict.fromkeys(("blocksworld", "reasoning_gym", "sokoban", "tetris"), "volley-rl-environments"),

@@ -2,7 +2,7 @@
 
     python -m tools.client_wheel OUT
 
-The client shares its code with the command. The wheel therefore holds copies of the modules that `volley.client`
+The client shares its code with the command. The wheel therefore holds copies of the modules that `volley_python.client`
 imports, and of those that read trajectories, below one package `volley_client`. Their imports are renamed, so that it
 adds no top-level `shared` or `volley` to an environment. Its dependencies are those of this project that the copies
 import, with the same bounds; libraries that only a few methods need are those of the extra `full`.
@@ -23,12 +23,12 @@ from pathlib import Path
 
 import grimp
 
-from volley import client
 from volley.layout import PROJECT
+from volley_python import client
 
 PACKAGE = "volley_client"
-_ROOTS = ("shared", "volley", "volley_dashboard")
-_ENTRY = "volley.client"
+_ROOTS = ("shared", "volley", "volley_dashboard", "volley_python")
+_ENTRY = "volley_python.client"
 _PART = "volley_dashboard.trajectories.archived"
 _GROUP = re.compile(r'"volley\.([a-z_]+)"')
 """Groups of entry points, renamed too: the wheel may be installed beside Volley's."""
@@ -38,7 +38,7 @@ _ON_DEMAND = {"huggingface_hub", "httpx", "pandas", "polars", "pyarrow", "pydant
 _FULL = {"jinja2", "omegaconf", "tokenizers", "yaml"}
 """Libraries of tokenizers and configurations: for texts of tokens, and folders that lack a supervisor's files."""
 _REPLACED = {
-    "volley": "",
+    **dict.fromkeys(("volley", "volley_python"), ""),
     "volley.layout": f'''"""Folders of the client."""
 
 import os
@@ -110,7 +110,7 @@ def _reached() -> set[str]:
 
 
 def _init() -> str:
-    """The package's own module: what `volley.client` offers."""
+    """The package's own module: what `volley_python.client` offers."""
     names = ", ".join(client.__all__)
     return f'"""{client.__doc__}"""\n\nfrom {PACKAGE}.{_ENTRY} import {names}\n\n__all__ = {client.__all__}\n'
 

@@ -1,7 +1,6 @@
 """The `volley` command, and for Python programs `volley.train` and its like, and a client of runs."""
 
 import sys
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if sys.version_info < (3, 12):  # noqa: UP036 - else a SyntaxError tells it
@@ -13,17 +12,10 @@ if sys.version_info < (3, 12):  # noqa: UP036 - else a SyntaxError tells it
 import services as services  # refuses to start where PYTHONPATH hides a package of ours
 
 if TYPE_CHECKING:
-    from volley.client import AsyncClient, Client
-    from volley.python import aio
-    from volley.python.api import Server, dpo, evaluate, resume, serve, sft, train
-    from volley.python.run import Run
-
-_CLIENT, _API = "volley.client", "volley.python.api"
-_HOMES = {
-    **dict.fromkeys(("AsyncClient", "Client"), _CLIENT),
-    **dict.fromkeys(("Server", "dpo", "evaluate", "resume", "serve", "sft", "train"), _API),
-    "Run": "volley.python.run",
-}
+    from volley_python import aio
+    from volley_python.api import Server, dpo, evaluate, resume, serve, sft, train
+    from volley_python.client import AsyncClient, Client
+    from volley_python.run import Run
 
 __all__ = [
     "AsyncClient",
@@ -41,9 +33,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what a program asks for: commands do not need it."""
-    if name == "aio":
-        return import_module("volley.python.aio")
-    if name not in _HOMES:
+    """Import what a program asks for; commands do not need it. Raises ConfigError if its package is not installed."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    from shared import packages
+
+    return getattr(packages.part("python_api"), name)

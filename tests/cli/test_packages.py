@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -356,6 +357,14 @@ def test_a_command_without_its_package_names_it(
         run()
     assert told in f"{refused.value.detail} {refused.value.hint}"
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["Client", "aio", "train"])
+def test_a_name_of_python_programs_without_its_package_names_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    found = packages.found
+    monkeypatch.setattr(packages, "found", lambda group: {} if group == packages.PARTS else found(group))
+    with pytest.raises(ConfigError, match="python_api: it belongs to the package volley-rl-python, which is not"):
+        getattr(import_module("volley"), name)
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ EXCEPTIONS = {
     "packages/environments/volley_environments/code/inside.py: exec": "runs a data set's tests, in a sandbox",
     "packages/dashboard/volley_dashboard/tracking/tracker_program.py: pandas": "makes trackio's tables, and reads none",
     "services/trainer/algorithms/rules/code.py: exec": "the user's own loss or advantage, which they named in the run",
-    "tests/cli/test_python_source.py: exec": "runs the source that was taken out of a made-up program",
+    "packages/python/tests/test_source.py: exec": "runs the source that was taken out of a made-up program",
     "tests/support/hostile.py: pickle": "makes the payloads that must not be unpickled",
     "tests/support/hostile.py: allow_pickle=True": "the same, as a numpy file",
 }

@@ -16,7 +16,7 @@ import orjson
 
 from shared.errors import ConfigError, StorageFull
 from shared.files.storage import storage
-from volley.client.tables import missing
+from volley_python.client.tables import missing
 
 SUFFIXES = (".jsonl", ".parquet")
 _MOST_ROWS, _MOST_CHARACTERS = 1024, 2**24

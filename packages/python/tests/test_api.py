@@ -16,9 +16,9 @@ import pytest
 import volley
 from shared.config import load
 from shared.errors import ConfigError
-from volley.python.files import HandedFiles
-from volley.python.process import CommandProcess
-from volley.python.settings import overrides_of
+from volley_python.files import HandedFiles
+from volley_python.process import CommandProcess
+from volley_python.settings import overrides_of
 
 CONFIG = "configs/quickstart.yaml"
 PYTHON = (sys.executable, "-u", "-c")
@@ -74,7 +74,7 @@ def test_a_command_is_waited_for_and_interrupted() -> None:
 @pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
 def test_a_command_ends_with_its_program(end: str) -> None:
     program = (
-        "import os, sys, time\nfrom volley.python.process import CommandProcess\nlines = []\n"
+        "import os, sys, time\nfrom volley_python.process import CommandProcess\nlines = []\n"
         f"c = CommandProcess([{SLEEPING!r}], seen=lines.append, program=(sys.executable, '-u', '-c'))\n"
         f"while not lines: time.sleep(0.01)\nprint(c.pid, flush=True)\n{end}\n"
     )

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from shared.types import Trajectory
-    from volley.client.tables import Table
     from volley.reporting.run_reader import RunReader
+    from volley_python.client.tables import Table
 
 type Row = Mapping[str, Any]
 type EventKind = Literal["step", "evaluation", "supervised", "ticket"]
@@ -101,7 +101,7 @@ class Trajectories:
         return self._archived.export(Path(path), self.rows, tokens=tokens)
 
     def _records_table(self) -> Table:
-        from volley.client.tables import Table
+        from volley_python.client.tables import Table
 
         return Table([_plain(record) for record in self.records(tokens=True)])
 
@@ -148,19 +148,19 @@ class RunRecords:
 
     def table(self, kind: Literal["train", "evals", "sft"]) -> Table:
         """Return the lines that count, the last one of each step and environment, ordered by step."""
-        from volley.client.tables import Table
+        from volley_python.client.tables import Table
 
         return Table(getattr(self.files.snapshot(), kind))
 
     def ledger(self) -> Table:
-        from volley.client.tables import Table
         from volley.reporting.jsonl import read
+        from volley_python.client.tables import Table
 
         return Table(read(self.files.folder.ledger))
 
     def trajectories(self, filters: Mapping[str, Any]) -> Trajectories:
         """Return the archived episodes that meet the filters. Raises ConfigError for a wrong filter."""
-        from volley.client.tables import Table
+        from volley_python.client.tables import Table
 
         archived = self._archived()
         return Trajectories(archived, Table(archived.find(filters)))

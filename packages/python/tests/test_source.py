@@ -12,7 +12,7 @@ import pytest
 
 from shared.errors import ConfigError
 from tests.support import records
-from volley.python.source import definitions, source_of
+from volley_python.source import definitions, source_of
 
 PROGRAM = '''
 from __future__ import annotations
@@ -103,7 +103,7 @@ def test_a_function_of_a_module_comes_with_the_whole_module() -> None:
 def test_a_script_is_not_run_again(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "from volley.python.source import source_of\n\n\nSCALE = 2.0\n\n\n"
+        "from volley_python.source import source_of\n\n\nSCALE = 2.0\n\n\n"
         "def reward(completion, row):\n    return SCALE * len(completion)\n\n\nprint(source_of(reward))\n",
         encoding="utf-8",
     )

@@ -28,8 +28,8 @@ from tests.support import small_run
 from tests.support.foreign import environment
 from tests.support.stack import Training, training
 from volley import AsyncClient, Client, Run
-from volley.client.tables import Table
 from volley.layout import PROJECT
+from volley_python.client.tables import Table
 
 EXTERNAL = """
 class Echo:

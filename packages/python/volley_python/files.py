@@ -14,7 +14,7 @@ from typing import Any
 
 from shared.config import LoadedConfig, validate
 from shared.errors import ConfigError
-from volley.python.source import source_of
+from volley_python.source import source_of
 
 _OPTION = re.compile(r"--(data|reward|tools|eval-data|eval-share)\b(?: ([\d.]+))?")
 _COLUMNS = re.compile(r"--columns (\w+)=(\w+)(?:,(\w+)=(\w+))?|--columns")

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from volley.client.records import RunEvent, RunRecords, RunTail, Trajectories
+from volley_python.client.records import RunEvent, RunRecords, RunTail, Trajectories
 
 if TYPE_CHECKING:
     from shared.clients.base import HttpClient
     from shared.clients.env import EnvClient
-    from volley.client.tables import Table
     from volley.reporting.run_reader import RunReader
+    from volley_python.client.tables import Table
 
 type RoleName = Literal["viewer", "service", "admin"]
 

@@ -1,4 +1,4 @@
-"""`volley.aio`: the functions of `volley.python.api` as coroutines, whose runs have coroutines too."""
+"""`volley.aio`: the functions of `volley_python.api` as coroutines, whose runs have coroutines too."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from volley.python import api
-from volley.python.api import Server
-from volley.python.run import Run
+from volley_python import api
+from volley_python.api import Server
+from volley_python.run import Run
 
 if TYPE_CHECKING:
-    from volley.client.records import RunEvent
+    from volley_python.client.records import RunEvent
 
 
 class AsyncRun:

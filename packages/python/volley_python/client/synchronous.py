@@ -13,11 +13,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from volley.client.asynchronous import AsyncClient, AsyncSession, end_after
-from volley.client.records import RunEvent, Trajectories
+from volley_python.client.asynchronous import AsyncClient, AsyncSession, end_after
+from volley_python.client.records import RunEvent, Trajectories
 
 if TYPE_CHECKING:
-    from volley.client.tables import Table
+    from volley_python.client.tables import Table
 
 
 class _LoopThread:

@@ -10,8 +10,8 @@ import volley
 from shared.config import load
 from shared.run.folder import RunFolder
 from volley.layout import PROJECT
-from volley.python.process import CommandFailed
 from volley_proof.verify.command import verify
+from volley_python.process import CommandFailed
 
 CONFIG = "tests/system/small.yaml"
 

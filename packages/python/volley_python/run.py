@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
-from volley.python.process import CommandFailed, CommandProcess
-from volley.python.settings import overrides_of
 from volley.runs.run_file import read_record
+from volley_python.process import CommandFailed, CommandProcess
+from volley_python.settings import overrides_of
 
 if TYPE_CHECKING:
-    from volley import Client
-    from volley.client.records import RunEvent, Trajectories
+    from volley_python.client import Client
+    from volley_python.client.records import RunEvent, Trajectories
 
 
 class Run:
@@ -43,7 +43,7 @@ class Run:
     @property
     def client(self) -> Client:
         """Client of the run's records and services."""
-        from volley import Client
+        from volley_python.client import Client
 
         return Client(self.folder)
 
@@ -80,7 +80,7 @@ class Run:
 
     def follow(self, poll_s: float = 0.3) -> Iterator[RunEvent]:
         """Yield the run's steps, evaluations and tickets, those of the past too, until it ends."""
-        from volley.client.records import RunRecords, RunTail
+        from volley_python.client.records import RunRecords, RunTail
 
         tail = RunTail(RunRecords(self.folder), from_start=True)
         while True:
@@ -116,7 +116,7 @@ class Run:
 
         A supervised run has its losses instead. Without pandas it is a `Table`, whose rows have the key `step`.
         """
-        from volley.client.tables import Table
+        from volley_python.client.tables import Table
 
         client = self.client
         rows: dict[int, dict[str, Any]] = {row["step"]: dict(row) for row in client.steps()}

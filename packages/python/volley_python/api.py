@@ -22,11 +22,11 @@ from volley import choices
 from volley.commands import sft as sft_command
 from volley.commands import train as train_command
 from volley.printing import print_lines
-from volley.python.files import Files, HandedFiles, Reward, Rows, paths_of
-from volley.python.process import CommandFailed, CommandProcess
-from volley.python.run import Run
-from volley.python.settings import overrides_of
 from volley.runs.record import claimed
+from volley_python.files import Files, HandedFiles, Reward, Rows, paths_of
+from volley_python.process import CommandFailed, CommandProcess
+from volley_python.run import Run
+from volley_python.settings import overrides_of
 
 
 def train(
