@@ -14,7 +14,7 @@ An entry point is a name and an object in a module, written in the package's pyp
                       weights.sources), `trainer.processes` → `(RunConfig) -> context manager` that opens one of the
                       trainer's processes as a `shared.boot.RunningService`, `model_conversion` → `(name, folder)` that
                       makes a model's folder, `client_errors` → `(VolleyError, path) -> fields` that clients of a path
-                      read beside a problem body, `plots` → `volley.reporting.plots.Plots`,
+                      read beside a problem body, `report` → `volley.reports.Report`,
                       `trajectories` → `(folder) -> volley_python.client.records.EpisodeArchive`,
                       `gpu_kernels` → `volley_engines.gpu`,
                       `python_api` → module with the names that `volley` offers to programs, such as `train`,
@@ -53,7 +53,8 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(("launch", "node", "plan", "planner"), "volley-rl-launch"),
     "tunix": "volley-rl-tunix",
     **dict.fromkeys(
-        ("run.dashboard", "run.trackers", "dashboard", "track", "trajectories", "plots"), "volley-rl-dashboard"
+        ("run.dashboard", "run.trackers", "compare", "dashboard", "report", "track", "trajectories"),
+        "volley-rl-dashboard",
     ),
     "python_api": "volley-rl-python",
     **dict.fromkeys(("own_data", "own_data.options", "tables"), "volley-rl-data"),

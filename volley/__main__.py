@@ -58,15 +58,6 @@ _GROUPS: Mapping[str, Mapping[str, Command]] = {
         "status": Command(
             "volley.commands.status", "readiness, weight versions, who waits for whom", "status runs/quickstart --watch"
         ),
-        "report": Command(
-            "volley.reporting.report", "table, plot.png and summary.json of a run", "report runs/quickstart"
-        ),
-        "compare": Command(
-            "volley.commands.compare",
-            "several runs in a table and one plot; with --vary, train them first",
-            "compare runs/a runs/b",
-            outlives_output=True,
-        ),
         "eval": Command(
             "volley.commands.evaluate",
             "evaluate a run's version or a model on held-out tasks, without training",

@@ -28,8 +28,10 @@ from shared.section import PackageSection
 from tests.support import small_run
 from volley import Client
 from volley.__main__ import parse_arguments
+from volley.commands import train
 from volley.layout import PROJECT
-from volley.reporting import report
+from volley.reports import reports
+from volley.runs.run_file import read_record
 
 MODULE = """
 from contextlib import contextmanager
@@ -266,13 +268,21 @@ with sidecars(RunFolder(Path("r")), config):
     assert (done.stdout.split(), done.stderr) == (["HELLO", "running", "bye"], "")
 
 
-def test_without_the_package_of_plots_a_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_of_views_a_run_ends_with_its_proof_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = packages.found
     monkeypatch.setattr(packages, "found", lambda group: {} if group == packages.PARTS else found(group))
     folder = RunFolder(small_run.make(tmp_path / small_run.RUN))
-    summary = report.make(folder)
-    assert "\nsummary  " in re.sub(" +", "  ", report.table(summary, folder, 80))
+    record = read_record(folder)
+    assert record is not None
+    assert train.finish(folder, record, prove=True) == 0
+    proof, done = capsys.readouterr().out.splitlines()
+    assert proof.startswith("VERIFIED")
+    assert done.startswith("DONE: steps=5 elapsed_sec=")
     assert not folder.plot.exists()
+    assert not folder.summary.exists()
+    assert reports().main(folder.path) == 0
     with (
         Client(folder.path) as client,
         pytest.raises(ConfigError, match="the package volley-rl-dashboard, which is not"),

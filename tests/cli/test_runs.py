@@ -32,10 +32,10 @@ from tools.simulated.trainer import NumpyArrays
 from volley.commands import status, train
 from volley.commands.train import fresh_name
 from volley.layout import PROJECT
-from volley.reporting import report
 from volley.runs import elapsed as worked
 from volley.runs import first_start
 from volley.runs import record as runs
+from volley_dashboard.report import report
 
 
 def loaded(folder: Path, **sections: Any) -> LoadedConfig:

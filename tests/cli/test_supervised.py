@@ -21,9 +21,9 @@ from shared.run.state import TrainerState, initial_state
 from volley.__main__ import parse_arguments
 from volley.commands import sft
 from volley.local import stack
-from volley.reporting import report
 from volley.reporting.lines import sft_line
 from volley.runs.record import claimed, mark_finished
+from volley_dashboard.report import report
 from volley_proof.verify.command import verify
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ import orjson
 import pytest
 
 from shared.run.best import best_version
-from volley.commands.compare import ComparedRun, table
 from volley.reporting.intervals import success_rates
+from volley_dashboard.report.compare import ComparedRun, table
 
 LINEAGE = [(1, 0)]
 

@@ -29,7 +29,7 @@ import yaml
 from shared.errors import VolleyError
 from shared.run.folder import RunFolder
 from tests.support.mutations import other
-from volley.reporting import report
+from volley_dashboard.report import report
 from volley_proof.verify import command
 from volley_tinker import futures
 

@@ -20,8 +20,9 @@ from shared.run import pinned
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState, newest_state
 from volley.layout import PROJECT
-from volley.reporting import jsonl, report
+from volley.reporting import jsonl
 from volley.runs.run_file import RunRecord, read_record
+from volley_dashboard.report import report
 from volley_proof.verify.command import verify
 
 PROGRAM = """

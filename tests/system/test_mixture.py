@@ -18,8 +18,9 @@ from shared.run.shares import configured, weights_of
 from shared.types import Group
 from shared.web.access import Role, token_for
 from tests.support.stack import training
-from volley.reporting import jsonl, report
+from volley.reporting import jsonl
 from volley.runs import addresses
+from volley_dashboard.report import report
 from volley_proof.verify.command import verify
 
 N_STEPS = 12

@@ -22,9 +22,9 @@ from volley.local import stack
 from volley.local.sidecars import sidecars
 from volley.local.signals import Stopped, stopping_on_signal
 from volley.printing import print_lines
-from volley.reporting import report
 from volley.reporting.display import shown
 from volley.reporting.progress import RecordTails
+from volley.reports import reports
 from volley.runs.addresses import followed
 from volley.runs.elapsed import counting
 from volley.runs.record import claimed
@@ -47,7 +47,7 @@ def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
         raise ConfigError(f"mode={loaded.config.mode}: `volley follow` watches only RL runs", "use `volley status URL`")
     record = read_record(RunFolder(loaded.config.run.folder))
     if record is not None and record.finished and loaded.config.trainer.max_steps <= record.config.get(MAX_STEPS, 0):
-        return report.main(loaded.config.run.folder)
+        return reports().main(loaded.config.run.folder)
     with claimed(loaded) as (folder, record, _):
         with counting(folder, record) as worked:
             try:

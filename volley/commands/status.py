@@ -18,7 +18,7 @@ from shared.run.wedge import ServiceReport, Verdict
 from shared.visible import quoted
 from shared.web.access import read_token
 from volley.printing import clear_screen, join_lines, one_line, print_result
-from volley.reporting.environments import format_mixture
+from volley.reporting.lines import format_mixture
 from volley.run_arguments import add_trust
 from volley.runs import addresses
 from volley.runs.identity import STRANGER

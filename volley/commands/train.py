@@ -29,12 +29,12 @@ from volley.local.processes import Reaper
 from volley.local.sidecars import sidecars
 from volley.local.signals import Stopped, stopping_on_signal
 from volley.local.supervisor import RestartPolicy, Say, Seen, ServiceFailed, ServiceState, unseen
-from volley.printing import keep_lost_in, print_result
+from volley.printing import keep_lost_in
 from volley.printing import print_lines as say
 from volley.proof import prove as prove_folder
-from volley.reporting import closing, report
 from volley.reporting.display import shown
 from volley.reporting.progress import Activity, ProgressDisplay, RecordTails, print_text
+from volley.reports import reports
 from volley.runs.answers import fetch_status
 from volley.runs.elapsed import counting
 from volley.runs.observing import ServiceStatus, ask_all, unready
@@ -100,7 +100,7 @@ def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = st
         if not config.is_supervised:
             more = f"; `volley up {quoted(run_dir)} {MAX_STEPS}=N`, N above {config.trainer.max_steps}, continues it"
         say(f"run {config.run.name} is finished{more}")
-        return report.main(run_dir)
+        return reports().main(run_dir)
     return start_or_continue(loaded, seams)
 
 
@@ -206,16 +206,13 @@ def is_finished(folder: RunFolder) -> bool:
 def finish(folder: RunFolder, record: RunRecord, *, prove: bool = False) -> int:
     """Report a finished run. Returns the exit code: 1 if `prove` is set and verification fails."""
     mark_finished(folder, record)
-    summary = report.make(folder)
-    found = prove_folder(folder.path) if prove else None
-    proof = None if found is None else found.result
-    value = summary if proof is None else {**summary, "verify": proof}
-    print_result(value, lambda: report.format_report(summary, folder))
-    print_text(closing.sentence(folder, summary, proof))
-    if proof is not None and not proof["ok"]:
+    summary = reports().make(folder)
+    proof = prove_folder(folder.path) if prove else None
+    reports().conclude(folder, summary, proof)
+    if proof is not None and not proof.result["ok"]:
         return 1
-    say(closing.next_commands(folder))
-    say(f"DONE: steps={summary['steps']} elapsed_sec={summary['elapsed_sec']:.1f}")
+    head = commits.newest(folder)
+    say(f"DONE: steps={head.step if head else 0} elapsed_sec={record.elapsed_s:.1f}")
     return 0
 
 

@@ -15,7 +15,6 @@ from shared.errors import ConfigError, DecodeError
 from shared.files.reading import MAX_LINE_BYTES, ended_lines, open_file
 
 _MOST_MARKS = 64
-_SAMPLE_BYTES, _END_BYTES = 2**13, 2**16
 
 
 class Mark(NamedTuple):
@@ -92,7 +91,7 @@ class JsonlTail:
                 status = os.fstat(file.fileno())
                 self.offset, self._file = min(self.offset, status.st_size), status.st_ino
                 file.seek(self.offset)
-                yield from (record for record in map(_parse, self._complete(file)) if record is not None)
+                yield from (record for record in map(parse, self._complete(file)) if record is not None)
         except FileNotFoundError:
             return
         except OSError as error:
@@ -113,35 +112,6 @@ def read(path: Path) -> list[dict[str, Any]]:
     return JsonlTail(path).new()
 
 
-def sampled(path: Path, most: int) -> list[dict[str, Any]]:
-    """Return about `most` lines at equal distances in bytes, and all of the last 64 KiB; none if there is no file.
-
-    Its cost does not grow with the file. Lines longer than 8 KiB are left out.
-    """
-    try:
-        with open_file(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            end = max(0, size - _END_BYTES)
-            starts = range(0, end, max(1, end // most))
-            lines = dict(one for start in starts for one in _lines_from(file, start, _SAMPLE_BYTES)[:1])
-            lines |= _lines_from(file, end, _END_BYTES)
-    except OSError:
-        return []
-    return [record for _, line in sorted(lines.items()) if (record := _parse(line)) is not None]
-
-
-def _lines_from(file: IO[bytes], start: int, n_bytes: int) -> list[tuple[int, bytes]]:
-    """Return the complete lines that begin in a part of a file, with their places."""
-    before = min(start, 1)  # a line may begin at `start`
-    file.seek(start - before)
-    *lines, _ = file.read(n_bytes + before).split(b"\n")
-    found, at = list[tuple[int, bytes]](), start - before
-    for line in lines:
-        found.append((at, line))
-        at += len(line) + 1
-    return found[before:]
-
-
 def numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a line; those of a nested mapping are named KEY/NAME."""
     for key, value in line.items():
@@ -151,7 +121,8 @@ def numbers(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
             yield prefix + key, value
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line; None for a line that is not a record."""
     try:
         value = codec.from_record(line, "a line", MAX_LINE_VALUES)
     except DecodeError:

@@ -90,6 +90,20 @@ def _format_others(record: Mapping[str, Any], prefix: str) -> list[str]:
     return [f"{n:,} {words}" for n, words in found if n]
 
 
+def format_mixture(rows: Any) -> str:
+    """Format a run's mixture as `frozen_lake 75%, adder@2 25%`; empty for one environment."""
+    if not isinstance(rows, list) or len(rows) < 2:
+        return ""
+    parts = [_format_mixture_row(row) for row in rows if row.get("share") or row.get("state") == "suspended"]
+    return ", ".join(parts) if len(parts) > 1 else ""
+
+
+def _format_mixture_row(row: Mapping[str, Any]) -> str:
+    state = row.get("state")
+    marked = f" ({state})" if state in ("canary", "suspended") else ""
+    return f"{row.get('env')} {row.get('share', 0):.0%}{marked}"
+
+
 def number(record: Mapping[str, Any], key: str, form: str) -> str:
     value = record.get(key)
     return format(value, form) if isinstance(value, int | float) and math.isfinite(value) else "–"

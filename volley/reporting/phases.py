@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from volley.local.supervisor import ServiceState
-from volley.reporting.environments import format_mixture
 from volley.reporting.intervals import SuccessRate
-from volley.reporting.lines import duration, number
+from volley.reporting.lines import duration, format_mixture, number
 from volley.reporting.progress import Activity, Record, RecordKind
 
 _PACE = 6

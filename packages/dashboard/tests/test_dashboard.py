@@ -35,7 +35,6 @@ from tests.support.disk import file_size_limit
 from tests.support.small_run import group, make
 from volley.local.sidecars import sidecars
 from volley.reporting.intervals import SuccessRate
-from volley.reporting.run_reader import thinned
 from volley_dashboard.page import commands
 from volley_dashboard.page.advice import advise
 from volley_dashboard.page.answers import PageFiles
@@ -48,6 +47,7 @@ from volley_dashboard.page.state import state_of
 from volley_dashboard.trajectories.episodes import answer_of, read_group
 from volley_dashboard.trajectories.files import has_parquet
 from volley_dashboard.trajectories.index import EpisodeIndex, Filters, Listing
+from volley_python.client.run_reader import thinned
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m\x00"
 

@@ -22,15 +22,14 @@ from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from tests.support.asgi import served
 from tests.support.small_run import make
-from volley.reporting import run_reader
-from volley.reporting.counted_rows import CountedRows
-from volley.reporting.jsonl import sampled
-from volley.reporting.run_reader import RunReader
 from volley_dashboard.page.answers import PageFiles
 from volley_dashboard.page.app import STATIC, make_app
 from volley_dashboard.page.entrance import Entrance
 from volley_dashboard.page.live import events
 from volley_dashboard.page.runs import Runs
+from volley_python.client import run_reader
+from volley_python.client.counted_rows import CountedRows
+from volley_python.client.run_reader import RunReader, sampled
 
 STEPS = 3000
 

@@ -23,7 +23,7 @@ from shared.types import WeightVersion
 from tests.support import lies
 from tests.support.lies import DESCRIPTIONS, LIES, PARTS, REMOVALS, SETTINGS, Lie, Part, Remake, Removal
 from tests.support.small_run import RUN, Incarnation
-from volley.reporting import report
+from volley_dashboard.report import report
 from volley_proof.verify import command
 
 _OF_A_LIE = 6

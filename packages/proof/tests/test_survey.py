@@ -23,10 +23,9 @@ from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.cli.test_hostile_folder import LIMIT_S, peak, within
 from tests.support import small_run
-from volley.commands import compare
 from volley.local.preflight import check_inputs
-from volley.reporting import report
 from volley.runs import survey
+from volley_dashboard.report import compare, report
 from volley_proof.verify import budget, command
 
 HEAD = WeightVersion(2, 5)

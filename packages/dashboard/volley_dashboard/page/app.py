@@ -18,7 +18,6 @@ from shared.errors import Forbidden, NotFound, RateLimited
 from shared.services_schema import Limits
 from shared.web.access import AccessTokens, Role
 from shared.web.http import create_app
-from volley.reporting.run_reader import RunReader, Snapshot
 from volley_dashboard.page import commands
 from volley_dashboard.page.advice import advise
 from volley_dashboard.page.answers import PageFiles, json_answer
@@ -30,6 +29,7 @@ from volley_dashboard.page.runs import Runs
 from volley_dashboard.trajectories import files as exports
 from volley_dashboard.trajectories.archived import ArchivedEpisodes
 from volley_dashboard.trajectories.index import Filters, Listing, undone
+from volley_python.client.run_reader import RunReader, Snapshot
 
 STATIC = Path(__file__).with_name("static")
 _FILES = PageFiles(STATIC)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.visible import is_visible, quoted
-from volley.reporting.run_reader import RunSummary
+from volley_python.client.run_reader import RunSummary
 
 
 def of_run(run: RunSummary) -> list[dict[str, Any]]:

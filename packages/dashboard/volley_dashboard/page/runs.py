@@ -8,8 +8,8 @@ from pathlib import Path
 
 from shared.errors import NotFound
 from shared.run.folder import RunFolder
-from volley.reporting.run_reader import RunReader, RunSummary
 from volley.runs.run_file import began
+from volley_python.client.run_reader import RunReader, RunSummary
 
 _MOST_RUNS = 1000
 

@@ -17,7 +17,7 @@ from volley_python.client.records import RunEvent, RunRecords, RunTail, Trajecto
 if TYPE_CHECKING:
     from shared.clients.base import HttpClient
     from shared.clients.env import EnvClient
-    from volley.reporting.run_reader import RunReader
+    from volley_python.client.run_reader import RunReader
     from volley_python.client.tables import Table
 
 type RoleName = Literal["viewer", "service", "admin"]

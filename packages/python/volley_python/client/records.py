@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from shared.types import Trajectory
-    from volley.reporting.run_reader import RunReader
+    from volley_python.client.run_reader import RunReader
     from volley_python.client.tables import Table
 
 type Row = Mapping[str, Any]
@@ -133,7 +133,7 @@ class RunRecords:
     def files(self) -> RunReader:
         from shared.errors import ConfigError
         from shared.run.folder import RunFolder
-        from volley.reporting.run_reader import RunReader
+        from volley_python.client.run_reader import RunReader
 
         folder = RunFolder(self._path.absolute())
         found = RunReader(folder.name, folder)

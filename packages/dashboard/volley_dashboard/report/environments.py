@@ -97,20 +97,6 @@ def table_rows(environments: Sequence[Mapping[str, Any]]) -> list[tuple[str, str
     return rows
 
 
-def format_mixture(rows: Any) -> str:
-    """Format a run's mixture as `frozen_lake 75%, adder@2 25%`; empty for one environment."""
-    if not isinstance(rows, list) or len(rows) < 2:
-        return ""
-    parts = [_format_mixture_row(row) for row in rows if row.get("share") or row.get("state") == "suspended"]
-    return ", ".join(parts) if len(parts) > 1 else ""
-
-
-def _format_mixture_row(row: Mapping[str, Any]) -> str:
-    state = row.get("state")
-    marked = f" ({state})" if state in ("canary", "suspended") else ""
-    return f"{row.get('env')} {row.get('share', 0):.0%}{marked}"
-
-
 def _played(row: Mapping[str, Any]) -> dict[str, Figures]:
     """Figures of a step by environment; empty if its line names none."""
     names = [key[len(_PREFIX) : -len("/groups")] for key in row if key.startswith(_PREFIX) and key.endswith("/groups")]

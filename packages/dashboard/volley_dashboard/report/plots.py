@@ -15,8 +15,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from shared.files.storage import replace
 from shared.visible import visible
-from volley.reporting.environments import EnvironmentCurve
 from volley.reporting.intervals import SuccessRate, success_rates
+from volley_dashboard.report.environments import EnvironmentCurve
 
 _HELD_OUT, _TRAIN, _CHANGED = "#1b6ca8", "#c65d21", "#777777"
 _MOST_LABELS = 20
@@ -33,7 +33,14 @@ def draw(
     changed: Sequence[int],
     environments: Sequence[EnvironmentCurve],
 ) -> None:
-    """Write a PNG of about 1200 × 900 pixels, wider with several environments; see `volley.reporting.plots.Plots`."""
+    """Write a PNG of a run, of about 1200 × 900 pixels, wider with several environments.
+
+    Args:
+        steps, evals: rows of metrics.jsonl and evals.jsonl, by step; with several environments, `evals` holds those of
+            the first.
+        changed: steps from which on other settings were in force.
+        environments: curve of each environment, if there are several.
+    """
     figure = Figure(figsize=(10.5 if environments else 8, 6), dpi=150, layout="constrained")
     success, reward = figure.subplots(2, 1, sharex=True)
     figure.suptitle(f"Run {_plain(run)}: what the policy learns during RL", fontsize=13)

@@ -26,15 +26,16 @@ from shared.run.best import best_version
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS, Change
 from shared.run.state import TrainerState
-from volley.printing import join_lines, print_result
-from volley.reporting import closing, environments, jsonl, supervised
-from volley.reporting.curve import curve
+from volley.printing import join_lines, print_lines, print_result
+from volley.proof import Proof
+from volley.reporting import jsonl, supervised
 from volley.reporting.intervals import SuccessRate, success_rates
-from volley.reporting.plots import plots
 from volley.reporting.progress import print_text
 from volley.run_arguments import add_run_dir
 from volley.runs import engines, survey
 from volley.runs.run_file import RunRecord, read_record, write_json
+from volley_dashboard.report import closing, environments
+from volley_dashboard.report.curve import curve
 
 _MAIN, _UNNAMED, _ENGINE = "data.env", "main environment", "rollout.engine.kind"
 _COMPONENT, _GROUP_SIZE = "reward/", "grpo_config.num_generations"
@@ -64,6 +65,15 @@ def main(run_dir: Path) -> int:
     return 0
 
 
+def conclude(folder: RunFolder, summary: Mapping[str, Any], proof: Proof | None) -> None:
+    """Print the report at a run's end, with its proof if there is one, and commands to go on with."""
+    value = summary if proof is None else {**summary, "verify": proof.result}
+    print_result(value, lambda: format_report(summary, folder))
+    print_text(closing.sentence(folder, summary, None if proof is None else proof.result))
+    if proof is None or proof.result["ok"]:
+        print_lines(closing.next_commands(folder))
+
+
 def check(folder: RunFolder) -> None:
     """Check that a folder can be reported.
 
@@ -87,7 +97,7 @@ def format_report(summary: Mapping[str, Any], folder: RunFolder) -> str:
 
 
 def make(folder: RunFolder) -> dict[str, Any]:
-    """Write summary.json and, if a package draws it, the plot; return the summary."""
+    """Write summary.json and the plot; return the summary."""
     summary, draw = read(folder)
     write_json(folder.summary, summary)
     draw()
@@ -109,9 +119,10 @@ def read(folder: RunFolder) -> tuple[dict[str, Any], Callable[[], None]]:
     summary |= {"forked_from": fork.origin if (fork := forks.read(folder)) else None}
 
     def draw() -> None:
+        from volley_dashboard.report import plots
+
         changed = [one.from_step for one in record.amendments] if record else []
-        if found := plots():
-            found.draw(folder.plot, folder.name, steps, environments.of_main(evals), changed, curves)
+        plots.draw(folder.plot, folder.name, steps, environments.of_main(evals), changed, curves)
 
     return summary, draw
 

@@ -13,9 +13,10 @@ import pytest
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from volley.__main__ import main
-from volley.commands import compare, train
+from volley.commands import train
 from volley.reporting.intervals import SuccessRate
 from volley.runs.run_file import RunRecord, write_record
+from volley_dashboard.report import compare
 
 NO_TASKS: Mapping[str, Any] = {"n_tasks": 200, "failed": 0, "reward_mean": 0.0}
 

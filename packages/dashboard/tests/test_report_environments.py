@@ -11,12 +11,11 @@ from shared.run.folder import RunFolder
 from shared.run.wedge import ServiceReport, Verdict
 from tests.cli.test_report import evaluation, step, write
 from volley.commands import status
-from volley.reporting import report
-from volley.reporting.environments import format_mixture
-from volley.reporting.lines import eval_line
+from volley.reporting.lines import eval_line, format_mixture
 from volley.reporting.phases import RunPhases
 from volley.reporting.progress import Activity
 from volley.runs.run_file import RunRecord, write_record
+from volley_dashboard.report import report
 
 MIXTURE = [
     {"env": "frozen_lake", "share": 0.75, "state": "configured"},

@@ -5,6 +5,7 @@ A finished run needs no service, and a running one is not disturbed.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -12,20 +13,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 
 from shared.errors import DecodeError, VolleyError
+from shared.files.reading import open_file
 from shared.run import commits, counted, forks, trust
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
 from shared.run.state import TrainerState
-from volley.reporting.counted_rows import CountedRows, Selection, counted_rows
 from volley.reporting.intervals import SuccessRate
-from volley.reporting.jsonl import JsonlTail, numbers, sampled
+from volley.reporting.jsonl import JsonlTail, numbers, parse
 from volley.runs import survey
 from volley.runs.run_file import RunRecord, began, is_held, read_record
+from volley_python.client.counted_rows import CountedRows, Selection, counted_rows
 
 type Kind = Literal["train", "eval", "sft", "handover"]
 type Rows = Sequence[Mapping[str, Any]]
@@ -34,6 +36,7 @@ _MOST_AT_ONCE = 2 * 2**20
 """Bytes of records that are read before a run is shown; of more, `RunReader.glance` reads a sample."""
 _SAMPLED, _NEWEST, _FEWEST = 400, 8, 32
 """Lines of a sample; of them, those that must count for the head; and the fewest that stand for a long file."""
+_SAMPLE_BYTES, _END_BYTES = 2**13, 2**16
 _HANDOVER_BYTES = 2**18
 _EXACT = 2**24
 """Numbers below are sent with float32's digits, which is more than a curve shows."""
@@ -280,6 +283,35 @@ def _recent(known: Snapshot, *, is_supervised: bool) -> Sequence[float]:
     some = rows[:: 1 + len(rows) // _RECENT]
     curves = ([x for row in some if isinstance(x := row.get(key), float)] for key in ("reward_mean", "loss"))
     return next((curve for curve in curves if len(curve) > 1), [])
+
+
+def sampled(path: Path, most: int) -> list[dict[str, Any]]:
+    """Return about `most` lines at equal distances in bytes, and all of the last 64 KiB; none if there is no file.
+
+    Its cost does not grow with the file. Lines longer than 8 KiB are left out.
+    """
+    try:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            end = max(0, size - _END_BYTES)
+            starts = range(0, end, max(1, end // most))
+            lines = dict(one for start in starts for one in _lines_from(file, start, _SAMPLE_BYTES)[:1])
+            lines |= _lines_from(file, end, _END_BYTES)
+    except OSError:
+        return []
+    return [record for _, line in sorted(lines.items()) if (record := parse(line)) is not None]
+
+
+def _lines_from(file: IO[bytes], start: int, n_bytes: int) -> list[tuple[int, bytes]]:
+    """Return the complete lines that begin in a part of a file, with their places."""
+    before = min(start, 1)  # a line may begin at `start`
+    file.seek(start - before)
+    *lines, _ = file.read(n_bytes + before).split(b"\n")
+    found, at = list[tuple[int, bytes]](), start - before
+    for line in lines:
+        found.append((at, line))
+        at += len(line) + 1
+    return found[before:]
 
 
 def thinned(rows: Rows, most: int) -> Rows:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from shared.run.folder import RunFolder
-from volley.reporting.closing import sentence
-from volley.reporting.curve import curve
 from volley.reporting.intervals import SuccessRate, success_rates, wilson
 from volley.reporting.lines import duration
+from volley_dashboard.report.closing import sentence
+from volley_dashboard.report.curve import curve
 
 # statsmodels 0.15: proportion_confint(successes, tasks, 0.05, "wilson")
 PUBLISHED = [

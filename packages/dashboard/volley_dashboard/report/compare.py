@@ -19,11 +19,11 @@ from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from volley.commands import train
 from volley.printing import join_lines, print_lines, print_result
-from volley.reporting import jsonl, report
+from volley.reporting import jsonl
 from volley.reporting.intervals import SuccessRate
-from volley.reporting.plots import plots
 from volley.run_arguments import add_trust, add_vary
 from volley.runs.run_file import read_record
+from volley_dashboard.report import report
 
 _NOT_COMPARED = ("run.name",)
 CONFIG = "config"
@@ -110,13 +110,12 @@ def combinations(variations: Sequence[Sequence[str]]) -> list[Sequence[tuple[str
 
 
 def main(run_dirs: Sequence[Path], plot: Path | None) -> int:
-    """Print the table and, if a package draws it, the plot.
+    """Print the table, and draw the plot.
 
-    Raises ConfigError for fewer than two runs, for a `plot` that no package draws, and as `report`.
+    Raises ConfigError for fewer than two runs, and as `report`.
     """
     if len(run_dirs) < 2:
         raise ConfigError("there is nothing to compare", "give the folders of two runs or more, or --vary KEY A B")
-    plots(required=plot is not None)
     runs = compared([RunFolder(path.absolute()) for path in run_dirs])
     print_result([asdict(run) for run in runs], lambda: table(runs))
     draw(runs, plot or Path(f"compare-{'-'.join(run.name for run in runs)[:80]}.png"))
@@ -124,10 +123,11 @@ def main(run_dirs: Sequence[Path], plot: Path | None) -> int:
 
 
 def draw(runs: Sequence[ComparedRun], target: Path) -> None:
-    """Draw the curves of runs into one picture, if a package does it, and say where it is."""
-    if draws := plots(required=False):
-        draws.draw_beside(target, {_label(run): run.rates for run in runs})
-        print_lines(f"plot: {target}")
+    """Draw the curves of runs into one picture, and say where it is."""
+    from volley_dashboard.report import plots
+
+    plots.draw_beside(target, {_label(run): run.rates for run in runs})
+    print_lines(f"plot: {target}")
 
 
 def compared(folders: Sequence[RunFolder]) -> list[ComparedRun]:

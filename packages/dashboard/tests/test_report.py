@@ -17,11 +17,11 @@ from shared.run.folder import RunFolder
 from shared.run.pinned import relevant
 from shared.run.state import initial_state
 from volley.layout import PROJECT
-from volley.reporting import report
 from volley.reporting.jsonl import JsonlTail
 from volley.reporting.lines import eval_line, step_line
 from volley.reporting.progress import PlainLines, RecordTails
 from volley.runs.run_file import RunRecord
+from volley_dashboard.report import report
 
 
 def step(n: int, **fields: Any) -> dict[str, Any]:
