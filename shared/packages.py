@@ -21,8 +21,8 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
                       `planner` → `volley.choices.Planner`,
                       `tables` → `shared.files.rows.rows` for CSV, Parquet and Arrow,
-                      `environments` → `services.env.extension.Extension`, `environment_templates` →
-                      `() -> {name: file}`; `environment_check`, `sandbox_tier` → modules that run as programs
+                      `environments` → `services.env.extension.Extension`, `sandbox_tier` → module that runs as
+                      a program
     volley.agents     recorder of agents' calls → `(RecorderContext) -> AgentRecorder` (services.orchestrator.agents)
     volley.environment_kinds   built-in environment → `services.env.environments.kinds.EnvironmentKind`
     volley.dataset_kinds       the same, for environments whose tasks are rows of `data.train` and `data.eval`
@@ -60,9 +60,7 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(("own_data", "own_data.options", "tables"), "volley-rl-data"),
     **dict.fromkeys(("sglang", "vllm", "gpu_kernels"), "volley-rl-engines"),
     **dict.fromkeys(("blocksworld", "reasoning_gym", "sokoban", "tetris"), "volley-rl-environments"),
-    **dict.fromkeys(
-        ("environments", "environment_check", "environment_templates", "sandbox_tier"), "volley-rl-sandbox"
-    ),
+    **dict.fromkeys(("env", "environments", "sandbox_tier"), "volley-rl-sandbox"),
     **dict.fromkeys(("code", "gsm8k", "math", "text_to_sql"), "volley-rl-environments"),
     "client_errors": "volley-rl-serving",
     **dict.fromkeys(("verify", "replay", "fork", "reverify"), "volley-rl-proof"),

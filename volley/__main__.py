@@ -67,9 +67,6 @@ _GROUPS: Mapping[str, Mapping[str, Command]] = {
     },
     "Prove": {},
     "Models and environments": {
-        "env": Command(
-            "volley.commands.environments", "write, test, submit and manage your own environments", "env init maze.py"
-        ),
         "model": Command("volley.commands.model", "download a model", "model get smollm2 models/smollm2"),
         "serve": Command(
             "volley.commands.serve",

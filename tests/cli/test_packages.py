@@ -349,7 +349,6 @@ async def test_a_trainer_of_several_processes_names_its_package(monkeypatch: pyt
     [
         (["train", "m", "--env", "frozen_lake"], "--env: it belongs to the package volley-rl-data, which is not"),
         (["train", "m", "--data", "x.csv"], "--data: it belongs to the package volley-rl-data, which is not"),
-        (["env", "init", "x.py"], "environment_templates: it belongs to the package volley-rl-sandbox, which is not"),
     ],
 )
 def test_a_command_without_its_package_names_it(

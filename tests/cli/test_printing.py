@@ -24,11 +24,11 @@ from shared.run.folder import RunFolder
 from shared.visible import visible, visible_json
 from tests.support import small_run
 from volley.__main__ import main
-from volley.commands import environments
 from volley.printing import complain, format_json, print_block, print_lines
 from volley.reporting.live import LiveDisplay
 from volley_proof.verify import command
 from volley_proof.verify.violation import Violation, ViolationKind
+from volley_sandbox.commands import environments
 
 HOSTILE = "a\x1b[2J\x1b]0;title\x07\r\x9b31m\u202e\u2066\u2028\u2029\x85\x7f\nproven\n\udc80\U000e0041[red]b[/red]$x_$"
 FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u2028\u2029\ud800-\udfff]")

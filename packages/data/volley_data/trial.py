@@ -12,8 +12,8 @@ import orjson
 
 from shared.errors import ConfigError
 from shared.hints import missing_package
-from volley.submissions.source import Content
-from volley.submissions.trial import validated
+from volley_python.submissions.source import Content
+from volley_sandbox.commands.trial import validated
 
 _CHECKED = re.compile(r"^Checked: (\{.*\})$", re.MULTILINE)
 _PASSED = "passed.json"

@@ -83,7 +83,7 @@ if sys.argv[2] == "without":
 from volley_client import Client
 from volley_client.shared.clients import env
 from volley_client.volley.runs import observing
-from volley_client.volley.submissions import source, waiting
+from volley_client.volley_python.submissions import source, waiting
 
 client = Client(sys.argv[1])
 found = client.trajectories(step_min=5, reward_min=1)

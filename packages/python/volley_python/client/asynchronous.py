@@ -198,8 +198,8 @@ class AsyncClient:
 
         Raises InputError if the environment is rejected, with the failed checks, and Unavailable after `wait_s`.
         """
-        from volley.submissions.source import EnvSource
-        from volley.submissions.waiting import check_accepted, decided
+        from volley_python.submissions.source import EnvSource
+        from volley_python.submissions.waiting import check_accepted, decided
 
         source = EnvSource(None if file is None else Path(file), code=code, entry=entry)
         body = await asyncio.to_thread(source.body, name, weight)

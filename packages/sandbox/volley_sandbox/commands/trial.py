@@ -9,11 +9,11 @@ from typing import Any
 
 import orjson
 
-from shared import packages
 from shared.config import load
 from volley.layout import CACHE, PROJECT, python_of, variables_of
-from volley.submissions.source import Content
+from volley_python.submissions.source import Content
 
+_CHECK = "volley_sandbox.submissions.check"
 _ANY_RUN = {"model": {"path": "none"}, "data": {"env": "sokoban"}}
 """Required keys of a configuration besides settings of the environment service."""
 
@@ -40,7 +40,7 @@ def validated(
     command = [
         str(python_of("base")),
         "-m",
-        packages.program("environment_check"),
+        _CHECK,
         str(CACHE),
         orjson.dumps(asked).decode(),
     ]

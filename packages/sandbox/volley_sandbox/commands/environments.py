@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared import packages
 from shared.clients.env import EnvClient
 from shared.errors import ConfigError, ServiceUnreachable
 from shared.run.folder import RunFolder
@@ -26,9 +25,10 @@ from volley.reporting.working import working
 from volley.run_arguments import add_trust
 from volley.runs import addresses
 from volley.runs.run_file import is_held
-from volley.submissions.source import EnvSource, read_content, settings_of
-from volley.submissions.trial import validated
-from volley.submissions.waiting import decided
+from volley_python.submissions.source import EnvSource, read_content, settings_of
+from volley_python.submissions.waiting import decided
+from volley_sandbox.commands.trial import validated
+from volley_sandbox.submissions import templates
 
 _WAIT_S = 600.0
 _FILE_HELP = "a Python file, a .zip, a .whl, a folder (also of Harbor tasks), or - for standard input"
@@ -57,9 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(required=True, metavar="COMMAND")
     init = parts.add_parser("init", help="write an environment template")
     init.add_argument("file", type=Path, metavar="FILE.py")
-    init.add_argument(
-        "--template", choices=templates() or None, default="sums", help="template to copy (default: sums)"
-    )
+    init.add_argument("--template", choices=templates.files(), default="sums", help="template to copy (default: sums)")
     init.set_defaults(part=_run_init)
     test = parts.add_parser("test", help="validate a file or folder on this machine, as the service would")
     test.add_argument("file", type=Path, metavar="FILE", help=_FILE_HELP)
@@ -213,15 +211,9 @@ def _target_of(arguments: argparse.Namespace) -> EnvTarget:
     return EnvTarget(arguments.run, arguments.url, arguments.token_file, arguments.ca_file)
 
 
-def templates() -> Mapping[str, Path]:
-    """Files that `volley env init` copies, by name: environments, and an agent. Raises ConfigError."""
-    files = packages.part("environment_templates", required=False)
-    return files() if files is not None else {}
-
-
 def init(file: Path, template: str) -> int:
-    """Write a template. Raises ConfigError if the file exists, or no package has templates."""
-    text = packages.part("environment_templates")()[template].read_text(encoding="utf-8")
+    """Write a template. Raises ConfigError if the file exists."""
+    text = templates.files()[template].read_text(encoding="utf-8")
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)
