@@ -14,7 +14,8 @@ An entry point is a name and an object in a module, written in the package's pyp
                       weights.sources), `trainer.processes` → `(RunConfig) -> context manager` that opens one of the
                       trainer's processes as a `shared.boot.RunningService`, `model_conversion` → `(name, folder)` that
                       makes a model's folder, `client_errors` → `(VolleyError, path) -> fields` that clients of a path
-                      read beside a problem body, `report` → `volley.reports.Report`,
+                      read beside a problem body, `report` → `volley.reports.Report`, `live_display` →
+                      `(max_steps) -> context manager` of a `volley.reporting.progress.ProgressDisplay`,
                       `trajectories` → `(folder) -> volley_python.client.records.EpisodeArchive`,
                       `gpu_kernels` → `volley_engines.gpu`,
                       `python_api` → module with the names that `volley` offers to programs, such as `train`,
@@ -53,7 +54,7 @@ OWNERS: Mapping[str, str] = {
     **dict.fromkeys(("launch", "node", "plan", "planner"), "volley-rl-launch"),
     "tunix": "volley-rl-tunix",
     **dict.fromkeys(
-        ("run.dashboard", "run.trackers", "compare", "dashboard", "report", "track", "trajectories"),
+        ("run.dashboard", "run.trackers", "compare", "dashboard", "live_display", "report", "track", "trajectories"),
         "volley-rl-dashboard",
     ),
     "python_api": "volley-rl-python",

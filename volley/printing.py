@@ -1,6 +1,6 @@
 """Terminal output of all commands. Control characters in text from outside are made visible (shared.visible).
 
-Only the live display (reporting/live.py) writes by itself; it makes its text visible too.
+Only the live display (the part `live_display`) writes by itself; it makes its text visible too.
 
 With `--json`, standard output holds the command's result as JSON, or its error, and nothing else: `print_result` writes
 there, and all other functions write to standard error.

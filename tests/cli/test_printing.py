@@ -25,7 +25,7 @@ from shared.visible import visible, visible_json
 from tests.support import small_run
 from volley.__main__ import main
 from volley.printing import complain, format_json, print_block, print_lines
-from volley.reporting.live import LiveDisplay
+from volley_dashboard.terminal.live import LiveDisplay
 from volley_proof.verify import command
 from volley_proof.verify.violation import Violation, ViolationKind
 from volley_sandbox.commands import environments

@@ -12,10 +12,10 @@ from shared.run.wedge import ServiceReport, Verdict
 from tests.cli.test_report import evaluation, step, write
 from volley.commands import status
 from volley.reporting.lines import eval_line, format_mixture
-from volley.reporting.phases import RunPhases
 from volley.reporting.progress import Activity
 from volley.runs.run_file import RunRecord, write_record
 from volley_dashboard.report import report
+from volley_dashboard.terminal.phases import RunPhases
 
 MIXTURE = [
     {"env": "frozen_lake", "share": 0.75, "state": "configured"},

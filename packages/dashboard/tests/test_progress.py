@@ -18,9 +18,9 @@ from tests.support.terminal import Screen
 from volley.local.supervisor import ServiceState
 from volley.printing import keep_lost_in, outlive_output
 from volley.reporting.display import shown
-from volley.reporting.live import LiveDisplay
-from volley.reporting.phases import PhaseRow, RunPhases
 from volley.reporting.progress import Activity, PlainLines, ProgressDisplay
+from volley_dashboard.terminal.live import LiveDisplay
+from volley_dashboard.terminal.phases import PhaseRow, RunPhases
 
 SERVICES = ("redis", "env", "rollout-0", "orchestrator", "trainer")
 WAITING = Activity(
@@ -316,7 +316,7 @@ def test_the_cursor_is_back_after_an_error_of_the_drawing(clock: Clock, monkeypa
     console, written = terminal(80)
     with suppress(ZeroDivisionError), LiveDisplay.opened(15, console, clock) as display:
         display.service("env", "starting")
-        monkeypatch.setattr("volley.reporting.live._WIDEST_BAR", None)  # no bar can be drawn
+        monkeypatch.setattr("volley_dashboard.terminal.live._WIDEST_BAR", None)  # no bar can be drawn
         with pytest.raises(TypeError):
             display.refresh()
         monkeypatch.undo()

@@ -23,8 +23,8 @@ from rich.text import Text
 from shared.visible import visible
 from volley.local.supervisor import ServiceState
 from volley.printing import keep_lines
-from volley.reporting.phases import PhaseRow, RunPhases
 from volley.reporting.progress import Activity, Record, RecordKind
+from volley_dashboard.terminal.phases import PhaseRow, RunPhases
 
 _A_SECOND = 4
 _WIDEST_BAR = 30
