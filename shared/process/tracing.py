@@ -1,8 +1,8 @@
 """Traces: spans of what a ticket, an evaluation and a step went through, in all services.
 
-Nothing is recorded until `use` names a tracer (shared.process.trace_export); until then every function returns at
-once. The place of a ticket's trace is computed from run and ticket, so no record on the wire carries it. Across HTTP
-the header `traceparent` (W3C Trace Context) does.
+Nothing is recorded until `use` names a tracer (the part `traces`); until then every function returns at once. The place
+of a ticket's trace is computed from run and ticket, so no record on the wire carries it. Across HTTP the header
+`traceparent` (W3C Trace Context) does.
 
 Invariants: no function raises or waits, apart from the errors of the code inside a span. A service begins a trace for
 a ticket, an evaluation's episode or a step; a request without `traceparent` has none.

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from packages.agents.tests.sessions.programs import ASK
 from packages.agents.tests.sessions.recorder import MODEL, recording, said
 from shared.process import tracing
-from shared.process.trace_export import exporting
+from volley_traces.export import exporting
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

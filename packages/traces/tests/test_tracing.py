@@ -14,13 +14,14 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from shared import packages
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, Unavailable
 from shared.process import telemetry, traced, tracing
-from shared.process.trace_export import endpoint_of, exporting, tracing_to
 from shared.services_schema import Limits
 from shared.web.http import create_app
 from tests.support.collector import collecting
+from volley_traces.export import endpoint_of, exporting, tracing_to
 
 
 class Kept(InMemorySpanExporter):
@@ -212,7 +213,7 @@ def bad_collector(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def test_a_collector_that_fails_delays_nobody(bad_collector: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "600")
-    monkeypatch.setattr("shared.process.trace_export._END_S", 0.2)
+    monkeypatch.setattr("volley_traces.export._END_S", 0.2)
     done = 0
     with tracing_to(bad_collector, "test", "r"):
         for _ in range(3000):
@@ -264,9 +265,12 @@ def test_the_collector_comes_from_the_run_or_the_environment(
     assert traced.is_wanted(collector, variables) is wanted
 
 
-def test_a_run_that_wants_traces_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traced, "_PACKAGE", "no_such_package.at_all")
-    with pytest.raises(ConfigError, match="opentelemetry-sdk"), traced.traced("env", "r", "http://c:4318"):
+@pytest.mark.parametrize("lacks", ["opentelemetry-sdk", "the package volley-rl-traces"])
+def test_a_run_that_wants_traces_needs_what_sends_them(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    if "volley" in lacks:
+        monkeypatch.setattr(packages, "found", lambda group: {})
+    monkeypatch.setattr("volley_traces.sending._PACKAGE", "no_such_package.at_all")
+    with pytest.raises(ConfigError, match=lacks), traced.traced("env", "r", "http://c:4318"):
         pass
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://c:4318")
     with traced.traced("env", "r", None):
