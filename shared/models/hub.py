@@ -71,8 +71,10 @@ def _local_hint(missing: Path) -> str:
     if near := get_close_matches(missing.name, [file.parent.name for file in beside], n=1):
         return f"did you mean {quoted(str(missing.with_name(near[0])))}?"
     if "smollm2" in missing.name.lower():
-        target = quoted(str(missing if missing.parent.name else Path("models") / missing))
-        return f"`volley model get smollm2 {target}` makes a model of that name; then say model.path={target}"
+        path = missing if missing.parent.name else Path("models") / missing
+        return (
+            f"`volley model get smollm2 {quoted(path)}` makes a model of that name; then say model.path={quoted(path)}"
+        )
     return "give a Hugging Face folder, a hub id like Qwen/Qwen3-4B, or RUN@VERSION"
 
 
