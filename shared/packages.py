@@ -14,7 +14,7 @@ An entry point is a name and an object in a module, written in the package's pyp
                       weights.sources), `trainer.processes` → `(RunConfig) -> context manager` that opens one of the
                       trainer's processes as a `shared.boot.RunningService`, `model_conversion` → `(name, folder)` that
                       makes a model's folder, `client_errors` → `(VolleyError, path) -> fields` that clients of a path
-                      read beside a problem body, `report` → `volley.reports.Report`, `live_display` →
+                      read beside a problem body, `report` → `volley.reports.RunReports`, `live_display` →
                       `(max_steps) -> context manager` of a `volley.reporting.progress.ProgressDisplay`,
                       `trajectories` → `(folder) -> volley_python.client.records.EpisodeArchive`,
                       `gpu_kernels` → `volley_engines.gpu`,

@@ -12,7 +12,7 @@ from volley.printing import print_result
 from volley.proof import Proof
 
 
-class Report(Protocol):
+class RunReports(Protocol):
     """Reads runs' folders and prints what they hold."""
 
     def main(self, run_dir: Path) -> int:
@@ -42,6 +42,6 @@ class _NoReport:
             print_result({"verify": proof.result}, proof.text)
 
 
-def reports() -> Report:
+def reports() -> RunReports:
     """Return what reports runs; without a package for it, what reports only proofs."""
     return packages.part("report", required=False) or _NoReport()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from packages.dashboard.tests.test_report import evaluation, step, write
 from shared.run.folder import RunFolder
 from shared.run.wedge import ServiceReport, Verdict
-from tests.cli.test_report import evaluation, step, write
 from volley.commands import status
 from volley.reporting.lines import eval_line, format_mixture
 from volley.reporting.progress import Activity
