@@ -19,7 +19,7 @@ An entry point is a name and an object in a module, written in the package's pyp
                       `trajectories` → `(folder) -> volley_python.client.records.EpisodeArchive`,
                       `gpu_kernels` → `volley_engines.gpu`,
                       `python_api` → module with the names that `volley` offers to programs, such as `train`,
-                      `traces` → `(service, run, collector) -> context manager` that sends the spans of a process,
+                      `traces` → `volley_traces.sending.sending`, which sends the spans of a process,
                       `own_data` → `volley_data.configure.configure`, `own_data.options` → `volley.own_data.OwnData`,
                       `planner` → `volley.choices.Planner`,
                       `tables` → `shared.files.rows.rows` for CSV, Parquet and Arrow,

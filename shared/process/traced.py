@@ -7,9 +7,15 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 from shared import packages
-from shared.process.telemetry import Log
+from shared.process.telemetry import REGISTRY, Counter, Log
 
 _ADDRESSES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_SPANS = Counter(
+    "volley_trace_spans",
+    "Spans of traces that ended, and those of them that were sent or failed; the others wait or were dropped",
+    ["state"],
+    registry=REGISTRY,
+)
 _log = Log("traces")
 
 
@@ -27,7 +33,7 @@ def traced(service: str, run: str, collector: str | None) -> AbstractContextMana
     if sending is None:
         _log.warning("no traces: no installed package sends them", needs=packages.OWNERS["traces"])
         return nullcontext()
-    return sending(service, run, collector)
+    return sending(service, run, collector, lambda state, n: _SPANS.labels(state).inc(n))
 
 
 def is_wanted(collector: str | None, environ: Mapping[str, str]) -> bool:

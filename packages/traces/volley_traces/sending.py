@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from shared.errors import ConfigError
-from shared.process.telemetry import REGISTRY, Counter, Log
+from shared.process.telemetry import Log
 
 _PACKAGE = "opentelemetry.exporter.otlp.proto.http"
 _REQUIREMENTS = "'opentelemetry-sdk>=1.36' 'opentelemetry-exporter-otlp-proto-http>=1.36'"
-_SPANS = Counter(
-    "volley_trace_spans",
-    "Spans of traces that ended, and those of them that were sent or failed; the others wait or were dropped",
-    ["state"],
-    registry=REGISTRY,
-)
 _log = Log("traces")
 
 
 @contextlib.contextmanager
-def sending(service: str, run: str, collector: str | None) -> Iterator[None]:
+def sending(service: str, run: str, collector: str | None, count: Callable[[str, int], None]) -> Iterator[None]:
     """Send spans to a collector until the end of the block.
 
     Args:
         collector: its address, http://HOST:4318; None for the one in OpenTelemetry's variables of the environment.
+        count: counts spans by state: those that ended, and those of them that were sent or failed.
 
     Raises ConfigError if `collector` is given and OpenTelemetry is not installed.
     """
@@ -40,7 +35,7 @@ def sending(service: str, run: str, collector: str | None) -> Iterator[None]:
         return
     from volley_traces.export import tracing_to
 
-    with tracing_to(collector, service, run, lambda state, n: _SPANS.labels(state).inc(n)):
+    with tracing_to(collector, service, run, count):
         yield
 
 
