@@ -74,7 +74,7 @@ class Counted:
 @pytest.mark.parametrize(("service", "method", "path"), ROUTES)
 async def test_no_head_makes_an_open_route_costly(service: str, method: str, path: str):
     assert max(map(len, HEADERS.values())) <= MAX_FIELD_BYTES
-    url = path.replace("{name}", "app.js").format(env="e", signature="s", expires=1, folder="f", file="f")
+    url = path.replace("{name}", "app.js").format(env="e", signature="s", expires=1, folder="f", file="f", digest="d")
     app = Counted(app_of(service))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
