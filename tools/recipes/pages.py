@@ -16,8 +16,8 @@ from shared.run.folder import RunFolder
 from tools.recipes import records
 from tools.recipes.records import RECIPES, Recipe, RecipeRun, RecipeSummary
 from volley.layout import PROJECT
-from volley.reporting import closing
 from volley.reporting.intervals import success_rates
+from volley_dashboard.report import closing
 
 GALLERY, README = PROJECT / "docs" / "recipes.md", PROJECT / "README.md"
 FEATURED = ("frozen_lake", "sokoban", "short_sentences")
