@@ -201,7 +201,7 @@ def _teacher(config: RunConfig) -> Iterator[str]:
 
 def _periods(config: RunConfig) -> Iterator[str]:
     steps, every = config.trainer.max_steps, config.orchestrator.eval_every_n_steps
-    if every is not None and every >= steps > 1:
+    if every is not None and every > steps > 1:
         yield (
             f"orchestrator.eval_every_n_steps={every} has no effect: the run has {steps} steps, and the"
             " first and last weights are always evaluated"

@@ -165,5 +165,6 @@ def _parsed(line: bytes, place: str) -> Any:
         return orjson.loads(without_halves(line))
     except orjson.JSONDecodeError as error:
         raise ConfigError(
-            f"{place} is not JSON: {error}", "write one record per line, or one array, in UTF-8; is the file complete?"
+            f"{place} is not JSON: {error.msg}, at character {error.pos + 1}",
+            "write one record per line, or one array, in UTF-8; is the file complete?",
         ) from error

@@ -78,7 +78,7 @@ def test_defaults_mean_what_they_say():
         ({"rollout__sampling__temperature": 0.7, "algorithm__name": DISTILLED, **TEACHER}, "rollout.sampling.temp"),
         (TEACHER, "services.orchestrator.teacher.url=http://t has no effect: algorithm.teacher_kl_coef is 0"),
         ({"trainer__filters__logprob": 11.0}, "trainer.filters.logprob=11 drops nothing"),
-        ({"orchestrator__eval_every_n_steps": 10}, "orchestrator.eval_every_n_steps=10 has no effect"),
+        ({"orchestrator__eval_every_n_steps": 11}, "orchestrator.eval_every_n_steps=11 has no effect"),
         ({"trainer__optimizer_config__warmup_steps": 10}, "trainer.optimizer_config.learning_rate=1e-05 is never"),
         ({"sft__max_steps": 5, "sft__optimizer_config__warmup_steps": 5}, "sft.optimizer_config.learning_rate=1e-05"),
     ],
@@ -110,7 +110,7 @@ def test_each_is_named_once_by_its_key(given: dict[str, Any], begins: str):
         },
         {"rollout__sampling__top_p": 1.0, "rollout__sampling__top_k": -1},
         {"trainer__filters__logprob": 0.5, "trainer__filters__zero_variance": True},
-        {"orchestrator__eval_every_n_steps": 9},
+        {"orchestrator__eval_every_n_steps": 10},
         {"trainer__optimizer_config__warmup_steps": 9},
     ],
 )

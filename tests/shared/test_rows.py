@@ -73,7 +73,7 @@ def test_a_row_has_the_place_it_stands_at(tmp_path: Path):
         (gzip.compress(b"PAR1....PAR1"), "Parquet"),
         (json.dumps({"data": ROWS}, indent=1).encode(), "one JSON value, not one record per line"),
         (b'{"a": NaN}', "line 1 is not JSON"),
-        (b'{"a": 1} {"b": 2}', "line 1 is not JSON"),
+        (b'{"a": 1} {"b": 2}', r"line 1 is not JSON: [^:]*, at character 10 "),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_place(tmp_path: Path, content: bytes, why: str):

@@ -19,6 +19,7 @@ import volley
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
 from shared.files.rows import rows
+from shared.findings import findings
 from shared.process.ports import hold_free
 from volley.__main__ import parse_arguments
 from volley.layout import PROJECT, python_of
@@ -64,6 +65,9 @@ def prints(completion, row):
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(ground_truth in solution_str)
+
+def misses(completion, row):
+    return row["bb"]
 
 def sleeps(completion, row):
     import time
@@ -169,6 +173,7 @@ def test_verls_signature_takes_its_columns(here: Path) -> None:
         ("rewards.py:raises", r"raises of rewards\.py raised ValueError: seven \(line \d+\), on words\.csv, line 8 "),
         ("rewards.py:nan", "returned nan; it must return a finite number, on words.csv, line "),
         ("rewards.py:text", "returned the text '1'; it must return a number"),
+        ("rewards.py:misses", r"misses of rewards\.py raised KeyError: 'bb' \(line \d+\); the row has prompt, a"),
         ("rewards.py:few", "returned 0 values for 1 answer"),
         ("rewards.py:sleeps", r"sleeps of rewards\.py took longer than 4 s, on words\.csv, line \d+ with the answer"),
         (
@@ -234,6 +239,19 @@ def test_mistakes_in_python_data_are_named_as_the_program_does(
 
 def test_without_held_out_tasks_none_are_chosen(here: Path) -> None:
     assert "data.n_eval_tasks" not in made(eval_share=0).choices
+
+
+@pytest.mark.parametrize(("steps", "every"), [(3, 3), (100, 10)])
+def test_the_period_of_evaluations_is_not_longer_than_the_run(here: Path, steps: int, every: int) -> None:
+    config = made(overrides=[f"trainer.max_steps={steps}"]).config
+    assert config.orchestrator.eval_every_n_steps == every
+    assert not [one for one in findings(config) if "eval_every" in one]
+
+
+def test_a_table_without_rows_is_not_called_empty(here: Path) -> None:
+    (here / "data.csv").write_text("prompt,answer\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"data\.csv has no rows below its first line"):
+        made(data="data.csv")
 
 
 @pytest.mark.parametrize(

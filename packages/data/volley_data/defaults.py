@@ -18,6 +18,7 @@ from volley_launch.planning import automatic
 
 _MEASURED = 64
 _STEPS, _GROUPS, _EVALUATED, _INTERVAL = 40, 8, 200, 10
+_EVALUATION = "steps between evaluations on held-out tasks"
 _EPISODES = 32
 """Held-out tasks of an environment, whose episodes may have many turns."""
 _CONTEXT, _ANSWER = 2048, 256
@@ -39,16 +40,20 @@ def fitted(
         splits: training tasks, and the held-out ones if there are any.
         tools: characters of the tools' schemas.
     """
+    steps = loaded.config.trainer.max_steps if is_given(loaded, "trainer.max_steps") else _STEPS
     n_train, n_eval = len(splits[0].tasks), sum(len(part.tasks) for part in splits[1:])
     chosen: dict[str, tuple[Any, str]] = {
         "run.name": (name, "the name of the data"),
         "orchestrator.max_turns": (turns, "answers of an episode" if turns > 1 else "a prompt has one answer"),
-        "trainer.max_steps": (_STEPS, "a first run; more steps continue it"),
-        "trainer.groups_per_step": (min(_GROUPS, n_train), "prompts of a step"),
+        "trainer.max_steps": (_STEPS, "enough for a first run; to add steps later: volley up"),
+        "trainer.groups_per_step": (min(_GROUPS, n_train), "prompts in a step"),
     }
     if n_eval:
-        chosen["data.n_eval_tasks"] = (min(n_eval, _EVALUATED), f"{n_eval} tasks are held out")
-        chosen["orchestrator.eval_every_n_steps"] = (_INTERVAL, "held-out tasks show what is learnt")
+        chosen["data.n_eval_tasks"] = (
+            min(n_eval, _EVALUATED),
+            f"{n_eval} task{'s are' if n_eval != 1 else ' is'} held out",
+        )
+        chosen["orchestrator.eval_every_n_steps"] = (min(_INTERVAL, steps), _EVALUATION)
     loaded = _chosen(loaded, chosen)
     return automatic.fit(loaded, ModelConfig.read(folder), _lengths(folder, splits, tools), packs=True)
 
@@ -67,13 +72,14 @@ def of_environment(loaded: LoadedConfig, folder: Path, name: str) -> LoadedConfi
         context = min(max(context, 2 * answer), model.max_position_embeddings)
     if is_given(loaded, "rollout.engine.context_length"):
         context = loaded.config.rollout.engine.context_length
+    steps = loaded.config.trainer.max_steps if is_given(loaded, "trainer.max_steps") else _STEPS
     unknown = "texts of the environment are not known before the run"
     chosen: dict[str, tuple[Any, str]] = {
         "run.name": (name, "the name of the environment"),
         "data.n_eval_tasks": (_EPISODES, "held-out episodes of an evaluation"),
-        "trainer.max_steps": (_STEPS, "a first run; more steps continue it"),
-        "trainer.groups_per_step": (_GROUPS, "tasks of a step"),
-        "orchestrator.eval_every_n_steps": (_INTERVAL, "held-out tasks show what is learnt"),
+        "trainer.max_steps": (_STEPS, "enough for a first run; to add steps later: volley up"),
+        "trainer.groups_per_step": (_GROUPS, "tasks in a step"),
+        "orchestrator.eval_every_n_steps": (min(_INTERVAL, steps), _EVALUATION),
         "rollout.engine.context_length": (context, unknown),
         "grpo_config.max_response_length": (min(answer, context // 2), unknown),
     }

@@ -55,7 +55,8 @@ def _delimited(file: Path, separators: str, hint: str) -> Iterator[tuple[str, An
     """Rows of a CSV file. A column is of numbers if all its fields are; an empty one of them is null."""
     kinds = _kinds(file, separators, hint)
     if not kinds:
-        raise ConfigError(f"{file} is empty", "its first line names the columns, each further one is a row")
+        problem = "has no rows below its first line" if file.stat().st_size else "is empty"
+        raise ConfigError(f"{file} {problem}", "its first line names the columns, each further one is a row")
     for place, row in _fields(file, separators, hint):
         yield place, {name: _value(row[name], kind) for name, kind in kinds.items()}
 

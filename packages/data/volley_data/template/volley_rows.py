@@ -222,7 +222,8 @@ async def call(spec, function, row, answers, toolbox):
     except WrongReward:
         raise
     except (Exception, SystemExit) as error:
-        raise WrongReward(f"{spec['shown']} raised {type(error).__name__}: {error}{line_of(error)}") from error
+        has = f"; the row has {', '.join(row['columns'])}" if isinstance(error, KeyError) else ""
+        raise WrongReward(f"{spec['shown']} raised {type(error).__name__}: {error}{line_of(error)}{has}") from error
 
 
 async def function_value(function, *arguments, **named):

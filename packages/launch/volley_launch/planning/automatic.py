@@ -138,13 +138,13 @@ def _with_lengths(loaded: LoadedConfig, model: ModelConfig, prompts: PromptLengt
             f"the longest prompt has {prompts.longest} tokens, and {limit}", "leave out the longest prompts"
         )
     answer = min(_ANSWER, most - prompts.longest)
-    loaded = _choose(loaded, "an answer's usual length", grpo_config__max_response_length=answer)
+    loaded = _choose(loaded, "usual length of an answer", grpo_config__max_response_length=answer)
     turns, answer = loaded.config.orchestrator.max_turns, loaded.config.grpo_config.max_response_length
     wanted = prompts.longest + turns * answer + (turns - 1) * _OBSERVATION
     context = min(most, _UNIT * math.ceil(wanted / _UNIT))
     longest = f"the longest of {prompts.n} prompts has {prompts.longest} tokens"
     of_turns = f"{turns} answers" if turns > 1 else "an answer"
-    reason = f"{longest}, {of_turns} of {answer} fit behind it"
+    reason = f"{longest}, with room for {of_turns} of {answer}"
     return _choose(loaded, reason, rollout__engine__context_length=context)
 
 
@@ -153,11 +153,11 @@ def _with_one_shape(loaded: LoadedConfig) -> LoadedConfig:
     if loaded.config.rollout.engine.device != "cpu" or is_given(loaded, _BUCKETS):
         return loaded
     row = max(_SHORTEST_ROW, loaded.config.rollout.engine.context_length)
-    reason = f"one compiled shape, not below {_CONTEXT}"
+    reason = f"one compiled shape, at least as long as {_CONTEXT}"
     loaded = _choose(loaded, reason, trainer__length_buckets=[row])
     if is_given(loaded, _ROWS):
         return loaded
-    return _choose(loaded, "one packed row at a time keeps a CPU's caches", trainer__micro_batch_tokens=row)
+    return _choose(loaded, "one packed row at a time fits a CPU's caches best", trainer__micro_batch_tokens=row)
 
 
 def _in_memory(loaded: LoadedConfig, model: ModelConfig, devices: PlannedDevices | None) -> LoadedConfig:
