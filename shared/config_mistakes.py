@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from shared import packages
 from shared.errors import ConfigError
-from shared.hints import advice, hint_for, renamed
+from shared.hints import advice, hint_for, meant_by, renamed
 from shared.run_config import run_model
 from shared.visible import shortened
 
@@ -37,8 +37,9 @@ def check_form(overrides: Sequence[str]) -> None:
     key, sign, _ = override.partition("=")
     if sign and key:
         return
-    value = "".join(later[:2]) if later[:1] == ["="] else later[0] if later and later[0][:1] == "=" else ""
-    meant = f"{override}{value}" if value and override else "key.path=value"
+    value = "".join(later[:2]).lstrip("=") if later[:1] == ["="] else later[0].lstrip("=") if later else ""
+    is_pair = override and value and "=" not in value
+    meant = f"{override}={value}" if is_pair else "key.path=value"
     raise ConfigError(f"override {override!r} is not of the form key.path=value", f"write {meant} without spaces")
 
 
@@ -55,6 +56,8 @@ def setting_of(name: str, value: str, section: str) -> str | None:
     """
     if found := renamed(name, value):
         return advice(found[1], value)
+    if section == "trainer" and (meant := meant_by(name, value)):
+        return meant
     keys = named(name, section)
     return advice(keys[0], value) if keys else None
 
@@ -136,6 +139,8 @@ def _explain_unknown(key: str, known: Iterable[str], value: Any) -> str:
     section, dot, name = key.rpartition(".")
     if (theirs := renamed(name, value)) and theirs[1] != key:
         return f"unknown key {key}: {name} is a key of {theirs[0]} ({advice(theirs[1], value)})"
+    if not section and (meant := meant_by(name, value)):
+        return f"unknown key {key}: {meant}"
     if near := get_close_matches(name, known, n=1, cutoff=0.75):
         return f"unknown key {key}: did you mean {section}{dot}{near[0]}?"
     if elsewhere := [one for one in named(name, section or "trainer") if one != key]:

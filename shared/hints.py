@@ -134,6 +134,14 @@ TUNIX: Mapping[str, str] = {
     "offload_to_cpu": "trainer.offload_reference",
     "reward_fns": "--reward",
 }
+_SHORT: Mapping[str, str] = {
+    "lr": VERL["actor_rollout_ref.actor.optim.lr"],
+    "epochs": TRL["num_train_epochs"],
+    "steps": "trainer.max_steps",
+    "batch_size": _BATCH,
+    "weight": "give a reward its weight with --reward FILE.py:NAME=WEIGHT",
+}
+"""Short names that people try for settings of RL."""
 _TABLES = {"TRL": TRL, "verl": VERL, "Tunix": TUNIX}
 
 
@@ -143,6 +151,11 @@ def renamed(name: str, value: object = "") -> tuple[str, str] | None:
         if text := table.get(f"{name}: {value}") or table.get(name):
             return trainer, text
     return None
+
+
+def meant_by(name: str, value: object) -> str | None:
+    """Return what to write for a short name of a setting; None for any other name."""
+    return advice(_SHORT[name], value) if name in _SHORT else None
 
 
 def advice(text: str, value: object = "") -> str:

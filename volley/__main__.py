@@ -137,7 +137,8 @@ class _CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         of_commands = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
         text = message.removeprefix("argument COMMAND: ").replace("the following arguments are required: ", "missing: ")
-        raise ConfigError(text, f"`{self.prog} --help` lists the {'commands' if of_commands else 'arguments'}")
+        more = f"`{self.prog} --help` lists the {'commands' if of_commands else 'arguments'}"
+        raise ConfigError(text, f"{self.epilog}; {more}" if text.startswith("missing: ") and self.epilog else more)
 
 
 class _Parser(_CommandParser):
@@ -186,8 +187,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     given = [_setting(one) for one in (sys.argv[1:] if argv is None else argv)]
     whole = parser(given[0] if given else "")
+    _check_option(whole, given[:1])
     arguments, late = whole.parse_known_args(given)
     takes = next((name for name in ("overrides", "rest") if hasattr(arguments, name)), None)
+    if takes and (wrong := [one for one in late if "=" not in one]) and not any(one[0] == "-" for one in late):
+        from shared.config_mistakes import check_form
+
+        check_form(late[late.index(wrong[0]) :])
     if late and not (takes and all("=" in one and one[0] != "-" for one in late)):
         meant = [one.lstrip("-") for one in late if re.match(r"--\w+\.\w", one)]
         told = f": settings have no dashes, write {meant[0]}{'' if '=' in meant[0] else '=VALUE'}" if meant else ""
@@ -197,6 +203,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if late and takes:
         setattr(arguments, takes, [*getattr(arguments, takes), *late])
     return arguments
+
+
+def _check_option(whole: argparse.ArgumentParser, first: Sequence[str]) -> None:
+    """Raise ConfigError for an unknown option before the command."""
+    options = [one for one in whole._option_string_actions if one.startswith("--")]
+    if first and first[0].startswith("--") and not any(one.startswith(first[0]) for one in options):
+        near = get_close_matches(first[0], options, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"`{whole.prog} --help` lists the commands; options follow them"
+        raise ConfigError(f"unknown option {first[0]}", hint)
 
 
 _OF_DATA = ("--data", "--reward", "--env", "--tools", "--columns", "--eval-data", "--eval-share")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
+
+from shared.errors import ConfigError
 
 BEGINNING = "beginning"
 type Record = Literal["samples", "evals", "mixture"]
@@ -25,6 +29,23 @@ class RunFolder:
     """
 
     path: Path
+
+    def check(self) -> None:
+        """Raise ConfigError if this is not the folder of a run, with the nearest one beside it as the hint."""
+        if self.config.is_file():
+            return
+        problem = "it holds no config.yaml" if self.path.is_dir() else "there is no such folder"
+        raise ConfigError(f"{self.path} is not the folder of a run: {problem}", self.hint())
+
+    def hint(self) -> str:
+        """Name the run beside this folder whose name is nearest, or say what to give."""
+        runs = list[str]()
+        with suppress(OSError):
+            runs = [one.name for one in self.path.parent.iterdir() if (one / self.config.name).is_file()]
+        near = get_close_matches(self.name, runs, n=1)
+        return (
+            f"did you mean {self.path.with_name(near[0])}?" if near else "give a run's folder, such as runs/quickstart"
+        )
 
     @property
     def name(self) -> str:

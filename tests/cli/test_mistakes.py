@@ -18,6 +18,9 @@ _OPTION = "unrecognized arguments: --{}\n  settings have no dashes: write {}\n"
 MISTAKES = [
     (["trian"], "'trian' is unknown: did you mean train?"),
     (["nothing"], "'nothing' is unknown; commands are quickstart, train, "),
+    (["--versoin"], "unknown option --versoin\n  did you mean --version?\n"),
+    (["--nothing", "train"], "unknown option --nothing\n  `volley --help` lists the commands; options follow them\n"),
+    (["export", "runs/mine"], "missing: FOLDER\n  example: volley export runs/quickstart models/mine; `volley export"),
     (["train", "x.yaml"], "x.yaml: no such folder"),
     (["train"], "neither a run's folder nor --config is given"),
     ([*TRAIN, "--modle", "x"], "unrecognized arguments: --modle"),
@@ -54,6 +57,16 @@ MISTAKES = [
         _OPTION.format("learning-rate", "trainer.optimizer_config.learning_rate=1e-6"),
     ),
     (["sft", "tabs.yaml", "--max-steps", "9"], _OPTION.format("max-steps 9", "sft.max_steps=9")),
+    ([*TRAIN, "lr=0.01"], "unknown key lr: write trainer.optimizer_config.learning_rate=0.01\n"),
+    (
+        [*TRAIN, "--epochs", "3"],
+        "unrecognized arguments: --epochs\n  settings have no dashes: write trainer.max_steps=…; ",
+    ),
+    (
+        ["train", "x", "--weight", "1"],
+        "unrecognized arguments: --weight 1\n  give a reward its weight with --reward FILE",
+    ),
+    (["train", "x", "--env", "y", "run.name", "a"], _FORM.format("run.name") + "write run.name=a without spaces\n"),
     ([*TRAIN, "--beta=0.04"], _OPTION.format("beta=0.04", "algorithm.beta=0.04; for DPO dpo.beta")),
     (["train", "--model", "x"], "unrecognized arguments: --model\n  the model has no option: write `volley train x`\n"),
     (["train", "x", "--agent", "x.py"], "unrecognized arguments: --agent x.py\n  did you mean --env?\n"),
@@ -75,6 +88,10 @@ MISTAKES = [
     (["train", "--config", "binary.yaml"], "config file binary.yaml is not text"),
     (["train", "--config", "twice.yaml"], "config file twice.yaml is not valid YAML, line 3: the key 'run' is given"),
     (["report", "missing"], "{cwd}/missing is no folder"),
+    (["report", "runs/quickstat"], "{cwd}/runs/quickstat is no folder\n  did you mean {cwd}/runs/quickstart?\n"),
+    (["up", "runs/quickstat"], "runs/quickstat: no such folder\n  did you mean runs/quickstart?\n"),
+    (["trajectories", "runs/quick"], "runs/quick is not the folder of a run: there is no such folder\n  did you mean "),
+    (["fork", "empty"], "{cwd}/empty is not the folder of a run: it holds no config.yaml\n  give a run's folder, such"),
     (["status", "empty"], "{cwd}/empty is not the folder of a run started here"),
     (["eval", "tabs.yaml"], "tabs.yaml is not the folder of a run"),
     (["env", "test", "missing.py"], "missing.py does not exist"),
@@ -82,6 +99,7 @@ MISTAKES = [
     (["sft", "tabs.yaml", "--model", QUICKSTART], "{cwd}/tabs.yaml is not a data file"),
 ]
 FILES = {
+    "runs/quickstart/config.yaml": b"{}\n",
     "trl.yaml": b"num_train_epochs: 1\noutput_dir: out\nreport_to: wandb\n",
     "tabs.yaml": b"run:\n\tname: x\n",
     "list.yaml": b"- a\n- b\n",
@@ -104,6 +122,7 @@ def test_a_mistake_is_answered_by_one_line_and_a_hint(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "empty").mkdir()
     for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as ended:

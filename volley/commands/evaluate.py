@@ -152,7 +152,9 @@ def _configured(target: str, paths: Sequence[str], overrides: Sequence[str]) -> 
     run = RunFolder(Path(name).absolute())
     is_run = bool(version) or run.record.exists()
     if not paths and not is_run:
-        raise ConfigError(f"{target} is not the folder of a run", "to evaluate a model, give --config FILE.yaml")
+        raise ConfigError(
+            f"{target} is not the folder of a run", f"{run.hint()}; to evaluate a model, give --config FILE.yaml"
+        )
     if paths:
         loaded = config.rooted(config.load(paths, overrides), Path.cwd())
     else:

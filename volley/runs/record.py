@@ -126,9 +126,7 @@ def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[LoadedConfig, 
         is_file = run_dir.suffix in (".yaml", ".yml") or run_dir.is_file()
         raise ConfigError(
             f"{run_dir}: {'is a file, not a run' if run_dir.is_file() else 'no such folder'}",
-            f"did you mean --config {quoted(run_dir)}?"
-            if is_file
-            else "give a run's folder to continue the run, or --config FILE.yaml to start one",
+            f"did you mean --config {quoted(run_dir)}?" if is_file else RunFolder(run_dir).hint(),
         )
     record = read_record(folder)
     for path in (folder.record, folder.config):

@@ -76,8 +76,7 @@ def export(run_dir: Path, folder: Path, version: str, *, adapter_only: bool = Fa
     Raises ConfigError (no run, no such version, no adapters, the folder exists), WeightsError (the checkpoint is
     damaged), StorageFull.
     """
-    if not RunFolder(run_dir).config.exists():
-        raise ConfigError(f"{run_dir} is not the folder of a run: it holds no config.yaml", "name the folder of a run")
+    RunFolder(run_dir).check()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} exists and is not empty", "name another folder, or remove it")
     found = origin.find(f"{run_dir}@{version}", None)

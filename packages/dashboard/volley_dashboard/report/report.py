@@ -80,7 +80,7 @@ def check(folder: RunFolder) -> None:
     Raises ConfigError if it is not that of a run, holds files that no run writes, or has no record yet.
     """
     if not folder.path.is_dir():
-        raise ConfigError(f"{folder.path} is no folder", "give a run's folder, such as runs/quickstart")
+        raise ConfigError(f"{folder.path} is no folder", folder.hint())
     survey.check(folder)
     if not folder.metrics.exists() and not folder.evals.exists():
         raise ConfigError(

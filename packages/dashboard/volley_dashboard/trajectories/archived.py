@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import ConfigError, NotFound, VolleyError
+from shared.errors import NotFound, VolleyError
 from shared.run import commits, token_values
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
@@ -40,9 +40,8 @@ class ArchivedEpisodes:
     @classmethod
     def open(cls, path: Path) -> ArchivedEpisodes:
         """Open those of a run's folder. Raises ConfigError if it is not one, or holds files that no run writes."""
+        RunFolder(path).check()
         folder = RunFolder(path.absolute())
-        if not folder.config.is_file():
-            raise ConfigError(f"{path} is not the folder of a run", "it holds no config.yaml")
         survey.check(folder)
         return cls(folder)
 

@@ -71,8 +71,7 @@ def replayed(folder: RunFolder, what: list[str], last: int | None, *, show: bool
         what: its arguments that name the first or the refused step.
         show: print one line per step.
     """
-    if not folder.config.exists():
-        raise ConfigError(f"{folder.path} is not the folder of a run", "it holds no config.yaml")
+    folder.check()
     trust.check(folder)
     cpu = config.load([folder.config]).config.rollout.engine.device == "cpu"
     arguments = [str(folder.path), *what, *([] if last is None else ["--to-step", str(last)])]

@@ -130,8 +130,7 @@ def check_existing(plan: ForkPlan, existing: Fork | None) -> None:
 
 def _head(source: RunFolder) -> TrainerState:
     """Newest state of the run. Raises ConfigError if it is no run of RL that has trained."""
-    if not source.config.exists():
-        raise ConfigError(f"{source.path} is not the folder of a run", "it holds no config.yaml")
+    source.check()
     trust.check(source)
     survey.check(source)
     if config.stored(source.path).config.is_supervised:

@@ -77,9 +77,8 @@ def main(run_dir: Path, *, only: str | None, instead: str | None) -> int:
     Raises:
         ConfigError: the folder is not that of a run, or `instead` without `only`.
     """
+    RunFolder(run_dir).check()
     folder = RunFolder(run_dir.absolute())
-    if not folder.config.exists():
-        raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
     trust.check(folder)
     if instead is not None and only is None:
         raise ConfigError("--by needs --env", "name the environment of the episodes to replay with --env NAME")

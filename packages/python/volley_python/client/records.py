@@ -124,10 +124,9 @@ class RunRecords:
 
     def check(self) -> None:
         """Raise ConfigError if the folder is not, or no longer, that of a run."""
-        from shared.errors import ConfigError
+        from shared.run.folder import RunFolder
 
-        if not (self._path / "config.yaml").is_file():
-            raise ConfigError(f"{self._path} is not the folder of a run", "it holds no config.yaml")
+        RunFolder(self._path).check()
 
     @cached_property
     def files(self) -> RunReader:
