@@ -13,7 +13,8 @@ from pydantic import (
     model_validator,
 )
 
-from shared.section import Fraction, Section
+from shared import own_rules
+from shared.section import Fraction, OwnRuleText, Section
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Aggregation = Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale", "seq-mean-token-sum"]
@@ -63,9 +64,10 @@ class PolicyGradientSection(Section):
     """Keys of all algorithms.
 
     `beta` weighs the KL to the reference, in the loss or in the reward (`kl_in`). With `credit: turn`, each turn gets
-    the rewards from that turn on. `teacher_kl_coef` weighs the reverse KL to a teacher, token by token, in the
-    advantages. `sequence-mean-token-scale` divides by `grpo_config.max_response_length`. `mask_truncated` leaves
-    truncated episodes out of the loss and of all statistics of their group and step.
+    the rewards from that turn on; a function of a file or module gives it another number. `teacher_kl_coef` weighs the
+    reverse KL to a teacher, token by token, in the advantages. `sequence-mean-token-scale` divides by
+    `grpo_config.max_response_length`. `mask_truncated` leaves truncated episodes out of the loss and of all statistics
+    of their group and step.
     """
 
     name: str
@@ -74,16 +76,28 @@ class PolicyGradientSection(Section):
     kl_in: Literal["loss", "reward"] = "loss"
     kl_loss_mode: Literal["kl", "mse_kl", "low_var_kl"] = "low_var_kl"
     entropy_coef: NonNegativeFloat = 0.0
-    credit: Literal["episode", "turn"] = "episode"
+    credit: Literal["episode", "turn"] | OwnRuleText = "episode"
     reward_normalization: RewardNormalization = RewardNormalization()
     mask_truncated: bool = False
     teacher_kl_coef: NonNegativeFloat = 0.0
 
     @model_validator(mode="after")
     def _of_whole_episodes(self) -> Self:
-        if self.credit == "turn" and self.reward_normalization.method != "identity":
-            raise ValueError("reward_normalization works on whole episodes, so it cannot be combined with credit=turn")
+        if self.credits_turns and self.reward_normalization.method != "identity":
+            raise ValueError(
+                f"reward_normalization works on whole episodes, so it cannot be combined with {self.shown_credit}"
+            )
         return self
+
+    @property
+    def credits_turns(self) -> bool:
+        """True if each turn has a reward of its own."""
+        return self.credit != "episode"
+
+    @property
+    def shown_credit(self) -> str:
+        """`credit` as on the command line, and a rule by its name and digest."""
+        return f"credit={own_rules.shown(self.credit) or self.credit}"
 
     @property
     def compares_group(self) -> bool:
@@ -98,7 +112,7 @@ class PolicyGradientSection(Section):
     @property
     def rests_on_equal_rewards(self) -> bool:
         """True if groups of equal rewards train nothing: no advantage, and neither a KL nor a teacher."""
-        return not (self.learns_from_equal_rewards or self.credit == "turn" or self.teacher_kl_coef or self.beta)
+        return not (self.learns_from_equal_rewards or self.credits_turns or self.teacher_kl_coef or self.beta)
 
     @property
     def is_unbounded(self) -> bool:

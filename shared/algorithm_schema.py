@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from pydantic.fields import FieldInfo
 
 from shared import own_rules
@@ -21,13 +21,13 @@ from shared.algorithm_base import (
     GroupSection,
     PolicyGradientSection,
 )
-from shared.section import Fraction
+from shared.section import Fraction, OwnRuleText
 
 
 def _of_rewards(section: PolicyGradientSection) -> list[str]:
     """Return the keys that are set and concern the episode's reward."""
     of_rewards = {
-        "credit": section.credit == "turn",
+        section.shown_credit: section.credits_turns,
         "reward_normalization": section.reward_normalization.method != "identity",
         "kl_in": bool(section.beta) and section.kl_in == "reward",
     }
@@ -103,8 +103,10 @@ class ReinforcePlusPlusSection(ClippedSection):
 
     @model_validator(mode="after")
     def _of_episodes(self) -> Self:
-        if self.baseline == "group" and (self.gamma != 1 or self.credit == "turn"):
-            raise ValueError("baseline=group compares whole episodes: it cannot be combined with gamma or credit=turn")
+        if self.baseline == "group" and (self.gamma != 1 or self.credits_turns):
+            raise ValueError(
+                f"baseline=group compares whole episodes: it cannot be combined with gamma or {self.shown_credit}"
+            )
         return self
 
     @property
@@ -247,9 +249,6 @@ class MopdSection(EstimatedSection):
         return self.outcome_coef > 0
 
 
-OwnRuleText = Annotated[str, AfterValidator(own_rules.checked)]
-
-
 class OwnSection(EstimatedSection, ClippedSection):
     """A loss and advantages of one's own: `loss` and `advantage` name functions of files or modules.
 
@@ -270,6 +269,8 @@ class OwnSection(EstimatedSection, ClippedSection):
         if given := [key for key in replaced if getattr(self, key) != fields[key].default]:
             by = "advantage" if given[0] == "advantage_estimator" else "loss"
             raise ValueError(f"{given[0]}={getattr(self, given[0])} has no effect: algorithm.{by} replaces it")
+        if self.advantage and self.credit not in own_rules.CREDITS:
+            raise ValueError(f"{self.shown_credit} has no effect: algorithm.advantage replaces it")
         return self
 
     @property

@@ -130,7 +130,7 @@ def _found_beside(tree: dict[str, Any], folder: Path) -> dict[str, Any]:
             if (folder / name).exists() or present(Path(name)) != Path(name):
                 tree[section] = {**tree[section], leaf: os.path.normpath((base / value).absolute())}
     if rules := rule_files.found_beside(tree, folder):
-        tree["algorithm"] = {**tree["algorithm"], **rules}
+        return rule_files.replaced(tree, rules)
     return tree
 
 
@@ -148,7 +148,7 @@ def _in_file(paths: Sequence[str | Path], overrides: Sequence[str]) -> Iterator[
 def _sourced(loaded: LoadedConfig, base: Path) -> LoadedConfig:
     """Replace files and import paths: of environments by names, of rules by their text. Raises ConfigError."""
     if texts := rule_files.resolved(loaded.tree, base):
-        loaded = validate({**loaded.tree, "algorithm": {**loaded.tree["algorithm"], **texts}})
+        loaded = validate(rule_files.replaced(loaded.tree, texts))
     if not any(map(is_source, loaded.config.data.environments)):
         return loaded
     tree = resolved(loaded.tree, base)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from shared.reward_schema import EnvironmentRewards
-from shared.section import Fraction, Section
+from shared.section import Fraction, OwnRuleText, Section
 
 MAX_WEIGHT = 1_000_000
 Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
@@ -37,11 +37,19 @@ def _entry(value: Any) -> Any:
 class CurriculumConfig(Section):
     """Curriculum: every `every_groups` groups, multiply each environment's weight by its learnability.
 
-    Learnability goes from `floor` (all samples succeed, or none) to 1 (half of them do).
+    Learnability goes from `floor` (all samples succeed, or none) to 1 (half of them do). `custom` names a function of a
+    file or module that gives other factors.
     """
 
     every_groups: PositiveInt = 32
     floor: Annotated[float, Field(ge=0.01, le=1.0)] = 0.1
+    custom: OwnRuleText | None = None
+
+    @model_validator(mode="after")
+    def _replaced(self) -> CurriculumConfig:
+        if self.custom and self.floor != type(self).model_fields["floor"].default:
+            raise ValueError(f"floor={self.floor:g} has no effect: data.curriculum.custom replaces it")
+        return self
 
 
 class EnvironmentSource(Section):

@@ -44,7 +44,7 @@
     ├── OpenEnvRefused          a remote OpenEnv server answered with an error             500
     ├── NemoGymRefused          a remote NeMo-Gym server answered with an error            500
     ├── GradingEnded            grading an answer met a limit                              500
-    ├── RuleFailed              a loss or advantage of the user raised, or returned something else than promised  500
+    ├── RuleFailed              a rule of the user raised, or returned something else than promised  500
     ├── NonFinite               training produced non-finite numbers                       500
     └── EngineDied              the inference engine is gone; the process has to exit      500
 

@@ -168,8 +168,8 @@ def _filters(config: RunConfig) -> Iterator[str]:
         )
     loss = config.algorithm
     learns = loss.learns_from_equal_rewards
-    if filters.zero_variance and (learns or loss.credit == "turn"):
-        why = f"algorithm.name={loss.name}" if learns else "algorithm.credit=turn"
+    if filters.zero_variance and (learns or loss.credits_turns):
+        why = f"algorithm.name={loss.name}" if learns else f"algorithm.{loss.shown_credit}"
         yield (
             f"trainer.filters.zero_variance=true drops groups with a training signal: with {why}, equal rewards of"
             " whole episodes still give advantages other than 0"

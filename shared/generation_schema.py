@@ -9,8 +9,6 @@ from pydantic import Field, PositiveInt, model_validator
 
 from shared.section import Section
 
-_IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
-
 
 class StragglerConfig(Section):
     """Void groups that take longer than `factor` times the time in which `after_share` of the recent groups ended.
@@ -29,8 +27,7 @@ class GenerationFilters(Section):
     Names and meaning are slime's: `reward_nonzero_std` rejects equal rewards; `min_reward` groups without a reward
     above it; `response_diversity` groups with a smaller share of different responses; `reasonable_length` groups whose
     mean of sampled tokens per episode is outside [min, max]; `quality_and_diversity` is reward_nonzero_std and
-    response_diversity=0.5. `custom` are import paths MODULE:FUNCTION of functions of a `shared.types.Group` that return
-    True to keep it.
+    response_diversity=0.5. A rule of one's own is `trainer.filters.custom`.
 
     `rollout_filter_ratio` (GRL) keeps this share of every `groups_per_step` / ratio groups: those whose rewards have
     the largest standard deviation (`std`), or the smallest (`std_rev`).
@@ -41,7 +38,6 @@ class GenerationFilters(Section):
     response_diversity: Annotated[float, Field(gt=0, le=1)] | None = None
     reasonable_length: tuple[PositiveInt, PositiveInt] | None = None
     quality_and_diversity: bool = False
-    custom: tuple[Annotated[str, Field(pattern=_IMPORT_PATH)], ...] = ()
     rollout_filter_ratio: Annotated[float, Field(gt=0, lt=1)] | None = None
     rollout_filter_type: Literal["std", "std_rev"] = "std"
 

@@ -59,12 +59,12 @@ FILTERS: Mapping[FilterRule, str] = {
     "reasonable_length": "its mean length is outside orchestrator.generation.filters.reasonable_length",
     "rollout_filter_ratio": "its rewards vary less (std) or more (std_rev) than those of the groups that were kept"
     " (orchestrator.generation.filters.rollout_filter_ratio)",
-    "custom": "a function of orchestrator.generation.filters.custom rejected it",
+    "custom": "the function of trainer.filters.custom rejected it",
     "straggler": "it took much longer than other groups (orchestrator.generation.straggler)",
 }
 """Reasons to drop a valid group. The first three always apply, the others if the run enables them.
 
-The trainer applies the first five, the orchestrator the others and, if configured, `zero_variance`.
+The trainer applies the first five and `custom`, the orchestrator the others and, if configured, `zero_variance`.
 """
 DEFECTS: frozenset[FilterRule] = frozenset(("no_tokens", "nonfinite_reward", "nonfinite_logprob", "logprob"))
 """Reasons that point to a defect: such a group is kept for inspection."""

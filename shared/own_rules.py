@@ -1,4 +1,4 @@
-"""Losses and advantages that a configuration names by a file or an import path.
+"""Rules of the user that a configuration names by a file or an import path.
 
     algorithm.loss: my_loss.py:loss             a function of a file
     algorithm.advantage: my_rules.adv:centred   of a module in the present directory, or of an installed one
@@ -13,8 +13,13 @@ import hashlib
 import re
 from typing import Any, NamedTuple
 
-KEYS = ("loss", "advantage")
-"""Keys of the section `algorithm` that name a rule."""
+OF_ALGORITHM = ("algorithm.loss", "algorithm.advantage")
+"""Keys that make a run's algorithm `own`."""
+CREDIT, FILTER, CURRICULUM = "algorithm.credit", "trainer.filters.custom", "data.curriculum.custom"
+KEYS = (*OF_ALGORITHM, CREDIT, FILTER, CURRICULUM)
+"""Keys of a configuration that may name a rule."""
+CREDITS = ("episode", "turn")
+"""Values of CREDIT that name no rule."""
 MAX_BYTES = 2**15
 """Largest file: each checkpoint and each record of a step holds it."""
 _HEAD = re.compile(r"# (?P<file>[^\n]{1,300}):(?P<function>[A-Za-z_]\w*) sha256=(?P<sha256>[0-9a-f]{64})\n")

@@ -22,7 +22,7 @@ from shared.engine_schema import EngineSection
 from shared.files.addresses import ADDRESS
 from shared.generation_schema import GenerationSection, defeated
 from shared.reward_schema import missing_servers
-from shared.section import Fraction, NameOf, Section
+from shared.section import Fraction, NameOf, OwnRuleText, Section
 from shared.services import SERVICES
 from shared.services_schema import ServicesSection
 from shared.sft_schema import DpoSection, SftSection
@@ -124,12 +124,14 @@ class FiltersConfig(Section):
     """Filters that drop groups from training. Each dropped group is replaced, so a step always has `groups_per_step`.
 
     `zero_variance` drops groups whose rewards are equal (DAPO's dynamic sampling). `logprob` drops groups where trainer
-    and engine disagree, on tokens sampled by the present weights, by more than this many nats on average. If more than
-    `max_num_gen_batches` times `groups_per_step` groups are dropped for one step, the run stops with an error.
+    and engine disagree, on tokens sampled by the present weights, by more than this many nats on average. `custom`
+    names a function of a file or module that returns True for a group to keep. If more than `max_num_gen_batches` times
+    `groups_per_step` groups are dropped for one step, the run stops with an error.
     """
 
     zero_variance: bool = False
     logprob: PositiveFloat | None = None
+    custom: OwnRuleText | None = None
     max_num_gen_batches: PositiveInt = 10
 
 
@@ -294,7 +296,7 @@ class RunConfig(Section):
             return tree
         given = tree.get("algorithm")
         if isinstance(given, dict):
-            name = "own" if any(given.get(key) for key in own_rules.KEYS) else "grpo"
+            name = "own" if any(given.get(key.partition(".")[2]) for key in own_rules.OF_ALGORITHM) else "grpo"
             tree = {**tree, "algorithm": {"name": name, **given}}
         return tree if tree.get("mode") in ("sft", "dpo") else _with_lengths(tree)
 
@@ -345,10 +347,10 @@ class RunConfig(Section):
             raise ValueError(f"rollout.engine.url names {len(urls)} servers for {n_servers} services.rollout_replicas")
         if problem := contradiction(self.algorithm, self.grpo_config, self.orchestrator.max_turns):
             raise ValueError(problem)
-        if self.algorithm.credit == "turn" and self.orchestrator.generation.truncation == "left":
+        if self.algorithm.credits_turns and self.orchestrator.generation.truncation == "left":
             raise ValueError(
                 "orchestrator.generation.truncation=left divides an episode into several sequences, and"
-                " algorithm.credit=turn counts rewards within one: choose credit=episode"
+                f" algorithm.{self.algorithm.shown_credit} counts rewards within one: choose credit=episode"
             )
         servers, played = self.services.orchestrator, list(self.data.environments)
         if problem := servers.missing_teacher(played, self.algorithm.teacher_kl_coef):

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -15,9 +16,10 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from shared import packages
+from shared import own_rules, packages
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+OwnRuleText = Annotated[str, AfterValidator(own_rules.checked)]
 
 
 class Section(BaseModel):

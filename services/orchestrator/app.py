@@ -15,6 +15,7 @@ from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.partials import TABLE, PartialRollouts
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.teacher import EpisodeTeaching, Teaching, TeachingBudget, TeachingByEnvironment
+from services.orchestrator.mixture.curriculum import rule_of
 from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.routes import ROLES, router
 from services.orchestrator.schedule.gate import ReservationGate
@@ -59,6 +60,8 @@ async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
 @asynccontextmanager
 async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[RunningService]:
     """Open the orchestrator from plain settings. Raises ConfigError."""
+    if settings.curriculum is not None:
+        rule_of(settings.curriculum, settings.members)  # a rule of the user that fails ends the start
     tokens = read_tokens(settings.token_files)
     token = tokens.of(Role.SERVICE) if tokens else None
     tokenizer, routing = await _model(settings)

@@ -54,11 +54,6 @@ class EnvironmentTally:
         turn = self.attempts.suspect()
         return None if turn is None else self.attempts.format_turn(turn)
 
-    @property
-    def learnability(self) -> float:
-        """Mean of the last groups: 0 … 0.25 for all but the smallest groups; 0 if there are none."""
-        return sum(score.learnability for score in self.recent) / max(1, len(self.recent))
-
 
 class EnvironmentTallies:
     """Tallies by environment; the oldest environments are dropped beyond a limit.

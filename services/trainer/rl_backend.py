@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.trainer import options as from_run
+from services.trainer.algorithms.rules.checks import checked_filter
 from services.trainer.backend.assembly import ModelCheckpoints, check_vocabulary, note_positions, note_tokenizer
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend
 from services.trainer.backend.memory import TrainingMemory
@@ -69,6 +70,8 @@ def make_backend(
     note_positions(config, described)
     note_tokenizer(tokenizer)
     check_turns(config, tokenizer)
+    if config.trainer.filters.custom:
+        checked_filter(config.trainer.filters.custom)
     tokens = TokenLimits(described.vocab_size, tokenizer.pad_id, described.routing)
     options = from_run.supervised_options(config, tokens) if config.sft.trains else None
     policy, warm_start = from_run.policy_options(config, tokens), options.layout if options else None
@@ -100,8 +103,8 @@ def opened(
 
 def check_turns(config: RunConfig, tokenizer: ChatTokenizer) -> None:
     """Raise ConfigError if rewards are credited by turn, and episodes have a sequence for each turn."""
-    if config.algorithm.credit == "turn" and (how := tokenizer.looks_back(calls=False)) is not None:
+    if config.algorithm.credits_turns and (how := tokenizer.looks_back(calls=False)) is not None:
         raise ConfigError(
-            f"algorithm.credit=turn counts rewards within one sequence, but {how}",
+            f"algorithm.{config.algorithm.shown_credit} counts rewards within one sequence, but {how}",
             "choose algorithm.credit=episode, or a chat template that only appends",
         )

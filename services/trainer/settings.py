@@ -111,4 +111,4 @@ def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -
 
 def filter_options(config: FiltersConfig, mask_truncated: bool) -> FilterOptions:
     rules: tuple[FilterRule, ...] = ("zero_variance",) if config.zero_variance else ()
-    return FilterOptions(rules, config.logprob, config.max_num_gen_batches, mask_truncated)
+    return FilterOptions(rules, config.logprob, config.max_num_gen_batches, mask_truncated, config.custom)

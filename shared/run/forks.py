@@ -15,10 +15,10 @@ from typing import Any, Self
 
 import orjson
 
+from shared import own_rules
 from shared.errors import ConfigError, DecodeError
 from shared.files import storage
 from shared.files.reading import read_file
-from shared.run import pinned
 from shared.run.folder import RunFolder
 from shared.run.lineage import ForkPoint, epoch_of, in_lineage
 from shared.run.state import TrainerState, initial_state, parse_forks
@@ -26,7 +26,7 @@ from shared.types import WeightVersion
 
 REWARDS = ("data.rewards", "data.env_config")
 """Settings that decide the rewards of a fork's episodes."""
-FREE = (*REWARDS, *pinned.OWN_RULES)
+FREE = (*REWARDS, *own_rules.KEYS)
 """Settings that may differ between a run and its fork although they may not change during a run."""
 _MOST_BYTES = 2**20
 _SCHEMA = 1

@@ -126,8 +126,16 @@ class TicketAssignment:
 
     def of(self, ticket: int) -> Drawn:
         """Return the assignment of a ticket. Args: ticket: at least 1."""
-        segment = self._segments[bisect_right(self._starts, ticket) - 1]
+        segment = self._segment(ticket)
         return segment.drawn(ticket - segment.change.from_ticket)
+
+    def counts(self, last: int) -> dict[str, int]:
+        """Count the groups of each environment up to the ticket `last`."""
+        segment = self._segment(max(1, last))
+        return segment.played(last + 1 - segment.change.from_ticket)
+
+    def _segment(self, ticket: int) -> _Segment:
+        return self._segments[bisect_right(self._starts, ticket) - 1]
 
 
 class _Segment:

@@ -35,7 +35,6 @@ _OF_CRITIC = {
     "algorithm.critic_frozen": "the critic's optimizer has a state for each parameter that it trains",
     "algorithm.critic_updates": "the schedule of the critic's optimizer counts its updates",
 }
-OWN_RULES = tuple(f"{_ALGORITHM}{key}" for key in own_rules.KEYS)
 _ONE_MODE = (("rl", "sft+rl"), ("sft+rl", "rl"))
 """Modes that are interchangeable: the pinned `sft` section decides if there is a warm start."""
 _PATHS = ("model.path", "data.train", "data.eval")
@@ -268,7 +267,7 @@ def permitted(was: Flat, now: Flat, *, step: int, free: tuple[str, ...] = ()) ->
             for c, reason in wrong[:_MOST_NAMED]
         )
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
-        back = " ".join(f"{c.key}={_shown(c.was)}" for c, _ in wrong[:_MOST_NAMED] if c.key not in OWN_RULES)
+        back = " ".join(f"{c.key}={_shown(c.was)}" for c, _ in wrong[:_MOST_NAMED] if not _is_of_rule(c))
         raise ConfigError(
             f"the run was started with another configuration: {named}{more}",
             f"{f'set {back} again' if back else 'put the file back'}, or choose another run.name=…",
@@ -313,13 +312,21 @@ def _objection(change: Change, step: int) -> str | None:
         return "a critic has to be trained from the first step"
     if change.key in _OF_CRITIC:
         return _OF_CRITIC[change.key]
-    if change.key in OWN_RULES:
-        return "the run has its own copy: `volley up RUN_DIR` goes on with it, and `volley fork` trains with another"
+    if _is_of_rule(change):
+        return (
+            "a run keeps the rules that it began with, in its own copy: `volley up RUN_DIR` goes on with them, and"
+            " `volley fork` trains with others"
+        )
     if change.key == _BETA and not (change.was and change.now):
         return "the KL term's reference, the weights of step 0, is only kept if beta is set from the start"
     if change.key == _TEACHER and not (change.was and change.now):
         return "episodes on their way to the trainer were sampled with a teacher or without one"
     return None
+
+
+def _is_of_rule(change: Change) -> bool:
+    """True if a rule of the user came, went or changed."""
+    return any(map(own_rules.is_text, (change.was, change.now)))
 
 
 def _flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:

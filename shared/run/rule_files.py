@@ -1,4 +1,4 @@
-"""Files of losses and advantages that a configuration names: found, read and looked through, but not run."""
+"""Files of rules that a configuration names: found, read and looked through, but not run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from shared.errors import ConfigError
 from shared.files.reading import read_file
-from shared.own_rules import HINT, KEYS, MAX_BYTES, digest, is_text
+from shared.own_rules import CREDIT, CREDITS, HINT, KEYS, MAX_BYTES, digest, is_text
 from shared.run import sources
 
 _VARYING = {"datetime", "random", "secrets", "time", "uuid"}
@@ -27,30 +27,49 @@ def found_beside(tree: Mapping[str, Any], folder: Path) -> dict[str, str]:
 
 
 def resolved(tree: Mapping[str, Any], base: Path) -> dict[str, str]:
-    """Return the texts of the rules that the section `algorithm` of a configuration names, by key. Raises ConfigError.
+    """Return the texts of the rules that a configuration names, by key. Raises ConfigError.
 
     Args: base: folder for relative paths and the first place to look for modules.
     """
-    return {key: _read(f"algorithm.{key}", value, base) for key, value in _named(tree).items()}
+    return {key: _read(key, value, base) for key, value in _named(tree).items()}
+
+
+def replaced(tree: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, Any]:
+    """Return a configuration with these values, by key."""
+    made = dict(tree)
+    for key, value in values.items():
+        top, _, rest = key.partition(".")
+        made[top] = replaced(made[top], {rest: value}) if rest else value
+    return made
 
 
 def _named(tree: Mapping[str, Any]) -> dict[str, str]:
-    section = tree.get("algorithm")
-    values = {key: section.get(key) for key in KEYS} if isinstance(section, Mapping) else {}
-    return {key: value for key, value in values.items() if isinstance(value, str) and not is_text(value)}
+    """Return the names of rules in a configuration, by key."""
+    values = {key: _value(tree, key) for key in KEYS}
+    return {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, str) and not is_text(value) and not (key == CREDIT and value in CREDITS)
+    }
+
+
+def _value(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def _read(key: str, value: str, base: Path) -> str:
     name, _, function = value.rpartition(":")
-    where = f"{key}={value[:200]}"
+    where, hint = f"{key}={value[:200]}", f"choose {' or '.join(CREDITS)}, or {HINT}" if key == CREDIT else HINT
     if not name or not function.isidentifier() or not sources.is_source(value):
-        raise ConfigError(f"{where} names no function", HINT)
+        raise ConfigError(f"{where} names no function", hint)
     try:
         path = _file(sources.find(value, base))
         text = read_file(path, MAX_BYTES).decode()
         tree = ast.parse(text)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error.detail}", HINT) from error
+        raise ConfigError(f"{where}: {error.detail}", hint) from error
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}", f"a rule is a file of at most {MAX_BYTES} bytes") from error
     except (SyntaxError, ValueError) as error:
@@ -75,9 +94,11 @@ def _problem(tree: ast.Module, text: str, package: str, function: str) -> str | 
     """Explain why the file cannot be a rule; None if it can."""
     if "${" in text:
         return "a rule may not contain ${, which configurations replace: write '$' + '{'"
-    defined = {name for node in tree.body for name in _defined(node)}
-    if function not in defined:
-        return f"the file defines no {function} at its top level"
+    defined = {name: type(node) for node in tree.body for name in _defined(node)}
+    if (kind := defined.get(function)) in (ast.ClassDef, ast.AsyncFunctionDef):
+        return f"{function} is {'a class' if kind is ast.ClassDef else 'async'}, not a function: define it with def"
+    if kind is None:
+        return f"the file defines no {function} at its top level; it defines {', '.join(defined) or 'nothing'}"
     for node in ast.walk(tree):
         names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
@@ -91,7 +112,7 @@ def _problem(tree: ast.Module, text: str, package: str, function: str) -> str | 
 
 
 def _defined(node: ast.stmt) -> list[str]:
-    if isinstance(node, ast.FunctionDef):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return [target.id for target in targets if isinstance(target, ast.Name)]

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from services.orchestrator.mixture.curriculum import Curriculum, factors_after
+from services.orchestrator.mixture.curriculum import Curriculum, factors_after, rule_of
 from services.orchestrator.tallies import EnvironmentTallies
-from shared import config
+from shared import config, own_rules
 from shared.data_schema import CurriculumConfig
-from shared.errors import ConfigError, QueueUnavailable
+from shared.errors import ConfigError, QueueUnavailable, RuleFailed
+from shared.run import rule_files
 from shared.types import Group, WeightVersion
 from tests.orchestrator.mixtures import MixtureUnderTest, row
 from tests.support.small_run import group
@@ -31,6 +33,10 @@ def tallied(env: str, tallies: EnvironmentTallies, *groups: tuple[bool, ...]) ->
         tallies.published(scored(env, *successes))
 
 
+def judged(curriculum: Curriculum, *envs: str) -> dict[str, float]:
+    return curriculum.judged({}, dict.fromkeys(envs, 0)) if curriculum.is_due else {}
+
+
 def test_the_learnability_of_groups_is_an_unbiased_estimate_of_the_variance_of_success():
     """Over all outcomes of a group of three whose samples succeed with probability p, each as likely as it is."""
     for p in (0.1, 0.5, 0.8):
@@ -39,7 +45,8 @@ def test_the_learnability_of_groups_is_an_unbiased_estimate_of_the_variance_of_s
             tallies = EnvironmentTallies()
             tallied("a", tallies, outcome)
             likelihood = np.prod([p if success else 1 - p for success in outcome])
-            expected += float(likelihood) * tallies["a"].learnability
+            (score,) = tallies["a"].recent
+            expected += float(likelihood) * score.learnability
         assert expected == pytest.approx(p * (1 - p), abs=1e-12)
 
 
@@ -48,14 +55,14 @@ def test_what_is_solved_or_hopeless_keeps_the_floor_and_what_is_half_solved_has_
     curriculum = Curriculum(EVERY, tallies)
     for env, outcome in (("solved", (True, True)), ("hopeless", (False, False)), ("half", (True, False))):
         tallied(env, tallies, *[outcome] * 8)
-    assert curriculum.judged() == {"solved": 0.1, "hopeless": 0.1, "half": 1.0}
+    assert judged(curriculum, "solved", "hopeless", "half") == {"solved": 0.1, "hopeless": 0.1, "half": 1.0}
 
 
 def test_half_of_the_tasks_always_solved_and_half_never_is_nothing_to_learn():
     tallies = EnvironmentTallies()
     curriculum = Curriculum(EVERY, tallies)
     tallied("split", tallies, *[(True, True), (False, False)] * 8)
-    assert curriculum.judged() == {"split": 0.1}
+    assert judged(curriculum, "split") == {"split": 0.1}
 
 
 def test_it_is_judged_every_so_many_groups_by_environments_of_which_enough_is_known():
@@ -63,14 +70,14 @@ def test_it_is_judged_every_so_many_groups_by_environments_of_which_enough_is_kn
     curriculum = Curriculum(EVERY, tallies)
     tallied("a", tallies, *[(True, True)] * 9)
     tallied("b", tallies, *[(True, False)] * 6)
-    assert curriculum.judged() == {}
+    assert judged(curriculum, "a", "b") == {}
     tallied("b", tallies, (True, False))
-    assert curriculum.judged() == {"a": 0.1}
+    assert judged(curriculum, "a", "b") == {"a": 0.1}
     curriculum.settled()
-    assert curriculum.judged() == {}
+    assert judged(curriculum, "a", "b") == {}
     curriculum.settled()
     tallied("b", tallies, *[(True, False)] * 16)
-    assert curriculum.judged() == {"a": 0.1, "b": 1.0}
+    assert judged(curriculum, "a", "b") == {"a": 0.1, "b": 1.0}
 
 
 def test_factors_stay_until_one_has_moved_far_enough():
@@ -133,6 +140,83 @@ async def test_a_restart_keeps_the_factors_and_its_end_gives_the_weights_back(tm
     await without.look()
     assert without.lines()[-1].factors == {}
     assert Counter(await without.play(20)) == {"frozen_lake": 10, "sokoban": 10}
+
+
+def own(folder: Path, body: str, **settings: int) -> CurriculumConfig:
+    """A rule of a function's body, whose argument is m."""
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    head = "import itertools\nimport numpy as np\n\ncount = itertools.count()\n"
+    (folder / "rule.py").write_text(f"{head}\ndef rule(m):\n{lines}", encoding="utf-8")
+    named = {"data": {"curriculum": {"custom": f"{folder}/rule.py:rule"}}}
+    return CurriculumConfig(custom=rule_files.resolved(named, folder)[own_rules.CURRICULUM], **settings)
+
+
+WRONG = {
+    "returned list": "return [1.0]",
+    "returned a factor for 'tetris'": "return {'tetris': 1.0}",
+    "returned -1 for sokoban": "return {'sokoban': -1}",
+    "returned (np.float64.)?nan.? for sokoban": "return {'sokoban': m.envs['sokoban'].success.mean()}",
+    "returned '1' for sokoban": "return {'sokoban': '1'}",
+    "returned 0 for every environment": "return dict.fromkeys(m.envs, 0)",
+    "is not deterministic": "return {'sokoban': next(count)}",
+    "raised IndexError at line 7": "return {'sokoban': m.envs['sokoban'].success[-1]}",
+    "raised ModuleNotFoundError at line 7: No module named 'jax'": "import jax",
+    "raised ValueError at line 7: .*read-only": "m.envs['sokoban'].success[:] = 0\nreturn {}",
+    "raised TypeError at line 7": "m.envs['sokoban'] = None",
+}
+
+
+@pytest.mark.parametrize(("why", "body"), WRONG.items())
+@pytest.mark.filterwarnings("ignore:Mean of empty slice", "ignore:invalid value")
+def test_a_rule_that_lacks_a_property_is_refused_by_its_name(tmp_path, why, body):
+    with pytest.raises(ConfigError, match=f"data.curriculum.custom.*rule.py:rule .sha256 .*{why}"):
+        rule_of(own(tmp_path, body), ["frozen_lake", "sokoban"])
+
+
+async def test_a_rule_of_ones_own_decides_the_shares_and_a_restart_keeps_them(tmp_path):
+    """It counts the run's tickets, and leaves an environment out until then."""
+    body = "n = sum(one.tickets for one in m.envs.values())\nreturn {'sokoban': 3 if n > 40 else 0}"
+    settings = {"members": {"frozen_lake": 1, "sokoban": 1}, "curriculum": own(tmp_path, body, every_groups=2)}
+    run = MixtureUnderTest(tmp_path, **settings)
+    await run.look()
+    assert Counter(await run.play(10)) == {"frozen_lake": 5, "sokoban": 5}
+    tallied("frozen_lake", run.status.by_env, *[(True, False)] * 2)
+    await run.look()
+    assert Counter(await run.play(40)) == {"frozen_lake": 40}
+    again = MixtureUnderTest(tmp_path, **settings, queue=run.queue)
+    await again.look()
+    assert await again.tasks(50) == await run.tasks(50)
+    tallied("frozen_lake", again.status.by_env, *[(True, False)] * 2)
+    await again.look()
+    assert Counter(await again.play(40)) == {"frozen_lake": 10, "sokoban": 30}
+    assert [one.factors for one in again.lines()] == [{"sokoban": 0.0}, {"sokoban": 3.0}]
+
+
+async def test_a_rule_that_fails_later_ends_the_run(tmp_path):
+    body = "if m.envs['frozen_lake'].tickets == 7:\n    raise KeyError('here')\nreturn {}"
+    run = MixtureUnderTest(tmp_path, members={"frozen_lake": 1}, curriculum=own(tmp_path, body, every_groups=1))
+    await run.look()
+    await run.play(7)
+    tallied("frozen_lake", run.status.by_env, (True, False))
+    with pytest.raises(RuleFailed, match=r"rule.py:rule .sha256 .* raised KeyError at line 8: 'here'"):
+        await run.mixture.watch()
+
+
+def test_dump_prefers_large_advantages_and_little_known_environments():
+    named = {"data": {"curriculum": {"custom": "dump.py:curriculum"}}}
+    text = rule_files.resolved(named, Path("examples/rules"))[own_rules.CURRICULUM]
+    tallies = EnvironmentTallies()
+    for env, outcome in (("solved", (True, True)), ("half", (True, False)), ("rare", (True, False))):
+        tallied(env, tallies, *[outcome] * 8)
+    curriculum = Curriculum(CurriculumConfig(custom=text), tallies, ["solved", "half", "rare"])
+    found = curriculum.judged({}, {"solved": 100, "half": 100, "rare": 20})
+    a = float(np.abs((np.array([1, 0]) - 0.5) / np.std([1, 0])).mean())
+    score = {"solved": bonus(100), "half": a + bonus(100), "rare": a + bonus(20)}
+    assert found == {env: pytest.approx(np.exp((one - score["rare"]) / 0.5), abs=1e-4) for env, one in score.items()}
+
+
+def bonus(tickets: int) -> float:
+    return float(np.sqrt(2 * np.log(221) / (tickets + 1)))
 
 
 @pytest.mark.parametrize("wrong", ["{floor: 0}", "{floor: 0.001}", "{floor: 1.5}", "{every_groups: 0}", "{pace: 1}"])

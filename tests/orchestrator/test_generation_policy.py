@@ -11,14 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.orchestrator.episodes.groups import run_group
-from services.orchestrator.schedule.filters import group_filters
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.policy import GenerationPolicy, Selection
 from services.orchestrator.schedule.reservations import Admission
 from services.orchestrator.schedule.stragglers import Stragglers
 from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.status import RunStatus
-from shared.errors import ConfigError, VolleyError
 from shared.generation_schema import (
     GenerationFilters,
     GenerationSection,
@@ -57,17 +55,6 @@ def rewarded(ticket, rewards):
     return Group(ticket, "demo", f"train/{ticket}", tuple(episodes))
 
 
-def keeps_even_tickets(made: Group) -> bool:
-    return made.ticket % 2 == 0
-
-
-def fails(made: Group) -> bool:
-    raise KeyError(made.ticket)
-
-
-PATH = f"{__name__}:keeps_even_tickets"
-
-
 @pytest.mark.parametrize(
     ("config", "made", "rule"),
     [
@@ -81,8 +68,6 @@ PATH = f"{__name__}:keeps_even_tickets"
         ({"quality_and_diversity": True}, rewarded(1, [1, 0, 0]), "response_diversity"),
         ({"reasonable_length": (100, 200)}, rewarded(1, [1, 0]), "reasonable_length"),
         ({"reasonable_length": (1, 200)}, rewarded(1, [1, 0]), None),
-        ({"custom": (PATH,)}, rewarded(1, [1, 0]), "custom"),
-        ({"custom": (PATH,)}, rewarded(2, [1, 0]), None),
     ],
 )
 async def test_a_filter_sends_the_group_or_its_rule(config, made, rule):
@@ -118,18 +103,6 @@ def test_the_selection_ranks_by_the_rewards_in_the_loss():
     for mask_truncated, kept in ((False, 1), (True, 2)):
         chosen = Selection(2, 0.5, "std", mask_truncated)
         assert [g.ticket for g in groups if chosen.why(g, groups) is None] == [kept]
-
-
-@pytest.mark.parametrize("path", ["no_such_module:keep", f"{__name__}:missing", f"{__name__}:TERMS"])
-def test_a_filter_that_cannot_be_imported_is_a_configuration_error(path):
-    with pytest.raises(ConfigError, match=path.partition(":")[2]):
-        group_filters(GenerationFilters(custom=(path,)))
-
-
-async def test_an_exception_in_a_filter_names_function_and_ticket():
-    policy = GenerationPolicy(GenerationSection(filters=GenerationFilters(custom=(f"{__name__}:fails",))))
-    with pytest.raises(VolleyError, match=r"fails failed on the group of ticket 3"):
-        await policy.filter_group(rewarded(3, [1, 0]))
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.sampled_from([0.25, 0.5, 0.9]), st.booleans())

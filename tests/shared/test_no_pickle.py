@@ -41,7 +41,7 @@ EXCEPTIONS = {
     "packages/sandbox/volley_sandbox/sandbox/inside/host.py: exec": "runs submitted code, in a sandbox",
     "packages/environments/volley_environments/code/inside.py: exec": "runs a data set's tests, in a sandbox",
     "packages/dashboard/volley_dashboard/tracking/tracker_program.py: pandas": "makes trackio's tables, and reads none",
-    "services/trainer/algorithms/rules/code.py: exec": "the user's own loss or advantage, which they named in the run",
+    "shared/rule_code.py: exec": "the user's own rule, which they named in the run",
     "packages/python/tests/test_source.py: exec": "runs the source that was taken out of a made-up program",
     "tests/support/hostile.py: pickle": "makes the payloads that must not be unpickled",
     "tests/support/hostile.py: allow_pickle=True": "the same, as a numpy file",

@@ -89,7 +89,10 @@ def test_a_text_that_is_not_that_of_its_digest_is_refused(folder: Path):
     ("text", "named", "why"),
     [
         (TEXT, "my_loss.py", "names no function"),
-        (TEXT, "my_loss.py:other", "defines no other at its top level"),
+        (TEXT, "my_loss.py:other", "defines no other at its top level; it defines loss"),
+        ("class loss: ...\n", "my_loss.py:loss", "loss is a class, not a function"),
+        ("async def loss(t): ...\n", "my_loss.py:loss", "loss is async, not a function"),
+        ("from there import loss\n", "my_loss.py:loss", "defines no loss at its top level; it defines nothing"),
         (TEXT, "missing.py:loss", "does not exist"),
         (TEXT, "no_such_module:loss", "no package 'no_such_module'"),
         ("def loss(:\n", "my_loss.py:loss", "is not Python: invalid syntax"),
@@ -114,6 +117,9 @@ def test_a_file_that_is_no_rule_is_refused_by_name(folder: Path, text: str, name
         (["algorithm.name=dapo", "algorithm.loss=my_loss.py:loss"], "unknown key algorithm.loss"),
         (["algorithm.loss=my_loss.py:loss", "algorithm.epsilon=0.3"], "epsilon=0.3 has no effect: algorithm.loss"),
         (["algorithm.advantage=my_loss.py:loss", "algorithm.advantage_estimator=rloo"], "has no effect"),
+        (["algorithm.advantage=my_loss.py:loss", "algorithm.credit=my_loss.py:loss"], "credit=my_loss.py:loss has no"),
+        (["algorithm.name=gdpo", "algorithm.reward_components.a=1", "algorithm.credit=my_loss.py:loss"], "gdpo reads"),
+        (["data.curriculum.custom=my_loss.py:loss", "data.curriculum.floor=0.2"], "floor=0.2 has no effect"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(folder: Path, overrides: list[str], why: str):
@@ -131,6 +137,29 @@ def test_a_changed_file_is_refused_during_a_run_and_accepted_by_a_fork(folder: P
     assert "advantages" not in str(refused.value), "the text itself is not shown"
     (change,) = pinned.permitted(was, now, step=3, free=forks.FREE)
     assert change.key == "algorithm.loss"
+
+
+@pytest.mark.parametrize("key", own_rules.KEYS)
+def test_every_rule_is_copied_pinned_and_free_in_a_fork(folder: Path, key: str):
+    def values(*overrides: str) -> dict[str, object]:
+        return pinned.relevant(loaded(folder, *overrides).config)
+
+    plain, was = values(), values(f"{key}=my_loss.py:loss")
+    assert own_rules.parse(str(was[key])).text == TEXT
+    (folder / "my_loss.py").write_text(f"{TEXT}# other\n", encoding="utf-8")
+    now = values(f"{key}=my_loss.py:loss")
+    for before, after in ((was, now), (plain, was), (was, plain)):
+        with pytest.raises(ConfigError, match=rf"{key} \(was .* may not change: a run keeps the rules"):
+            pinned.permitted(before, after, step=3)
+        assert key in [change.key for change in pinned.permitted(before, after, step=3, free=forks.FREE)]
+
+
+def test_a_word_is_no_rule(folder: Path):
+    was, now = (pinned.relevant(loaded(folder, f"algorithm.credit={word}").config) for word in ("episode", "turn"))
+    assert [change.key for change in pinned.permitted(was, now, step=3)] == ["algorithm.credit"]
+    with pytest.raises(ConfigError, match=r"algorithm.credit=turns names no function") as refused:
+        loaded(folder, "algorithm.credit=turns")
+    assert refused.value.hint.startswith("choose episode or turn, or name a function")
 
 
 def test_steps_of_an_earlier_epoch_have_its_rule(folder: Path):

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +15,27 @@ import pytest
 
 from services.trainer.algorithms.own import Own
 from services.trainer.algorithms.registry import algorithm
+from services.trainer.algorithms.rules.checks import checked_filter
 from services.trainer.algorithms.rules.inputs import GroupInputs, group_inputs
 from services.trainer.algorithms.rules.made import made_groups
 from services.trainer.algorithms.terms.algorithm import EpisodeTokens
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.rewards import of_tokens
 from services.trainer.batches.batch import Batch, BatchLayout, Row, policy_rows, row_weights, with_staleness
+from services.trainer.groups.filters import FilterOptions, verdict
 from shared import own_rules
 from shared.algorithm_base import PolicyGradientSection
-from shared.algorithm_schema import GrpoSection, GspoSection, OwnSection
+from shared.algorithm_schema import (
+    DrGrpoSection,
+    GrpoSection,
+    GspoSection,
+    OwnSection,
+    PpoSection,
+    ReinforcePlusPlusSection,
+)
 from shared.errors import ConfigError, RuleFailed
 from shared.run import rule_files
-from shared.types import Branch, Trajectory, VersionSpan, WeightVersion
+from shared.types import Branch, Group, Trajectory, VersionSpan, WeightVersion
 from tests.trainer import test_policy
 from tests.trainer.test_algorithms import trajectory
 
@@ -35,7 +45,7 @@ TRL = json.loads((ROOT / "tests/fixtures/trl/rules.json").read_text(encoding="ut
 
 
 def text_of(named: str, key: str = "loss") -> str:
-    return rule_files.resolved({"algorithm": {key: named}}, RULES)[key]
+    return rule_files.resolved({"algorithm": {key: named}}, RULES)[f"algorithm.{key}"]
 
 
 def written(folder: Path, body: str, key: str = "loss") -> str:
@@ -95,6 +105,37 @@ def test_an_advantage_that_lacks_a_property_is_refused_by_its_name(tmp_path: Pat
     with pytest.raises(ConfigError, match=why) as refused, np.errstate(all="ignore"):
         made(OwnSection(name="own", advantage=written(tmp_path, body, "advantage")))
     assert "rule.py:rule (sha256" in str(refused.value)
+
+
+FILTERS = {
+    "returned float64": "return t.rewards.mean()",
+    "returned ndarray": "return t.rewards > 0",
+    "returned NoneType": "t.rewards",
+    "is not deterministic": "return next(count) % 4 > 0",
+    "raised ValueError at line 10: .*read-only": "t.success[0] = True\nreturn True",
+}
+
+
+@pytest.mark.parametrize(("why", "body"), FILTERS.items())
+def test_a_filter_that_lacks_a_property_is_refused_by_its_name(tmp_path: Path, why: str, body: str):
+    with pytest.raises(ConfigError, match=f"trainer.filters.custom.*rule.py:rule .sha256 .*{why}"):
+        checked_filter(written(tmp_path, body, "credit"))
+
+
+CREDITS = {
+    r"returned \[\] for 1 turns": "return t.rewards.sum()",
+    r"returned \[1\] for 2 turns": "return t.rewards[:1]",
+    "returned str: could not convert": "return 'much'",
+    "not finite for rewards .0. 0.": "return t.rewards / t.rewards.sum()",
+    "is not deterministic": "return t.rewards + next(count)",
+    "raised IndexError at line 10": "return t.rewards[9] + t.rewards",
+}
+
+
+@pytest.mark.parametrize(("why", "body"), CREDITS.items())
+def test_a_credit_that_lacks_a_property_is_refused_by_its_name(tmp_path: Path, why: str, body: str):
+    with pytest.raises(ConfigError, match=f"algorithm.credit.*rule.py:rule .sha256 .*{why}"), np.errstate(all="ignore"):
+        algorithm(GrpoSection(credit=written(tmp_path, body, "credit")), 1, 8)
 
 
 @pytest.mark.parametrize("name", ["vespo", "luspo"])
@@ -166,7 +207,7 @@ def loss(tokens):
 def test_a_rule_that_is_grpos_trains_its_weights_bit_for_bit(tmp_path: Path, layout: BatchLayout):
     """In one micro-batch, in several and packed, with a KL term and a correction."""
     (tmp_path / "grpo.py").write_text(GRPO, encoding="utf-8")
-    keys = {key: text_of(f"{tmp_path}/grpo.py:{key}", key) for key in own_rules.KEYS}
+    keys = {key: text_of(f"{tmp_path}/grpo.py:{key}", key) for key in ("loss", "advantage")}
     weights, numbers = [], []
     for section in (
         GrpoSection(beta=0.1, sampler_is="token"),
@@ -206,12 +247,13 @@ def test_staleness_counts_steps_of_each_token():
 
 
 def test_an_advantage_sees_sequences_turns_and_weights():
-    group = [EpisodeTokens(branched()), EpisodeTokens(trajectory(1.0))]
-    found = group_inputs(group, [of_tokens(e.trajectory, "episode") for e in group])
+    group = [branched(), trajectory(1.0)]
+    found = group_inputs(group, [of_tokens(one, "episode") for one in group])
     one = found.episodes[0]
     assert (found.rewards.tolist(), found.lengths.tolist()) == ([2.0, 1.0], [11, 8])
     np.testing.assert_array_equal(found.components["goal"], [1.5, np.nan])
     assert one.sequence.tolist() == [0] * 14 + [1] * 4
+    assert one.ids.tolist() == [*group[0].token_ids, 0, 1, 2, 3]
     assert one.turn.tolist() == [-1] * 4 + [0] * 3 + [-1] * 2 + [1] * 5 + [-1] + [1] * 3
     assert one.step.tolist() == [-1] * 4 + [3] * 3 + [-1] * 2 + [4] * 5 + [-1] + [5] * 3
     assert one.rewards.sum() == 2.0
@@ -229,6 +271,50 @@ def test_an_advantage_that_fails_later_stops_training(tmp_path: Path):
     why = r"rule.py:rule \(sha256 \w+…\) returned advantages that are not finite"
     with pytest.raises(RuleFailed, match=why), np.errstate(all="ignore"):
         own.advantages([[EpisodeTokens(trajectory(7.0))]])
+
+
+ONE_BY_ONE = "import numpy as np\n\ndef credit(turns):\n    return np.cumsum(turns.rewards[::-1])[::-1]\n"
+
+
+@pytest.mark.parametrize("of", [GrpoSection, DrGrpoSection, ReinforcePlusPlusSection, PpoSection])
+def test_the_sum_of_the_following_rewards_is_the_credit_of_turns(tmp_path: Path, of: Any):
+    """Also with branches, and along a sequence that a critic values."""
+    (tmp_path / "sums.py").write_text(ONE_BY_ONE, encoding="utf-8")
+    text = text_of(f"{tmp_path}/sums.py:credit", "credit")
+    episodes = [
+        replace(branched(), turns=trajectory(2.0, turns=(0.5, 2.0)).turns),
+        trajectory(1.0, turns=(1.0,)),
+        trajectory(0.5),
+    ]
+    group = [EpisodeTokens(one, values=np.linspace(0, 1, one.n_stored, dtype=np.float32)) for one in episodes]
+    name = get_args(of.model_fields["name"].annotation)[0]
+    (found,), (expected,) = (
+        algorithm(of(name=name, credit=credit), 1, 8).advantages([group]) for credit in (text, "turn")
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-12)
+        assert ours.any()
+
+
+def test_the_discounted_credit_is_the_sum_of_its_formula():
+    section = DrGrpoSection(name="drgrpo", credit=text_of("discounted.py:credit", "credit"))
+    episodes = [trajectory(2.0, turns=(0.5, 0.25)), trajectory(1.0, turns=(1.0,)), trajectory(0.0)]
+    (found,) = algorithm(section, 1, 8).advantages([[EpisodeTokens(one) for one in episodes]])
+    first, second = np.array([0.5 + 0.95 * 1.5, 1.0, 0.0]), np.array([1.5, 0.0, 0.0])
+    for i, one in enumerate(found):
+        np.testing.assert_allclose(one[4:7], first[i] - first.mean())
+        np.testing.assert_allclose(one[9:14], second[i] - second.mean())
+        assert not one[[0, 1, 2, 3, 7, 8]].any()
+
+
+@pytest.mark.parametrize(("n_right", "kept"), [(0, False), (1, True), (4, True), (5, False)])
+def test_the_bounds_of_accuracy_keep_what_is_between(n_right: int, kept: bool):
+    named = {"trainer": {"filters": {"custom": "accuracy_bounds.py:keeps"}}}
+    text = rule_files.resolved(named, RULES)[own_rules.FILTER]
+    episodes = tuple(trajectory(float(i < n_right)) for i in range(5))
+    found = verdict(Group(1, "toy", "train/1", episodes), FilterOptions(custom=text))
+    assert (found is None) is kept
+    assert kept or found[0] == "custom"
 
 
 def test_made_groups_answer_for_any_component_and_episode():

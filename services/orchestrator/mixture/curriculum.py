@@ -4,54 +4,155 @@ A group's learning signal is the variance of its outcomes: if all or none of its
 zero. Its estimate p(1 - p), averaged over an environment's last groups, is the environment's learnability: A.
 Rutherford et al., "No Regrets: Investigating and Improving Regret Approximations for Curriculum Discovery", 2024; T.
 Foster and J. Foerster, "Learning to Reason at the Frontier of Learnability", 2025.
+
+A rule of the user's own gives other factors from the same inputs (`data.curriculum.custom`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 
-from services.orchestrator.tallies import EnvironmentTallies
-from shared.data_schema import CurriculumConfig
+import numpy as np
+
+from services.orchestrator.tallies import EnvironmentTallies, GroupScore
+from shared import own_rules
+from shared.data_schema import MAX_WEIGHT, CurriculumConfig
+from shared.errors import RuleFailed
+from shared.own_rules import OwnRule
+from shared.rule_code import called, checked, loaded
 
 _LEAST_GROUPS = 8
 """Environments with fewer known groups keep their factor."""
-_LEAST_MOVE = 0.05
-"""Smallest change of a factor that is applied: every change is a line on disk."""
+_LEAST_MOVE, _LEAST_OWN_MOVE = 0.05, 1e-4
+"""Smallest change of a factor that is applied, built in and by the user's rule: every change is a line on disk."""
+_WANTED = f"return a factor of 0 to {MAX_WEIGHT} for names in envs, above 0 for at least one"
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentInputs:
+    """An environment, and the last groups that this process has published of it: at most 64, oldest first.
+
+    tickets: groups that the run has started of it, also before a restart.
+    factor: its present factor.
+    rewards, success: float64 [n], mean reward and success rate of each group.
+    learnability: float64 [n], unbiased estimates of the variance of success.
+    """
+
+    tickets: int
+    factor: float
+    rewards: np.ndarray
+    success: np.ndarray
+    learnability: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureInputs:
+    """All environments of the mixture, by name."""
+
+    envs: Mapping[str, EnvironmentInputs]
+
+
+type CurriculumRule = Callable[[MixtureInputs], dict[str, float]]
+"""From the mixture to new factors of weights by environment; the others keep theirs."""
 
 
 class Curriculum:
-    """Factors of a mixture's weights. Args: tallies: of the groups that this process has published."""
+    """Factors of a mixture's weights.
 
-    def __init__(self, config: CurriculumConfig, tallies: EnvironmentTallies) -> None:
+    Args:
+        tallies: of the groups that this process has published.
+        names: environments that the run starts with.
+
+    Raises ConfigError for a rule of the user.
+    """
+
+    def __init__(self, config: CurriculumConfig, tallies: EnvironmentTallies, names: Iterable[str] = ()) -> None:
         self._config, self._tallies = config, tallies
         self._next = tallies.n_groups + config.every_groups
+        self._rule, self.least_move = rule_of(config, names), _LEAST_OWN_MOVE if config.custom else _LEAST_MOVE
 
-    def judged(self) -> dict[str, float]:
-        """Return new factors by environment every `every_groups` groups, else nothing; call `settled` afterwards.
+    @property
+    def is_due(self) -> bool:
+        """True every `every_groups` groups, until `settled`."""
+        return self._tallies.n_groups >= self._next
 
-        A factor goes from `floor` (nothing to learn) to 1 (half of all samples succeed, in every group). Environments
-        with too few groups are left out.
+    def judged(self, factors: Mapping[str, float], tickets: Mapping[str, int]) -> dict[str, float]:
+        """Return new factors by environment. Raises RuleFailed.
+
+        Args: factors, tickets: of each environment so far; the latter name all.
         """
-        if self._tallies.n_groups < self._next:
-            return {}
-        return {
-            env: self._factor(self._tallies[env].learnability)
-            for env in self._tallies.names()
-            if len(self._tallies[env].recent) >= _LEAST_GROUPS
-        }
+        envs = {env: _inputs(self._tallies[env].recent, n, factors.get(env, 1.0)) for env, n in tickets.items()}
+        return self._rule(MixtureInputs(MappingProxyType(envs)))
 
     def settled(self) -> None:
         """Mark the factors as applied: the next ones are due `every_groups` groups from now."""
-        if self._tallies.n_groups >= self._next:
+        if self.is_due:
             self._next = self._tallies.n_groups + self._config.every_groups
 
-    def _factor(self, learnability: float) -> float:
-        return max(self._config.floor, round(min(1.0, 4.0 * learnability), 2))
+
+def rule_of(config: CurriculumConfig, names: Iterable[str]) -> CurriculumRule:
+    """Return the rule of a configuration. Raises ConfigError for one of the user that fails on made inputs."""
+    if config.custom is None:
+        return partial(_by_learnability, floor=config.floor)
+    return checked(own_rules.CURRICULUM, config.custom, curriculum_of, _made_inputs(tuple(names)))
 
 
-def factors_after(last: Mapping[str, float], judged: Mapping[str, float], envs: Iterable[str]) -> dict[str, float]:
-    """Return these environments' factors other than 1: the judged ones if one moves far enough, else the last."""
+def curriculum_of(rule: OwnRule) -> CurriculumRule:
+    """Return the user's rule. Raises RuleFailed, as does the rule."""
+    loaded(rule)
+
+    def factors(mixture: MixtureInputs) -> dict[str, float]:
+        made = called(rule, mixture)
+        if not isinstance(made, Mapping):
+            raise RuleFailed(f"{rule} returned {type(made).__name__}", _WANTED)
+        if unknown := [name for name in made if name not in mixture.envs]:
+            raise RuleFailed(f"{rule} returned a factor for {unknown[0]!r}", f"envs has {', '.join(mixture.envs)}")
+        for env, factor in made.items():
+            if not isinstance(factor, int | float | np.number) or not 0 <= factor <= MAX_WEIGHT:
+                raise RuleFailed(f"{rule} returned {factor!r} for {env}", _WANTED)
+        if not any(made.get(env, one.factor) for env, one in mixture.envs.items()):
+            raise RuleFailed(f"{rule} returned 0 for every environment", _WANTED)
+        return {env: round(float(factor), 4) for env, factor in made.items()}
+
+    return factors
+
+
+def factors_after(
+    last: Mapping[str, float], judged: Mapping[str, float], envs: Iterable[str], least: float = _LEAST_MOVE
+) -> dict[str, float]:
+    """Return these environments' factors other than 1: the judged ones if one moves by `least`, else the last."""
     before = {env: last.get(env, 1.0) for env in envs}
     after = {env: judged.get(env, factor) for env, factor in before.items()}
-    moved = any(round(abs(after[env] - before[env]), 6) >= _LEAST_MOVE for env in after)
+    moved = any(round(abs(after[env] - before[env]), 6) >= least for env in after)
     return {env: factor for env, factor in (after if moved else before).items() if factor != 1.0}
+
+
+def _by_learnability(mixture: MixtureInputs, floor: float) -> dict[str, float]:
+    """Go from `floor` (nothing to learn) to 1 (half of all samples succeed, in every group).
+
+    Environments with too few groups are left out.
+    """
+    return {
+        env: max(floor, round(min(1.0, 4.0 * float(one.learnability.mean())), 2))
+        for env, one in mixture.envs.items()
+        if len(one.learnability) >= _LEAST_GROUPS
+    }
+
+
+def _inputs(recent: Sequence[GroupScore], tickets: int, factor: float) -> EnvironmentInputs:
+    scores = np.array(recent, np.float64).reshape(-1, 3)
+    scores.setflags(write=False)
+    return EnvironmentInputs(tickets, factor, *scores.T)
+
+
+def _made_inputs(names: Sequence[str]) -> list[MixtureInputs]:
+    """Make mixtures of which nothing is known, little, and much: solved, hopeless, and each other."""
+    made = list[MixtureInputs]()
+    for n, success in ((0, ()), (1, (0.0,)), (20, (1.0,)), (64, (0.0,)), (64, (0.0, 0.25, 1.0))):
+        scores = [GroupScore(s - 0.5, s, s * (1 - s)) for s in (*success, 0.5) for _ in range(n)][:n]
+        envs = {name: _inputs(scores[i:], 10 * n + i, 1.0) for i, name in enumerate(names)}
+        made.append(MixtureInputs(MappingProxyType(envs)))
+    return made

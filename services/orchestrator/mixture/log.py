@@ -57,6 +57,11 @@ class MixtureLog:
             self._read()
             return self.assignment.of(ticket)
 
+    async def counts(self) -> dict[str, int]:
+        """Count the tickets of each environment that the queue has issued. Raises QueueUnavailable."""
+        self._read()
+        return self.assignment.counts(await self._n_issued())
+
     async def change(self, make: Callable[[MixtureChange], MixtureChange | None]) -> bool:
         """Put another mixture in force, unless `make`, called with the present one, returns None.
 

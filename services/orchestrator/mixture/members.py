@@ -67,11 +67,11 @@ def members_of(
     found, factors = dict[str, Member](), factors or {}
     for name, member in configured.items():
         weight = exact(chosen[name]) if name in chosen else member.weight
-        if weight:
-            found[name] = Member(weight * exact(factors.get(name, 1)), member.min_share)
+        if weight := weight * exact(factors.get(name, 1)):
+            found[name] = Member(weight, member.min_share)
     for name, offer in sorted(offers.items()):
         choice = chosen.get(base_name(name))
-        weight = offer.weight if choice is None else exact(choice)
+        weight = (offer.weight if choice is None else exact(choice)) * exact(factors.get(name, 1))
         if not {name, base_name(name)} & configured.keys() and weight and offer.state in ("active", "canary"):
-            found[name] = Member(weight * exact(factors.get(name, 1)), canary=offer.state == "canary")
+            found[name] = Member(weight, canary=offer.state == "canary")
     return dict(list(found.items())[:MOST_ENVIRONMENTS])

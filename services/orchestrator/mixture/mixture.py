@@ -19,7 +19,7 @@ from services.orchestrator.mixture.members import Offer, members_of, offers_in
 from services.orchestrator.mixture.suspension import Suspensions, Verdicts
 from services.orchestrator.status import RunStatus
 from shared.data_schema import CurriculumConfig
-from shared.errors import InputError, NotFound, Unavailable, VolleyError
+from shared.errors import InputError, NotFound, RuleFailed, Unavailable, VolleyError
 from shared.process import telemetry
 from shared.run.mixture import MixtureChange, SplitSizes, base_name
 from shared.run.seeding import TaskOrder, TicketTask
@@ -66,7 +66,7 @@ class RunMixture:
         self._service, self._status = service, status
         self._suspensions = suspensions or Suspensions()
         settings = configured.curriculum
-        self._curriculum = Curriculum(settings, status.by_env) if settings else None
+        self._curriculum = Curriculum(settings, status.by_env, configured.members) if settings else None
         self._offers: dict[str, Offer] | None = None
         self._unplayable: dict[str, str] = {}
         self._wake, self._settling = asyncio.Event(), asyncio.Lock()
@@ -99,11 +99,16 @@ class RunMixture:
         return {env: sizes[env].n_eval for env in sorted(names) if env in sizes}
 
     async def watch(self) -> None:
-        """Follow the environment service's offers until cancelled; while it does not answer, nothing changes."""
+        """Follow the environment service's offers until cancelled; while it does not answer, nothing changes.
+
+        Raises RuleFailed.
+        """
         problem = ""
         while True:
             try:
                 await self.look()
+            except RuleFailed:
+                raise
             except VolleyError as error:
                 if str(error) != problem:
                     problem = str(error)
@@ -135,14 +140,15 @@ class RunMixture:
         await self.settle(weights)
 
     async def settle(self, asked: Mapping[str, float] | None = None) -> None:
-        """Apply everything known. Raises InputError for what was `asked`, Unavailable."""
+        """Apply everything known. Raises InputError for what was `asked`, Unavailable, RuleFailed."""
         offers, asked = self._offers, asked or {}
         if offers is None:
             return
         async with self._settling:
-            found = await self._sizes_of_newcomers({**self._log.current.chosen, **asked}, asked)
+            chosen = {**self._log.current.chosen, **asked}
+            found = await self._sizes_of_newcomers(chosen, asked)
+            judged = await self._judged(offers, chosen)
             trials = self._suspensions.taken()
-            judged = self._curriculum.judged() if self._curriculum else {}
             try:
                 changed = await self._log.change(
                     lambda last: self._following(last, offers, asked, found, trials, judged)
@@ -196,6 +202,14 @@ class RunMixture:
             return "left"
         return "canary" if member.canary else "active"
 
+    async def _judged(self, offers: Mapping[str, Offer], chosen: Mapping[str, float]) -> dict[str, float]:
+        """Return new factors where they are due. Raises RuleFailed, QueueUnavailable."""
+        if self._curriculum is None or not self._curriculum.is_due:
+            return {}
+        played = await self._log.counts()
+        names = sorted({*self._configured.members, *members_of(self._configured.members, offers, chosen)})
+        return self._curriculum.judged(self._log.current.factors, {env: played.get(env, 0) for env in names})
+
     async def _sizes_of_newcomers(
         self, chosen: Mapping[str, float], asked: Mapping[str, float]
     ) -> dict[str, SplitSizes]:
@@ -234,7 +248,8 @@ class RunMixture:
         """Return the mixture that follows from everything known; None if it is the last one. Raises InputError."""
         chosen, known = {**last.chosen, **asked}, {**self.sizes, **found}
         members = members_of(self._configured.members, offers, chosen)
-        factors = factors_after(last.factors, judged, members) if self._curriculum else {}
+        least = self._curriculum.least_move if self._curriculum else None
+        factors = {} if least is None else factors_after(last.factors, judged, members, least)
         members = members_of(self._configured.members, offers, chosen, factors)
         members = {env: member for env, member in members.items() if env in known}
         reasons = {**last.suspended, **trials.failing}

@@ -68,7 +68,7 @@ type MakeGroup = Callable[[TurnBarrier | None], Awaitable[Group]]
 
 
 class GenerationPolicy:
-    """Policy of one run. Raises ConfigError for a filter that cannot be imported.
+    """Policy of one run.
 
     Args:
         group_size: number of episodes in a group.
@@ -126,7 +126,7 @@ class GenerationPolicy:
         return any(cohort.n_waiting for cohort in self._cohorts)
 
     async def filter_group(self, group: Group) -> Group:
-        """Return the group, or a rejected one. Raises VolleyError if a function of the user fails."""
+        """Return the group, or a rejected one."""
         if group.failure is not None:
             return group
         for one in self._filters:

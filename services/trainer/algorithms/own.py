@@ -46,7 +46,8 @@ class Own(Estimated[OwnSection], Clipped[OwnSection]):
 
     def _of_group(self, group: EpisodeGroup, rewards: Sequence[TokenRewards]) -> list[np.ndarray]:
         assert self._advantage is not None
-        made = self._advantage(group_inputs(group, rewards))
+        references = [episode.reference for episode in group]
+        made = self._advantage(group_inputs([episode.trajectory for episode in group], rewards, references))
         ends = np.cumsum([len(one) for one in made])[:-1]
         return np.split(bounded(np.concatenate(made)), ends)
 

@@ -11,9 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
+from services.trainer.algorithms.rules.inputs import group_inputs
+from services.trainer.algorithms.rules.of_groups import filter_of
+from services.trainer.algorithms.terms.rewards import of_tokens
 from shared.group_rules import GroupRule, has_variance, in_loss, of_trained, zero_variance
 from shared.outcomes import DEFECTS, FILTERS, FilterRule
+from shared.rule_code import read
 from shared.types import Group
 
 
@@ -23,13 +28,14 @@ class FilterOptions:
 
     `rules` are names of `GROUP_RULES`. `max_logprob_diff` is in nats; None disables that filter. The run stops if
     `max_num_gen_batches` times a step's number of groups are filtered before it. With `mask_truncated`, truncated
-    episodes are outside the loss, and rules do not look at them.
+    episodes are outside the loss, and rules do not look at them. `custom` is the text of the user's own rule.
     """
 
     rules: tuple[FilterRule, ...] = ()
     max_logprob_diff: float | None = None
     max_num_gen_batches: int = 10
     mask_truncated: bool = False
+    custom: str | None = None
 
 
 NO_FILTERS = FilterOptions()
@@ -39,12 +45,28 @@ GROUP_RULES: Mapping[FilterRule, GroupRule] = {"zero_variance": zero_variance}
 
 
 def verdict(group: Group, filters: FilterOptions) -> tuple[FilterRule, str] | None:
-    """Return the first rule that excludes the group, and the reason; None if none does."""
-    for rule in filters.rules:
-        why = of_trained(GROUP_RULES[rule], group, mask_truncated=filters.mask_truncated)
+    """Return the first rule that excludes the group, and the reason; None if none does. Raises RuleFailed."""
+    rules = {rule: GROUP_RULES[rule] for rule in filters.rules}
+    if filters.custom is not None:
+        rules["custom"] = _own(filters.custom)
+    for rule, of_group in rules.items():
+        why = of_trained(of_group, group, mask_truncated=filters.mask_truncated)
         if why is not None:
             return rule, why
     return None
+
+
+@cache
+def _own(value: str) -> GroupRule:
+    """Return the rule of a configuration's text. Raises RuleFailed, as does the rule."""
+    rule = read(value)
+    keeps = filter_of(rule)
+
+    def why(group: Group) -> str | None:
+        inputs = group_inputs(group.trajectories, [of_tokens(one, "episode") for one in group.trajectories])
+        return None if keeps(inputs) else f"{rule} rejected it"
+
+    return why
 
 
 def shares_without_variance(groups: Sequence[Group], *, mask_truncated: bool) -> dict[str, float]:
@@ -63,6 +85,8 @@ ADVICE: Mapping[FilterRule, str] = {
     " trainer.filters.zero_variance=false, or raise trainer.filters.max_num_gen_batches",
     "logprob": "a rollout server has other weights than the trainer, or computes otherwise: restart it, or raise"
     " trainer.filters.logprob",
+    "custom": "the rule of trainer.filters.custom is too strict for this model and its tasks: choose other tasks, raise"
+    " trainer.filters.max_num_gen_batches, or use another rule in a `volley fork`",
 }
 _POLICY = (
     "orchestrator.generation is too strict for this model and its tasks: relax it, or raise"

@@ -27,6 +27,7 @@ from shared.errors import ConfigError, Forbidden, NonFinite, ProcessesMissing, P
 from shared.planning.training import MemoryEstimate
 from shared.process.ports import free_port
 from shared.queue.server import embedded_server
+from shared.run import rule_files
 from shared.run.checkpoint_files import ManifestLeaf
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
@@ -353,14 +354,25 @@ STEPS = 4
 MESH = {"trainer__mesh": {"shape": [4, 1]}, "trainer__train_micro_batch_size": 4, "trainer__max_steps": STEPS}
 
 
-def trained(folder: Path, n: int) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+def own_rules_of(folder: Path) -> dict[str, Any]:
+    """A loss, a credit and a filter from files."""
+    (folder / "rule.py").write_text("def keeps(group):\n    return int(group.episodes[0].ids.sum()) % 3 > 0\n", "utf-8")
+    named = {
+        "algorithm": {"loss": "examples/rules/vespo.py:loss", "credit": "examples/rules/discounted.py:credit"},
+        "trainer": {"filters": {"custom": f"{folder}/rule.py:keeps"}},
+    }
+    made = rule_files.replaced(named, rule_files.resolved(named, Path.cwd()))
+    return {"algorithm": {"name": "own", **made["algorithm"]}, "trainer__filters": made["trainer"]["filters"]}
+
+
+def trained(folder: Path, n: int, **settings: Any) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
     """The lines of metrics and the last checkpoint's parameters of a run on four devices of `n` processes."""
     folder.mkdir()
     with ExitStack() as stack:
         queue = stack.enter_context(embedded_server(folder / "redis")).url
         address, made = f"127.0.0.1:{free_port()}", list[TrainerProcess]()
         for i in range(n):
-            tree = process_config(folder, queue, free_port(), **MESH)
+            tree = process_config(folder, queue, free_port(), **MESH, **settings)
             if n > 1:
                 tree["services"]["trainer"] |= {
                     "num_processes": n,
@@ -372,7 +384,7 @@ def trained(folder: Path, n: int) -> tuple[list[dict[str, Any]], dict[str, np.nd
             made.append(TrainerProcess(tree, place, devices=None if n > 1 else 4))
             made[i].start()
             stack.callback(made[i].end)
-        stack.enter_context(producing(queue, STEPS * BATCH))
+        stack.enter_context(producing(queue, 4 * STEPS * BATCH))
         made[0].wait(lambda s: s["phase"] == "done")
         assert [one["phase"] for one in (made[-1].status(),)] == (["following"] if n > 1 else ["done"])
         for one in made:
@@ -388,9 +400,11 @@ def trained(folder: Path, n: int) -> tuple[list[dict[str, Any]], dict[str, np.nd
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_two_processes_compute_what_one_does_on_as_many_devices(tmp_path: Path):
+@pytest.mark.parametrize("settings_of", [lambda folder: {}, own_rules_of], ids=["grpo", "own rules"])
+def test_two_processes_compute_what_one_does_on_as_many_devices(tmp_path: Path, settings_of: Any):
     """Up to the order in which gloo adds: the sums of a step over devices differ in their last bits."""
-    (lines, params), (expected, reference) = (trained(tmp_path / str(n), n) for n in (2, 1))
+    settings = settings_of(tmp_path)
+    (lines, params), (expected, reference) = (trained(tmp_path / str(n), n, **settings) for n in (2, 1))
     for ours, theirs in zip(lines, expected, strict=True):
         assert ours["version"] == theirs["version"]
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)

@@ -1,8 +1,8 @@
 """Checks of the user's own rules on made data, before a run trains with them.
 
 A loss has to be finite, differentiable, without gradient outside the mask, the same each time, and the same whether
-sequences are in one micro-batch, in several, or packed into a row. Advantages have to be finite for any rewards and for
-a group of one, and the same each time. An error names the property that the rule lacks.
+sequences are in one micro-batch, in several, or packed into a row. Advantages, filters and credits have to give what is
+asked for any rewards and for a group of one, and the same each time. An error names the property that the rule lacks.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from services.trainer.algorithms.rules.code import AdvantageFunction, LossFunction, advantage_of, loss_of, read
-from services.trainer.algorithms.rules.inputs import GroupInputs
-from services.trainer.algorithms.rules.made import made_groups, made_tokens, packed, single
+from services.trainer.algorithms.rules.losses import LossFunction, loss_of
+from services.trainer.algorithms.rules.made import made_groups, made_tokens, made_turns, packed, single
+from services.trainer.algorithms.rules.of_groups import AdvantageFunction, FilterFunction, advantage_of, filter_of
+from services.trainer.algorithms.terms.credit import CreditFunction, credit_of
 from services.trainer.algorithms.terms.surrogate import Tokens
+from shared import own_rules
 from shared.errors import ConfigError, RuleFailed
+from shared.rule_code import checked, read
 
 _DISTANCES = (0.0, 0.1, 5.0)
 """Standard deviations of the present log-probabilities from the sampler's, in nats: on policy, near it, far from it."""
 _TOLERANCE = 2e-4
 """Largest difference by the order of float32 sums, as a share of the largest value."""
-_TIMES = 3
 
 
 @cache
@@ -47,15 +49,19 @@ def checked_loss(value: str, *, reference: bool) -> LossFunction:
 @cache
 def checked_advantage(value: str, *, reference: bool) -> AdvantageFunction:
     """Return the advantages of a configuration's value once they have passed; else as `checked_loss`."""
-    try:
-        rule = read(value)
-        advantages = advantage_of(rule)
-        problem = _problem_of_advantages(advantages, made_groups(reference=reference))
-    except RuleFailed as error:
-        raise ConfigError(f"algorithm.advantage, on made data: {error.detail}", error.hint) from error
-    if problem:
-        raise ConfigError(f"algorithm.advantage: {rule} {problem}")
-    return advantages
+    return checked("algorithm.advantage", value, advantage_of, made_groups(reference=reference))
+
+
+@cache
+def checked_filter(value: str) -> FilterFunction:
+    """Return the filter of a configuration's value once it has passed. Raises ConfigError."""
+    return checked(own_rules.FILTER, value, filter_of, made_groups(reference=False))
+
+
+@cache
+def checked_credit(value: str) -> CreditFunction:
+    """Return the credit of a configuration's value once it has passed. Raises ConfigError."""
+    return checked(own_rules.CREDIT, value, credit_of, made_turns())
 
 
 class _Measured(NamedTuple):
@@ -104,13 +110,3 @@ def _problems_of_loss(loss: LossFunction, *, reference: bool) -> Iterator[str]:
 
 def _alike(one: _Measured, other: _Measured) -> bool:
     return all(np.allclose(a, b, 0, _TOLERANCE * float(np.abs(a).max())) for a, b in zip(one, other, strict=True))
-
-
-def _problem_of_advantages(advantages: AdvantageFunction, groups: list[GroupInputs]) -> str | None:
-    first = [advantages(group) for group in groups]
-    for _ in range(_TIMES - 1):
-        again = [advantages(group) for group in groups]
-        same = [np.array_equal(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x, y, strict=True)]
-        if not all(same):
-            return "is not deterministic: two calls with the same group differ"
-    return None

@@ -1,4 +1,4 @@
-"""Inputs of an advantage of the user's own: a group and its episodes, in numpy; the arrays cannot be written to."""
+"""Inputs of the user's own advantages and filters: a group in numpy, whose arrays cannot be written to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.trainer.algorithms.terms.algorithm import EpisodeGroup, EpisodeTokens
 from services.trainer.algorithms.terms.rewards import TokenRewards, turn_of_tokens
 from shared.types import Trajectory, WeightVersion
 
@@ -16,6 +15,7 @@ from shared.types import Trajectory, WeightVersion
 class EpisodeInputs:
     """An episode of N tokens: those of all its sequences, one after the other, each once.
 
+    ids: int32 [N], token ids.
     sampled: bool [N], true for tokens that the policy sampled; values of the others are ignored.
     sequence: int64 [N], the number of the token's sequence; a branch has a number above 0.
     turn: int64 [N], the number of the turn that sampled the token; -1 at other tokens.
@@ -25,6 +25,7 @@ class EpisodeInputs:
     reference: float32 [N], those of the policy at step 0, or None without `beta`.
     """
 
+    ids: np.ndarray
     sampled: np.ndarray
     sequence: np.ndarray
     turn: np.ndarray
@@ -54,9 +55,16 @@ class GroupInputs:
     episodes: tuple[EpisodeInputs, ...]
 
 
-def group_inputs(group: EpisodeGroup, rewards: Sequence[TokenRewards]) -> GroupInputs:
-    """Make the inputs of a group of one or more episodes with these rewards."""
-    trajectories = [episode.trajectory for episode in group]
+def group_inputs(
+    trajectories: Sequence[Trajectory],
+    rewards: Sequence[TokenRewards],
+    references: Sequence[np.ndarray | None] | None = None,
+) -> GroupInputs:
+    """Make the inputs of a group of one or more episodes.
+
+    Args: rewards, references: of each episode; the references are float32 [N], and missing by default.
+    """
+    given = zip(trajectories, rewards, references or [None] * len(trajectories), strict=True)
     names = sorted({name for one in trajectories for name in one.reward_components})
     return GroupInputs(
         env=trajectories[0].env,
@@ -66,21 +74,21 @@ def group_inputs(group: EpisodeGroup, rewards: Sequence[TokenRewards]) -> GroupI
         truncated=_fixed(np.array([one.status == "truncated" for one in trajectories])),
         success=_fixed(np.array([one.success for one in trajectories])),
         components={k: _fixed(np.array([t.reward_components.get(k, np.nan) for t in trajectories])) for k in names},
-        episodes=tuple(_episode(episode, one) for episode, one in zip(group, rewards, strict=True)),
+        episodes=tuple(_episode(*one) for one in given),
     )
 
 
-def _episode(episode: EpisodeTokens, rewards: TokenRewards) -> EpisodeInputs:
-    trajectory = episode.trajectory
+def _episode(trajectory: Trajectory, rewards: TokenRewards, reference: np.ndarray | None) -> EpisodeInputs:
     lengths = trajectory.own_lengths()
     return EpisodeInputs(
+        ids=_fixed(trajectory.stored("token_ids").copy()),
         sampled=_fixed(trajectory.stored("loss_mask").astype(bool)),
         sequence=_fixed(np.repeat(np.arange(len(lengths)), lengths)),
         turn=_fixed(turn_of_tokens(trajectory)),
         step=_fixed(_steps(trajectory)),
         rewards=_fixed(rewards.tokens.copy()),
         logprobs=_fixed(trajectory.stored("logprobs").copy()),
-        reference=None if episode.reference is None else _fixed(episode.reference.copy()),
+        reference=None if reference is None else _fixed(reference.copy()),
     )
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from services.trainer.algorithms.rules.inputs import GroupInputs, group_inputs
-from services.trainer.algorithms.terms.algorithm import EpisodeTokens
+from services.trainer.algorithms.terms.credit import TurnInputs, turn_inputs
 from services.trainer.algorithms.terms.rewards import of_tokens
 from services.trainer.algorithms.terms.surrogate import Tokens
 from services.trainer.models.attention import Packing
@@ -69,9 +69,17 @@ def made_groups(*, reference: bool) -> list[GroupInputs]:
 
 def _group(trajectories: list[Trajectory], reference: bool) -> GroupInputs:
     known = [t.stored("logprobs") * np.float32(1.1) if reference else None for t in trajectories]
-    episodes = [EpisodeTokens(t, reference=x) for t, x in zip(trajectories, known, strict=True)]
-    made = group_inputs(episodes, [of_tokens(t, "turn") for t in trajectories])
+    made = group_inputs(trajectories, [of_tokens(t, "turn") for t in trajectories], known)
     return replace(made, components=_AnyComponent(made.components, made.rewards))
+
+
+def made_turns() -> list[TurnInputs]:
+    """Make the turns of sequences of one, of two and of many turns, with rewards of any size and none."""
+    made = list[TurnInputs]()
+    for rewards in ([1.0], [0.0, 0.0], [0.5, -2.0, 1e6, 0.0, -3e5], [0.0] * 30 + [1.0]):
+        trajectory, n = _episode(np.random.default_rng(0), sum(rewards), len(made)), len(rewards)
+        made.append(turn_inputs(trajectory, np.array(rewards), np.arange(1, n + 1), np.arange(n)))
+    return made
 
 
 class _AnyComponent(dict[str, np.ndarray]):

@@ -14,6 +14,7 @@ from services.trainer.algorithms.terms import rewards as token_rewards
 from services.trainer.algorithms.terms.actor import ActorOptions, TokenMasks, actor_loss, token_masks
 from services.trainer.algorithms.terms.advantages import Estimate, group_relative
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup, EpisodeTokens, Needs
+from services.trainer.algorithms.terms.credit import CreditFunction, credit_named, credited
 from services.trainer.algorithms.terms.logprobs import TokenScores
 from services.trainer.algorithms.terms.rewards import Credit, Normalization, TokenRewards
 from services.trainer.algorithms.terms.statistics import Statistics
@@ -28,11 +29,13 @@ class RewardOptions:
     """Options of token rewards.
 
     `kl_coef` scales a KL penalty in the reward: k1 from the sampling policy (as the trainer computes it, if known) to
-    the reference. `penalty` of the number of an episode's sampled tokens is added to its reward. `mask_truncated`
-    excludes truncated episodes from the loss and from the statistics of their group and step.
+    the reference. `own_credit` is the user's own rule for turns. `penalty` of the number of an episode's sampled tokens
+    is added to its reward. `mask_truncated` excludes truncated episodes from the loss and from the statistics of their
+    group and step.
     """
 
     credit: Credit = "episode"
+    own_credit: CreditFunction | None = None
     normalization: Normalization | None = None
     penalty: Callable[[int], float] | None = None
     kl_coef: float = 0.0
@@ -43,7 +46,8 @@ class RewardOptions:
         """Read the options that all algorithms share from a section of the configuration."""
         how = section.reward_normalization
         return cls(
-            credit=section.credit,
+            credit="turn" if section.credits_turns else "episode",
+            own_credit=credit_named(section.credit),
             normalization=None if how.method == "identity" else Normalization(how.grouping, how.method),
             kl_coef=section.beta if section.kl_in == "reward" else 0.0,
             mask_truncated=section.mask_truncated,
@@ -150,7 +154,7 @@ class PolicyGradient[S: PolicyGradientSection](ABC):
             above = of_policy.astype(np.float64) - episode.reference.astype(np.float64)
             at = sampled(episode)
             made.tokens[at] -= options.kl_coef * above[at]
-        return made
+        return made if options.own_credit is None else credited(trajectory, made, options.own_credit)
 
 
 def sampled(episode: EpisodeTokens) -> np.ndarray:

@@ -41,12 +41,14 @@ class TokenRewards:
     """Rewards of an episode's tokens, float64 [N].
 
     `outcome` is the part that belongs to the whole episode. In `tokens` it is included once, at the last sampled token
-    of sequence 0. `ends` are the last sampled tokens of the sequences.
+    of sequence 0. `ends` are the last sampled tokens of the sequences. `credited` replaces the rewards along sequences
+    where the user's own rule gives turns their credit (see `credit`).
     """
 
     tokens: np.ndarray
     outcome: float
     ends: tuple[int, ...]
+    credited: np.ndarray | None = None
 
     @property
     def total(self) -> float:
@@ -54,6 +56,8 @@ class TokenRewards:
 
     def along_sequences(self) -> np.ndarray:
         """Return rewards float64 [N] with the outcome at the end of each sequence: each led to it."""
+        if self.credited is not None:
+            return self.credited.copy()
         made = self.tokens.copy()
         for end in self.ends[1:]:
             made[end] += self.outcome
