@@ -87,3 +87,30 @@ def test_an_orchestrator_that_is_killed_while_the_mixture_changes_gives_no_ticke
     summary = report.make(rough.folder)
     assert [one["env"] for one in summary["environments"]] == ["frozen_lake", "sokoban"]
     assert all(one["groups"] and one["evaluations"] for one in summary["environments"])
+
+
+CURRICULUM = """
+def curriculum(mixture):
+    started = sum(one.tickets for one in mixture.envs.values())
+    return {"sokoban": 1 + started // 4, "frozen_lake": int(started < 16)}
+"""
+
+
+@pytest.mark.long
+def test_a_curriculum_of_ones_own_goes_on_after_kills_of_the_orchestrator(tmp_path: Path) -> None:
+    (tmp_path / "rule.py").write_text(CURRICULUM, encoding="utf-8")
+    settings = (f"data.curriculum.custom={tmp_path}/rule.py:curriculum", "data.curriculum.every_groups=2")
+    with training(tmp_path, *SETTINGS, *settings, simulated=True) as run:
+        for n, step in enumerate((3, 8), start=1):
+            run.wait_for(rf"^step +{step}/{N_STEPS}", 120)
+            (tmp_path / "rule.py").unlink(missing_ok=True)
+            run.kill("orchestrator")
+            run.wait_for(rf"(?s)(^orchestrator answers after.*){{{n + 1}}}", 120)
+        assert run.wait(300) == 0, run.text()
+    proven(run.folder)
+    factors = [change["factors"].get("sokoban", 1.0) for change in jsonl.read(run.folder.mixture)]
+    assert len(factors) > 2
+    assert factors == sorted(factors)
+    last = max(trained(run.folder).items())
+    assert last[1][0] == "sokoban"
+    assert {env for env, _ in trained(run.folder).values()} == {"frozen_lake", "sokoban"}

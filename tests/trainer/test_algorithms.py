@@ -264,15 +264,18 @@ def test_normalizing_enormous_rewards_keeps_their_proportions():
     assert all(np.isfinite(one).all() for one in whitened(huge, [np.ones(1, bool), np.ones(2, bool)]))
 
 
-LUSPO = {"algorithm": {"loss": "examples/rules/luspo.py:loss"}}
+RULES = rule_files.resolved(
+    {"algorithm": {"loss": "examples/rules/luspo.py:loss", "credit": "examples/rules/discounted.py:credit"}},
+    Path(__file__).parents[2],
+)
 OF_NAME = {
     "gdpo": {"reward_components": {"a": 1.0, "b": 2.0}},
     "mopd": {"outcome_coef": 1.0},
-    "own": rule_files.resolved(LUSPO, Path(__file__).parents[2]),
+    "own": {"loss": RULES["algorithm.loss"]},
 }
 WITHOUT_REWARD = ("gdpo", "on_policy_distillation")
 NORMALIZED = {"reward_normalization": {"grouping": "batch", "method": "mean_std"}}
-OF_REWARDS = ({"credit": "turn"}, NORMALIZED, {"beta": 0.1, "kl_in": "reward"})
+OF_REWARDS = ({"credit": "turn"}, {"credit": RULES["algorithm.credit"]}, NORMALIZED, {"beta": 0.1, "kl_in": "reward"})
 CASES = [
     (name, more)
     for name in ALGORITHMS

@@ -1,4 +1,4 @@
-"""A run with a loss and an advantage from files: killed, proven, replayed, and forked with another loss."""
+"""Runs with rules from files: killed, proven, replayed, and forked with other rules."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shared.config import load
 from shared.queue.server import embedded_server
 from shared.run import rule_files
 from tests.trainer.process import BATCH, in_use, producing, trainer
+from volley.reporting import jsonl
 from volley.runs import record
 
 ROOT = Path(__file__).parents[2]
@@ -26,28 +27,17 @@ def advantage(group):
 """It differs within every group, also where all rewards are equal."""
 
 
+LEFT_OUT = ("train/2", "train/5")
+KEEPS = "def keeps(group):\n    return group.task not in {}\n"
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_killed_run_with_own_rules_is_proven_replayed_and_forked(tmp_path: Path) -> None:
     (tmp_path / "rule.py").write_text(ADVANTAGE, encoding="utf-8")
-    named = {"loss": "examples/rules/vespo.py:loss", "advantage": f"{tmp_path}/rule.py:advantage"}
-    section = {"name": "own", **rule_files.resolved({"algorithm": named}, ROOT)}
-    saving = {"save_interval_steps": 2}
-    with (
-        embedded_server(tmp_path / "redis") as redis,
-        trainer(
-            tmp_path, redis.url, algorithm=section, trainer__max_steps=4, trainer__checkpointing_options=saving
-        ) as process,
-        producing(redis.url, 4 * BATCH),
-    ):
-        process.wait(lambda status: status["durable_step"] >= 3, 420)
-        process.kill()
-        (tmp_path / "rule.py").unlink()
-        process.start()
-        assert process.wait(lambda status: status["phase"] == "done", 420)["branched"] is None
-        assert process.terminate() == 0
-    with record.claimed(load([tmp_path / "config.yaml"])) as claim:
-        record.mark_finished(claim.folder, claim.record)
+    trained(
+        tmp_path, {"loss": "examples/rules/vespo.py:loss", "advantage": f"{tmp_path}/rule.py:advantage"}, name="own"
+    )
     run, fork = tmp_path / "r", tmp_path / "r-fork"
     assert "bit-identical" in volley("replay", run, "--from-step", 0)
     volley("fork", run, "--from", 2, "algorithm.loss=examples/rules/luspo.py:loss")
@@ -57,6 +47,54 @@ def test_a_killed_run_with_own_rules_is_proven_replayed_and_forked(tmp_path: Pat
     assert all(norms(run))
     assert norms(fork)[:2] == norms(run)[:2]
     assert norms(fork)[2] != norms(run)[2]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_killed_run_with_a_credit_and_a_filter_is_proven_replayed_and_forked(tmp_path: Path) -> None:
+    for name, left_out in (("rule", LEFT_OUT), ("stricter", ("train/8",))):
+        (tmp_path / f"{name}.py").write_text(KEEPS.format(left_out), encoding="utf-8")
+    trained(tmp_path, {"credit": "examples/rules/discounted.py:credit"}, f"{tmp_path}/rule.py:keeps", name="grpo")
+    run, fork = tmp_path / "r", tmp_path / "r-fork"
+    assert tickets(run, "trained") == [1, 3, 4, 6, 7, 8, 9, 10]
+    assert tickets(run, "filtered") == [2, 5]
+    assert "bit-identical" in volley("replay", run, "--from-step", 0)
+    volley("fork", run, "--from", 2, f"trainer.filters.custom={tmp_path}/stricter.py:keeps")
+    assert tickets(fork, "trained") == [1, 3, 4, 6, 7, 9]
+    for folder in (run, fork):
+        assert "proven" in volley("verify", folder)
+
+
+def trained(folder: Path, algorithm: dict[str, str], keeps: str | None = None, *, name: str) -> None:
+    """Train four steps; the trainer is killed in between, and the rule's file is gone when it starts again."""
+    named = {"algorithm": algorithm, "trainer": {"filters": {"custom": keeps}}}
+    tree = rule_files.replaced(named, rule_files.resolved(named, ROOT))
+    saving, filters = {"save_interval_steps": 2}, tree["trainer"]["filters"]
+    with (
+        embedded_server(folder / "redis") as redis,
+        trainer(
+            folder,
+            redis.url,
+            algorithm={"name": name, **tree["algorithm"]},
+            trainer__max_steps=4,
+            trainer__checkpointing_options=saving,
+            trainer__filters=filters,
+        ) as process,
+        producing(redis.url, 4 * BATCH + len(LEFT_OUT)),
+    ):
+        process.wait(lambda status: status["durable_step"] >= 3, 420)
+        process.kill()
+        (folder / "rule.py").unlink()
+        process.start()
+        assert process.wait(lambda status: status["phase"] == "done", 420)["branched"] is None
+        assert process.terminate() == 0
+    with record.claimed(load([folder / "config.yaml"])) as claim:
+        record.mark_finished(claim.folder, claim.record)
+
+
+def tickets(run: Path, end: str) -> list[int]:
+    """Tickets of a run's ledger that ended like this."""
+    return sorted(line["ticket"] for line in jsonl.read(run / "ledger.jsonl") if line["disposition"].startswith(end))
 
 
 def volley(*arguments: object) -> str:

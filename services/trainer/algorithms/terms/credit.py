@@ -104,6 +104,6 @@ def turn_inputs(trajectory: Trajectory, rewards: np.ndarray, lengths: np.ndarray
 def _of_sequence(numbers: np.ndarray, worth: np.ndarray) -> np.ndarray:
     """Place the difference of each turn's worth [K] from the next one's at the turn's last token: float64 [N]."""
     made = np.zeros(len(numbers))
-    for number, difference in zip(np.unique(numbers[numbers >= 0]), worth - np.append(worth[1:], 0.0), strict=True):
-        made[np.flatnonzero(numbers == number)[-1]] = difference
+    ends = (numbers >= 0) & (numbers != np.append(numbers[1:], -1))
+    made[ends] = worth - np.append(worth[1:], 0.0)
     return made
