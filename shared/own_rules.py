@@ -23,6 +23,8 @@ CREDITS = ("episode", "turn")
 MAX_BYTES = 2**15
 """Largest file: each checkpoint and each record of a step holds it."""
 _HEAD = re.compile(r"# (?P<file>[^\n]{1,300}):(?P<function>[A-Za-z_]\w*) sha256=(?P<sha256>[0-9a-f]{64})\n")
+MENDING = "the run keeps its rules: mend the file, and go on with `volley fork RUN_DIR --live KEY=FILE.py:FUNCTION`"
+"""Advice for a rule that fails in a run."""
 HINT = "name a function: my_rule.py:FUNCTION or package.module:FUNCTION"
 
 

@@ -26,8 +26,9 @@ from services.orchestrator.servers.holding import ServerHolds
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
-from shared.errors import VolleyError, first_error
+from shared.errors import RuleFailed, VolleyError, first_error
 from shared.models.chat import ChatTokenizer
+from shared.own_rules import MENDING
 from shared.process import host_memory, telemetry, tracing
 from shared.process.sinks import MetricsFanout
 from shared.queue.queue import TicketQueue
@@ -80,7 +81,8 @@ class Orchestrator:
             self.status.end("finished")
             _log.info("run finished", run=self.settings.run)
         else:
-            self.status.end("failed", str(failure))
+            more = f"; {MENDING}" if isinstance(failure, RuleFailed) else ""
+            self.status.end("failed", f"{failure}{more}")
             _log.error("run failed", run=self.settings.run, error=type(failure).__name__, detail=str(failure))
 
     def pause(self) -> None:

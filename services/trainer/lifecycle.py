@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from services.trainer.status import TrainerStatus
 from shared.errors import NonFinite, RuleFailed, Unavailable, first_error
+from shared.own_rules import MENDING
 from shared.process import telemetry
 
 type Work = Callable[[asyncio.TaskGroup], Awaitable[None]]
@@ -56,8 +57,10 @@ async def _guarded(work: Work, group: asyncio.TaskGroup, status: TrainerStatus, 
         if not status.stopping:
             raise
         _log.warning("stopped while waiting", phase=status.phase, reason=str(first_error(errors)))
-    except* (NonFinite, RuleFailed) as errors:
+    except* NonFinite as errors:
         await _stand_by(str(first_error(errors)), status, leave)
+    except* RuleFailed as errors:
+        await _stand_by(f"{first_error(errors)}; {MENDING}", status, leave)
 
 
 async def _stand_by(reason: str, status: TrainerStatus, leave: Leave) -> None:
