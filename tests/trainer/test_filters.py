@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -18,9 +19,10 @@ from hypothesis import strategies as st
 from services.trainer.groups.filters import FilterOptions, has_variance, shares_without_variance
 from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
 from services.trainer.loop.ledger import LedgerFile
+from shared import own_rules
 from shared.queue.records import StreamEntry
 from shared.queue.server import embedded_server
-from shared.run import ledger
+from shared.run import ledger, rule_files
 from shared.run.folder import RunFolder
 from shared.run.progress import TicketProgress
 from shared.types import Group, WeightVersion
@@ -221,9 +223,9 @@ def some_flat(ticket: int, version: str) -> Group:
     return flat(ticket, version) if ticket % 3 == 1 else mixed(ticket, version)
 
 
-def run_of(folder: Path, *, kills: int) -> RunFolder:
+def run_of(folder: Path, filters: Mapping[str, object], *, kills: int) -> RunFolder:
     """Five synchronous steps over a real queue, the trainer killed so many times on the way."""
-    filters = {"zero_variance": True}
+    folder.mkdir()
     with (
         embedded_server(folder / "redis") as spec,
         trainer(folder, spec.url, SIMULATED, trainer__filters=filters) as process,
@@ -238,14 +240,15 @@ def run_of(folder: Path, *, kills: int) -> RunFolder:
     return RunFolder(folder / "r")
 
 
-def test_a_trainer_that_is_killed_while_it_filters_ends_with_the_same_weights(tmp_path: Path):
-    (tmp_path / "calm").mkdir()
-    (tmp_path / "killed").mkdir()
-    calm, killed = run_of(tmp_path / "calm", kills=0), run_of(tmp_path / "killed", kills=2)
+@pytest.mark.parametrize("rule", ["zero_variance", "custom"])
+def test_a_trainer_that_is_killed_while_it_filters_ends_with_the_same_weights(tmp_path: Path, rule: str):
+    own = own_filter(tmp_path, "return group.rewards.std() > 0").custom
+    filters = {"custom": own} if rule == "custom" else {rule: True}
+    calm, killed = (run_of(tmp_path / f"killed {n}", filters, kills=n) for n in (0, 2))
     assert difference(killed, calm) is None
     ends = [{t: ledger.end_named(x) for t, x in LedgerFile(run.ledger).settled().items()} for run in (calm, killed)]
     assert ends[0] == ends[1]
-    assert [t for t, end in ends[0].items() if end == "filtered(zero_variance)"] == [1, 4, 7, 10, 13]
+    assert [t for t, end in ends[0].items() if end == f"filtered({rule})"] == [1, 4, 7, 10, 13]
     assert len(ends[0]) == 15
 
 
@@ -313,3 +316,34 @@ def test_a_group_that_the_orchestrator_filtered_ends_under_its_rule_and_is_no_de
     line = ledger.line(1, dropped.reason, WeightVersion(1, 0), reason=dropped.detail, rule=dropped.rule)
     assert ledger.end_named(line) == f"filtered({rule})"
     assert one.n_filtered == {rule: 1}
+
+
+def own_filter(folder: Path, body: str) -> FilterOptions:
+    (folder / "rule.py").write_text(f"def keeps(group):\n    {body}\n", encoding="utf-8")
+    named = {"trainer": {"filters": {"custom": f"{folder}/rule.py:keeps"}}}
+    return FilterOptions(custom=rule_files.resolved(named, folder)[own_rules.FILTER])
+
+
+async def test_a_filter_of_ones_own_is_on_record_by_its_name(bench: Bench, tmp_path: Path):
+    bench.filters = own_filter(tmp_path, "return group.task != 'train/3'")
+    for ticket in range(1, 6):
+        bench.queue.put(mixed(ticket))
+    await bench.run_to_the_end()
+    assert [e for e in bench.events if e.startswith("step")] == ["step [1, 2]", "step [4, 5]"]
+    line = LedgerFile(bench.folder / "ledger.jsonl").settled()[3]
+    assert ledger.end_named(line) == "filtered(custom)"
+    assert re.fullmatch(r"custom: rule.py:keeps \(sha256 \w{12}…\) rejected it", line["reason"])
+
+
+async def test_a_filter_that_fails_stops_the_run_after_the_steps_before(bench: Bench, tmp_path: Path):
+    bench.filters = own_filter(tmp_path, "return True if group.task != 'train/3' else None")
+    running = asyncio.ensure_future(bench.worker().run())
+    for ticket in range(1, 5):
+        bench.queue.put(mixed(ticket))
+    await bench.until(lambda: bench.status.phase == "refused")
+    assert re.match(
+        r"rule.py:keeps \(sha256 \w{12}…\) returned NoneType \(return True to keep the group, and False to drop it\);"
+        " the run keeps its rules: mend the file, and go on with `volley fork",
+        bench.status.refused or "",
+    )
+    await stopped(running)
