@@ -44,13 +44,13 @@ class StepLog:
         self._path, self._unwritten, self._one = path, list[bytes](), threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    def append(self, line: Mapping[str, Any], check: Check = lambda: None) -> None:
-        """Append a line. If `check`, called once the file is open, raises, nothing is written and the error propagates.
+    def append(self, *lines: Mapping[str, Any], check: Check = lambda: None) -> None:
+        """Append lines. If `check`, called once the file is open, raises, nothing is written and the error propagates.
 
         A trainer that repairs the file after the check replaces it, so its new file does not get the line.
         """
         with self._one:
-            self._unwritten = [*self._unwritten, _text([line])][-_MOST_UNWRITTEN:]
+            self._unwritten = [*self._unwritten, *(_text([line]) for line in lines)][-_MOST_UNWRITTEN:]
             self._write(check)
 
     def _write(self, check: Check) -> None:
@@ -119,7 +119,7 @@ class FencedLog:
         self._log, self._archive, self._epoch = log, archive, epoch
 
     async def append(self, line: Mapping[str, Any]) -> None:
-        await asyncio.to_thread(self._log.append, line, self._check)
+        await asyncio.to_thread(self._log.append, line, check=self._check)
 
     async def flush(self) -> bool:
         """Make every line durable; return False if some cannot be now."""

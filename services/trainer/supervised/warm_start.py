@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.trainer.conversations.data import DataSettings, load
 from services.trainer.conversations.dataset import Example
@@ -21,6 +22,7 @@ from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
 from shared.process.sinks import MetricsFanout
 
+_LOGGED_EVERY_S = 0.2
 _log = telemetry.Log("warm_start")
 
 
@@ -50,11 +52,31 @@ class WarmStart:
         data = (await load(self.data, self.tokenizer, self.client, waiter)).train
         _log.info("data", **data.counts())
         steps = backend.warm_start(data.examples, self.options)
-        while (metrics := await waiter.blocking(next, steps, None)) is not None:
-            line = warm_start_line(metrics)
-            self.log.append(line)
-            self.sinks.send("warm_start", line)
-            if metrics.step % 20 == 0 or metrics.step == metrics.max_steps:
-                _log.info("supervised step", step=metrics.step, loss=round(metrics.loss, 4))
-            if status.stopping:
+        while not status.stopping:
+            trained: list[dict[str, Any]] = []
+            try:
+                await waiter.blocking(_train, steps, status, trained)
+            finally:
+                self._record(trained)
+            if not trained:
                 return
+
+    def _record(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Write the lines of the steps."""
+        self.log.append(*lines)
+        for line in lines:
+            self.sinks.send("warm_start", line)
+            if line["step"] % 20 == 0 or line["step"] == line["max_steps"]:
+                _log.info("supervised step", step=line["step"], loss=round(line["loss"], 4))
+
+
+def _train(steps: Iterator[SupervisedMetrics], status: TrainerStatus, lines: list[dict[str, Any]]) -> None:
+    """Train steps for a moment, or until the end or a stop, and append their lines to `lines`.
+
+    A step may take a few milliseconds: waking the event loop and opening the file after each would cost as much.
+    """
+    until = time.monotonic() + _LOGGED_EVERY_S
+    for metrics in steps:
+        lines.append(warm_start_line(metrics))
+        if status.stopping or time.monotonic() > until:
+            return
