@@ -32,6 +32,8 @@ type Objective = Callable[[Params, Batch], tuple[jax.Array, Statistics]]
 """Loss of a micro-batch, float32 scalar, and its statistics."""
 
 ROW_AXES = ("fsdp",)
+_LARGE_BYTES = 16 * 2**20
+"""Gradients of which a step gives the pages back; those of a small model would only be mapped again by the next."""
 _STATE = "opt_state"
 
 
@@ -128,7 +130,8 @@ class Learner:
             norm = self._state[0].norm if apply else optax.global_norm(total)
             losses, parts, norm = jax.device_get((losses, parts, norm))
         del total
-        release_freed()  # the gradients' pages: what follows has arrays of other sizes
+        if sum(value.nbytes for value in self._params.values()) >= _LARGE_BYTES:
+            release_freed()  # the gradients' pages: what follows has arrays of other sizes
         of_step = statistics.values(statistics.joined(parts))
         return Update(float(np.sum(losses)), float(norm), of_step)
 
