@@ -52,6 +52,22 @@ def test_evaluation_layouts_are_new_and_distinct(name: str) -> None:
     assert not trained & {canonical(rows) for rows in held_out}
 
 
+def test_a_layout_that_was_drawn_ahead_is_not_made_again() -> None:
+    made: list[int] = []
+
+    def make(seed: int, effort: Effort) -> tuple[str, ...]:
+        made.append(seed)
+        return (str(seed),)
+
+    layouts = Layouts("x", make, lambda rows: rows, {"train": 20, "eval": 20}, distinct_train=True)
+    last = layouts.get("train", 19)
+    n_drawn = len(made)
+    found = [layouts.get("train", index) for index in range(20)]
+    assert len(made) == n_drawn
+    assert found[19] is last
+    assert [one.layout for one in found] == [(str(one.seed),) for one in found]
+
+
 def test_tasks_do_not_depend_on_order_or_process() -> None:
     program = (
         "from services.env.environments.games.frozen_lake import *\n"

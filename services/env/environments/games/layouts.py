@@ -42,7 +42,7 @@ WAIT_S = 5.0
 """Seconds that a call waits for another one that draws."""
 
 _MAX_DRAWS = 4096
-_KEPT = 1024
+_KEPT = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,7 @@ class Layouts[L]:
         self._seen: set[bytes] = set()
         self._lock = threading.Lock()
         self._train = lru_cache(maxsize=_KEPT)(lambda index: self._draw(TRAIN, index, Effort()))
+        self._fresh: dict[int, DrawnLayout[L]] = {}  # drawn ahead and not used yet, by seed
         self._made = lru_cache(maxsize=_KEPT)(self._remake)
 
     def count(self, split: str) -> int:
@@ -146,6 +147,8 @@ class Layouts[L]:
         return self._made(self._distinct_seed(split, index)) if split in self._distinct else self._train(index)
 
     def _remake(self, seed: int) -> DrawnLayout[L]:
+        if (drawn := self._fresh.pop(seed, None)) is not None:
+            return drawn
         layout = self._make(seed, Effort())
         assert layout is not None, "this seed has given a layout before"
         return DrawnLayout(layout, seed, digest_of(self._rows(layout), self._form))
@@ -162,6 +165,8 @@ class Layouts[L]:
                     raise self._later(split, index)
                 drawn = self._draw(split, len(known), Effort(), effort)
                 self._seen.add(_identity(self._rows(drawn.layout)))
+                if len(self._fresh) < _KEPT:
+                    self._fresh[drawn.seed] = drawn
                 known.append(drawn.seed)
             return known[index]
         finally:
