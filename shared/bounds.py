@@ -20,6 +20,8 @@ MAX_LINE_VALUES = 10_000
 MAX_DEPTH = 64
 MAX_URL = 500
 """Characters of an address that a request names."""
+MAX_SHOWN = 32
+"""Demonstrations of one request."""
 MAX_CALLS = 1000
 """Tool calls of one message; the rest is not read."""
 

@@ -56,7 +56,7 @@ _EVENTS = telemetry.Counter(
 
 
 class Episodes:
-    """Store of the service's episodes.
+    """Store of the service's episodes. One that is over keeps its answers until its place is needed.
 
     Args:
         ttl_s: idle life of an episode.
@@ -79,6 +79,7 @@ class Episodes:
         self._rewards = rewards
         self._slots: OrderedDict[str, EpisodeSlot] = OrderedDict()
         self._by_request: dict[str, EpisodeSlot] = {}
+        self._over: dict[str, None] = {}  # ids of slots whose episode is over, in the order of their ends
         self._done: list[LiveEpisode] = []
         self._starting: list[Coroutine[Any, Any, None]] = []
         self._calls: dict[str, tuple[str, float]] = {}
@@ -218,9 +219,10 @@ class Episodes:
         now, n = self._clock(), 0
         while self._slots and (slot := next(iter(self._slots.values()))).deadline <= now:
             self._drop(slot)
-            if slot.episode is not None:
+            if slot.episode is not None and not slot.over:
                 self._free(slot.episode)
-            _EVENTS.labels(slot.request.entry.name, "expired").inc()
+            if not slot.over:
+                _EVENTS.labels(slot.request.entry.name, "expired").inc()
             n += 1
         return n
 
@@ -291,6 +293,8 @@ class Episodes:
             _EVENTS.labels(entry.name, event).inc()
             if self._watcher is not None:
                 self._watcher.ended(entry.name)
+            if slot.id in self._slots:
+                self._over[slot.id] = None
             await episode.close()
         return result
 
@@ -344,6 +348,8 @@ class Episodes:
 
     def _admit(self, request_id: str, request: EpisodeRequest) -> EpisodeSlot:
         self.expire()
+        if len(self._slots) >= self._max and self._over:
+            self._drop(self._slots[next(iter(self._over))])
         if len(self._slots) >= self._max:
             raise RateLimited(
                 f"{self._max} episodes are open", "finish or delete some, or try again later", retry_after_s=2.0
@@ -369,6 +375,7 @@ class Episodes:
 
     def _drop(self, slot: EpisodeSlot) -> None:
         self._slots.pop(slot.id, None)
+        self._over.pop(slot.id, None)
         if self._by_request.get(slot.request_id) is slot:
             del self._by_request[slot.request_id]
         _OPEN.set(len(self._slots))

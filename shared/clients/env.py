@@ -13,7 +13,7 @@ from typing import Any, Literal
 import orjson
 
 from shared.clients.base import MALFORMED, HttpClient
-from shared.errors import DecodeError
+from shared.errors import DecodeError, NotFound
 from shared.outcomes import FAULTS, Fault
 from shared.types import Message
 
@@ -63,7 +63,8 @@ class ProgramReply:
 class StepReply:
     """Gymnasium's five-tuple, with the observation as messages and the parts of `info` that training needs.
 
-    `fault` is the model's mistake in this turn, if any.
+    `fault` is the model's mistake in this turn, if any. `closed`: the episode is over, and the service forgets it by
+    itself; services that do not say so want it deleted.
     """
 
     messages: Sequence[Message]
@@ -73,6 +74,7 @@ class StepReply:
     success: bool = False
     reward_components: Mapping[str, float] = field(default_factory=dict)
     fault: Fault | None = None
+    closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,21 @@ class EnvClient(HttpClient):
     async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply:
         """Return a conversation for one task to learn from, solved or not. Raises NotFound."""
         answer = await self.post(f"/{env}/demonstration", {"split": split, "index": index})
-        return _read(lambda: DemonstrationReply(list(answer["messages"]), list(answer.get("tools") or ())))
+        return _read(lambda: _demonstration(answer))
+
+    async def demonstrations(self, env: str, split: str, indices: Sequence[int]) -> list[DemonstrationReply]:
+        """Return the conversations of at most MAX_SHOWN tasks, in order. Raises NotFound.
+
+        A service that shows only one at a time is asked for each.
+        """
+        try:
+            answer = await self.post(f"/{env}/demonstrations", {"split": split, "indices": list(indices)})
+        except NotFound:  # the route, or the environment: then the next call raises it
+            return [await self.demonstration(env, split, index) for index in indices]
+        found = _read(lambda: [_demonstration(one) for one in answer["demonstrations"]])
+        if len(found) != len(indices):
+            raise DecodeError(f"the environment showed {len(found)} demonstrations of {len(indices)}")
+        return found
 
     async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
         """Start an episode; `seed` drives its randomness after the task is chosen. Raises NotFound."""
@@ -188,6 +204,10 @@ class EnvClient(HttpClient):
         await self.delete(f"/episodes/{episode_id}")
 
 
+def _demonstration(answer: Mapping[str, Any]) -> DemonstrationReply:
+    return DemonstrationReply(list(answer["messages"]), list(answer.get("tools") or ()))
+
+
 def _program(answer: Mapping[str, Any]) -> ProgramReply:
     code = answer.get("exit_code")
     return ProgramReply(
@@ -208,6 +228,7 @@ def _step(answer: Mapping[str, Any]) -> StepReply:
         success=bool(info.get("success", False)),
         reward_components={str(k): float(v) for k, v in (info.get("reward_components") or {}).items()},
         fault=next((fault for fault in FAULTS if fault == info.get("error")), None),
+        closed=answer.get("closed") is True,
     )
 
 

@@ -208,6 +208,19 @@ async def test_episodes_are_bounded_until_some_expire(open_episodes: Open, clock
     await episodes.create("c", episodes.task(env))
 
 
+async def test_an_episode_that_is_over_answers_again_until_its_place_is_needed(open_episodes: Open) -> None:
+    episodes, env = open_episodes(max_episodes=2), ScriptedEnvironment()
+    over = await episodes.create("a", episodes.task(env))
+    last = await episodes.step(over.id, "1", assistant("end"))
+    await episodes.create("b", episodes.task(env))
+    assert await episodes.step(over.id, "1", assistant("end")) is last
+    await episodes.create("c", episodes.task(env))
+    with pytest.raises(NotFound):
+        await episodes.step(over.id, "1", assistant("end"))
+    with pytest.raises(RateLimited):
+        await episodes.create("d", episodes.task(env))
+
+
 async def test_deleting_is_idempotent_and_frees_the_request_id(open_episodes: Open) -> None:
     episodes, env = open_episodes(max_episodes=1), ScriptedEnvironment()
     slot = await episodes.create("r", episodes.task(env))

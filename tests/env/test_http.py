@@ -38,10 +38,24 @@ async def test_an_episode_from_listing_to_deletion(open_client: OpenClient) -> N
                 )
             ).json()
         assert (answer["reward"], answer["terminated"], answer["truncated"]) == (1.0, True, False)
-        assert answer["info"]["success"] is True
+        assert answer["info"]["success"] is answer["closed"] is True
         assert answer["info"]["reward_components"] == {"success": 1.0}
         for _ in range(2):
             assert (await client.delete(f"/episodes/{episode['episode_id']}")).status_code == 204
+
+
+async def test_demonstrations_come_together_as_they_come_alone(open_client: OpenClient) -> None:
+    async with open_client() as client:
+
+        async def shown(indices: list[int]) -> Any:
+            return await client.post("/frozen_lake/demonstrations", json={"split": "train", "indices": indices})
+
+        alone = [
+            (await client.post("/frozen_lake/demonstration", json={"split": "train", "index": index})).json()
+            for index in (4, 1)
+        ]
+        assert (await shown([4, 1])).json() == {"demonstrations": alone}
+        assert [(await shown(indices)).status_code for indices in ([], [0] * 33, [0, -1])] == [422, 422, 404]
 
 
 async def test_tasks_are_listed_by_get_and_by_post(open_client: OpenClient) -> None:

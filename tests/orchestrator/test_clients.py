@@ -178,3 +178,32 @@ async def test_hundreds_of_requests_at_once_on_one_client():
         for i in range(200):
             group.create_task(client.generate(IDS, PARAMS, f"r{i:03d}"))
     assert fake.engine.n_requests == 200
+
+
+async def test_demonstrations_of_a_service_that_shows_one_at_a_time():
+    app = FastAPI()
+
+    @app.post("/lake/demonstration")
+    async def shown(request: Request) -> Response:
+        index = codec.unpack(await request.body())["index"]
+        content = codec.pack({"messages": [{"role": "user", "content": str(index)}], "success": True, "tools": []})
+        return Response(content, media_type=codec.MEDIA_TYPE)
+
+    async with EnvClient("http://env", transport=httpx.ASGITransport(app)) as client:
+        found = await client.demonstrations("lake", "train", [3, 1])
+        with pytest.raises(NotFound):
+            await client.demonstrations("maze", "train", [0])
+    assert [one.messages[0]["content"] for one in found] == ["3", "1"]
+
+
+async def test_a_number_of_demonstrations_that_was_not_asked_for_is_refused():
+    async with EnvClient("http://env", transport=httpx.ASGITransport(answering({"demonstrations": []}))) as client:
+        with pytest.raises(DecodeError, match="0 demonstrations of 1"):
+            await client.demonstrations("lake", "train", [0])
+
+
+@pytest.mark.parametrize(("said", "closed"), [({}, False), ({"closed": True}, True), ({"closed": "yes"}, False)])
+async def test_only_a_service_that_says_so_forgets_an_episode_by_itself(said, closed):
+    body = {"messages": [], "reward": 1.0, "terminated": True, "truncated": False, "info": {}, **said}
+    async with EnvClient("http://env", transport=httpx.ASGITransport(answering(body))) as client:
+        assert (await client.step("e", "1", "Up")).closed is closed

@@ -409,3 +409,12 @@ def test_another_declared_end_ends_a_turn_and_stays_as_it_was_sampled(tmp_path):
     assert trajectory.loss_mask[first.start : first.end + 1].tolist() == [1, 1, 1, 0]
     assert (trajectory.end, trajectory.faults) == ("answered", {})
     assert engine.params[0]["stop_token_ids"] == [PAD, EOS]
+
+
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_episode_is_deleted_unless_its_service_forgets_it(end, closed):
+    flags = {"terminated": False, "truncated": False, end: True}
+    env = ScriptedEnv(respond=lambda _: StepReply([], 1.0, **flags, closed=closed))
+    play(env, ScriptedEngine([Say([5, EOS])]))
+    assert bool(env.open) is closed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,15 @@ from services.trainer.learner import supervised
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.scoring import params_of
 from services.trainer.learner.supervised import SupervisedOptions
+from services.trainer.metrics.supervised import SupervisedMetrics
 from services.trainer.status import TrainerStatus
+from services.trainer.step_log import StepLog
+from services.trainer.supervised.warm_start import WarmStart
 from services.trainer.waiter import Waiter
 from shared.clients.env import DemonstrationReply
-from shared.errors import ConfigError, ServiceUnreachable
+from shared.errors import ConfigError, NonFinite, ServiceUnreachable
 from shared.models.chat import ChatTokenizer
+from shared.process.sinks import MetricsFanout
 from tests.support import models
 from tests.trainer.support import CONFIG, model_of
 
@@ -45,9 +50,10 @@ class Env:
         assert (env, split) == ("lake", "train")
         return self.n_tasks
 
-    async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply:
-        self.asked.append(index)
-        return DemonstrationReply([{"role": "user", "content": str(index)}, {"role": "assistant", "content": "ok"}])
+    async def demonstrations(self, env: str, split: str, indices: Sequence[int]) -> list[DemonstrationReply]:
+        self.asked += indices
+        said = {"role": "assistant", "content": "ok"}
+        return [DemonstrationReply([{"role": "user", "content": str(index)}, said]) for index in indices]
 
 
 @pytest.mark.parametrize("n_tasks", [5, 10**9])
@@ -60,7 +66,7 @@ async def test_distinct_training_tasks_chosen_by_the_seed(n_tasks: int):
 
 async def test_an_environment_that_goes_away_meanwhile_is_one_error():
     class Leaving(Env):
-        async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply:
+        async def demonstrations(self, env: str, split: str, indices: Sequence[int]) -> list[DemonstrationReply]:
             raise ServiceUnreachable("env did not answer")
 
     with pytest.raises(ServiceUnreachable):
@@ -124,3 +130,45 @@ def test_it_learns_and_is_deterministic():
         assert not np.array_equal(trained["final_norm.w"], before["final_norm.w"])
     assert runs[0] == runs[1]
     assert runs[0][-1] < 0.5 * runs[0][0]
+
+
+class Steps:
+    """Steps of a backend; `at` is called before each."""
+
+    def __init__(self, n: int, at: Callable[[int], object] = lambda step: None) -> None:
+        self.n, self.at = n, at
+
+    def warm_start(self, examples: Sequence[Example], options: SupervisedOptions) -> Iterator[SupervisedMetrics]:
+        for step in range(1, self.n + 1):
+            self.at(step)
+            yield SupervisedMetrics(step, self.n, 1.0 / step, 0.5, 8)
+
+
+async def logged_steps(tmp_path: Path, backend: Steps, status: TrainerStatus) -> list[int]:
+    settings = DataSettings((), (), 0.0, "conversations", 64, "drop", 3, "lake", 8)
+    options = SupervisedOptions(backend.n, None, 4, 0, BatchLayout((64,), 2, TOKENIZER.pad_id), OPTIMIZER)
+    start = WarmStart(settings, options, Env(20), TOKENIZER, StepLog(tmp_path / "sft.jsonl"), MetricsFanout())
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            await start(backend, status, thread)
+        except NonFinite:
+            pass
+    return [json.loads(line)["step"] for line in (tmp_path / "sft.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+async def test_every_step_is_logged_once(tmp_path: Path):
+    assert await logged_steps(tmp_path, Steps(500), TrainerStatus("r", 0)) == [*range(1, 501)]
+
+
+async def test_the_steps_before_one_that_fails_are_logged(tmp_path: Path):
+    def fail(step: int) -> None:
+        if step == 4:
+            raise NonFinite("loss is not finite", "", ["loss"])
+
+    assert await logged_steps(tmp_path, Steps(9, fail), TrainerStatus("r", 0)) == [1, 2, 3]
+
+
+async def test_a_stop_ends_the_warm_start_after_the_running_step(tmp_path: Path):
+    status = TrainerStatus("r", 0)
+    steps = Steps(10**9, lambda step: status.stop() if step == 7 else None)
+    assert await logged_steps(tmp_path, steps, status) == [*range(1, 8)]

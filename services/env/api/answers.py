@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from services.env.backend import AgentSpec, FinishedEpisode
 from services.env.episode_slots import EpisodeSlot
-from services.env.episode_types import Fault, StepResult
+from services.env.episode_types import Demonstration, Fault, StepResult
 
 
 class Described(BaseModel):
@@ -71,6 +71,12 @@ class Shown(BaseModel):
     tools: list[dict[str, Any]]
 
 
+class AllShown(BaseModel):
+    """In the order of the indices."""
+
+    demonstrations: list[Shown]
+
+
 class Created(BaseModel):
     """`ttl_s` is the idle life of the episode, in seconds."""
 
@@ -104,11 +110,14 @@ class StepInfo(BaseModel):
 
 
 class Stepped(BaseModel):
+    """`closed`: the episode is over, its resources are free, and the service forgets it by itself."""
+
     messages: list[Said]
     reward: float
     terminated: bool
     truncated: bool
     info: StepInfo
+    closed: bool
 
 
 def created(slot: EpisodeSlot, ttl_s: float) -> dict[str, Any]:
@@ -134,6 +143,10 @@ def _of_agent(agent: AgentSpec) -> dict[str, Any]:
     return {"agent": agent.kind, "timeout_s": agent.timeout_s, "judged": agent.judged}
 
 
+def shown(found: Demonstration) -> dict[str, Any]:
+    return {"messages": list(found.messages), "success": found.success, "tools": list(found.tools)}
+
+
 def stepped(result: StepResult) -> dict[str, Any]:
     known = {
         "reward_components": dict(result.info.reward_components),
@@ -146,4 +159,5 @@ def stepped(result: StepResult) -> dict[str, Any]:
         "terminated": result.terminated,
         "truncated": result.truncated,
         "info": {**result.info.extra, **known},
+        "closed": result.over,
     }

@@ -5,17 +5,40 @@ Task listing uses the Open Reward Standard's names; episodes use Gymnasium's fiv
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 
-from services.env.api.answers import Counted, Created, Named, RunShown, Shown, Stepped, created, stepped
-from services.env.api.schemas import CreateBody, FinishBody, RunBody, RunQuery, SplitBody, StepBody, TaskBody, read
+from services.env.api.answers import (
+    AllShown,
+    Counted,
+    Created,
+    Named,
+    RunShown,
+    Shown,
+    Stepped,
+    created,
+    shown,
+    stepped,
+)
+from services.env.api.schemas import (
+    CreateBody,
+    FinishBody,
+    RunBody,
+    RunQuery,
+    SplitBody,
+    StepBody,
+    TaskBody,
+    TasksBody,
+    read,
+)
 from services.env.api.state import state_of
 from services.env.backend import EnvironmentBackend, ModelAddress
 from services.env.episode_slots import EpisodeRequest
+from shared.errors import first_error
 from shared.web.access import Role
 from shared.web.edge import DirectRoute
 from shared.web.http import respond
@@ -35,6 +58,7 @@ ROLES = {
     "GET /{env}/task": Role.SERVICE,
     "POST /{env}/task": Role.SERVICE,
     "POST /{env}/demonstration": Role.SERVICE,
+    "POST /{env}/demonstrations": Role.SERVICE,
 }
 
 
@@ -135,8 +159,19 @@ async def demonstrate(request: Request, env: EnvName) -> Response:
     The conversation ends with the assistant's last message.
     """
     body = await read(request, TaskBody)
-    shown = await _backend(request, env).demonstration(body.split, body.index)
-    return respond(request, {"messages": list(shown.messages), "success": shown.success, "tools": list(shown.tools)})
+    return respond(request, shown(await _backend(request, env).demonstration(body.split, body.index)))
+
+
+@router.post("/{env}/demonstrations", tags=["tasks"], openapi_extra=declares(body=TasksBody, answer=AllShown))
+async def demonstrate_all(request: Request, env: EnvName) -> Response:
+    """Show demonstrations of several tasks, in the order of the indices; all or none."""
+    body, backend = await read(request, TasksBody), _backend(request, env)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(backend.demonstration(body.split, index)) for index in body.indices]
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    return respond(request, {"demonstrations": [shown(task.result()) for task in tasks]})
 
 
 for _path, _handler, _body, _answer in (

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic.config import JsonDict
 
 from services.env.episode_types import Message
-from shared.bounds import MAX_CALLS, MAX_URL
+from shared.bounds import MAX_CALLS, MAX_SHOWN, MAX_URL
 from shared.types import MAX_MESSAGE
 from shared.web import http
 
@@ -34,6 +34,11 @@ class SplitBody(Body, json_schema_extra=example(split="train")):
 class TaskBody(Body, json_schema_extra=example(split="train", index=0)):
     split: Annotated[Name, Field(examples=["train"])]
     index: Annotated[Index, Field(examples=[0])]
+
+
+class TasksBody(Body, json_schema_extra=example(split="train", indices=[0, 1])):
+    split: Annotated[Name, Field(examples=["train"])]
+    indices: Annotated[list[Index], Field(min_length=1, max_length=MAX_SHOWN, examples=[[0, 1]])]
 
 
 class CreateBody(Body, json_schema_extra=example(request_id="1", env="frozen_lake", split="train", index=0)):

@@ -46,9 +46,12 @@ class Agents(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
+    """How an episode ended. `is_closed`: the environment service forgets it by itself."""
+
     success: bool
     status: Status
     end: End
+    is_closed: bool = False
 
 
 @dataclass(slots=True)
@@ -115,7 +118,7 @@ class EpisodeRunner:
         self, spec: SamplingSpec, budget: TokenBudget, opening: Opening, request_id: str, started: float
     ) -> Trajectory:
         """Let the model answer the environment until the episode ends. Args: started: time of the call of `open`."""
-        env_s = time.monotonic() - started
+        env_s, ended = time.monotonic() - started, None
         try:
             sampling = EpisodeState(spec, budget, Recorder(await self._prompt(opening)))
             episode = _RunningEpisode(sampling, opening, request_id, list(opening.messages), env_s)
@@ -124,7 +127,7 @@ class EpisodeRunner:
             await self._partials.save_turn(spec, budget, request_id)
             raise
         finally:
-            if not self._partials.keeps(spec):
+            if not (self._partials.keeps(spec) or (ended is not None and ended.is_closed)):
                 await self._calls.delete(opening.episode_id)
         total_s = time.monotonic() - started
         trajectory = sampling.recorder.trajectory(
@@ -190,9 +193,9 @@ class EpisodeRunner:
         recorder.end_turn(start, result.reward, result.reward_components, faults)
         if result.terminated:
             status: Status = "truncated" if cut else "completed"
-            return _Ended(result.success, status, end_of_turn(result.fault, cut=cut))
+            return _Ended(result.success, status, end_of_turn(result.fault, cut=cut), result.closed)
         if result.truncated:
-            return _Ended(result.success, "truncated", "turns")
+            return _Ended(result.success, "truncated", "turns", result.closed)
         if number >= self._bounds.max_turns:
             return _Ended(await self._finish(episode) or result.success, "truncated", "turns")
         episode.messages.append({"role": ASSISTANT, "content": text})

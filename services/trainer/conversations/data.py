@@ -157,5 +157,5 @@ class RetryingDemonstrator:
     async def num_tasks(self, env: str, split: str) -> int:
         return await self.waiter.retry_until_stopped(lambda: self.client.num_tasks(env, split))
 
-    async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply:
-        return await self.waiter.retry_until_stopped(lambda: self.client.demonstration(env, split, index))
+    async def demonstrations(self, env: str, split: str, indices: Sequence[int]) -> list[DemonstrationReply]:
+        return await self.waiter.retry_until_stopped(lambda: self.client.demonstrations(env, split, indices))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import batched
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from shared.clients.env import DemonstrationReply
 from shared.errors import first_error
 
-_CONCURRENT = 32
+_CONCURRENT, _AT_ONCE = 2, 16
 _SPLIT = "train"
 
 
@@ -20,7 +21,7 @@ class Demonstrator(Protocol):
 
     async def num_tasks(self, env: str, split: str) -> int: ...
 
-    async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply: ...
+    async def demonstrations(self, env: str, split: str, indices: Sequence[int]) -> list[DemonstrationReply]: ...
 
 
 async def fetch(client: Demonstrator, env: str, n: int, seed: int) -> list[DemonstrationReply]:
@@ -33,16 +34,16 @@ async def fetch(client: Demonstrator, env: str, n: int, seed: int) -> list[Demon
     chosen = rng.permutation(total)[:n] if total <= 4 * n else np.unique(rng.integers(0, total, n))
     limit = asyncio.Semaphore(_CONCURRENT)
 
-    async def one(index: int) -> DemonstrationReply:
+    async def some(indices: Sequence[int]) -> list[DemonstrationReply]:
         async with limit:
-            return await client.demonstration(env, _SPLIT, index)
+            return await client.demonstrations(env, _SPLIT, indices)
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(int(index))) for index in chosen]
+            tasks = [group.create_task(some(indices)) for indices in batched(chosen.tolist(), _AT_ONCE)]
     except BaseExceptionGroup as errors:
         raise first_error(errors) from None
-    return [task.result() for task in tasks]
+    return [shown for task in tasks for shown in task.result()]
 
 
 def as_records(env: str, shown: Sequence[DemonstrationReply]) -> list[tuple[str, dict[str, Any]]]:
