@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -148,11 +149,8 @@ async def logged_steps(tmp_path: Path, backend: Steps, status: TrainerStatus) ->
     settings = DataSettings((), (), 0.0, "conversations", 64, "drop", 3, "lake", 8)
     options = SupervisedOptions(backend.n, None, 4, 0, BatchLayout((64,), 2, TOKENIZER.pad_id), OPTIMIZER)
     start = WarmStart(settings, options, Env(20), TOKENIZER, StepLog(tmp_path / "sft.jsonl"), MetricsFanout())
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            await start(backend, status, thread)
-        except NonFinite:
-            pass
+    with ThreadPoolExecutor(1) as thread, contextlib.suppress(NonFinite):
+        await start(backend, status, thread)
     return [json.loads(line)["step"] for line in (tmp_path / "sft.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
