@@ -229,7 +229,7 @@ def test_a_line_that_was_begun_before_the_successor_mended_the_file_is_not_in_it
     metrics, kept = tmp_path / "metrics.jsonl", {"step": 1, "version": "e000001-s000001"}
     zombie = StepLog(metrics)
     zombie.append(kept)
-    zombie.append({"step": 2, "version": "e000001-s000002"}, lambda: StepLog(metrics).repair(state(1, 1), 2))
+    zombie.append({"step": 2, "version": "e000001-s000002"}, check=lambda: StepLog(metrics).repair(state(1, 1), 2))
     assert [orjson.loads(line) for line in metrics.read_bytes().splitlines()] == [kept]
 
 
