@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from shared import config
 from shared.errors import ConfigError
 from tools.recipes import pages, records
+from tools.recipes.__main__ import main
 from tools.recipes.records import RECIPES, RecipeResult, RecipeRun
 from tools.recipes.training import commands
 from volley.__main__ import parser
@@ -59,6 +62,22 @@ def test_the_mean_over_seeds_is_compared() -> None:
 def test_supervised_runs_have_no_result() -> None:
     sft = RecipeRun("sft", 0, 10, 0, 1000, (), {"loss": (2.0, 1.0)}, None, 10.0, 10.0, 1.0, 2.0)
     assert set(records.results([sft, run()])) == {"grpo"}
+
+
+@pytest.mark.parametrize(("after", "made_with", "code"), [(None, "now", 0), (0.3, "now", 1), (None, "before", 2)])
+def test_the_exit_code_says_whether_finished_runs_agree(
+    after: float | None, made_with: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs of another configuration are refused, and none is trained again."""
+    committed = records.read("frozen_lake")
+    known = committed.digest if made_with == "now" else made_with
+    figures = asdict(run(after=after or committed.results["grpo"].after))
+    (tmp_path / "frozen_lake-grpo-0.json").write_text(json.dumps({"digest": known, **figures}), encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        main(["frozen_lake", "--seeds", "0", "--dir", str(tmp_path)])
+    assert ended.value.code == code
+    said = capsys.readouterr()
+    assert {0: "agrees with", 1: "DIFFERS from", 2: "another recipe"}[code] in said.out + said.err
 
 
 def test_an_unknown_recipe_is_named() -> None:
