@@ -86,6 +86,8 @@ def _hint(error: Any) -> str:
         return _valid(error)
     if error["type"] in _LISTS and isinstance(error["input"], str | int | float):
         return f"write {key}=[{str(error['input'])[:200]}]"
+    if error["type"] == "string_pattern_mismatch" and key == "run.name":
+        return "a name has at most 64 letters, digits, '.', '_' and '-', and begins with a letter or digit"
     if error["type"] in _BOUNDS and _may_be_null(error["loc"]):
         return f"for none, write {key}=null"
     if key == "algorithm" and isinstance(error["input"], str):

@@ -243,7 +243,7 @@ def _of_command(
         return f"{name}: {absent}"
     if takes and name and (meant := _setting_of(name, "" if value.startswith("--") else value, takes, called)):
         return meant
-    if near := get_close_matches(name, options, n=1):
+    if near := get_close_matches(name, [one for one in options if one != "--help"], n=1):
         return f"did you mean {near[0]}?"
     return f"`{whole.prog} {called} --help` lists the arguments"
 

@@ -39,13 +39,12 @@ class RunFolder:
 
     def hint(self) -> str:
         """Name the run beside this folder whose name is nearest, or say what to give."""
-        runs = list[str]()
-        with suppress(OSError):
-            runs = [one.name for one in self.path.parent.iterdir() if (one / self.config.name).is_file()]
-        near = get_close_matches(self.name, runs, n=1)
-        return (
-            f"did you mean {self.path.with_name(near[0])}?" if near else "give a run's folder, such as runs/quickstart"
-        )
+        for parent in (self.path.parent, self.path.parent / "runs"):
+            with suppress(OSError):
+                runs = [one.name for one in parent.iterdir() if (one / self.config.name).is_file()]
+                if near := get_close_matches(self.name, runs, n=1):
+                    return f"did you mean {parent / near[0]}?"
+        return "give a run's folder, such as runs/quickstart"
 
     @property
     def name(self) -> str:

@@ -21,7 +21,7 @@ from shared.models.hub import model_folder
 from shared.process.ports import free_port
 from shared.services_schema import Endpoint, ServicesSection
 from volley.__main__ import _example, all_commands, main, parse_arguments
-from volley.commands import export
+from volley.commands import export, train
 from volley.layout import PROJECT
 from volley.local import ports
 from volley.runs import record as runs
@@ -193,6 +193,15 @@ def test_a_taken_port_is_named() -> None:
         services = ServicesSection.model_validate({"env": {"port": port}})
         with pytest.raises(ConfigError, match=rf"services\.env\.port={port}"):
             ports.choose(services, {"env": {"port": port}}, {"env": 1})
+
+
+def test_a_new_run_with_a_taken_port_leaves_no_folder(tmp_path: Path) -> None:
+    quickstart = str(PROJECT / "configs/quickstart.yaml")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"services\.env\.port={port}: 127.0.0.1:{port} cannot be used"):
+            train.main([quickstart], [f"run.dir={tmp_path}", f"services.env.port={port}"])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

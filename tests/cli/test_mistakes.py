@@ -88,6 +88,15 @@ MISTAKES = [
     (["train", "--config", "binary.yaml"], "config file binary.yaml is not text"),
     (["train", "--config", "twice.yaml"], "config file twice.yaml is not valid YAML, line 3: the key 'run' is given"),
     (["report", "missing"], "{cwd}/missing is no folder"),
+    (["verify", "quickstart"], "quickstart is not the folder of a run\n  did you mean runs/quickstart?\n"),
+    (
+        ["quickstart", "--steps", "3"],
+        "unrecognized arguments: --steps\n  settings have no dashes: write trainer.max_steps=3",
+    ),
+    (
+        [*TRAIN, "run.name=a/b"],
+        "run.name='a/b': string should match pattern '^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$'\n  a name",
+    ),
     (["report", "runs/quickstat"], "{cwd}/runs/quickstat is no folder\n  did you mean {cwd}/runs/quickstart?\n"),
     (["up", "runs/quickstat"], "runs/quickstat: no such folder\n  did you mean runs/quickstart?\n"),
     (["trajectories", "runs/quick"], "runs/quick is not the folder of a run: there is no such folder\n  did you mean "),

@@ -24,7 +24,7 @@ from shared.visible import quoted
 from volley import choices, own_data
 from volley.commands import sft_run
 from volley.local import stack
-from volley.local.preflight import notes_on_model, prepared
+from volley.local.preflight import check_ports, notes_on_model, prepared
 from volley.local.processes import Reaper
 from volley.local.sidecars import sidecars
 from volley.local.signals import Stopped, stopping_on_signal
@@ -110,6 +110,8 @@ def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: b
     If standard output closes meanwhile, the run goes on, and logs/volley.log gets its lines.
     """
     loaded, model = prepared(loaded)
+    if seams.place is None:
+        check_ports(loaded)
     supervised = loaded.config.is_supervised
     watch = sft_run.follow if supervised else follow
     with claimed(loaded, may_clear=seams.place is None) as claim:

@@ -16,7 +16,7 @@ from shared.models.config import ModelConfig
 from shared.models.hub import check_weights, model_folder
 from shared.run.folder import RunFolder
 from volley import choices
-from volley.local import external
+from volley.local import external, ports
 from volley.local.accelerators import check_device
 from volley.runs import survey
 
@@ -54,6 +54,15 @@ def prepared(loaded: LoadedConfig) -> tuple[LoadedConfig, Path]:
         hints = " and ".join(one.hint or "" for one in lacking.values())
         raise ConfigError("; ".join(one.detail for one in lacking.values()), hints)
     return loaded, folder
+
+
+def check_ports(loaded: LoadedConfig) -> None:
+    """Check that the ports that a new run names are free. Raises ConfigError.
+
+    A run that continues may first have to wait for its earlier processes, which use them.
+    """
+    if not RunFolder(loaded.config.run.folder.absolute()).record.exists():
+        ports.choose(loaded.config.services, loaded.tree.get("services") or {}, loaded.config.local_processes())
 
 
 def check_inputs(loaded: LoadedConfig) -> Path:
