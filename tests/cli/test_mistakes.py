@@ -50,6 +50,14 @@ MISTAKES = [
     ),
     ([*TRAIN, "algorithm.name=gspo"], "algorithm.name='gspo': write algorithm.name=gspo-token"),
     ([*TRAIN, "algorithm=grpo"], "algorithm is a section: write algorithm.name=grpo\n"),
+    (
+        [*TRAIN, "custom_reward_function.path=r.py"],
+        "override 'custom_reward_function.path=r.py': it is a key of verl\n  give --reward r.py\n",
+    ),
+    (
+        [*TRAIN, "trainer.total_epochs=15"],
+        "override 'trainer.total_epochs=15': it is a key of verl\n  write trainer.max_steps=…; an epoch is tasks div",
+    ),
     ([*TRAIN, "output_dir=out"], "override 'output_dir=out': it is a key of TRL\n  write run.dir=out\n"),
     ([*TRAIN, "--num_generations", "4"], _OPTION.format("num_generations", "grpo_config.num_generations=4")),
     (
