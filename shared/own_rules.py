@@ -13,7 +13,7 @@ import hashlib
 import re
 from typing import Any, NamedTuple
 
-OF_ALGORITHM = ("algorithm.loss", "algorithm.advantage")
+LOSS, ADVANTAGE = OF_ALGORITHM = ("algorithm.loss", "algorithm.advantage")
 """Keys that make a run's algorithm `own`."""
 CREDIT, FILTER, CURRICULUM = "algorithm.credit", "trainer.filters.custom", "data.curriculum.custom"
 KEYS = (*OF_ALGORITHM, CREDIT, FILTER, CURRICULUM)

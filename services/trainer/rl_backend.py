@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from services.trainer import options as from_run
-from services.trainer.algorithms.rules.checks import checked_filter
+from services.trainer.algorithms.rules.checks import check_rules
 from services.trainer.backend.assembly import ModelCheckpoints, check_vocabulary, note_positions, note_tokenizer
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend
 from services.trainer.backend.memory import TrainingMemory
@@ -70,8 +71,6 @@ def make_backend(
     note_positions(config, described)
     note_tokenizer(tokenizer)
     check_turns(config, tokenizer)
-    if config.trainer.filters.custom:
-        checked_filter(config.trainer.filters.custom)
     tokens = TokenLimits(described.vocab_size, tokenizer.pad_id, described.routing)
     options = from_run.supervised_options(config, tokens) if config.sft.trains else None
     policy, warm_start = from_run.policy_options(config, tokens), options.layout if options else None
@@ -84,6 +83,7 @@ def make_backend(
         publications=publications,
         options_under=lambda settings: from_run.policy_options(apply_settings(config, settings), tokens),
         planned=TrainingMemory(config, described),
+        check=partial(check_rules, config.algorithm, config.trainer.filters.custom),
     )
     return MadeBackend(backend, tokens, options)
 

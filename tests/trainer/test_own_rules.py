@@ -15,7 +15,7 @@ import pytest
 
 from services.trainer.algorithms.own import Own
 from services.trainer.algorithms.registry import algorithm
-from services.trainer.algorithms.rules.checks import checked_filter
+from services.trainer.algorithms.rules.checks import check_rules
 from services.trainer.algorithms.rules.inputs import GroupInputs, group_inputs
 from services.trainer.algorithms.rules.made import made_groups
 from services.trainer.algorithms.terms.algorithm import EpisodeTokens
@@ -57,6 +57,7 @@ def written(folder: Path, body: str, key: str = "loss") -> str:
 
 
 def made(section: PolicyGradientSection) -> Own:
+    check_rules(section, None)
     found = algorithm(section, 1, 8)
     assert isinstance(found, Own)
     return found
@@ -119,7 +120,7 @@ FILTERS = {
 @pytest.mark.parametrize(("why", "body"), FILTERS.items())
 def test_a_filter_that_lacks_a_property_is_refused_by_its_name(tmp_path: Path, why: str, body: str):
     with pytest.raises(ConfigError, match=f"trainer.filters.custom.*rule.py:rule .sha256 .*{why}"):
-        checked_filter(written(tmp_path, body, "credit"))
+        check_rules(GrpoSection(), written(tmp_path, body, "credit"))
 
 
 CREDITS = {
@@ -135,7 +136,7 @@ CREDITS = {
 @pytest.mark.parametrize(("why", "body"), CREDITS.items())
 def test_a_credit_that_lacks_a_property_is_refused_by_its_name(tmp_path: Path, why: str, body: str):
     with pytest.raises(ConfigError, match=f"algorithm.credit.*rule.py:rule .sha256 .*{why}"), np.errstate(all="ignore"):
-        algorithm(GrpoSection(credit=written(tmp_path, body, "credit")), 1, 8)
+        check_rules(GrpoSection(credit=written(tmp_path, body, "credit")), None)
 
 
 @pytest.mark.parametrize("name", ["vespo", "luspo"])

@@ -13,27 +13,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from services.trainer.algorithms.estimators import Estimated
-from services.trainer.algorithms.rules.checks import checked_advantage, checked_loss
 from services.trainer.algorithms.rules.inputs import group_inputs
+from services.trainer.algorithms.rules.losses import loss_of
+from services.trainer.algorithms.rules.of_groups import advantage_of
 from services.trainer.algorithms.terms.advantages import bounded
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup, Needs
 from services.trainer.algorithms.terms.policy_gradient import Clipped
 from services.trainer.algorithms.terms.rewards import TokenRewards
 from services.trainer.algorithms.terms.surrogate import TokenLoss, Tokens
 from shared.algorithm_schema import OwnSection
+from shared.rule_code import read
 
 
 class Own(Estimated[OwnSection], Clipped[OwnSection]):
     """The user's loss, advantages or both; GRPO where one is not given.
 
-    Raises ConfigError naming a property that a rule lacks; advantages and loss raise RuleFailed.
+    Advantages and loss raise RuleFailed.
     """
 
     def __init__(self, section: OwnSection, n_updates: int, max_response_length: int) -> None:
         super().__init__(section, n_updates, max_response_length)
-        has_reference = self.needs.reference
-        self._loss = checked_loss(section.loss, reference=has_reference) if section.loss else None
-        self._advantage = checked_advantage(section.advantage, reference=has_reference) if section.advantage else None
+        self._loss = loss_of(read(section.loss)) if section.loss else None
+        self._advantage = advantage_of(read(section.advantage)) if section.advantage else None
 
     @property
     def needs(self) -> Needs:

@@ -21,13 +21,11 @@ from services.trainer.algorithms.own import Own
 from services.trainer.algorithms.ppo import Ppo
 from services.trainer.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from services.trainer.algorithms.rloo import Rloo
-from services.trainer.algorithms.rules.checks import checked_credit
 from services.trainer.algorithms.sao import Sao
 from services.trainer.algorithms.sapo import Sapo
 from services.trainer.algorithms.terms.algorithm import Algorithm
 from services.trainer.algorithms.terms.distillation import Taught
 from services.trainer.algorithms.terms.policy_gradient import PolicyGradient
-from shared import own_rules
 from shared.algorithm_base import PolicyGradientSection
 
 ALGORITHMS: Mapping[str, type[PolicyGradient[Any]]] = {
@@ -53,9 +51,7 @@ ALGORITHMS: Mapping[str, type[PolicyGradient[Any]]] = {
 
 
 def algorithm(section: PolicyGradientSection, n_updates: int, max_response_length: int) -> PolicyGradient[Any]:
-    """Make the algorithm of a section; arguments as for `PolicyGradient`. Raises ConfigError for a rule of the user."""
-    if section.credit not in own_rules.CREDITS:
-        checked_credit(section.credit)
+    """Make the algorithm of a section; arguments as for `PolicyGradient`. Raises RuleFailed for a rule without text."""
     return ALGORITHMS[section.name](section, n_updates, max_response_length)
 
 

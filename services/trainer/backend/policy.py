@@ -53,6 +53,7 @@ class PolicyBackend:
         publications: publishes versions; None publishes none.
         options_under: makes the policy's options under other settings; None if settings never change.
         planned: memory that training takes; None checks none.
+        check: called before the first model is made; raises ConfigError.
 
     `memory` is the memory that training takes by the estimate of `build`, in MiB; `plan` describes mesh, devices and
     micro-batches.
@@ -68,10 +69,11 @@ class PolicyBackend:
         publications: ModelPublications | None = None,
         options_under: Callable[[Flat], PolicyOptions] | None = None,
         planned: TrainingMemory | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._publications = publications
         self._options_under = options_under
-        self._planned = planned
+        self._planned, self._check = planned, check
         self._in_force: Flat = {}  # empty: the configuration's own
         self._options, self._described, self._policy_options, self._checkpoints = model, described, policy, checkpoints
         self._warm_start_layout = warm_start
@@ -98,6 +100,7 @@ class PolicyBackend:
         Raises ConfigError, also if memory does not suffice to train it, and WeightsError.
         """
         if not self.plan:
+            self._check()
             found = None
             if self._planned is not None:
                 warms = self._warm_start_layout is not None and self._restored is None

@@ -58,7 +58,7 @@ def verdict(group: Group, filters: FilterOptions) -> tuple[FilterRule, str] | No
 
 @cache
 def _own(value: str) -> GroupRule:
-    """Return the rule of a configuration's text. Raises RuleFailed, as does the rule."""
+    """Return the rule of a configuration's text, which raises RuleFailed."""
     rule = read(value)
     keeps = filter_of(rule)
 

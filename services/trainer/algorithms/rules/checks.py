@@ -8,7 +8,6 @@ asked for any rewards and for a group of one, and the same each time. An error n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -16,10 +15,12 @@ import numpy as np
 
 from services.trainer.algorithms.rules.losses import LossFunction, loss_of
 from services.trainer.algorithms.rules.made import made_groups, made_tokens, made_turns, packed, single
-from services.trainer.algorithms.rules.of_groups import AdvantageFunction, FilterFunction, advantage_of, filter_of
-from services.trainer.algorithms.terms.credit import CreditFunction, credit_of
+from services.trainer.algorithms.rules.of_groups import advantage_of, filter_of
+from services.trainer.algorithms.terms.credit import credit_of
 from services.trainer.algorithms.terms.surrogate import Tokens
 from shared import own_rules
+from shared.algorithm_base import PolicyGradientSection
+from shared.algorithm_schema import OwnSection
 from shared.errors import ConfigError, RuleFailed
 from shared.rule_code import checked, read
 
@@ -29,39 +30,30 @@ _TOLERANCE = 2e-4
 """Largest difference by the order of float32 sums, as a share of the largest value."""
 
 
-@cache
-def checked_loss(value: str, *, reference: bool) -> LossFunction:
-    """Return the loss of a configuration's value once it has passed. Raises ConfigError.
+def check_rules(section: PolicyGradientSection, keeps: str | None) -> None:
+    """Try the user's rules: those of an algorithm, and the filter `keeps`. Raises ConfigError.
 
-    Args: reference: the run has the reference's log-probabilities.
+    It runs their code, which may compute: several processes have to share their devices before.
     """
+    has_reference = section.beta > 0
+    if isinstance(section, OwnSection) and section.loss:
+        _check_loss(section.loss, reference=has_reference)
+    if isinstance(section, OwnSection) and section.advantage:
+        checked(own_rules.ADVANTAGE, section.advantage, advantage_of, made_groups(reference=has_reference))
+    if section.credit not in own_rules.CREDITS:
+        checked(own_rules.CREDIT, section.credit, credit_of, made_turns())
+    if keeps:
+        checked(own_rules.FILTER, keeps, filter_of, made_groups(reference=False))
+
+
+def _check_loss(value: str, *, reference: bool) -> None:
     try:
         rule = read(value)
-        loss = loss_of(rule)
-        problem = next(_problems_of_loss(loss, reference=reference), None)
+        problem = next(_problems_of_loss(loss_of(rule), reference=reference), None)
     except RuleFailed as error:
-        raise ConfigError(f"algorithm.loss, on made data: {error.detail}", error.hint) from error
+        raise ConfigError(f"{own_rules.LOSS}, on made data: {error.detail}", error.hint) from error
     if problem:
-        raise ConfigError(f"algorithm.loss: {rule} {problem}")
-    return loss
-
-
-@cache
-def checked_advantage(value: str, *, reference: bool) -> AdvantageFunction:
-    """Return the advantages of a configuration's value once they have passed; else as `checked_loss`."""
-    return checked("algorithm.advantage", value, advantage_of, made_groups(reference=reference))
-
-
-@cache
-def checked_filter(value: str) -> FilterFunction:
-    """Return the filter of a configuration's value once it has passed. Raises ConfigError."""
-    return checked(own_rules.FILTER, value, filter_of, made_groups(reference=False))
-
-
-@cache
-def checked_credit(value: str) -> CreditFunction:
-    """Return the credit of a configuration's value once it has passed. Raises ConfigError."""
-    return checked(own_rules.CREDIT, value, credit_of, made_turns())
+        raise ConfigError(f"{own_rules.LOSS}: {rule} {problem}")
 
 
 class _Measured(NamedTuple):

@@ -10,14 +10,13 @@ import jax.numpy as jnp
 from services.trainer.algorithms.terms.surrogate import Tokens
 from shared.errors import RuleFailed
 from shared.own_rules import OwnRule
-from shared.rule_code import called, loaded
+from shared.rule_code import called
 
 type LossFunction = Callable[[Tokens], jax.Array]
 
 
 def loss_of(rule: OwnRule) -> LossFunction:
-    """Return the loss: float [B, T] of each token, before its mask and weight. Raises RuleFailed, as does the loss."""
-    loaded(rule)
+    """Return the loss: float [B, T] of each token, before its mask and weight. It raises RuleFailed."""
 
     def loss(tokens: Tokens) -> jax.Array:
         made = called(rule, tokens)

@@ -9,15 +9,14 @@ import numpy as np
 from services.trainer.algorithms.rules.inputs import GroupInputs
 from shared.errors import RuleFailed
 from shared.own_rules import OwnRule
-from shared.rule_code import called, loaded
+from shared.rule_code import called
 
 type AdvantageFunction = Callable[[GroupInputs], list[np.ndarray]]
 type FilterFunction = Callable[[GroupInputs], bool]
 
 
 def filter_of(rule: OwnRule) -> FilterFunction:
-    """Return the filter, which is true for a group to keep. Raises RuleFailed, as does the filter."""
-    loaded(rule)
+    """Return the filter, which is true for a group to keep; it raises RuleFailed."""
 
     def keeps(group: GroupInputs) -> bool:
         made = called(rule, group)
@@ -31,11 +30,7 @@ def filter_of(rule: OwnRule) -> FilterFunction:
 
 
 def advantage_of(rule: OwnRule) -> AdvantageFunction:
-    """Return the advantages of a group, float64 [N] of each episode, not masked.
-
-    Raises RuleFailed, as do the advantages.
-    """
-    loaded(rule)
+    """Return the advantages of a group, float64 [N] of each episode, not masked; they raise RuleFailed."""
 
     def advantages(group: GroupInputs) -> list[np.ndarray]:
         made, lengths = called(rule, group), [len(one.sampled) for one in group.episodes]

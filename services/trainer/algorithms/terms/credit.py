@@ -15,7 +15,7 @@ from services.trainer.algorithms.terms.rewards import TokenRewards, turn_of_toke
 from shared import own_rules
 from shared.errors import RuleFailed
 from shared.own_rules import OwnRule
-from shared.rule_code import called, loaded, read
+from shared.rule_code import called, read
 from shared.types import Trajectory
 
 
@@ -44,8 +44,7 @@ type CreditFunction = Callable[[TurnInputs], np.ndarray]
 
 
 def credit_of(rule: OwnRule) -> CreditFunction:
-    """Return the credit. Raises RuleFailed, as does the credit."""
-    loaded(rule)
+    """Return the credit, which raises RuleFailed."""
 
     def credit(turns: TurnInputs) -> np.ndarray:
         made, n = called(rule, turns), len(turns.rewards)
